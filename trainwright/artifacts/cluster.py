@@ -1,0 +1,101 @@
+"""`Cluster`: what there is to train on. Devices, their memory and speed, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from .record import Artifact, Record, UserError
+
+
+class Device(Record):
+    """One accelerator or one process of a CPU machine."""
+
+    name: str
+    kind: Literal["cpu", "gpu"]
+    memory_bytes: int = Field(gt=0)
+    flops_per_s: dict[str, float]
+    """Reached (not peak) matmul rate by dtype: fp64, fp32, bf16, fp16."""
+    conv_flops_per_s: dict[str, float] = {}
+    """Reached convolution rate by dtype; empty: as matmul."""
+    bandwidth_bytes_per_s: float = Field(gt=0)
+    """Device memory, reads and writes together."""
+    launch_s: float = Field(ge=0)
+    """Floor of one op."""
+
+
+class Link(Record):
+    """One level of the machine's interconnect; `size` devices (or groups of the next level) share it."""
+
+    name: str
+    size: int = Field(ge=1)
+    bandwidth_bytes_per_s: float = Field(gt=0)
+    """What one device sends over it, one direction, while all do."""
+    latency_s: float = Field(ge=0)
+    """Of one hop of a collective."""
+
+
+class MeshAxis(Record):
+    """One axis of the `DeviceMesh` of a plan."""
+
+    name: str
+    size: int = Field(ge=1)
+    bandwidth_bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(ge=0)
+
+
+class Cluster(Artifact):
+    """Devices of one kind and the links between them, outermost (slowest) first."""
+
+    name: str
+    device: Device
+    links: tuple[Link, ...]
+    host_bandwidth_bytes_per_s: float = 0.0
+    """Device to host memory, one direction; 0: offloading is not available."""
+    source: str = ""
+    fingerprint: str | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(link.size for link in self.links)
+
+    def mesh(self, shape: tuple[int, ...] | None = None) -> tuple[MeshAxis, ...]:
+        """Lay a mesh of `shape` (outermost axis first) over the devices; `None`: one axis per link.
+
+        An axis that spans several links runs at the slowest of them. `UserError` when the sizes do not multiply to the
+        number of devices.
+        """
+        if shape is None:
+            shape = tuple(link.size for link in self.links if link.size > 1) or (1,)
+        if math.prod(shape) != self.num_devices or min(shape) < 1:
+            raise UserError(
+                f"a mesh of {self.num_devices} devices is needed for {self.name}; "
+                f"{'x'.join(map(str, shape))} has {math.prod(shape)}; choose sizes whose product is {self.num_devices}"
+            )
+        as_links = shape == tuple(link.size for link in self.links if link.size > 1)
+        names = [link.name for link in self.links if link.size > 1] if as_links else [f"a{i}" for i in range(len(shape))]
+        inner = self.num_devices
+        axes = []
+        for name, size in zip(names, shape):
+            outer, inner = inner, inner // size
+            spanned = [link for link, stride, span in self._strides() if stride < outer and span > inner] or [self.links[-1]]
+            axes.append(
+                MeshAxis(
+                    name=name,
+                    size=size,
+                    bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in spanned),
+                    latency_s=max(link.latency_s for link in spanned),
+                )
+            )
+        return tuple(axes)
+
+    def _strides(self) -> list[tuple[Link, int, int]]:
+        """Each link of more than one device with its stride and its span, both in devices."""
+        rows, span = [], self.num_devices
+        for link in self.links:
+            if link.size > 1:
+                rows.append((link, span // link.size, span))
+            span //= link.size
+        return rows

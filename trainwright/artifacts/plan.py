@@ -1,0 +1,179 @@
+"""`Plan`: how every tensor is laid out over the devices, and what becomes of it until the backward needs it.
+
+A plan is keyed by module paths, with repeated blocks written once: `transformer.h.{0-11}.attn:sdpa` is a path, the
+range of blocks, and the op in that module. Per mesh axis, outermost first, an op names the loop it splits (`-`: none),
+a parameter or batch entry its layout at rest (`R`: replicated; `S0`: split along dim 0; `S2.1/3.12.64`: split along the
+second factor of dim 2, which is three matrices of 12 heads of 64).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from .cluster import Cluster
+from .record import Artifact, Record, UserError, as_text
+
+FORMAT_VERSION = 1
+
+
+class BatchEntry(Record):
+    """One tensor of the batch: its global shape, and the layout in which each rank receives it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: tuple[str, ...] = ()
+
+
+class ModelRef(Record):
+    """Where the model came from, so that `check` can rebuild one of the zoo; never executed for any other."""
+
+    name: str
+    spec: str | None = None
+    options: dict[str, Any] = {}
+
+
+class ParamPlan(Record):
+    """A parameter's layout at rest, per mesh axis."""
+
+    layout: tuple[str, ...]
+
+
+class OpPlan(Record):
+    """What one op (or a fused run of elementwise ops) splits, and the fate of what its backward needs.
+
+    `recomputed` and `offloaded` map an output (`out`, `out1`), a kept internal (`internal`), or the converted copy of
+    an operand (`in0`) to the blocks it holds for: `0-5`, or `all`. What is in neither is kept.
+    """
+
+    split: tuple[str, ...]
+    recomputed: dict[str, str] = {}
+    offloaded: dict[str, str] = {}
+
+
+class Predicted(Record):
+    """What the plan will take per step, by the cost model; the peak is simulated, parameters and states included."""
+
+    step_s: float
+    compute_s: float
+    comm_s: float
+    exposed_comm_s: float
+    recompute_s: float
+    transfer_s: float = 0.0
+    peak_bytes: int
+    breakdown: dict[str, int] = {}
+    """Bytes alive at the peak, by category."""
+    comm_bytes: dict[str, int] = {}
+    """Bytes that each rank contributes per step, by collective."""
+
+
+class SolverInfo(Record):
+    """How the plan was found. `gap`: proven distance from the optimum of the cost model, as a fraction."""
+
+    name: str
+    status: str
+    gap: float | None = None
+    solve_s: float
+    plan_s: float
+    notes: tuple[str, ...] = ()
+
+
+class Plan(Artifact):
+    """The answer of `trainwright.plan`; runs in a process that has no solver installed."""
+
+    format_version: int = FORMAT_VERSION
+    model: ModelRef
+    fingerprint: str
+    """Of the captured program; another model, batch shape or library version has another one."""
+    torch_version: str
+    batch: dict[str, BatchEntry]
+    dtype: str = "fp32"
+    autocast: str | None = None
+    optimizer: str = "adamw"
+    cluster: Cluster
+    budget_bytes: int | None
+    mesh: dict[str, int] = Field(min_length=1)
+    predicted: Predicted
+    solver: SolverInfo
+    params: dict[str, ParamPlan]
+    modules: dict[str, OpPlan]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        product = 1
+        for size in self.mesh.values():
+            product *= size
+        return product
+
+    def shard_batch(self, batch: Mapping[str, Any] | tuple[Any, ...]) -> Any:
+        """Return this rank's part of a global `batch`, under `torch.distributed`."""
+        from ..runtime.batch import shard_batch
+
+        return shard_batch(self, batch)
+
+    def table(self) -> str:
+        """Return the decisions and the prediction for the terminal."""
+        from ..reports.terminal import plan_table
+
+        return plan_table(self)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as an HTML file that stands alone."""
+        from ..reports.html import write_plan
+
+        write_plan(self, path)
+
+    def _render(self) -> str:
+        """One line an entry, so that a plan reads well and its difference to another one does too."""
+        data = self.model_dump(mode="json", exclude_defaults=False)
+        lines = []
+        for key, value in data.items():
+            if key in ("params", "modules", "batch") and value:
+                rows = [f"  {as_text(name)}: {as_text(_compact(entry))}" for name, entry in value.items()]
+                lines.append(f' "{key}": {{\n' + ",\n".join(rows) + "\n }")
+            elif key in ("cluster", "predicted", "solver"):
+                lines.append(f' "{key}": ' + json.dumps(value, ensure_ascii=False, indent=1).replace("\n", "\n "))
+            else:
+                lines.append(f' "{key}": {as_text(value)}')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def parse(cls, text: str, where: str = "the text") -> Plan:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"a plan in JSON is needed; {where} is not JSON (line {error.lineno}: {error.msg})") from None
+        version = data.get("format_version") if isinstance(data, dict) else None
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"a plan of format version {FORMAT_VERSION} is needed; {where} has {version!r}; make it anew with `plan`"
+            )
+        for key in ("params", "modules", "batch"):
+            if isinstance(data.get(key), dict):
+                data[key] = {name: _expand(entry) for name, entry in data[key].items()}
+        try:
+            return cls.model_validate_json(json.dumps(data))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = ".".join(str(part) for part in problem["loc"])
+            raise UserError(f"a valid plan is needed; {where} is not one: {place}: {problem['msg']}") from None
+
+
+def _compact(entry: dict[str, Any]) -> dict[str, Any]:
+    """Drop what is empty and write a tuple of axes as one string."""
+    short = {key: value for key, value in entry.items() if value not in ({}, [], ())}
+    return {key: " ".join(value) if key in ("layout", "split") else value for key, value in short.items()}
+
+
+def _expand(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    return {
+        key: value.split() if key in ("layout", "split") and isinstance(value, str) else value
+        for key, value in entry.items()
+    }

@@ -1,0 +1,84 @@
+"""What every artifact shares: frozen, validated, and JSON that another version can refuse by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend: *what is needed, what was found, what to try*. Exit status 2."""
+
+
+class Refusal(RuntimeError):
+    """A valid question answered *no* (infeasible, does not fit, does not verify). Exit status 1."""
+
+
+class Record(BaseModel):
+    """A frozen value inside an artifact; unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Artifact(Record):
+    """A `Record` that is a file of its own: `to_json`, `from_json`."""
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return the artifact as JSON; with `path`, write it there as well, atomically."""
+        text = self._render()
+        if path is not None:
+            write_atomically(Path(path), text)
+        return text
+
+    def _render(self) -> str:
+        return self.model_dump_json(indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> Self:
+        """Read the artifact from the file `source`.
+
+        Raises `UserError` when the file is missing, is not JSON, or is not this kind of artifact.
+        """
+        kind = cls.__name__.lower()
+        try:
+            text = Path(source).read_text(encoding="utf8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"a {kind} file is needed; {source} cannot be read ({error}); check the path") from None
+        return cls.parse(text, where=str(source))
+
+    @classmethod
+    def parse(cls, text: str, where: str = "the text") -> Self:
+        """Build the artifact from JSON `text`; `where` names the source in error messages."""
+        kind = cls.__name__.lower()
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise UserError(f"a {kind} in JSON is needed; {where} is not one: {_first_problem(error)}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    problems = error.errors()
+    place = ".".join(str(part) for part in problems[0]["loc"]) or "the document"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{place}: {problems[0]['msg']}{more}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader never sees half of it; `UserError` when that cannot be done."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"a writable path is needed; {path} cannot be written ({error.strerror}); choose another") from None
+
+
+def as_text(value: Any) -> str:
+    """Return `value` as compact JSON, for one line of a larger document."""
+    import json
+
+    return json.dumps(value, ensure_ascii=False)
