@@ -1,0 +1,18 @@
+"""Program or model → Profile: storages' lifetimes, FLOPs, a target's differences, time."""
+
+from .allocator import AllocatorRecord, measure, static_bytes, storage_bytes
+from .profile import profile
+from .step import reference_step
+from .time import op_seconds
+from .tracker import MemoryTracker
+
+__all__ = [
+    "AllocatorRecord",
+    "MemoryTracker",
+    "measure",
+    "op_seconds",
+    "profile",
+    "reference_step",
+    "static_bytes",
+    "storage_bytes",
+]

@@ -1,0 +1,24 @@
+"""Fixtures for all tests: pools of ranks, started when first asked for and shared by the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[Pool]:
+    """Two ranks over gloo."""
+    with closing(Pool(2)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[Pool]:
+    """Four ranks over gloo."""
+    with closing(Pool(4)) as pool:
+        yield pool

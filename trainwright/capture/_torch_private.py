@@ -1,0 +1,120 @@
+"""Every name that torch does not promise to keep, in one place: a wrapper each, with the reason it is needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload  # the type of `torch.ops.aten.add.Tensor`; has no public name
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes without memory, on a device of choice
+from torch.multiprocessing.reductions import StorageWeakRef  # public module, not documented: a storage's identity
+from torch.utils import _pytree as pytree  # the trees that `torch.export` itself flattens; the public one lacks paths
+from torch.utils._python_dispatch import TorchDispatchMode  # observes the ops below autocast and autograd
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "arguments",
+    "flatten_batch",
+    "is_mutating",
+    "is_random",
+    "is_view",
+    "mutated_arguments",
+    "overload_of",
+    "packet",
+    "storage_of",
+]
+
+
+def arguments(target: OpOverload) -> list[tuple[str, Any, bool]]:
+    """Return (name, default or None, keyword-only) of each argument of an ATen op."""
+    return [
+        (argument.name, argument.default_value if argument.has_default_value() else None, argument.kwarg_only)
+        for argument in target._schema.arguments
+    ]
+
+
+def mutated_arguments(target: OpOverload) -> list[str]:
+    """Return the names of the arguments that the op writes, as its schema says."""
+    return [
+        argument.name
+        for argument in target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def is_mutating(target: Any) -> bool:
+    """Tell whether `target` is an ATen op that writes one of its arguments."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def is_view(target: Any) -> bool:
+    """Tell whether an output of the op may share its first argument's memory, by its schema."""
+    if not isinstance(target, OpOverload) or not target._schema.arguments:
+        return False
+    info = target._schema.arguments[0].alias_info
+    return info is not None and not info.is_write
+
+
+def is_random(target: Any) -> bool:
+    """Tell whether the op draws random numbers (dropout too, which carries no tag)."""
+    if not isinstance(target, OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in target.tags or "dropout" in packet(target)
+
+
+def packet(target: Any) -> str:
+    """Return the op's name without namespace and overload: `add` for `aten.add.Tensor`; a function's own name."""
+    if isinstance(target, OpOverload):
+        return target._schema.name.rpartition("::")[2]
+    return getattr(target, "__name__", str(target))
+
+
+def overload_of(target: OpOverload, name: str) -> Any | None:
+    """Return the op `name` with the overload of `target`, or with its only one, or None."""
+    other = getattr(getattr(torch.ops, target.namespace), name, None)
+    if other is None:
+        return None
+    overloads = other.overloads()
+    if target._overloadname in overloads:
+        return getattr(other, target._overloadname)
+    return getattr(other, overloads[0]) if len(overloads) == 1 else None
+
+
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return what is equal for two tensors exactly when they share memory."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def flatten_batch(batch: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]]:
+    """Return the batch's leaves with their key paths (`input_ids`, `0`, `nested.key`), and the way back."""
+    leaves, spec = pytree.tree_flatten_with_path(batch)
+    named = [(".".join(_key(part) for part in path), leaf) for path, leaf in leaves]
+    return named, spec.unflatten
+
+
+def _key(part: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    return str(part)
+
+
+def is_leaf(tree: Any) -> bool:
+    """Tell whether the pytree machinery sees nothing inside `tree`."""
+    return bool(pytree.tree_structure(tree).is_leaf())
+
+
+def parameter_names(function: Any) -> list[str]:
+    """Return a callable's parameter names; `**` stands for any further keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return ["**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters]
+
+
+def graphs_of(module: torch.nn.Module) -> list[torch.fx.Graph]:
+    """Return the graph of a graph module and those of the regions inside it."""
+    return [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]

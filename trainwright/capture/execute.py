@@ -1,0 +1,339 @@
+"""Running a local program: forward in order, and rederiving in the backward what the plan did not keep.
+
+Autograd hands every tensor that it saves to a hook. One that the plan recomputes is replaced by a note of where it came
+from; when the backward asks for it, the block's pure sub-graph is run once, without autograd, for all that ask.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .local import Instruction, LocalProgram, Ref
+from .program import Tensor as ProgramTensor
+from .randomness import with_state
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What one forward run is given besides its tensors."""
+
+    seed: int = 0
+    step: int = 0
+    training: bool = True
+
+
+class Executor:
+    """A local program, made ready to run many times."""
+
+    def __init__(self, local: LocalProgram) -> None:
+        self.local = local
+        self.coords = local.communicator.coords
+        self.calls = [_prepare(instruction, self.coords) for instruction in local.instructions]
+        self.segments = _segments(local.instructions)
+        self.reruns = {region: rerun for region, rerun in _reruns(local).items() if rerun.wanted or rerun.internals}
+        self.frees = _last_uses(local, self.reruns)
+
+    def run(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> list[Any]:
+        """Return the flat outputs, given the rank's part of every parameter, buffer, batch entry and constant."""
+        env: dict[int, Any] = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
+        memories: dict[int, _RegionMemory] = {}
+        for region, start, stop in self.segments:
+            rerun = self.reruns.get(region) if torch.is_grad_enabled() else None
+            if rerun is None:
+                self._forward(env, start, stop, state)
+            else:
+                memory = memories.setdefault(region, _RegionMemory(self, rerun, state))
+                self._forward_watched(env, start, stop, state, memory)
+        return [env[found.value] if isinstance(found, Ref) else found for found in self.local.outputs]
+
+    def _forward(self, env: dict[int, Any], start: int, stop: int, state: RunState) -> None:
+        for index in range(start, stop):
+            self.calls[index](env, state)
+            for value in self.frees[index]:
+                del env[value]
+
+    def _forward_watched(self, env: dict[int, Any], start: int, stop: int, state: RunState, memory: _RegionMemory) -> None:
+        for value in memory.rerun.sources:
+            if value in env and value not in memory.sources:
+                memory.sources[value] = env[value].detach()
+        with torch.autograd.graph.saved_tensors_hooks(memory.pack, _unpack):
+            for index in range(start, stop):
+                memory.begin(self.local.instructions[index])
+                self.calls[index](env, state)
+                memory.end(env)
+                for value in self.frees[index]:
+                    del env[value]
+
+
+Call = Callable[[dict[int, Any], RunState], None]
+
+
+def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
+    """Bind an instruction to a function of the environment, with no search left to do at run time."""
+    function = with_state(instruction, coords)
+    args, kwargs, outputs = instruction.args, instruction.kwargs, instruction.outputs
+
+    if function is None:
+        plain = instruction.function
+
+        def compute(env: dict[int, Any], state: RunState) -> Any:
+            return plain(*_fill(args, env), **_fill_named(kwargs, env))
+    else:
+        stateful = function
+
+        def compute(env: dict[int, Any], state: RunState) -> Any:
+            return stateful(state, *_fill(args, env), **_fill_named(kwargs, env))
+
+    if instruction.many:
+
+        def call(env: dict[int, Any], state: RunState) -> None:
+            env.update(zip(outputs, compute(env, state)))
+    else:
+        (output,) = outputs
+
+        def call(env: dict[int, Any], state: RunState) -> None:
+            env[output] = compute(env, state)
+
+    return call
+
+
+def _fill(args: Any, env: dict[int, Any]) -> list[Any]:
+    return [_fill_one(arg, env) for arg in args]
+
+
+def _fill_one(arg: Any, env: dict[int, Any]) -> Any:
+    kind = type(arg)
+    if kind is Ref:
+        return env[arg.value]
+    return [_fill_one(item, env) for item in arg] if kind is list or kind is tuple else arg
+
+
+def _fill_named(kwargs: dict[str, Any], env: dict[int, Any]) -> dict[str, Any]:
+    return {name: _fill_one(arg, env) for name, arg in kwargs.items()} if kwargs else kwargs
+
+
+def _segments(instructions: Sequence[Instruction]) -> list[tuple[int, int, int]]:
+    """Runs of consecutive instructions of one region: (region, start, stop)."""
+    segments: list[tuple[int, int, int]] = []
+    for index, instruction in enumerate(instructions):
+        if segments and segments[-1][0] == instruction.region:
+            segments[-1] = (instruction.region, segments[-1][1], index + 1)
+        else:
+            segments.append((instruction.region, index, index + 1))
+    return segments
+
+
+def _last_uses(local: LocalProgram, reruns: Mapping[int, _Rerun]) -> list[list[int]]:
+    """For each instruction, the values that nobody reads after it."""
+    last: dict[int, int] = {}
+    for instruction in local.instructions:
+        for value in (*instruction.inputs, *instruction.outputs):
+            last[value] = instruction.index
+    held = {found.value for found in local.outputs if isinstance(found, Ref)}
+    frees: list[list[int]] = [[] for _ in local.instructions]
+    for value, index in last.items():
+        if value not in held:
+            frees[index].append(value)
+    return frees
+
+
+@dataclass(eq=False)
+class _Rerun:
+    """The sub-graph that rederives what one region does not keep."""
+
+    wanted: set[int] = field(default_factory=set)
+    """Values that are not kept."""
+    internals: set[int] = field(default_factory=set)
+    """Instructions whose saved internals are not kept."""
+    instructions: list[int] = field(default_factory=list)
+    sources: set[int] = field(default_factory=set)
+    """Values from which the sub-graph starts."""
+    last_use: dict[int, int] = field(default_factory=dict)
+
+
+def _reruns(local: LocalProgram) -> dict[int, _Rerun]:
+    reruns: dict[int, _Rerun] = {}
+    for instruction in local.instructions:
+        rerun = reruns.setdefault(instruction.region, _Rerun())
+        rerun.wanted |= {value for value in instruction.outputs if local.values[value].recomputed}
+        if instruction.internal_recomputed:
+            rerun.internals.add(instruction.index)
+    for region, rerun in reruns.items():
+        _trace_back(local, region, rerun)
+    return reruns
+
+
+def _trace_back(local: LocalProgram, region: int, rerun: _Rerun) -> None:
+    """Collect, from the wanted values backwards, the instructions to rerun and the kept values to start from."""
+    needed = set(rerun.wanted)
+    for instruction in reversed(local.instructions):
+        if instruction.region != region:
+            continue
+        asked = any(value in needed for value in instruction.outputs) or instruction.index in rerun.internals
+        if not asked:
+            continue
+        rerun.instructions.insert(0, instruction.index)
+        for value in instruction.inputs:
+            if local.values[value].recomputed or _is_view(local, value, region):
+                needed.add(value)
+            else:
+                rerun.sources.add(value)
+    made = {value for index in rerun.instructions for value in local.instructions[index].outputs}
+    rerun.sources -= made
+    for index in rerun.instructions:
+        for value in local.instructions[index].inputs:
+            rerun.last_use[value] = index
+
+
+def _is_view(local: LocalProgram, value: int, region: int) -> bool:
+    """Whether `value` is a view made inside the region of something that is itself rederived."""
+    producer = _producers(local).get(value)
+    if producer is None or producer.region != region or producer.op is None or producer.op.kind != "view":
+        return False
+    return any(local.values[v].recomputed or _is_view(local, v, region) for v in producer.inputs)
+
+
+def _producers(local: LocalProgram) -> dict[int, Instruction]:
+    found: dict[int, Instruction] | None = getattr(local, "_producers", None)
+    if found is None:
+        found = {value: instruction for instruction in local.instructions for value in instruction.outputs}
+        local._producers = found  # type: ignore[attr-defined]
+    return found
+
+
+@dataclass(eq=False, slots=True)
+class _Saved:
+    """What autograd holds in place of a saved tensor: the tensor itself, or where to get it from."""
+
+    tensor: Tensor | None
+    memory: _RegionMemory | None = None
+    place: tuple[int, int] = (-1, -1)
+    """(value, -1), or (instruction, index among what it saves)."""
+    size: Any = None
+    stride: Any = None
+    offset: int = 0
+
+
+class _RegionMemory:
+    """One run of one region: which storages are not kept, and their rederived contents while the backward needs them."""
+
+    def __init__(self, executor: Executor, rerun: _Rerun, state: RunState) -> None:
+        self.executor, self.rerun, self.state = executor, rerun, state
+        self.sources: dict[int, Tensor] = {}
+        self.registry: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.waiting: Counter[tuple[int, int]] = Counter()
+        self.found: dict[tuple[int, int], Tensor] = {}
+        self.pending: list[_Saved] = []
+        self.instruction: Instruction | None = None
+
+    def begin(self, instruction: Instruction) -> None:
+        self.instruction = instruction
+        self.pending = []
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Called by autograd for every tensor that it saves; decided upon in `end`, when the outputs are known."""
+        saved = _Saved(tensor)
+        self.pending.append(saved)
+        return saved
+
+    def end(self, env: dict[int, Any]) -> None:
+        """Note the outputs that are not kept, and let go of what can be rederived."""
+        instruction = self.instruction
+        assert instruction is not None
+        values = self.executor.local.values
+        for value in instruction.outputs:
+            if value in self.rerun.sources:
+                self.sources[value] = env[value].detach()
+            if values[value].recomputed:
+                storage = StorageWeakRef(env[value].untyped_storage())
+                self.registry[storage.cdata] = (storage, value)
+        known = None
+        for index, saved in enumerate(self.pending):
+            assert saved.tensor is not None
+            key = _storage(saved.tensor)
+            entry = self.registry.get(key)
+            if entry is not None and not entry[0].expired():
+                self._release(saved, (entry[1], -1))
+            elif instruction.internal_recomputed:
+                if known is None:
+                    known = {_storage(env[v]) for v in (*instruction.inputs, *instruction.outputs)}
+                if key not in known:
+                    self._release(saved, (instruction.index, index))
+        self.pending = []
+
+    def _release(self, saved: _Saved, place: tuple[int, int]) -> None:
+        tensor = saved.tensor
+        assert tensor is not None
+        saved.size, saved.stride, saved.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        saved.memory, saved.place, saved.tensor = self, place, None
+        self.waiting[place] += 1
+
+    def fetch(self, place: tuple[int, int]) -> Tensor:
+        """Return a rederived tensor; the last one to ask for it takes it away."""
+        if place not in self.found:
+            self._rederive()
+        tensor = self.found[place]
+        self.waiting[place] -= 1
+        if self.waiting[place] == 0:
+            del self.found[place]
+        return tensor
+
+    def _rederive(self) -> None:
+        """Run the region's sub-graph once; keep what somebody still waits for."""
+        env: dict[int, Any] = dict(self.sources)
+        for index in self.rerun.instructions:
+            instruction = self.executor.local.instructions[index]
+            if index in self.rerun.internals:
+                self._rerun_with_internals(instruction, env)
+            else:
+                with torch.no_grad():
+                    self.executor.calls[index](env, self.state)
+            for value in instruction.outputs:
+                if self.waiting[(value, -1)] > 0:
+                    self.found[(value, -1)] = env[value]
+            for value in (*instruction.inputs, *instruction.outputs):
+                if self.rerun.last_use.get(value, index) <= index:
+                    env.pop(value, None)
+
+    def _rerun_with_internals(self, instruction: Instruction, env: dict[int, Any]) -> None:
+        """Run one op under autograd to see what it saves."""
+        seen: list[Tensor] = []
+        values = self.executor.local.values
+        inner = dict(env)
+        for value in instruction.inputs:
+            if values[value].tensor.requires_grad:
+                inner[value] = env[value].detach().requires_grad_()
+
+        def note(tensor: Tensor) -> int:
+            seen.append(tensor.detach())
+            return len(seen) - 1
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda index: seen[index]):
+            self.executor.calls[instruction.index](inner, self.state)
+        for value in instruction.outputs:
+            env[value] = inner[value].detach()
+        for index, tensor in enumerate(seen):
+            if self.waiting[(instruction.index, index)] > 0:
+                self.found[(instruction.index, index)] = tensor
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    if saved.memory is None:
+        assert saved.tensor is not None
+        return saved.tensor
+    tensor = saved.memory.fetch(saved.place)
+    if saved.place[1] >= 0:
+        return tensor
+    return torch.as_strided(tensor, saved.size, saved.stride, saved.offset)
+
+
+def _storage(tensor: Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata

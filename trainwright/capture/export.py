@@ -1,0 +1,275 @@
+"""Model + batch → one flat ATen graph of the training step's forward, loss included; nothing allocated, nothing run.
+
+    faked       the model's tensors become fakes on the CPU, in a copy                       (fakes.py)
+    _Step       the call and the loss as one module
+    export      torch.export, training IR, non-strict                                       (the only use in the project)
+    normalise   one flat graph in few forms, the same for profiler, planner and runtime     (normalise.py)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..artifacts import UserError
+from . import _torch_private as private
+from .export_errors import explained
+from .fakes import FakeMode, fake_like, faked, new_mode
+from .normalise import Context, normalise
+from .normalise_regions import no_autocast
+
+__all__ = ["Captured", "capture", "find_loss"]
+
+MODEL_PREFIX = "model"
+
+
+@dataclass(eq=False)
+class Captured:
+    """A model's training forward as one flat graph; what each node carries in `meta` is said in `capture`."""
+
+    graph: fx.Graph
+    out_spec: Any
+    """The tree of (loss, the model's own output), for `rebuild`."""
+    aliases: dict[str, str]
+    """Every further name of a parameter or buffer → its first name in `named_parameters()`."""
+    capture_s: float
+    notes: tuple[str, ...]
+
+    def rebuild(self, flat_outputs: Sequence[Any]) -> Any:
+        """Return the model's own output object (a Hugging Face `ModelOutput`, say) from the graph's flat outputs."""
+        flat = list(flat_outputs)
+        if self.out_spec.num_leaves > len(flat):  # the loss is one of the model's own outputs
+            flat.insert(0, flat[self.loss_index])
+        return self.out_spec.unflatten(flat)[1]
+
+    @property
+    def loss_index(self) -> int:
+        """Where the loss stands among the flat outputs."""
+        return int(output_node(self.graph).meta["loss_index"])
+
+
+def capture(
+    model: nn.Module,
+    batch: Mapping[str, Any] | Sequence[Any],
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    training: bool = True,
+    autocast: torch.dtype | None = None,
+) -> Captured:
+    """Capture one forward of `model`, loss included, as one flat graph of ATen calls.
+
+    The model may be on the meta device, on a CPU or a GPU: only shapes are read, no memory is allocated, no kernel
+    run, and neither model nor batch is changed. Batch shapes are fixed by the capture.
+
+    model: in whatever mode; captured in training mode, submodules that the user froze in evaluation mode kept so.
+    batch: a mapping (called as `model(**batch)`) or a sequence (`model(*batch)`); what is no tensor passes as it is.
+    loss_fn: `loss_fn(output, batch)`, a scalar; without it the loss is the output's `.loss`, its `["loss"]`, or itself.
+    training: False captures the evaluation forward, for validation with the same parameters.
+    autocast: capture as under `torch.autocast` with this type; the conversions become nodes of the graph.
+
+    In the graph, placeholders carry meta `role` (`param`, `buffer`, `input`, `const`), `name` and `val` (a fake CPU
+    tensor); a `const` its `value`. Calls carry `val`, `path` (the user's module), `key` (unique), `stack` (source line),
+    `constant` (depends on no parameter, input or random number), `mutates` (the buffer written). The output node
+    carries `loss_index`.
+
+    Raises `UserError` when the model does not run on the batch, has no scalar loss, or cannot be captured.
+
+    >>> found = capture(nn.Linear(3, 1), (torch.ones(2, 3),), lambda output, batch: output.mean())
+    >>> [node.meta["key"] for node in found.graph.nodes if node.op == "call_function"]
+    [':linear', ':mean']
+    """
+    started = time.perf_counter()
+    batch = as_batch(batch)
+    notes: list[str] = []
+    batch = without_cache(model, batch, notes)
+    mode = new_mode()
+    with no_autocast(), faked(model, mode) as copied:
+        _set_training(copied, training, notes)
+        program = _export(copied, _faked_batch(batch, mode), loss_fn)
+    context = Context(mode, {}, autocast, notes)
+    graph = _with_roles(program, model, batch, context)
+    graph = normalise(graph, program.graph_module, context)
+    return Captured(graph, program.call_spec.out_spec, aliases_of(model), time.perf_counter() - started, tuple(notes))
+
+
+class _Step(nn.Module):
+    """The model's call and its loss: `batch → (loss, output)`."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
+        loss = find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
+        _require_scalar(loss, "loss_fn's result" if self.loss_fn is not None else "the loss")
+        _register_dataclasses(output)
+        return loss, output
+
+
+def find_loss(output: Any) -> Tensor:
+    """Return the loss in a model's output: itself when a tensor, its `.loss`, its `["loss"]`; else `UserError`."""
+    if isinstance(output, Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    has = "whose loss is None" if hasattr(output, "loss") or isinstance(output, Mapping) else "without a loss"
+    raise UserError(
+        f"a scalar loss is needed; the model returned {type(output).__name__} {has}; "
+        "put the labels in the batch, or give loss_fn(output, batch)"
+    )
+
+
+def _require_scalar(loss: Any, what: str) -> None:
+    if not isinstance(loss, Tensor):
+        raise UserError(f"a scalar tensor is needed as the loss; {what} is {type(loss).__name__}; return a 0-d tensor")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        found = f"shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
+        raise UserError(
+            f"a scalar floating-point loss is needed; {what} has {found}; "
+            "reduce it to a mean or a sum, or give loss_fn(output, batch)"
+        )
+
+
+def _register_dataclasses(output: Any) -> None:
+    """Let torch.export see into an output that is a plain dataclass."""
+    if not dataclasses.is_dataclass(output) or isinstance(output, type) or isinstance(output, Mapping):
+        return
+    if private.is_leaf(output):
+        torch.export.register_dataclass(type(output))
+
+
+def as_batch(batch: Any) -> dict[str, Any] | tuple[Any, ...]:
+    """Return the batch as a dict or a tuple; a lone tensor is a tuple of one."""
+    if isinstance(batch, Tensor):
+        return (batch,)
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, list | tuple):
+        return tuple(batch)
+    raise UserError(
+        f"a batch is needed as a dict (model(**batch)) or a tuple (model(*batch)); got {type(batch).__name__}"
+    )
+
+
+def without_cache(model: nn.Module, batch: Any, notes: list[str]) -> Any:
+    """Switch off a Hugging Face model's key-value cache, of no use in training, where the user said nothing of it."""
+    wants_cache = getattr(getattr(model, "config", None), "use_cache", False)
+    if not wants_cache or not isinstance(batch, dict) or "use_cache" in batch:
+        return batch
+    if "use_cache" not in private.parameter_names(model.forward):
+        return batch
+    notes.append("use_cache=False was added to the batch: the model's configuration turns on a cache that training lacks")
+    return {**batch, "use_cache": False}
+
+
+def _set_training(model: nn.Module, training: bool, notes: list[str]) -> None:
+    if not training:
+        model.eval()
+    elif not model.training:
+        model.train()
+        notes.append("the model was in evaluation mode; it is captured in training mode")
+
+
+def _faked_batch(batch: Any, mode: FakeMode) -> Any:
+    named, rebuild = private.flatten_batch(batch)
+    return rebuild([fake_like(leaf.detach(), mode) if isinstance(leaf, Tensor) else leaf for _, leaf in named])
+
+
+def _export(model: nn.Module, batch: Any, loss_fn: Any) -> Any:
+    step = _Step(model, loss_fn)
+    with explained(model, batch):
+        return torch.export.export(step, (batch,), strict=False)
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return every further name of a shared parameter or buffer → its first name."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            known = first.setdefault(id(tensor), name)
+            if known != name:
+                aliases[name] = known
+    return aliases
+
+
+def _with_roles(program: Any, model: nn.Module, batch: Any, context: Context) -> fx.Graph:
+    """Give the exported graph's nodes their roles, names and module paths; one placeholder a tensor."""
+    graph: fx.Graph = program.graph
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    aliases = aliases_of(model)
+    names = iter([name for name, _ in private.flatten_batch(batch)[0]])
+    seen: dict[str, fx.Node] = {}
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in [node for node in graph.nodes if node.op == "placeholder"]:
+        role, name = _role(specs[node.name], names, aliases)
+        node.meta.update(role=role, name=name, requires_grad=role == "param" and tensors[name].requires_grad)
+        if role == "const":
+            node.meta["value"] = _real(program.constants.get(specs[node.name].target))
+        elif role in ("param", "buffer"):
+            _merge(node, seen.setdefault(f"{role} {name}", node))
+    for nested in private.graphs_of(program.graph_module):
+        for node in nested.nodes:
+            _locate(node)
+    _keep_values(graph, tensors, context)
+    return graph
+
+
+def _role(spec: Any, batch_names: Any, aliases: dict[str, str]) -> tuple[str, str]:
+    kind = spec.kind.name
+    if kind == "USER_INPUT":
+        return "input", next(batch_names)
+    name = spec.target.removeprefix(MODEL_PREFIX + ".")
+    if kind == "CONSTANT_TENSOR":
+        return "const", name
+    if kind not in ("PARAMETER", "BUFFER"):
+        raise UserError(f"a model of tensors is needed; {name} is a {kind.lower()}; remove it from the forward")
+    return ("param" if kind == "PARAMETER" else "buffer"), aliases.get(name, name)
+
+
+def _merge(node: fx.Node, first: fx.Node) -> None:
+    if node is not first:
+        node.replace_all_uses_with(first)
+        node.graph.erase_node(node)
+
+
+def _real(constant: Any) -> Tensor | None:
+    """A lifted constant's value; None when the model was built on meta and the value never was."""
+    known = isinstance(constant, Tensor) and not isinstance(constant, private.FakeTensor)
+    return constant.detach() if known and constant.device.type != "meta" else None
+
+
+def _locate(node: fx.Node) -> None:
+    """Put the innermost module's path and the innermost source line in plain fields."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    path = "" if path == MODEL_PREFIX else path.removeprefix(MODEL_PREFIX + ".")
+    node.meta["path"] = path.partition("@")[0]
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    node.meta["stack"] = " ".join(line.strip() for line in lines[-2:])
+
+
+def _keep_values(graph: fx.Graph, tensors: dict[str, Tensor], context: Context) -> None:
+    """Remember the real values at hand, by which masks can be recognised."""
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            continue
+        known = node.meta.get("value") if node.meta["role"] == "const" else None
+        if node.meta["role"] == "buffer":
+            known = tensors[node.meta["name"]]
+        if isinstance(known, Tensor) and known.device.type == "cpu" and not isinstance(known, private.FakeTensor):
+            context.constants[node.meta["name"]] = known
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """Return the graph's output node."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")

@@ -1,0 +1,141 @@
+"""Why a model could not be captured, in the user's words: which line of theirs, and what to try."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..artifacts import UserError
+from . import _torch_private as private
+
+TORCH_ROOT = str(Path(torch.__file__).parent)
+OUR_ROOT = str(Path(__file__).parent.parent)
+STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+@contextmanager
+def explained(model: nn.Module, batch: Any) -> Iterator[None]:
+    """Turn whatever torch.export raises into a `UserError` that names the user's line and a remedy."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        found = _user_error_within(error)
+        if found is not None:
+            raise found from None
+        raise UserError(explain(error, model, batch)) from None
+
+
+def explain(error: Exception, model: nn.Module, batch: Any) -> str:
+    """Return *what is needed, what was found, what to try* for an export that failed."""
+    text = _text(error)
+    where = user_line(error) or type(model).__name__
+    if "unexpected keyword argument" in text or "missing" in text and "required positional argument" in text:
+        return (
+            f"a batch that fits the model's forward is needed; {_first_line(text)}; "
+            f"the batch holds {describe(batch)}, {type(model).__name__}.forward takes {_signature(model)}"
+        )
+    if "DynamicCache" in text or "Cache in output" in text:
+        return f"outputs that are tensors are needed; {_first_line(text)}; put use_cache=False in the batch"
+    if "not a known type" in text or "unsupported type" in text.lower():
+        return (
+            f"a batch and an output of tensors, tuples, dicts and dataclasses are needed; {_first_line(text)}; "
+            "return those, or only the loss"
+        )
+    if _is_data_dependent(error, text):
+        return (
+            f"a forward whose shapes and branches do not depend on the data's values is needed; {where} does; "
+            "use torch.where or masks in place of `if`, `.item()` and boolean indexing"
+        )
+    return f"a model that runs on the batch is needed; it failed at {where}: {_first_line(text)}; batch: {describe(batch)}"
+
+
+def data_dependent(stack: str) -> UserError:
+    """The error for an op whose output's shape depends on values, at the source line `stack`."""
+    return UserError(
+        f"a forward whose shapes do not depend on the data's values is needed; this line's does: {stack}; "
+        "use torch.where, masks or padding in place of boolean indexing and nonzero"
+    )
+
+
+def describe(batch: Any) -> str:
+    """Return the batch's entries with their shapes, in a line."""
+    named, _ = private.flatten_batch(batch)
+    return ", ".join(f"{name}: {_entry(leaf)}" for name, leaf in named[:12]) or "nothing"
+
+
+def _entry(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return repr(leaf)[:40]
+
+
+def user_line(error: BaseException) -> str | None:
+    """Return `file:line (code)` of the innermost frame that is neither torch's, Python's nor ours."""
+    best: str | None = None
+    outside: str | None = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith((TORCH_ROOT, OUR_ROOT, STANDARD_LIBRARY + "/copy")) or frame.filename[:1] == "<":
+            continue
+        if frame.filename.startswith(STANDARD_LIBRARY) and "site-packages" not in frame.filename:
+            continue
+        best = _place(frame)
+        if "site-packages" not in frame.filename:
+            outside = best
+    return outside or best or _line_in_text(str(error))
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{frame.filename}:{frame.lineno} ({code})" if code else f"{frame.filename}:{frame.lineno}"
+
+
+def _line_in_text(text: str) -> str | None:
+    """The line that torch itself names: `(_export… ) File "x.py", line 3`."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', text)
+    theirs = [place for place in places if not place[0].startswith((TORCH_ROOT, OUR_ROOT))]
+    return f"{theirs[-1][0]}:{theirs[-1][1]}" if theirs else None
+
+
+def _is_data_dependent(error: BaseException, text: str) -> bool:
+    names = {type(each).__name__ for each in _chain(error)}
+    return bool(
+        names & {"GuardOnDataDependentSymNode", "DataDependentOutputException", "UserErrorType"}
+        or "data-dependent" in text.lower()
+        or "unbacked" in text
+    )
+
+
+def _user_error_within(error: BaseException) -> UserError | None:
+    return next((each for each in _chain(error) if isinstance(each, UserError)), None)
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(each) for each in _chain(error))
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[0][:300] if lines else "no message"
+
+
+def _signature(model: nn.Module) -> str:
+    return ", ".join(name for name in private.parameter_names(model.forward) if name != "self")

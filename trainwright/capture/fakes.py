@@ -1,0 +1,93 @@
+"""Stand-ins without memory: the user's model and batch as fake CPU tensors, the user's own objects untouched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _torch_private as private
+
+FakeMode = private.FakeTensorMode
+
+
+def new_mode() -> FakeMode:
+    """Return a fresh fake-tensor mode; real tensors may meet fakes in it (constants of a model)."""
+    return private.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(tensor: Tensor, mode: FakeMode) -> Tensor:
+    """Return a fake CPU tensor of the same shape, strides and type; a parameter stays one."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def faked(model: nn.Module, mode: FakeMode) -> Iterator[nn.Module]:
+    """Give a copy of `model` whose parameters and buffers are fakes; nothing of the user's is copied or changed.
+
+    A model that cannot be copied (it holds a lock, a file) lends its own modules for the time, with fakes in place of
+    the tensors, which come back afterwards.
+    """
+    memo = _stand_ins(model, mode)
+    try:
+        yield copy.deepcopy(model, dict(memo))
+        return
+    except _UNCOPYABLE as error:
+        if not _raised_by_deepcopy(error):
+            raise
+    with _lent(model, memo):
+        yield model
+
+
+_UNCOPYABLE = (TypeError, RuntimeError, AttributeError, NotImplementedError)
+
+
+def _raised_by_deepcopy(error: BaseException) -> bool:
+    """True when the copy failed, false when the body of the `with` did: then the traceback leaves `copy.py` aside."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is copy.deepcopy.__code__:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _stand_ins(model: nn.Module, mode: FakeMode) -> dict[int, Any]:
+    """Return the memo of a deep copy: id of a tensor → what takes its place."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for attribute in vars(module).values():
+            # a plain attribute keeps its value: the export lifts it as a constant
+            if isinstance(attribute, Tensor) and attribute.device.type != "meta":
+                memo[id(attribute)] = attribute.detach()
+            elif isinstance(attribute, Tensor):
+                memo[id(attribute)] = fake_like(attribute, mode)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        memo[id(tensor)] = fake_like(tensor, mode)
+    return memo
+
+
+@contextmanager
+def _lent(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
+    saved: list[tuple[dict[str, Any], str, Tensor]] = []
+    modes = [(module, module.training) for module in model.modules()]
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            saved.extend((table, name, tensor) for name, tensor in table.items() if tensor is not None)
+    try:
+        for table, name, tensor in saved:
+            table[name] = memo[id(tensor)]
+        yield
+    finally:
+        for table, name, tensor in saved:
+            table[name] = tensor
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,267 @@
+"""Groups: the ops that share one decision. A heavy op stands alone; elementwise ops and views join what feeds them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .factors import leaves
+from .layout import PARTIAL, REPLICATE, Layout
+
+if TYPE_CHECKING:
+    from ..ops import Dims
+    from .blocks import Region
+    from .program import Op, Tensor
+
+Split = tuple[int, ...]
+"""Per mesh axis the index of the group's loop that it splits; -1: none."""
+
+
+@dataclass(eq=False)
+class Loop:
+    """One iteration dimension of a group, in as many of its ops as run over it."""
+
+    name: str
+    size: int
+    whole: bool
+    """May not be split."""
+    reduced: bool
+    """Splitting it leaves the group's outputs partial sums."""
+
+
+@dataclass(eq=False)
+class Group:
+    """Ops of one region that are split alike. `ops` are those of the representative region."""
+
+    index: int
+    ops: list[Op]
+    loops: list[Loop] = field(default_factory=list)
+    loop_at: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    """(position of the op, its loop, factor of that loop) → index into `loops`."""
+
+    @property
+    def head(self) -> Op:
+        """The op that the group is named after: the heavy one, else the first."""
+        return next((op for op in self.ops if op.kind == "heavy"), self.ops[0])
+
+    @property
+    def key(self) -> str:
+        return self.head.key
+
+    @property
+    def is_heavy(self) -> bool:
+        return self.head.kind == "heavy"
+
+    def operands(self) -> Iterable[tuple[Op, int, Tensor]]:
+        """Yield every tensor argument that comes from outside the group: the op, its place there, the tensor."""
+        inside = set(self.ops)
+        for op in self.ops:
+            for place, tensor in enumerate(op.inputs):
+                if tensor.producer not in inside:
+                    yield op, place, tensor
+
+    def outputs(self) -> list[Tensor]:
+        """The tensors that are read outside the group, or by nobody."""
+        inside = set(self.ops)
+        return [
+            tensor
+            for op in self.ops
+            for tensor in op.outputs
+            if not tensor.consumers or any(consumer not in inside for consumer in tensor.consumers)
+        ]
+
+    def input_layout(self, op: Op, place: int, split: Split) -> tuple[Layout, Layout]:
+        """Return the layouts that `op` wants of its tensor argument at `place`, and that its gradient comes back in."""
+        forward, gradient = [], []
+        for loop in split:
+            slot = self._slot(op, op.inputs[place], op.signature.inputs[place], loop)
+            forward.append(REPLICATE if slot is None else slot)
+            if slot is not None:
+                gradient.append(slot)
+            else:
+                full = loop < 0 or (self.loops[loop].reduced and place in op.signature.once)
+                gradient.append(REPLICATE if full else PARTIAL)
+        return tuple(forward), tuple(gradient)
+
+    def output_layout(self, op: Op, place: int, split: Split) -> Layout:
+        """Return the layout in which `op` leaves its output at `place`."""
+        layout = []
+        for loop in split:
+            slot = self._slot(op, op.outputs[place], op.signature.outputs[place], loop)
+            partial = slot is None and loop >= 0 and self.loops[loop].reduced
+            layout.append(PARTIAL if partial else REPLICATE if slot is None else slot)
+        return tuple(layout)
+
+    def op_axes(self, op: Op, loop_name: str, split: Split) -> tuple[int, ...]:
+        """Return the mesh axes that split a factor of the loop `loop_name` of `op`."""
+        own = {index for (at, name, _), index in self.loop_at.items() if at == op.position and name == loop_name}
+        return tuple(axis for axis, loop in enumerate(split) if loop in own)
+
+    def _positions(self, op: Op) -> list[tuple[tuple[int, str, int], int]]:
+        if not hasattr(self, "_by_position"):
+            table: dict[int, list[tuple[tuple[int, str, int], int]]] = defaultdict(list)
+            for key, index in self.loop_at.items():
+                table[key[0]].append((key, index))
+            self._by_position = table
+        return self._by_position[op.position]
+
+    def _slot(self, op: Op, tensor: Tensor, dims: Dims, loop: int) -> int | None:
+        if loop < 0:
+            return None
+        for (_, name, part), index in self._positions(op):
+            if index == loop:
+                slot = op.slot(tensor, dims, name, part)
+                if slot is not None:
+                    return slot
+        return None
+
+
+def build_groups(region: Region) -> list[Group]:
+    """Gather the ops of `region` into groups and find the loops of each."""
+    member: dict[Op, int] = {}
+    ops: list[list[Op]] = []
+    before: list[set[int]] = []
+    """For each group, all groups that it depends on."""
+    for op in region.ops:
+        sources = {member[t.producer] for t in op.inputs if t.producer is not None and t.producer in member}
+        index = _join(op, sources, member, ops, before)
+        if index is None:
+            index = len(ops)
+            ops.append([])
+            before.append(set())
+        ops[index].append(op)
+        member[op] = index
+        before[index] |= {s for s in sources if s != index} | {p for s in sources if s != index for p in before[s]}
+        for later in range(len(ops)):
+            if index in before[later]:
+                before[later] |= before[index]
+    groups = [Group(index, members) for index, members in enumerate(ops)]
+    for group in groups:
+        _find_loops(group)
+    return groups
+
+
+def _join(op: Op, sources: set[int], member: dict[Op, int], ops: list[list[Op]], before: list[set[int]]) -> int | None:
+    """The group that `op` should join, if any: it must not make two groups wait for each other."""
+    if op.kind == "heavy":
+        return None
+    producers = [t.producer for t in op.inputs if t.producer is not None and t.producer in member]
+    for producer in producers:
+        index = member[producer]
+        others = sources - {index}
+        if any(index in before[other] for other in others):
+            continue
+        if op.kind == "view" and len(producers) == 1:
+            return index
+        heavy = any(peer.kind == "heavy" for peer in ops[index])
+        single = all(len(t.consumers) == 1 for t in op.inputs if t.producer is producer)
+        if not heavy and (single or not others) and _followable(op):
+            return index
+    return None
+
+
+def _followable(op: Op) -> bool:
+    """A view of several tensors joins nothing but its own kind."""
+    return op.kind in ("elementwise", "view")
+
+
+def _find_loops(group: Group) -> None:
+    """Identify the loops of the group's ops through the tensors that connect them."""
+    union = _Union()
+    share_externals = not group.is_heavy
+    whole: set[Hashable] = set()
+    reduced: set[Hashable] = set()
+    sizes: dict[Hashable, int] = {}
+    inside = set(group.ops)
+    for op in group.ops:
+        for name, factors in op.loops.items():
+            for part, factor in enumerate(leaves(factors)):
+                key = (op.position, name, part)
+                union.add(key)
+                sizes[key] = factor.size
+                if name in op.signature.whole or factor.blocked:
+                    whole.add(key)
+                if name in op.signature.reduced:
+                    reduced.add(key)
+        for tensors, all_dims in ((op.inputs, op.signature.inputs), (op.outputs, op.signature.outputs)):
+            for tensor, dims in zip(tensors, all_dims):
+                _connect(op, tensor, dims, union, whole, connect=tensor.producer in inside or share_externals)
+    roots: dict[Hashable, int] = {}
+    for op in group.ops:
+        for name, factors in op.loops.items():
+            parts = leaves(factors)
+            for part in range(len(parts)):
+                key = (op.position, name, part)
+                root = union.find(key)
+                if root not in roots:
+                    roots[root] = len(group.loops)
+                    label = name if len(parts) == 1 else f"{name}.{part}"
+                    group.loops.append(Loop(_unique(label, op, group), sizes[key], False, False))
+                loop = group.loops[roots[root]]
+                loop.whole |= key in whole
+                loop.reduced |= key in reduced
+                group.loop_at[key] = roots[root]
+    _refuse_mixed_gradients(group)
+
+
+def _refuse_mixed_gradients(group: Group) -> None:
+    """A loop that one output lacks and another has would give the first a gradient that is part whole, part partial."""
+    inside = set(group.ops)
+    for index, loop in enumerate(group.loops):
+        if loop.whole or loop.reduced:
+            continue
+        for op in group.ops:
+            for place, tensor in enumerate(op.outputs):
+                read = any(consumer not in inside for consumer in tensor.consumers)
+                if read and tensor.requires_grad and group.output_layout(op, place, (index,)) == (REPLICATE,):
+                    loop.whole = True
+
+
+def _connect(op: Op, tensor: Tensor, dims: tuple[tuple[str, ...], ...], union: _Union, whole: set, connect: bool) -> None:
+    """Tie the loops of `op` to the slots of one of its tensors; a loop whose factors do not match the dim stays whole."""
+    slot = 0
+    for own, dim in zip(tensor.dims, dims):
+        parts = leaves(own)
+        keys = [(op.position, name, part) for name in dim for part in range(len(leaves(op.loops[name])))]
+        found = [factor for name in dim for factor in leaves(op.loops[name])]
+        if dim and len(parts) == len(found) and all(a is b for a, b in zip(parts, found)):
+            for offset, key in enumerate(keys):
+                if connect:
+                    union.join(key, ("tensor", id(tensor), slot + offset))
+        else:
+            whole.update(keys)
+        slot += len(parts)
+
+
+def _unique(label: str, op: Op, group: Group) -> str:
+    taken = {loop.name for loop in group.loops}
+    if label not in taken:
+        return label
+    label = f"{op.key.split(':')[-1]}.{label}"
+    count = 2
+    name = label
+    while name in taken:
+        name, count = f"{label}~{count}", count + 1
+    return name
+
+
+class _Union:
+    """Union-find over hashable keys."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Hashable, Hashable] = {}
+
+    def add(self, key: Hashable) -> None:
+        self.parent.setdefault(key, key)
+
+    def find(self, key: Hashable) -> Hashable:
+        self.add(key)
+        while self.parent[key] != key:
+            self.parent[key] = self.parent[self.parent[key]]
+            key = self.parent[key]
+        return key
+
+    def join(self, first: Hashable, second: Hashable) -> None:
+        self.parent[self.find(first)] = self.find(second)

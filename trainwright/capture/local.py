@@ -1,0 +1,269 @@
+"""Program + layouts → one rank's local program: plain ops on plain tensors, and a reshard where a layout changes.
+
+The planner simulates it on fake tensors, the runtime runs it on real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+
+from ..ops import find
+from .groups import Group, Split
+from .layout import REPLICATE, Layout, local_shape, slot_range
+from .program import Op, Program, Tensor
+from .reshard import Axes, Communicator, Route, reshard
+from .transition import gradient_layout, transition
+
+
+@dataclass(eq=False)
+class Decisions:
+    """What a plan decides, in terms of the program. `recomputed` holds the keys of values that are not kept."""
+
+    mesh: tuple[int, ...]
+    splits: dict[Group, Split]
+    params: dict[Tensor, Layout]
+    inputs: dict[Tensor, Layout] = field(default_factory=dict)
+    recomputed: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value in the arguments of an instruction."""
+
+    value: int
+
+
+@dataclass(eq=False)
+class Value:
+    """One local tensor of the step."""
+
+    index: int
+    key: str
+    tensor: Tensor
+    layout: Layout
+    recomputed: bool = False
+
+
+@dataclass(eq=False)
+class Instruction:
+    """One local call: an op of the program, or a reshard."""
+
+    index: int
+    key: str
+    path: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    region: int
+    """Index of the region, -1 for what belongs to none (constants, the loss's sum)."""
+    op: Op | None
+    """None for a reshard."""
+    axes: tuple[int, ...] = ()
+    """Mesh axes that split the op's loops: its random numbers differ along these alone."""
+    internal_recomputed: bool = False
+    many: bool = False
+    """Gives a tuple."""
+
+
+@dataclass(eq=False)
+class LocalProgram:
+    """One rank's step, in order."""
+
+    program: Program
+    decisions: Decisions
+    communicator: Communicator
+    values: list[Value]
+    instructions: list[Instruction]
+    sources: dict[Tensor, int]
+    """Value of each parameter, buffer, batch entry and constant."""
+    outputs: list[Any]
+    """Value index (or literal) of each flat output."""
+    loss: int
+    """Value of the whole loss."""
+
+
+def build_local(program: Program, decisions: Decisions, communicator: Communicator) -> LocalProgram:
+    """Write the local program of the rank that `communicator` stands for."""
+    return _Builder(program, decisions, communicator).build()
+
+
+class _Builder:
+    def __init__(self, program: Program, decisions: Decisions, communicator: Communicator) -> None:
+        self.program, self.decisions, self.communicator = program, decisions, communicator
+        self.values: list[Value] = []
+        self.instructions: list[Instruction] = []
+        self.native: dict[Tensor, Value] = {}
+        self.copies: dict[tuple[Tensor, Layout, Layout, int], Value] = {}
+        self.replicated: Layout = (REPLICATE,) * len(decisions.mesh)
+
+    def build(self) -> LocalProgram:
+        layouts = {**self.decisions.params, **self.decisions.inputs}
+        for tensor in self.program.tensors:
+            if tensor.role != "op":
+                self.native[tensor] = self._value(tensor.key, tensor, layouts.get(tensor, self.replicated))
+        sources = {tensor: value.index for tensor, value in self.native.items()}
+        for op in self.program.ops:
+            if op.constant:
+                self._constant(op)
+            else:
+                self._op(op)
+        loss = self._whole(self.program.loss)
+        outputs = [self._output(found, loss) for found in self.program.outputs]
+        return LocalProgram(
+            self.program, self.decisions, self.communicator, self.values, self.instructions, sources, outputs, loss.index
+        )
+
+    def _value(self, key: str, tensor: Tensor, layout: Layout) -> Value:
+        value = Value(len(self.values), key, tensor, layout, key in self.decisions.recomputed)
+        self.values.append(value)
+        return value
+
+    def _emit(self, **fields: Any) -> Instruction:
+        instruction = Instruction(index=len(self.instructions), **fields)
+        self.instructions.append(instruction)
+        return instruction
+
+    def _constant(self, op: Op) -> None:
+        inputs = [self._wanted(tensor, self.replicated, self.replicated, -1, f"{op.key}.in{i}") for i, tensor in enumerate(op.inputs)]
+        outputs = [self._value(tensor.key, tensor, self.replicated) for tensor in op.outputs]
+        self.native.update({value.tensor: value for value in outputs})
+        args, kwargs = _fill(op.node, inputs)
+        self._emit_op(op, op.node.target, args, kwargs, inputs, outputs, -1, (), False)
+
+    def _op(self, op: Op) -> None:
+        assert op.region is not None
+        group = self.program.group_of(op)
+        twin = op.region.region_class.representative.ops[op.position]
+        split = self.decisions.splits[group]
+        inputs = []
+        for place, tensor in enumerate(op.inputs):
+            forward, gradient = group.input_layout(twin, place, split)
+            inputs.append(self._wanted(tensor, forward, gradient, op.region.index, f"{op.key}.in{place}"))
+        outputs = [
+            self._value(tensor.key, tensor, group.output_layout(twin, place, split))
+            for place, tensor in enumerate(op.outputs)
+        ]
+        self.native.update({value.tensor: value for value in outputs})
+        args, kwargs = _fill(op.node, inputs)
+        function: Callable[..., Any] = op.node.target  # type: ignore[assignment]
+        localize = find(op.name).localize
+        if localize is not None:
+            context = _Context(op, twin, group, split, inputs, outputs, self.communicator)
+            function, args, kwargs = localize(context, function, args, kwargs)
+        axes = tuple(axis for axis, loop in enumerate(split) if loop >= 0)
+        internal = f"{op.key}.internal" in self.decisions.recomputed
+        self._emit_op(op, function, args, kwargs, inputs, outputs, op.region.index, axes, internal)
+
+    def _emit_op(self, op: Op, function: Any, args: Any, kwargs: Any, inputs: list[Value], outputs: list[Value], region: int,
+                 axes: tuple[int, ...], internal: bool) -> None:  # fmt: skip
+        self._emit(
+            key=op.key, path=op.path, function=function, args=args, kwargs=kwargs,
+            inputs=tuple(value.index for value in inputs), outputs=tuple(value.index for value in outputs),
+            region=region, op=op, axes=axes, internal_recomputed=internal,
+            many=isinstance(op.node.meta["val"], (tuple, list)),
+        )  # fmt: skip
+
+    def _wanted(self, tensor: Tensor, forward: Layout, gradient: Layout, region: int, key: str) -> Value:
+        """Return the value of `tensor` in the layout that a consumer wants, shared by all that want the same."""
+        held = self.native[tensor]
+        due = gradient_layout(held.layout)
+        if not tensor.requires_grad:
+            gradient = due = self.replicated
+        if held.layout == forward and gradient == due:
+            return held
+        if not tensor.requires_grad and tensor.role != "op":
+            region = -1  # a slice of the batch or of a constant serves every block
+        name = (tensor, forward, gradient, region)
+        if name not in self.copies:
+            self.copies[name] = self._reshard(held, forward, gradient, due, region, key)
+        return self.copies[name]
+
+    def _reshard(self, held: Value, forward: Layout, gradient: Layout, due: Layout, region: int, key: str) -> Value:
+        tensor = held.tensor
+        there = Route(transition(held.layout, forward), tensor.shape, tensor.slots, self.communicator)
+        back = Route(transition(gradient, due), tensor.shape, tensor.slots, self.communicator)
+        copy = self._value(key, tensor, forward)
+        function = reshard if tensor.requires_grad else _run_route
+        self._emit(
+            key=key, path=key.rpartition(":")[0], function=function, args=(Ref(held.index), there, back), kwargs={},
+            inputs=(held.index,), outputs=(copy.index,), region=region, op=None,
+        )  # fmt: skip
+        return copy
+
+    def _whole(self, tensor: Tensor) -> Value:
+        return self._wanted(tensor, self.replicated, self.replicated, -1, f"{tensor.key}.whole")
+
+    def _output(self, found: Any, loss: Value) -> Any:
+        if not isinstance(found, Tensor):
+            return found
+        if found is self.program.loss:
+            return Ref(loss.index)
+        native = self.native[found]
+        if any(at < REPLICATE for at in native.layout):
+            return Ref(self._wanted(found, gradient_layout(native.layout), gradient_layout(native.layout), -1, f"{found.key}.sum").index)
+        return Ref(native.index)
+
+
+def _run_route(x: Any, forward: Route, backward: Route) -> Any:
+    return forward.run(x)
+
+
+def _fill(node: fx.Node, inputs: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the node's arguments with a `Ref` in place of each tensor, in order."""
+    queue = iter(inputs)
+
+    def walk(tree: Any) -> Any:
+        if isinstance(tree, fx.Node):
+            return Ref(next(queue).index)
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(walk(item) for item in tree) if type(tree) in (list, tuple) else [walk(item) for item in tree]
+        if isinstance(tree, dict):
+            return {key: walk(item) for key, item in tree.items()}
+        return tree
+
+    return tuple(walk(arg) for arg in node.args), {key: walk(arg) for key, arg in node.kwargs.items()}
+
+
+class _Context:
+    """The `LocalContext` of one op on one rank."""
+
+    def __init__(self, op: Op, twin: Op, group: Group, split: Split, inputs: list[Value], outputs: list[Value],
+                 communicator: Communicator) -> None:  # fmt: skip
+        self.op, self.twin, self.group, self.chosen = op, twin, group, split
+        self.inputs, self.outputs, self.communicator = inputs, outputs, communicator
+
+    def _shape(self, value: Value, layout: Layout | None = None) -> tuple[int, ...]:
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        return local_shape(value.tensor.shape, value.tensor.slots, layout or value.layout, mesh, coords)
+
+    def out_shape(self, index: int = 0) -> tuple[int, ...]:
+        return self._shape(self.outputs[index])
+
+    def in_shape(self, index: int) -> tuple[int, ...]:
+        return self._shape(self.inputs[index])
+
+    def global_shape(self, index: int) -> tuple[int, ...]:
+        return self.inputs[index].tensor.shape
+
+    def _axes(self, loops: Sequence[str]) -> tuple[int, ...]:
+        found = {axis for loop in loops for axis in self.group.op_axes(self.twin, loop, self.chosen)}
+        return tuple(sorted(axis for axis in found if self.communicator.mesh[axis] > 1))
+
+    def split(self, *loops: str) -> bool:
+        return bool(self._axes(loops))
+
+    def owner(self, *loops: str) -> bool:
+        return all(self.communicator.coords[axis] == 0 for axis in self._axes(loops))
+
+    def group_of(self, *loops: str) -> Axes:
+        return Axes(self.communicator, self._axes(loops))
+
+    def range_of(self, loop: str) -> tuple[int, int]:
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        return slot_range(self.op.signature.sizes.get(loop, 1), [(mesh[a], coords[a]) for a in self._axes([loop])])

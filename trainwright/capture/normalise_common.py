@@ -1,0 +1,175 @@
+"""What the passes of `normalise` share: a node's arguments by name, and new nodes that know their value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from . import _torch_private as private
+
+aten = torch.ops.aten
+
+COPIED_META = ("path", "stack")
+
+
+@dataclass(eq=False)
+class Context:
+    """What the passes may know beside the graph."""
+
+    mode: private.FakeTensorMode
+    constants: dict[str, Tensor]
+    """Name → real CPU value, of lifted constants and of the buffers whose values are at hand."""
+    autocast: torch.dtype | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def emit(
+    context: Context, before: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, **kwargs: Any
+) -> fx.Node:
+    """Insert a call of `target` before the node `before`; its value is computed on fakes, its origin is `like`'s."""
+    graph = before.graph
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    node.meta.update({key: like.meta[key] for key in COPIED_META if key in like.meta})
+    node.meta["val"] = value_of_call(context, target, args, kwargs)
+    return node
+
+
+def value_of_call(
+    context: Context, target: Callable[..., Any], args: Any, kwargs: Any, watch: Any = nullcontext()
+) -> Any:
+    """Run `target` on the fake values of the nodes in `args` and `kwargs`; `watch` is entered innermost."""
+    with context.mode, torch.no_grad(), watch:
+        return target(*map_arg(args, value), **map_arg(kwargs, value))
+
+
+def value(node: fx.Node) -> Any:
+    """Return the node's fake value."""
+    return node.meta["val"]
+
+
+def shape(node: Any) -> tuple[int, ...]:
+    """Return the shape of the node's fake value."""
+    return tuple(node.meta["val"].shape)
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of an ATen call by name, defaults included."""
+    named: dict[str, Any] = {}
+    for position, (name, default, _) in enumerate(private.arguments(node.target)):  # type: ignore[arg-type]
+        named[name] = node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+    return named
+
+
+def calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    """Return the ATen calls whose op has one of `names` (`view`, `reshape`), in order."""
+    return [node for node in graph.nodes if is_call(node, *names)]
+
+
+def is_call(node: Any, *names: str) -> bool:
+    """Tell whether `node` is a call of an ATen op with one of `names`."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    return isinstance(node.target, private.OpOverload) and private.packet(node.target) in names
+
+
+def replace(node: fx.Node, by: fx.Node) -> None:
+    """Let every user of `node` read `by`, and erase `node`."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """Return the node's operands, each once."""
+    return list(node.all_input_nodes)
+
+
+def reached_from(graph: fx.Graph, sources: Iterable[fx.Node], stops: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Return the nodes that depend on `sources`, without passing through nodes for which `stops` holds."""
+    reached = set(sources)
+    for node in graph.nodes:
+        if node not in reached and not stops(node) and any(source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def needing_gradient(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes through which a gradient flows to a trainable parameter."""
+
+    def stops(node: fx.Node) -> bool:
+        fake = node.meta.get("val")
+        return is_call(node, "detach") or (isinstance(fake, Tensor) and not _differentiable(fake))
+
+    return reached_from(graph, trainable(graph), stops)
+
+
+def trainable(graph: fx.Graph) -> list[fx.Node]:
+    """Return the placeholders whose value requires a gradient."""
+    return [node for node in graph.nodes if node.op == "placeholder" and node.meta.get("requires_grad")]
+
+
+def _differentiable(fake: Tensor) -> bool:
+    return fake.is_floating_point() or fake.is_complex()
+
+
+def mutated_placeholders(graph: fx.Graph) -> set[fx.Node]:
+    """Return the placeholders that the graph writes in place: by mutating ops, or as running statistics."""
+    mutated: set[fx.Node] = set()
+    for node in graph.nodes:
+        mutated.update(root for operand in written_operands(node) if (root := storage_root(operand)).op == "placeholder")
+    return mutated
+
+
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that the call writes in place."""
+    if is_call(node, "batch_norm", "instance_norm"):
+        # their schemas do not confess that training writes the running statistics
+        named = bound(node)
+        training = named.get("training", named.get("use_input_stats"))
+        operands = [named["running_mean"], named["running_var"]] if training else []
+    elif node.op == "call_function" and private.is_mutating(node.target):
+        named = bound(node)
+        operands = [named[name] for name in private.mutated_arguments(node.target)]  # type: ignore[arg-type]
+    else:
+        return []
+    flat: list[Any] = []
+    for operand in operands:
+        flat.extend(operand if isinstance(operand, list | tuple) else [operand])
+    return [operand for operand in flat if isinstance(operand, fx.Node)]
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """Follow views and in-place results back to the node that owns the memory."""
+    while True:
+        parent = aliased_parent(node)
+        if parent is None:
+            return node
+        node = parent
+
+
+def aliased_parent(node: fx.Node) -> fx.Node | None:
+    """Return the operand whose memory the node's output shares, or None."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if getattr(node.target, "__name__", "") == "getitem":
+        return aliased_parent(node.args[0])
+    written = private.is_mutating(node.target) and node.args[0] in written_operands(node)
+    return node.args[0] if written or _shares_memory(node) else None
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """A view by its schema that is one in fact (`reshape`, `to` and `contiguous` may copy)."""
+    if not private.is_view(node.target):
+        return False
+    mine, source = node.meta.get("val"), node.args[0].meta.get("val")  # type: ignore[union-attr]
+    if isinstance(mine, list | tuple):
+        mine = mine[0] if mine else None
+    if not isinstance(mine, Tensor) or not isinstance(source, Tensor):
+        return True
+    return private.storage_of(mine) == private.storage_of(source)

@@ -1,0 +1,174 @@
+"""Carrying out a change of layout on one rank's part of a tensor, differentiably.
+
+The collectives stand behind `Communicator`: real process groups in the runtime, shapes alone in the planner's
+simulation. Both run this very code, so what is simulated is what happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .layout import Slot, chunk, local_shape, local_sizes
+from .transition import Step
+
+
+class Communicator(Protocol):
+    """Collectives along the axes of a mesh, seen from the rank at `coords`."""
+
+    mesh: tuple[int, ...]
+    coords: tuple[int, ...]
+
+    def all_gather(self, axis: int, part: Tensor) -> Tensor:
+        """Return the parts of all ranks of `axis`, stacked in front; all of one shape."""
+
+    def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
+        """Return the sum over the ranks of `axis` of the own entry of the leading dim."""
+
+    def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `tensor` in place (`sum` or `max`) over the ranks of `axis` and return it."""
+
+    def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Send consecutive runs of `flat` (lengths `send`) to the ranks of `axis`; return what they sent."""
+
+
+class Axes:
+    """Several mesh axes as one group, for ops that communicate inside themselves."""
+
+    def __init__(self, communicator: Communicator, axes: Sequence[int]) -> None:
+        self.communicator, self.axes = communicator, tuple(axes)
+        self.size = math.prod(communicator.mesh[axis] for axis in axes)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `tensor` over the group; it may be overwritten."""
+        tensor = tensor.contiguous()
+        for axis in self.axes:
+            tensor = self.communicator.all_reduce(axis, tensor, op)
+        return tensor
+
+
+class Route:
+    """A way from one layout to another for tensors of one shape; made once, run every step."""
+
+    def __init__(self, steps: Sequence[Step], shape: Sequence[int], slots: Sequence[Slot], communicator: Communicator):
+        self.steps, self.shape, self.slots, self.communicator = tuple(steps), tuple(shape), tuple(slots), communicator
+
+    @property
+    def moves(self) -> bool:
+        """Whether any rank sends anything."""
+        return any(step.kind != "slice" for step in self.steps)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return the rank's part in the target layout; `x` itself is left as it is."""
+        for step in self.steps:
+            x = self._run_step(step, x)
+        return x
+
+    def _run_step(self, step: Step, x: Tensor) -> Tensor:
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        if step.kind == "all_reduce":
+            return self.communicator.all_reduce(step.axis, x.clone(memory_format=torch.contiguous_format))
+        before = local_sizes(self.slots, step.before, mesh, coords)
+        after = local_sizes(self.slots, step.after, mesh, coords)
+        result_shape = local_shape(self.shape, self.slots, step.after, mesh, coords)
+        if step.kind == "all_to_all":
+            return self._exchange(step, x, before, after).reshape(result_shape)
+        lead, tail = math.prod(before[: step.slot]), math.prod(before[step.slot + 1 :])
+        x = x.reshape(lead, before[step.slot], tail)
+        work = {"slice": self._slice, "all_gather": self._gather, "reduce_scatter": self._scatter}[step.kind]
+        return work(step, x, after[step.slot]).reshape(result_shape)
+
+    def _slice(self, step: Step, x: Tensor, size: int) -> Tensor:
+        start, stop = chunk(x.shape[1], self.communicator.mesh[step.axis], self.communicator.coords[step.axis])
+        part = x.narrow(1, start, stop - start)
+        # A copy, so that the whole can be freed; integers are never big enough to matter.
+        return part.clone(memory_format=torch.contiguous_format) if x.is_floating_point() else part
+
+    def _gather(self, step: Step, x: Tensor, size: int) -> Tensor:
+        num = self.communicator.mesh[step.axis]
+        each = -(-size // num)
+        lead, own, tail = x.shape
+        if own < each:
+            x = torch.nn.functional.pad(x, (0, 0, 0, each - own))
+        parts = self.communicator.all_gather(step.axis, x.contiguous())
+        if lead == 1:
+            return parts.view(1, num * each, tail)[:, :size]
+        return parts.transpose(0, 1).reshape(lead, num * each, tail)[:, :size]
+
+    def _scatter(self, step: Step, x: Tensor, size: int) -> Tensor:
+        num = self.communicator.mesh[step.axis]
+        lead, whole, tail = x.shape
+        each = -(-whole // num)
+        if whole < num * each:
+            x = torch.nn.functional.pad(x, (0, 0, 0, num * each - whole))
+        parts = x.view(lead, num, each, tail).transpose(0, 1).contiguous()
+        return self.communicator.reduce_scatter(step.axis, parts)[:, :size]
+
+    def _exchange(self, step: Step, x: Tensor, before: list[int], after: list[int]) -> Tensor:
+        """Cut the target slot, send the pieces, and join what arrives along the source slot."""
+        num, source, target = self.communicator.mesh[step.axis], step.source, step.slot
+        cuts = [chunk(before[target], num, index) for index in range(num)]
+        joins = [chunk(after[source], num, index) for index in range(num)]
+        x = x.reshape(before)
+        pieces = [x.narrow(target, low, high - low).reshape(-1) for low, high in cuts]
+        shapes = [_with(_with(before, target, after[target]), source, high - low) for low, high in joins]
+        lengths = [math.prod(shape) for shape in shapes]
+        flat = self.communicator.all_to_all(step.axis, torch.cat(pieces), [piece.numel() for piece in pieces], lengths)
+        return torch.cat([part.view(shape) for part, shape in zip(flat.split(lengths), shapes)], dim=source)
+
+
+def _with(sizes: Sequence[int], at: int, size: int) -> list[int]:
+    return [size if index == at else own for index, own in enumerate(sizes)]
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Route, backward: Route) -> Tensor:
+        ctx.route = backward
+        return forward.run(x) if forward.steps else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.route.run(grads[0]), None, None
+
+
+def reshard(x: Tensor, forward: Route, backward: Route) -> Tensor:
+    """Return `x` in another layout; its gradient comes back by the route `backward`."""
+    return _Reshard.apply(x, forward, backward)
+
+
+class SimulatedCommunicator:
+    """Collectives that only give results of the right shapes, and count what they would have moved."""
+
+    def __init__(self, mesh: Sequence[int], coords: Sequence[int] | None = None) -> None:
+        self.mesh = tuple(mesh)
+        self.coords = tuple(coords) if coords is not None else (0,) * len(self.mesh)
+        self.num_bytes: Counter[str] = Counter()
+        self.num_calls: Counter[str] = Counter()
+
+    def _count(self, kind: str, axis: int, tensor: Tensor) -> None:
+        if self.mesh[axis] > 1:
+            self.num_bytes[kind] += tensor.numel() * tensor.element_size()
+            self.num_calls[kind] += 1
+
+    def all_gather(self, axis: int, part: Tensor) -> Tensor:
+        gathered = part.new_empty((self.mesh[axis], *part.shape))
+        self._count("all_gather", axis, gathered)
+        return gathered
+
+    def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
+        self._count("reduce_scatter", axis, parts)
+        return parts.new_empty(parts.shape[1:])
+
+    def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
+        self._count("all_reduce", axis, tensor)
+        return tensor
+
+    def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        self._count("all_to_all", axis, flat)
+        return flat.new_empty(sum(receive))

@@ -1,0 +1,107 @@
+"""Measure this machine → `Cluster`: the file that `--hardware` takes, for predictions about the machine at hand."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from ..artifacts import Cluster, Device, Link, UserError
+from ..launch import run_processes
+from ..launch.cores import num_cores
+from . import machine
+from .collectives import terms
+
+Row = tuple[str, float, float]
+"""A measured collective: kind, bytes as in `collectives.seconds`, seconds."""
+_TIMEOUT_S = 600
+
+
+def calibrate(
+    num_processes: int | None = None, quick: bool = False, progress: Callable[[str], None] | None = None
+) -> Cluster:
+    """Return what `num_processes` processes of this machine reach (`None`: as many as it has cores, four at most).
+
+    They run at once, each with its share of the cores, since they will share the machine when they train. Takes about a
+    minute, `quick` some seconds. `progress` is told what is being measured. Raises `UserError` for less than one process.
+    """
+    num_ranks = min(num_cores(), 4) if num_processes is None else num_processes
+    if num_ranks < 1:
+        raise UserError(f"at least 1 process is needed to calibrate; got {num_ranks}; try 2")
+
+    def tell(rank: int, event: dict[str, Any]) -> None:
+        if rank == 0 and progress is not None:
+            progress(event["progress"])
+
+    ranks = run_processes(
+        "trainwright.hardware.measure:measure", {"quick": quick}, num_ranks, timeout_s=_TIMEOUT_S, on_event=tell
+    )
+    return _cluster(ranks, quick)
+
+
+def fit_ring(rows: Sequence[Row], num_ranks: int) -> tuple[float, float]:
+    """Return (latency in seconds, bandwidth in bytes/s) with which the ring formulas come nearest to measured `rows`.
+
+    Nearest in ratio: the sum of squared log(predicted / measured), so that small messages count as much as large ones.
+
+    >>> rows = [("all_gather", 1e3, 1e-4 + 0.5e3 / 1e9), ("all_reduce", 1e8, 2e-4 + 1e8 / 1e9)]
+    >>> latency_s, bandwidth = fit_ring(rows, num_ranks=2)
+    >>> round(latency_s, 9), round(bandwidth / 1e9, 6)
+    (0.0001, 1.0)
+    """
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    factors = np.array([terms(kind, num_ranks) for kind, _, _ in rows], dtype=float)  # type: ignore[arg-type]
+    hops, volumes = factors[:, 0], factors[:, 1] * [num_bytes for _, num_bytes, _ in rows]
+    log_measured = np.log([measured_s for _, _, measured_s in rows])
+
+    def residuals(logs: Any) -> Any:
+        return np.log(hops * np.exp(logs[0]) + volumes * np.exp(logs[1])) - log_measured
+
+    start = (float(np.min(log_measured - np.log(hops))), float(np.min(log_measured - np.log(volumes))))
+    latency_s, seconds_per_byte = np.exp(least_squares(residuals, start).x)
+    return float(latency_s), float(1 / seconds_per_byte)
+
+
+def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
+    num_ranks = len(ranks)
+    device = Device(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=machine.memory_bytes() // num_ranks,
+        flops_per_s=_median_by_dtype(ranks, "matmul"),
+        conv_flops_per_s=_median_by_dtype(ranks, "conv"),
+        bandwidth_bytes_per_s=_round(statistics.median(rank["bandwidth"] for rank in ranks)),
+        launch_s=_round(statistics.median(rank["launch_s"] for rank in ranks)),
+    )
+    rows = [row for rank in ranks for row in rank["collectives"]]
+    latency_s, bandwidth = fit_ring(rows, num_ranks) if rows else (0.0, device.bandwidth_bytes_per_s)
+    link = Link(name="cpu", size=num_ranks, bandwidth_bytes_per_s=_round(bandwidth), latency_s=_round(latency_s))
+    return Cluster(
+        name=f"cpu:{num_ranks}",
+        device=device,
+        links=(link,),
+        source=_source(num_ranks, quick),
+        fingerprint=machine.fingerprint(),
+    )
+
+
+def _median_by_dtype(ranks: list[dict[str, Any]], what: str) -> dict[str, float]:
+    return {dtype: _round(statistics.median(rank[what][dtype] for rank in ranks)) for dtype in ranks[0][what]}
+
+
+def _source(num_ranks: int, quick: bool) -> str:
+    import torch
+
+    how = "calibrate --quick" if quick else "calibrate"
+    threads = max(1, num_cores() // num_ranks)
+    date = datetime.now(UTC).date().isoformat()
+    return f"{how}, {date}: {machine.cpu_name()}, {num_ranks} x {threads} threads, torch {torch.__version__}, gloo"
+
+
+def _round(value: float) -> float:
+    """Keep four digits: more were never measured."""
+    return float(f"{value:.4g}") if math.isfinite(value) else value

@@ -1,0 +1,136 @@
+"""What one of several processes of this machine reaches, measured while the others measure the same beside it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..launch import emit
+
+_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_CONV_DTYPES = ("fp64", "fp32", "bf16")
+_MIN_REPEATS = 3
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Return this rank's rates and its timings of collectives; runs on every rank at once, in the group.
+
+    `matmul` and `conv`: FLOP/s by dtype; `bandwidth`: bytes read and written per second; `launch_s`: one small op;
+    `collectives`: rows [kind, bytes as in `collectives.seconds`, seconds].
+    """
+    budget_s = 0.06 if quick else 0.6
+    emit({"progress": "matrix products"})
+    matmul = {dtype: _matmul_rate(name, quick, budget_s) for dtype, name in _DTYPES.items()}
+    emit({"progress": "convolutions"})
+    conv = {dtype: _conv_rate(_DTYPES[dtype], budget_s) for dtype in _CONV_DTYPES}
+    emit({"progress": "memory"})
+    bandwidth, launch_s = _bandwidth(budget_s), _launch_s()
+    emit({"progress": "collectives"})
+    rows = list(_collective_rows(quick))
+    return {"matmul": matmul, "conv": conv, "bandwidth": bandwidth, "launch_s": launch_s, "collectives": rows}
+
+
+def _matmul_rate(dtype: str, quick: bool, budget_s: float) -> float:
+    """The median over sizes, as layers differ: narrow ones reach less than wide ones."""
+    import torch
+
+    rates = []
+    for size in (128, 256, 512) if quick else (128, 256, 512, 1024):
+        left, right = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
+        rates.append(2 * size**3 / _seconds(lambda left=left, right=right: left @ right, budget_s))  # type: ignore[misc]
+    return statistics.median(rates)
+
+
+def _conv_rate(dtype: str, budget_s: float) -> float:
+    import torch
+
+    kind = getattr(torch, dtype)
+    image, weight = torch.randn(2, 64, 28, 28).to(kind), torch.randn(64, 64, 3, 3).to(kind)
+    flops = 2 * image.shape[0] * 28 * 28 * weight.numel()
+    return flops / _seconds(lambda: torch.nn.functional.conv2d(image, weight, padding=1), budget_s)
+
+
+def _bandwidth(budget_s: float) -> float:
+    """An addition into fresh memory, as the ops of a training step do, not into memory that is warm already."""
+    import torch
+
+    rates = []
+    for num_elements in (1 << 18, 1 << 20, 1 << 22):
+        left, right = torch.ones(num_elements), torch.ones(num_elements)
+        taken_s = _seconds(lambda left=left, right=right: left + right, budget_s)  # type: ignore[misc]
+        rates.append(3 * num_elements * left.element_size() / taken_s)
+    return statistics.median(rates)
+
+
+def _launch_s() -> float:
+    """An op too small to have a cost of its own, recorded for the backward."""
+    import torch
+
+    value = torch.ones(8, requires_grad=True)
+
+    def run() -> None:
+        for _ in range(200):
+            value + 1.0
+
+    return _seconds(run, 0.05) / 200
+
+
+def _collective_rows(quick: bool) -> Iterator[tuple[str, int, float]]:
+    import torch
+    import torch.distributed as dist
+
+    num_ranks = dist.get_world_size()
+    if num_ranks == 1:
+        return
+    for exponent in (12, 16, 20, 23) if quick else (10, 12, 14, 16, 18, 20, 22, 24, 25):
+        num_elements = (1 << exponent) // 4 // num_ranks * num_ranks
+        full, part = torch.zeros(num_elements), torch.zeros(num_elements // num_ranks)
+        for kind, run in _collectives(full, part).items():
+            yield kind, 4 * num_elements, _seconds_together(run, 5 if quick else 15)
+
+
+def _collectives(full: Any, part: Any) -> dict[str, Callable[[], Any]]:
+    """Each kind as a call; newer releases of torch renamed two of the functions."""
+    import torch
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    received = torch.empty_like(full)
+    return {
+        "all_gather": lambda: gather(full, part),
+        "reduce_scatter": lambda: scatter(part, full),
+        "all_reduce": lambda: dist.all_reduce(full),
+        "all_to_all": lambda: dist.all_to_all_single(received, full),
+    }
+
+
+def _seconds(run: Callable[[], Any], budget_s: float) -> float:
+    """Return the median time of `run` over as many repeats as fit the budget, all ranks starting together."""
+    import torch.distributed as dist
+
+    run()
+    dist.barrier()
+    times: list[float] = []
+    ends = time.perf_counter() + budget_s
+    while len(times) < _MIN_REPEATS or time.perf_counter() < ends:
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _seconds_together(run: Callable[[], Any], num_repeats: int) -> float:
+    """Return the median time of a collective: the same number of repeats on every rank, each begun together."""
+    import torch.distributed as dist
+
+    run()
+    times = []
+    for _ in range(num_repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)

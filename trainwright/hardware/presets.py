@@ -1,0 +1,191 @@
+"""Names of hardware → `Cluster`: `cpu:4`, `h200`, `8xh200`, `2x8xh100`, or a JSON file from `calibrate` or by hand.
+
+`_SHEETS` holds what the vendors' data sheets state; what a program reaches is a fraction of it, stated once in
+`_sheet_device`. A preset is a starting point: a file written for the machine at hand predicts better.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..artifacts import Cluster, Device, Link, UserError
+from ..launch.cores import num_cores
+from . import machine
+
+GRAMMAR = "cpu:N, [[NODESx]Nx]DEVICE such as h200, 8xh200 or 2x8xh100, or a JSON file"
+_TERA, _GIGA, _GIB = 1e12, 1e9, 2**30
+
+
+def resolve(text: str) -> Cluster:
+    """Return the cluster that `text` names.
+
+    `cpu:N` is N processes on this machine; `h200`, `8xh200` and `2x8xh100` are one device, a node of 8, and 2 nodes of
+    8; anything that ends in `.json` or is a path is read as a file. Raises `UserError` for everything else.
+
+    >>> cluster = resolve("2x8xh100")
+    >>> cluster.num_devices, [link.name for link in cluster.links]
+    (16, ['node', 'gpu'])
+    """
+    spec = text.strip()
+    if spec.lower().endswith(".json") or "/" in spec or (spec and Path(spec).is_file()):
+        return Cluster.from_json(spec)
+    if match := re.fullmatch(r"cpu(?::(\d+))?", spec.lower()):
+        return cpu_cluster(_positive(match[1] or "1", text))
+    match = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][a-z0-9-]*)", spec.lower())
+    if not match or match[3] not in DEVICES:
+        raise UserError(f"hardware is needed as {GRAMMAR}; got {text!r}; {_advice(match[3] if match else spec)}")
+    num_nodes = _positive(match[1], text) if match[1] else None
+    return gpu_cluster(match[3], _positive(match[2] or "1", text), num_nodes)
+
+
+def gpu_cluster(device: str, num_per_node: int = 1, num_nodes: int | None = None) -> Cluster:
+    """Return `num_nodes` nodes of `num_per_node` devices each; the links, hence the mesh axes, are `node` and `gpu`."""
+    sheet = _SHEETS[device]
+    links = [
+        Link(name="gpu", size=num_per_node, bandwidth_bytes_per_s=sheet.link * _GIGA, latency_s=sheet.link_us / 1e6)
+    ]
+    if num_nodes is not None:
+        network = Link(
+            name="node", size=num_nodes, bandwidth_bytes_per_s=sheet.network * _GIGA, latency_s=_NETWORK_LATENCY_S
+        )
+        links.insert(0, network)
+    counts = [str(link.size) for link in links] if any(link.size > 1 for link in links) else []
+    return Cluster(
+        name="x".join([*counts, device]),
+        device=DEVICES[device],
+        links=tuple(links),
+        host_bandwidth_bytes_per_s=sheet.host * _GIGA,
+        source="preset: a fraction of the vendor's data sheet; not measured",
+    )
+
+
+def cpu_cluster(num_processes: int) -> Cluster:
+    """Return `num_processes` processes on this machine, each with its share of the cores and of the memory.
+
+    The rates are cautious guesses per core; `calibrate` measures the real ones.
+    """
+    cores_each = num_cores() / num_processes
+    device = Device(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=machine.memory_bytes() // num_processes,
+        flops_per_s={dtype: rate * cores_each for dtype, rate in _CPU_CORE_FLOPS_PER_S.items()},
+        conv_flops_per_s={dtype: rate * cores_each for dtype, rate in _CPU_CORE_CONV_FLOPS_PER_S.items()},
+        bandwidth_bytes_per_s=_CPU_CORE_BANDWIDTH * max(cores_each, 1 / 4),
+        launch_s=4e-6,
+    )
+    link = Link(name="cpu", size=num_processes, bandwidth_bytes_per_s=_GLOO_BANDWIDTH, latency_s=_GLOO_LATENCY_S)
+    return Cluster(
+        name=f"cpu:{num_processes}",
+        device=device,
+        links=(link,),
+        source="preset: cautious guesses for this machine; not measured, `calibrate` does",
+        fingerprint=machine.fingerprint(),
+    )
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A vendor's data sheet: dense (not sparse) TFLOP/s by dtype, GB/s; and the memory that a program sees, in GiB."""
+
+    memory_gib: float
+    bandwidth: float
+    tflops: dict[str, float]
+    link: float
+    """GB/s that one device sends to the others of its node, one direction, as collectives reach it."""
+    link_us: float
+    """Latency of a hop within the node, in microseconds."""
+    network: float
+    """GB/s of one device's share of its node's network, one direction, as collectives reach it."""
+    host: float
+    """GB/s from device to pinned host memory, one direction, as copies reach it."""
+    matmul_fraction: float = 0.75
+    """Of the sheet's rate that large matrix products reach: cuBLAS gets 0.80 at 8192³ in bf16 on an H200."""
+
+
+# fp32 is the plain fp32 rate, not tf32: torch multiplies fp32 matrices in full precision unless told otherwise.
+# Links: NVLink 3/4/5 send 300/450/900 GB/s one direction, of which ring collectives reach about four fifths; cards
+# without it go through the host's PCIe. Networks: one 200 (A100) or 400 Gbit/s adapter a device in the vendors' own
+# nodes, 100 Gbit/s a device otherwise.
+_HOPPER = {"fp64": 67.0, "fp32": 67.0, "bf16": 989.0, "fp16": 989.0}
+_AMPERE = {"fp64": 19.5, "fp32": 19.5, "bf16": 312.0, "fp16": 312.0}
+_VOLTA = {"fp64": 7.8, "fp32": 15.7, "bf16": 15.7, "fp16": 125.0}
+_SHEETS = {
+    "v100": _Sheet(31.7, 900, _VOLTA, link=120, link_us=3, network=10, host=11),
+    "v100-16gb": _Sheet(15.7, 900, _VOLTA, link=120, link_us=3, network=10, host=11),
+    "a100": _Sheet(79.1, 2039, _AMPERE, link=240, link_us=2, network=22, host=22),
+    "a100-40gb": _Sheet(39.4, 1555, _AMPERE, link=240, link_us=2, network=22, host=22),
+    "h100": _Sheet(79.1, 3350, _HOPPER, link=360, link_us=2, network=45, host=45),
+    "h100-pcie": _Sheet(
+        79.1, 2000, {"fp64": 51.0, "fp32": 51.0, "bf16": 756.0, "fp16": 756.0}, link=40, link_us=5, network=22, host=45
+    ),
+    "h200": _Sheet(139.8, 4800, _HOPPER, link=360, link_us=2, network=45, host=45),
+    "b200": _Sheet(
+        178.3,
+        7700,
+        {"fp64": 37.0, "fp32": 75.0, "bf16": 2250.0, "fp16": 2250.0},
+        link=720,
+        link_us=2,
+        network=45,
+        host=50,
+    ),
+    "rtx4090": _Sheet(
+        23.6, 1008, {"fp64": 1.3, "fp32": 82.6, "bf16": 165.2, "fp16": 165.2}, link=12, link_us=8, network=11, host=22
+    ),
+    "l40s": _Sheet(
+        44.4, 864, {"fp64": 1.4, "fp32": 91.6, "bf16": 362.0, "fp16": 362.0}, link=18, link_us=8, network=11, host=22
+    ),
+    "mi300x": _Sheet(
+        191.9,
+        5300,
+        {"fp64": 163.4, "fp32": 163.4, "bf16": 1307.0, "fp16": 1307.0},
+        link=320,
+        link_us=4,
+        network=45,
+        host=45,
+        matmul_fraction=0.5,
+    ),
+}
+_BANDWIDTH_FRACTION = 0.88
+_NETWORK_LATENCY_S = 6e-6
+_GPU_LAUNCH_S = 5e-6
+
+# One core of a server of the last years, with AVX2, and gloo over the loopback interface: on the low side of what
+# `calibrate` finds. fp16 and bf16 are without native support.
+_CPU_CORE_FLOPS_PER_S = {"fp64": 20e9, "fp32": 40e9, "bf16": 20e9, "fp16": 5e9}
+_CPU_CORE_CONV_FLOPS_PER_S = {"fp64": 2e9, "fp32": 25e9, "bf16": 10e9}
+_CPU_CORE_BANDWIDTH = 8e9
+_GLOO_BANDWIDTH = 0.8e9
+_GLOO_LATENCY_S = 60e-6
+
+
+def _sheet_device(name: str, sheet: _Sheet) -> Device:
+    rates = {dtype: sheet.matmul_fraction * rate * _TERA for dtype, rate in sheet.tflops.items()}
+    return Device(
+        name=name,
+        kind="gpu",
+        memory_bytes=int(sheet.memory_gib * _GIB),
+        flops_per_s=rates,
+        bandwidth_bytes_per_s=_BANDWIDTH_FRACTION * sheet.bandwidth * _GIGA,
+        launch_s=_GPU_LAUNCH_S,
+    )
+
+
+DEVICES: dict[str, Device] = {name: _sheet_device(name, sheet) for name, sheet in _SHEETS.items()}
+"""Every device that has a preset, by name."""
+
+
+def _positive(digits: str, text: str) -> int:
+    if not 1 <= (count := int(digits)) <= 10**6:
+        raise UserError(f"a number of devices from 1 on is needed in {text!r}; got {digits}; write it as {GRAMMAR}")
+    return count
+
+
+def _advice(name: str) -> str:
+    if re.fullmatch(r"(\d+x)*cpu(:.*)?", name.lower()):
+        return "processes on this machine are written cpu:N, such as cpu:2"
+    near = difflib.get_close_matches(re.sub(r"^[\dx]*x", "", name.lower()), DEVICES, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"devices with a preset: {', '.join(DEVICES)}"

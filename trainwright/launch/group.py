@@ -1,0 +1,79 @@
+"""The process group of this process: joined under torchrun, made of one rank elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+@contextmanager
+def process_group(device: DeviceType = "cpu") -> Iterator[None]:
+    """Join the process group that the environment describes, and leave it at the end.
+
+    Under torchrun that is the group of its ranks, elsewhere a group of this process alone. A group that the caller has
+    already initialised is used, and left as it is. `device="cuda"` takes the GPU of the local rank, over NCCL.
+
+    >>> with process_group():
+    ...     rank(), world_size()
+    (0, 1)
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        join(device)
+    else:
+        join(device, store=dist.HashStore(), index=0, num_ranks=1)
+    try:
+        yield
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    leave()
+
+
+def rank() -> int:
+    """Return this process's rank, from 0; 0 where there is no group."""
+    return _from_group_or_environment("get_rank", "RANK", 0)
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 where there is no group."""
+    return _from_group_or_environment("get_world_size", "WORLD_SIZE", 1)
+
+
+def join(device: DeviceType, store: object | None = None, index: int = -1, num_ranks: int = -1) -> None:
+    """Initialise the default process group: gloo, and NCCL beside it for `device="cuda"`."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=index, world_size=num_ranks)  # type: ignore[arg-type]
+
+
+def leave() -> None:
+    """Destroy the default process group once every rank has come here.
+
+    Without the barrier a rank that is late finds its peers' gloo threads gone, and aborts now and then.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _from_group_or_environment(function: str, variable: str, default: int) -> int:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return int(getattr(dist, function)())
+    return int(os.environ.get(variable, default))

@@ -1,0 +1,34 @@
+"""Lookups in a table: by rows of a vocabulary that may be split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import partial
+from .local import LocalContext
+from .registry import rule
+from .signature import Call, Signature, SignatureBuilder
+
+
+def _local_embedding(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Rows that another rank holds contribute zero; the sum over the ranks is the lookup."""
+    if not ctx.split("v"):
+        return target, args, kwargs
+    start, stop = ctx.range_of("v")
+    padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
+
+    def lookup(weight: Any, indices: Any) -> Any:
+        return partial.embedding_of_range(weight, indices, start, stop, padding)
+
+    return lookup, args[:2], {}
+
+
+@rule("embedding", localize=_local_embedding)
+def embedding(call: Call) -> Signature:
+    """`v m, b* -> b* m`; the vocabulary `v` is a reduced loop."""
+    builder = SignatureBuilder()
+    weight, indices = call.inputs
+    renorm = False
+    v, m = builder.loop("v", weight.shape[0], whole=renorm), builder.loop("m", weight.shape[1])
+    lead = tuple(builder.loop(f"b{k}", n) for k, n in enumerate(indices.shape))
+    return builder.build([(v, m), lead], [(*lead, m)], ["v"])

@@ -1,0 +1,172 @@
+"""The arithmetic of ops whose loops are split: each rank computes a part, and the parts add up to what one process gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .local import AxisGroup
+
+MEAN, SUM = 1, 2
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, is_owner: bool) -> Tensor:
+        return value.view_as(value) if is_owner else torch.zeros_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # The output is a partial sum, so every rank already holds its whole gradient.
+        return grads[0], None
+
+
+def once(value: Tensor, is_owner: bool) -> Tensor:
+    """Return `value` on the owner and zeros elsewhere, so that a sum over the ranks counts it once."""
+    return _Once.apply(value, is_owner)
+
+
+def mean_of_whole(x: Tensor, axes: tuple[int, ...], keepdim: bool, count: int, dtype: torch.dtype | None) -> Tensor:
+    """Return the rank's share of a mean over `count` entries of the whole tensor."""
+    return x.sum(dim=axes, keepdim=keepdim, dtype=dtype) / count
+
+
+def embedding_of_range(weight: Tensor, indices: Tensor, start: int, stop: int, padding_idx: int = -1) -> Tensor:
+    """Look up the rows `start:stop` that `weight` holds; other indices give zeros."""
+    if stop == start:
+        return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
+    outside = (indices < start) | (indices >= stop)
+    padding = padding_idx - start if start <= padding_idx < stop else None
+    rows = F.embedding((indices - start).masked_fill_(outside, 0), weight, padding)
+    return rows.masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+def cross_entropy_over(
+    samples: AxisGroup | None,
+    vocabulary: AxisGroup | None,
+    vocab_range: tuple[int, int, int],
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """Return the rank's share of the cross-entropy of the whole batch.
+
+    `logits` is the rank's part (samples × classes, then space), `vocab_range` the start and stop of its classes. With
+    `vocabulary` the ranks of that group hold different classes and all get the same result; with `samples` the result is
+    a partial sum whose mean is taken over the valid labels of all ranks.
+    """
+    if vocabulary is not None:
+        loss = _VocabCrossEntropy.apply(logits, labels, vocabulary, vocab_range[0], vocab_range[1], ignore_index)
+        loss = loss.sum() if reduction else loss
+    else:
+        name = "sum" if reduction else "none"
+        loss = F.cross_entropy(logits, labels, weight, None, ignore_index, None, name, label_smoothing)
+    if reduction != MEAN:
+        return loss
+    count = _label_weight(labels, weight, ignore_index, loss.dtype)
+    if samples is not None:
+        count = samples.all_reduce(count)
+    return loss / count
+
+
+def _label_weight(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    valid = labels != ignore_index
+    if weight is None:
+        return valid.sum().to(dtype)
+    return weight.detach()[labels.masked_fill(~valid, 0)].masked_fill(~valid, 0.0).sum().to(dtype)
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Per-sample cross-entropy of logits whose classes are split: three small reductions, no gather."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: AxisGroup, start: int, stop: int, ignore: int) -> Tensor:
+        if stop > start:
+            peak = logits.amax(dim=-1)
+        else:
+            peak = logits.new_full(logits.shape[:-1], float("-inf"))
+        peak = group.all_reduce(peak, "max")
+        probabilities = (logits - peak.unsqueeze(-1)).exp_()
+        total = group.all_reduce(probabilities.sum(dim=-1))
+        probabilities.div_(total.unsqueeze(-1))
+        inside = (labels >= start) & (labels < stop)
+        rows = (labels - start).masked_fill_(~inside, 0)
+        if stop > start:
+            chosen = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0.0)
+        else:
+            chosen = torch.zeros_like(peak)
+        chosen = group.all_reduce(chosen)
+        ignored = labels == ignore
+        ctx.save_for_backward(probabilities, rows, inside, ignored)
+        return (total.log() + peak - chosen).masked_fill_(ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, rows, inside, ignored = ctx.saved_tensors
+        scale = grads[0].masked_fill(ignored, 0.0).unsqueeze(-1)
+        grad = probabilities * scale
+        if grad.shape[-1]:
+            grad.scatter_add_(-1, rows.unsqueeze(-1), -(scale * inside.unsqueeze(-1)))
+        return grad, None, None, None, None, None
+
+
+def batch_norm_over(
+    group: AxisGroup,
+    count: int,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Batch normalisation with the statistics of the whole batch (`count` entries a channel), as one process takes them."""
+    return _BatchNorm.apply(x, weight, bias, group, count, running_mean, running_var, momentum, eps)
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, group: AxisGroup, count: int, mean_buffer: Any, var_buffer: Any,
+                momentum: float, eps: float) -> Tensor:  # fmt: skip
+        axes, shape = _channel_layout(x)
+        mean = group.all_reduce(x.sum(axes)) / count
+        centred = x - mean.view(shape)
+        var = group.all_reduce((centred * centred).sum(axes)) / count
+        inverse = (var + eps).rsqrt()
+        if mean_buffer is not None:
+            mean_buffer.mul_(1 - momentum).add_(mean, alpha=momentum)
+            var_buffer.mul_(1 - momentum).add_(var, alpha=momentum * count / max(1, count - 1))
+        out = centred.mul_(inverse.view(shape))
+        if weight is not None:
+            out = out * weight.view(shape)
+        if bias is not None:
+            out = out.add_(bias.view(shape)) if weight is not None else out + bias.view(shape)
+        ctx.save_for_backward(x, weight, mean, inverse)
+        ctx.group, ctx.count, ctx.has_bias = group, count, bias is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        axes, shape = _channel_layout(x)
+        grad = grads[0]
+        normal = (x - mean.view(shape)).mul_(inverse.view(shape))
+        own = torch.stack([grad.sum(axes), (grad * normal).sum(axes)])
+        # The rank's own sums are the partial gradients of bias and weight; the input needs those of the whole batch.
+        whole = ctx.group.all_reduce(own.clone()) / ctx.count
+        scale = inverse if weight is None else inverse * weight
+        grad_x = normal.mul_(whole[1].view(shape)).add_(whole[0].view(shape)).neg_().add_(grad).mul_(scale.view(shape))
+        grad_weight = own[1].clone() if weight is not None else None
+        return grad_x, grad_weight, own[0].clone() if ctx.has_bias else None, None, None, None, None, None, None
+
+
+def _channel_layout(x: Tensor) -> tuple[list[int], list[int]]:
+    """The axes over which a channel's statistics run, and the shape in which per-channel values broadcast."""
+    return [axis for axis in range(x.dim()) if axis != 1], [1, -1] + [1] * (x.dim() - 2)

@@ -1,0 +1,64 @@
+"""The table of ops: one entry an op, found by its ATen name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from .signature import Call, Signature, SignatureBuilder
+
+if TYPE_CHECKING:
+    from .local import LocalContext
+
+SignatureRule = Callable[[Call], Signature]
+LocalRule = Callable[["LocalContext", Any, tuple[Any, ...], dict[str, Any]], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+Kind = Literal["heavy", "elementwise", "view"]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """All that trainwright knows of one op."""
+
+    name: str
+    kind: Kind
+    """heavy: a decision of its own. elementwise: joins the op that feeds it. view: moves no data, decides nothing."""
+    signature: SignatureRule
+    localize: LocalRule | None = None
+    """Rewrites the call for one rank's part, where the literal arguments or the arithmetic depend on the split."""
+
+
+RULES: dict[str, OpRule] = {}
+
+
+def rule(*names: str, kind: Kind = "heavy", localize: LocalRule | None = None) -> Callable[[SignatureRule], SignatureRule]:
+    """Register the decorated signature rule for the ATen ops `names` (without namespace and overload)."""
+
+    def register(function: SignatureRule) -> SignatureRule:
+        for name in names:
+            if name in RULES:
+                raise ValueError(f"op {name} has two rules; keep one")
+            RULES[name] = OpRule(name, kind, function, localize)
+        return function
+
+    return register
+
+
+def find(name: str) -> OpRule:
+    """Return the rule of op `name`; an op without one runs on whole tensors."""
+    return RULES.get(name) or OpRule(name, "heavy", unknown_signature)
+
+
+def unknown_signature(call: Call) -> Signature:
+    """The signature of an op that nobody described: nothing can be split."""
+    builder = SignatureBuilder()
+    ins = [builder.opaque(f"i{k}_", spec.shape) for k, spec in enumerate(call.inputs)]
+    outs = [builder.opaque(f"o{k}_", spec.shape) for k, spec in enumerate(call.outputs)]
+    signature = builder.build(ins, outs)
+    return Signature(signature.sizes, signature.inputs, signature.outputs, whole=signature.whole, known=False)
+
+
+def signature_of(call: Call) -> Signature:
+    """Return the signature of `call`; a rule that cannot describe this very call gives the unknown one."""
+    found = find(call.name).signature(call)
+    return found if found is not None else unknown_signature(call)

@@ -1,0 +1,109 @@
+"""`OptimizerRecord`: what an optimizer costs and needs, stated once beside its class.
+
+The planner prices it, tables and documentation print it, and the tests compare it with what the class really does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+Shape = tuple[int, ...]
+Options = Mapping[str, Any]
+Temporaries = Callable[[Shape, int, Options], int]
+Reads = Literal["element", "block", "row", "matrix", "model"]
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor that the optimizer keeps for each parameter."""
+
+    name: str
+    shape: Callable[[Shape, Options], Shape | None]
+    """The tensor's shape for a parameter's shape; `None` where the options or the shape call for none."""
+    dtype: torch.dtype | None = None
+    """`None`: the parameter's own, or for a `number` what torch keeps numbers in."""
+    number: bool = False
+
+    def num_bytes(self, shape: Shape, dtype: torch.dtype, options: Options) -> int:
+        """Return the bytes kept for one parameter."""
+        own = self.shape(shape, options)
+        if self.number:
+            dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        return 0 if own is None else math.prod(own) * (self.dtype or dtype).itemsize
+
+
+@dataclass(frozen=True)
+class ExtraPass:
+    """What a step takes beyond the gradient that it is given: `count` passes of `kind`, every `every` steps."""
+
+    kind: Literal["forward", "gradient", "hessian_vector"]
+    count: int = 1
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """An optimizer's class and what it declares.
+
+    `reads` is the largest piece of a parameter that one updated element depends on, hence where a shard may be cut:
+    `element` anywhere, `row` between rows, `matrix` not within the last two dims, `model` not at all.
+    """
+
+    name: str
+    cls: type[torch.optim.Optimizer]
+    summary: str
+    states: tuple[StateTensor, ...]
+    temporaries: Temporaries
+    """Peak bytes that the step allocates and frees again for one parameter: of its shape, bytes an element, options."""
+    defaults: Options = field(default_factory=dict)
+    """Keywords given to `cls` unless the user says otherwise."""
+    reads: Reads = "element"
+    extra_passes: tuple[ExtraPass, ...] = ()
+    paper: str = ""
+    departs: str = ""
+    """Where it departs from the paper."""
+
+    def state_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
+        """Return the bytes that the optimizer keeps for a parameter of `shape`, from its first step on.
+
+        >>> from trainwright.optim import record
+        >>> record("adamw").state_bytes((10, 10), "bf16")
+        404
+        """
+        kind, merged = as_dtype(dtype), {**self.defaults, **options}
+        return sum(state.num_bytes(tuple(shape), kind, merged) for state in self.states)
+
+    def step_temporary_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
+        """Return the peak of what a step (`foreach=False`) allocates and frees again for a parameter of `shape`.
+
+        One parameter is updated after the other, so the largest of them counts, not their sum.
+
+        >>> from trainwright.optim import record
+        >>> record("sgd").step_temporary_bytes((10, 10)), record("adamw").step_temporary_bytes((10, 10))
+        (0, 800)
+        """
+        return self.temporaries(tuple(shape), as_dtype(dtype).itemsize, {**self.defaults, **options})
+
+
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the torch dtype for its short name (`bf16`) or torch's own (`bfloat16`)."""
+    found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype, getattr(torch, dtype, None))
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"a dtype is needed, one of {', '.join(_DTYPES)}; got {dtype!r}")
+    return found
+
+
+def per_element(name: str, option: str | None = None) -> StateTensor:
+    """A state of the parameter's own shape; with `option`, only where that option is set."""
+    return StateTensor(name, lambda shape, options: shape if option is None or options.get(option) else None)
+
+
+def scalar(name: str) -> StateTensor:
+    """A number kept as a tensor: fp32 whatever the parameter's dtype, fp64 where that is torch's default."""
+    return StateTensor(name, lambda shape, options: (), number=True)

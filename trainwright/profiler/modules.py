@@ -1,0 +1,66 @@
+"""Which module is running: forward by hooks, backward by the autograd nodes that each module's forward made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+_LABEL = "trainwright_path"
+
+
+class ModuleTrace:
+    """Tells `enter(path)` which of `model`'s modules is running, whenever that changes.
+
+    Autograd nodes have no module; they get one when the module that made them returns: all that its outputs lead back
+    to and that no inner module has claimed. What a module received was claimed by its caller before it began. In the
+    backward, each node then announces its module. Only for models of our own making (copies): the hooks stay.
+    """
+
+    def __init__(self, model: nn.Module, enter: Callable[[str], None]) -> None:
+        self._enter = enter
+        self._stack: list[str] = [""]
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(self._opening(path), with_kwargs=True)
+            module.register_forward_hook(self._closing(path), always_call=True)
+
+    def claim(self, value: Any) -> None:
+        """Give the autograd nodes behind `value` that are still unclaimed to the module that is running."""
+        path = self._stack[-1]
+        pending = [tensor.grad_fn for tensor in _tensors(value) if tensor.grad_fn is not None]
+        while pending:
+            node = pending.pop()
+            if _LABEL in node.metadata:
+                continue
+            node.metadata[_LABEL] = path
+            if not hasattr(node, "variable"):  # a leaf's node outlives the step, and is shared by all users of the leaf
+                node.register_prehook(lambda _: self._enter(path))
+            pending.extend(source for source, _ in node.next_functions if source is not None)
+
+    def _opening(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.claim((args, kwargs))
+            self._stack.append(path)
+            self._enter(path)
+
+        return hook
+
+    def _closing(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            self.claim(out)
+            if self._stack[-1] == path and len(self._stack) > 1:
+                self._stack.pop()
+            self._enter(self._stack[-1])
+
+        return hook
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,70 @@
+"""The reference step: the loop that every measurement of this project runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..artifacts import UserError
+from ..capture.export import as_batch, find_loss
+
+LossFn = Callable[[Any, Any], Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+class Observer(Protocol):
+    """What may watch a step from inside: `MemoryTracker` is one."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+    def mark_forward_end(self) -> Any: ...
+
+
+def reference_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    autocast: str | None = None,
+    observer: Observer | None = None,
+) -> Tensor:
+    """Run one training step as an ordinary script would, and return the loss, detached.
+
+    The gradients of the step before are dropped first (`set_to_none=True`); the model's output and the loss live until
+    the optimizer is done, as they do in a script. `batch` is a dict (`model(**batch)`) or a tuple (`model(*batch)`);
+    the loss is `loss_fn(output, batch)`, `output.loss`, `output["loss"]`, or a scalar returned.
+
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> reference_step(model, optimizer, (torch.ones(3, 2),), lambda out, batch: out.sum()).shape
+    torch.Size([])
+    """
+    optimizer.zero_grad(set_to_none=True)
+    with _phase(observer, "forward"):
+        with _autocast(autocast):
+            out = model(**batch) if isinstance(batch, Mapping) else model(*as_batch(batch))
+            loss = find_loss(out) if loss_fn is None else loss_fn(out, batch)
+        if observer is not None:
+            observer.mark_forward_end()
+    with _phase(observer, "backward"):
+        loss.backward()
+    with _phase(observer, "update"):
+        optimizer.step()
+    return loss.detach()
+
+
+def _phase(observer: Observer | None, name: str) -> AbstractContextManager[None]:
+    return nullcontext() if observer is None else observer.phase(name)
+
+
+def _autocast(dtype: str | None) -> AbstractContextManager[Any]:
+    if dtype is None:
+        return nullcontext()
+    if dtype not in DTYPES:
+        raise UserError(f"a dtype for autocast is one of {', '.join(DTYPES)}; got {dtype!r}")
+    return torch.autocast("cpu", dtype=DTYPES[dtype])

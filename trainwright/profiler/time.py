@@ -1,0 +1,62 @@
+"""How long one call takes on a device, by its roofline: the larger of arithmetic and memory traffic, plus a launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifacts import Device
+from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
+
+_RATE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NARROWER = {"fp16": "bf16", "bf16": "fp16"}
+
+
+def op_seconds(
+    device: Device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, dtype: torch.dtype | None = None
+) -> float:
+    """Return the seconds of `out = func(*args, **kwargs)` on `device`: max(FLOPs/rate, bytes/bandwidth) + launch.
+
+    Only shapes are read, so tensors may be fake: those of one rank, for a plan. `dtype` is that of the arithmetic; by
+    default, of the first floating output or argument. A view takes no time.
+
+    >>> gpu = Device(name="x", kind="gpu", memory_bytes=1, flops_per_s={"fp32": 1e12}, bandwidth_bytes_per_s=1e12,
+    ...              launch_s=0.0)
+    >>> a = torch.empty(1000, 1000, device="meta")
+    >>> op_seconds(gpu, torch.ops.aten.mm.default, (a, a), {}, a)
+    0.002
+    """
+    if moves_nothing(func):
+        return 0.0
+    heavy, other = flops(func, args, kwargs, out)
+    compute_s = 0.0
+    if heavy or other:
+        rates = device.conv_flops_per_s if is_convolution(func) and device.conv_flops_per_s else device.flops_per_s
+        compute_s = heavy / rate(rates, dtype or _dtype_of(out) or _dtype_of(args) or torch.float32)
+    return max(compute_s, bytes_moved(func, args, out) / device.bandwidth_bytes_per_s) + device.launch_s
+
+
+def rate(rates: dict[str, float], dtype: torch.dtype) -> float:
+    """Return the FLOPs per second for `dtype`; one that is not listed runs as its sibling, else as the nearest wider.
+
+    >>> rate({"fp32": 1.0, "bf16": 2.0}, torch.float16)
+    2.0
+    """
+    name = _RATE_NAMES.get(dtype, "fp32")
+    for candidate in (name, _NARROWER.get(name, ""), "fp32", "fp64"):
+        if rates.get(candidate):
+            return rates[candidate]
+    known = [value for value in rates.values() if value > 0]
+    if not known:
+        raise ValueError("a device needs a rate in `flops_per_s` for at least one dtype; got none")
+    return min(known)
+
+
+def _dtype_of(value: Any) -> torch.dtype | None:
+    if isinstance(value, Tensor):
+        return value.dtype if value.is_floating_point() else None
+    if isinstance(value, (tuple, list)):
+        return next((found for item in value if (found := _dtype_of(item)) is not None), None)
+    return None

@@ -1,0 +1,285 @@
+"""`MemoryTracker`: every byte of a step, by following storages as they appear and die.
+
+A dispatch mode below autograd sees each ATen call; a weak reference on each new storage sees its end. That holds for
+real tensors and for fake ones, so the same code measures a run and predicts one:
+
+    live(t)  = Σ bytes of the storages alive after call t (each storage once, however many views it has)
+    peak     = max over t of live(t) + workspace(t), the workspace being what the kernel of call t takes and gives back
+
+On top of a `FakeTensorMode` no memory is taken and no kernel runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..artifacts import MemoryPoint
+from .workspace import workspace_bytes
+
+Target = Literal["cpu", "gpu"]
+CATEGORIES = ("param", "buffer", "grad", "optimizer", "saved", "other")
+_GPU_GRANULE_BYTES = 512
+
+
+@dataclass(slots=True)
+class _Storage:
+    """One storage alive."""
+
+    num_bytes: int
+    category: str
+    phase: int
+    """The phase (counted from 0) in which it appeared."""
+    path: str
+    reference: Any
+    """The weak reference whose callback ends the entry; it must live as long as the entry."""
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Follows the memory of what runs under it: `live_bytes`, `peak_bytes`, what made the peak, and where.
+
+    `target` is the machine that is meant, not the one it runs on: `"cpu"` counts exact sizes and the workspaces of the
+    CPU kernels, `"gpu"` rounds each storage to 512 bytes as CUDA's caching allocator does. `timeline=True` keeps a
+    point after every call (`timeline`). `on_op(func, args, kwargs, out)` is called after each one.
+
+    Enter it *inside* a `FakeTensorMode`. Say what is there before with `watch`; what is left out (a batch) is not counted.
+
+    >>> weight = torch.zeros(1000)
+    >>> with MemoryTracker() as tracker:
+    ...     tracker.watch([weight], "param")
+    ...     with tracker.phase("forward"):
+    ...         out = (weight * 2).sum()
+    >>> tracker.live_bytes, tracker.peak_bytes
+    (4004, 8004)
+    """
+
+    def __init__(
+        self,
+        target: Target = "cpu",
+        *,
+        timeline: bool = False,
+        on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None,
+    ) -> None:
+        super().__init__()
+        if target not in ("cpu", "gpu"):
+            raise ValueError(f"a target is cpu or gpu; got {target!r}")
+        self.target: Target = target
+        self.path = ""
+        """The module that is running, set by the caller; it names the peak and each storage's origin."""
+        self.live_bytes = 0
+        self.num_ops = 0
+        self.saved_bytes = 0
+        self.peak_bytes = 0
+        self.peak_breakdown: dict[str, int] = {}
+        self.timeline: list[MemoryPoint] = []
+        self._on_op = on_op
+        self._keep_timeline = timeline
+        self._phases: list[str] = []
+        self.current_phase = ""
+        self._storages: dict[int, _Storage] = {}
+        self._by_category = dict.fromkeys(CATEGORIES, 0)
+        self._ignored: set[int] = set()
+        self._peak_call: tuple[str, Any, str] = ("", None, "")
+        self._hooks: list[Any] = []
+
+    # What the caller says
+
+    def watch(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Count the storages of `tensors` from now on under `category`, or move them there if they are counted.
+
+        Categories: param, buffer, grad, optimizer, saved, other; `input` means: never count these. The gradients of
+        what is watched as `param` are recognised by themselves.
+        """
+        if category != "input" and category not in self._by_category:
+            raise ValueError(f"a category is input or one of {', '.join(CATEGORIES)}; got {category!r}")
+        for tensor in tensors:
+            if category == "param" and tensor.requires_grad and tensor.is_leaf:
+                self._hooks.append(tensor.register_post_accumulate_grad_hook(self._on_gradient))
+            for storage in _storages(tensor):
+                if category == "input":
+                    self._ignore(storage)
+                else:
+                    self._count(storage, category)
+        self._raise_peak(0, None)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark what runs inside as `forward`, `backward` or `update`; what `update` leaves is optimizer state."""
+        self._phases.append(name)
+        before, self.current_phase = self.current_phase, name
+        try:
+            yield
+        finally:
+            self.current_phase = before
+            if name == "update":
+                self._move_born_in_phase("other", "optimizer")
+
+    def mark_forward_end(self) -> int:
+        """Say that the forward has ended; return its `saved_bytes`: what it allocated and is still alive."""
+        self._move_born_in_phase("other", "saved")
+        born = len(self._phases) - 1
+        self.saved_bytes = sum(entry.num_bytes for entry in self._storages.values() if entry.phase == born)
+        return self.saved_bytes
+
+    def reset_peak(self) -> None:
+        """Forget the peak, the timeline and the count of ops so far: the next step is measured by itself."""
+        self.num_ops = self.peak_bytes = 0
+        self.timeline = []
+        self._raise_peak(0, None)
+
+    # What the tracker answers
+
+    @property
+    def peak_at(self) -> str:
+        """The phase, the op and the module at the peak: `backward: aten.mm in transformer.h.3.mlp`."""
+        phase, func, path = self._peak_call
+        if func is None:
+            return phase
+        return f"{phase}: {_op_name(func)}" + (f" in {path}" if path else "")
+
+    @property
+    def live_breakdown(self) -> dict[str, int]:
+        """The bytes alive now, by category."""
+        return dict(self._by_category)
+
+    def saved_by_path(self) -> dict[str, int]:
+        """Return what autograd holds now (category `saved`), by the module that allocated it."""
+        totals: dict[str, int] = {}
+        for entry in self._storages.values():
+            if entry.category == "saved":
+                totals[entry.path] = totals.get(entry.path, 0) + entry.num_bytes
+        return totals
+
+    # The dispatch mode
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper (DTensor, ...): its own calls on plain tensors come here next
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.num_ops += 1
+        is_new = self._count_outputs(out)
+        workspace = workspace_bytes(func, args, kwargs, out) if self.target == "cpu" else 0
+        if (is_new or workspace) and not self._adds_in_place(func, out):
+            self._raise_peak(workspace, func)
+        if self._keep_timeline:
+            self.timeline.append(self._point(func))
+        if self._on_op is not None:
+            self._on_op(func, args, kwargs, out)
+        return out
+
+    def __exit__(self, *exc_info):
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        return super().__exit__(*exc_info)
+
+    def _adds_in_place(self, func: Any, out: Any) -> bool:
+        """Whether the real engine would add two gradients in place where, under a dispatch mode, it allocates.
+
+        Both operands are released right after, if nobody else holds them; if somebody does, the next call counts all
+        three. So leaving this one call out of the peak is right in both cases.
+        """
+        return func is torch.ops.aten.add.Tensor and self.current_phase == "backward" and not torch.is_grad_enabled()
+
+    def _count_outputs(self, out: Any) -> bool:
+        if isinstance(out, Tensor):
+            return self._count_new(out)
+        if isinstance(out, (tuple, list)):
+            return sum(self._count_outputs(item) for item in out) > 0
+        return False
+
+    def _count_new(self, tensor: Tensor) -> bool:
+        is_new = False
+        for storage in _storages(tensor):
+            if id(storage) not in self._storages and id(storage) not in self._ignored:
+                is_new = self._count(storage, "other")
+        return is_new
+
+    def _count(self, storage: torch.UntypedStorage, category: str) -> bool:
+        """Enter `storage` under `category`, or move it there; return whether it takes memory."""
+        key = id(storage)
+        entry = self._storages.get(key)
+        if entry is not None:
+            self._move(entry, category)
+            return False
+        num_bytes = self._rounded(storage.nbytes())
+        # The id stays with the storage for its whole life, and the callback ends the entry before it can be reused.
+        reference = weakref.ref(storage, lambda _: self._release(key))
+        self._storages[key] = _Storage(num_bytes, category, len(self._phases) - 1, self.path, reference)
+        self.live_bytes += num_bytes
+        self._by_category[category] += num_bytes
+        return num_bytes > 0
+
+    def _release(self, key: int) -> None:
+        entry = self._storages.pop(key)
+        self.live_bytes -= entry.num_bytes
+        self._by_category[entry.category] -= entry.num_bytes
+
+    def _move(self, entry: _Storage, category: str) -> None:
+        self._by_category[entry.category] -= entry.num_bytes
+        self._by_category[category] += entry.num_bytes
+        entry.category = category
+
+    def _move_born_in_phase(self, source: str, category: str) -> None:
+        born = len(self._phases) - 1
+        for entry in self._storages.values():
+            if entry.phase == born and entry.category == source:
+                self._move(entry, category)
+
+    def _ignore(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._storages:
+            self._release(key)
+        self._ignored.add(key)
+        weakref.finalize(storage, self._ignored.discard, key)
+
+    def _on_gradient(self, param: Tensor) -> None:
+        if param.grad is not None:
+            for storage in _storages(param.grad):
+                if id(storage) in self._storages:
+                    self._move(self._storages[id(storage)], "grad")
+
+    def _rounded(self, num_bytes: int) -> int:
+        return num_bytes if self.target == "cpu" else -(-num_bytes // _GPU_GRANULE_BYTES) * _GPU_GRANULE_BYTES
+
+    def _raise_peak(self, workspace: int, func: Any) -> None:
+        if self.live_bytes + workspace > self.peak_bytes:
+            self.peak_bytes = self.live_bytes + workspace
+            self.peak_breakdown = dict(self._by_category)
+            self.peak_breakdown["other"] += workspace
+            self._peak_call = (self.current_phase, func, self.path)
+
+    def _point(self, func: Any) -> MemoryPoint:
+        by = self._by_category
+        return MemoryPoint.model_construct(
+            phase=self.current_phase,
+            op=_op_name(func),
+            path=self.path,
+            live_bytes=self.live_bytes,
+            param_bytes=by["param"],
+            grad_bytes=by["grad"],
+            optimizer_bytes=by["optimizer"],
+            saved_bytes=by["saved"],
+            other_bytes=by["other"] + by["buffer"],
+        )
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Return what holds a tensor's data: one storage; of a sparse tensor, those of its parts."""
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    return []
+
+
+def _op_name(func: Any) -> str:
+    return str(getattr(func, "overloadpacket", func))
