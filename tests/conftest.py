@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from hypothesis import settings
 
 from tests.pool import Pool
+
+# The first call of a test imports and traces; a time limit on each example would judge that.
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,30 @@ def sum_of_ranks(scale: int = 1) -> list[int]:
     return [dist.get_rank(), int(value)]
 
 
+def sums_along_a_mesh() -> list[int]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    sums = []
+    for name in ("outer", "inner"):
+        value = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(value, group=mesh.get_group(name))
+        sums.append(int(value))
+    return sums
+
+
+def length_of(text: str) -> list[object]:
+    return [len(text), text]
+
+
+def return_a_tensor() -> object:
+    import torch
+
+    return torch.ones(2)
+
+
 def setting() -> dict[str, Any]:
     import torch
 
@@ -62,6 +86,17 @@ def wait_for_nobody() -> None:
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def answer_then_die_on_last() -> None:
+    import threading
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
         dist.barrier()
 
 
@@ -113,10 +148,19 @@ def assert_ended(pids: list[int], within_s: float = 5.0) -> None:
     assert sessions_of(pids) == []
 
 
+def test_the_check_for_survivors_sees_one() -> None:
+    survivor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    with pytest.raises(AssertionError):
+        assert_ended([survivor.pid], within_s=0.2)
+    survivor.kill()
+    survivor.wait()
+    assert_ended([survivor.pid])
+
+
 # Answers.
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_results_come_in_order_of_ranks(num_ranks: int) -> None:
     results = run_processes(f"{HERE}:sum_of_ranks", {"scale": 2}, num_processes=num_ranks)
     total = num_ranks * (num_ranks + 1)
@@ -128,6 +172,14 @@ def test_the_pool_serves_many_calls_with_the_same_processes(pool2: Pool) -> None
     pids = pool2.pids
     assert pool2.run(f"{HERE}:sum_of_ranks", scale=10) == [[0, 30], [1, 30]]
     assert pool2.pids == pids
+
+
+def test_a_mesh_of_four_ranks_has_groups_along_each_axis(pool4: Pool) -> None:
+    assert pool4.run(f"{HERE}:sums_along_a_mesh") == [[2, 1], [4, 1], [2, 5], [4, 5]]
+
+
+def test_large_payloads_and_results_pass(pool2: Pool) -> None:
+    assert pool2.run(f"{HERE}:length_of", text="é" * 3_000_000) == [[3_000_000, "é" * 3_000_000]] * 2
 
 
 def test_ranks_see_what_torchrun_sets_and_share_the_cores(pool2: Pool) -> None:
@@ -158,6 +210,13 @@ def test_emit_outside_a_rank_does_nothing() -> None:
 # Faults.
 
 
+@pytest.mark.slow
+def test_ranks_leave_without_aborting(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(12):
+        assert run_processes(f"{HERE}:sum_of_ranks", num_processes=2) == [[0, 3], [1, 3]]
+    assert "terminate called" not in capfd.readouterr().err
+
+
 def test_a_ranks_exception_names_the_rank_and_the_cause() -> None:
     with Workers(3) as workers:
         pids = workers.pids
@@ -175,11 +234,11 @@ def test_a_ranks_exception_names_the_rank_and_the_cause() -> None:
 def test_the_packages_own_exceptions_stay_what_they_are(kind: str, expected: type[Exception]) -> None:
     text = "a dtype is needed; got 'fp7'; try fp32"
     with pytest.raises(expected) as caught:
-        run_processes(f"{HERE}:raise_on_last", {"kind": kind, "text": text}, num_processes=2)
+        run_processes(f"{HERE}:raise_on_last", {"kind": kind, "text": text}, num_processes=1)
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGABRT, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_all_and_is_named(number: signal.Signals) -> None:
     with Workers(3) as workers:
         pids = workers.pids
@@ -188,6 +247,11 @@ def test_a_killed_rank_ends_all_and_is_named(number: signal.Signals) -> None:
             workers.call(f"{HERE}:die_on_last", {"number": int(number)})
     assert time.monotonic() - started < 20
     assert_ended(pids)
+
+
+def test_a_death_after_the_answer_is_named_too_not_its_echo() -> None:
+    with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
+        run_processes(f"{HERE}:answer_then_die_on_last", num_processes=2)
 
 
 def test_what_a_rank_forked_ends_with_it() -> None:
@@ -219,6 +283,17 @@ def test_a_rank_that_ignores_sigterm_is_killed() -> None:
 def test_an_unknown_function_is_named() -> None:
     with pytest.raises(WorkerError, match="no_such_function"):
         run_processes(f"{HERE}:no_such_function", num_processes=1)
+
+
+def test_a_result_that_is_not_json_is_named() -> None:
+    with pytest.raises(WorkerError, match=r"rank 0 of 1 raised TypeError: .*Tensor is not JSON serializable"):
+        run_processes(f"{HERE}:return_a_tensor", num_processes=1)
+
+
+def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(WorkerError, match="a GPU for local rank 0 is needed; this machine has 0"):
+        run_processes(f"{HERE}:setting", num_processes=1, device="cuda")
 
 
 def test_less_than_one_process_is_refused() -> None:
@@ -274,7 +349,7 @@ assert not dist.is_initialized()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_process_group_joins_torchruns_ranks(num_ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)

@@ -91,6 +91,8 @@ class Plan(Artifact):
     """Of the captured program; another model, batch shape or library version has another one."""
     torch_version: str
     batch: dict[str, BatchEntry]
+    literals: dict[str, Any] = {}
+    """What in the batch is no tensor (`use_cache=False`), passed on as it is."""
     dtype: str = "fp32"
     autocast: str | None = None
     optimizer: str = "adamw"

@@ -8,12 +8,18 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload  # the type of `torch.ops.aten.add.Tensor`; has no public name
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes without memory, on a device of choice
+from torch._subclasses.fake_tensor import (  # shapes without memory, on a device of choice; what it cannot do
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.multiprocessing.reductions import StorageWeakRef  # public module, not documented: a storage's identity
 from torch.utils import _pytree as pytree  # the trees that `torch.export` itself flattens; the public one lacks paths
 from torch.utils._python_dispatch import TorchDispatchMode  # observes the ops below autocast and autograd
 
 __all__ = [
+    "VALUE_NEEDED",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
@@ -28,6 +34,10 @@ __all__ = [
     "packet",
     "storage_of",
 ]
+
+
+VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a fake raises when an op needs values (`nonzero`, `.item()`)."""
 
 
 def arguments(target: OpOverload) -> list[tuple[str, Any, bool]]:

@@ -28,6 +28,8 @@ class RunState:
     seed: int = 0
     step: int = 0
     training: bool = True
+    dropout: bool = True
+    """False: as if every dropout probability were zero, for comparisons."""
 
 
 class Executor:

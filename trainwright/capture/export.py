@@ -1,15 +1,16 @@
 """Model + batch → one flat ATen graph of the training step's forward, loss included; nothing allocated, nothing run.
 
-    faked       the model's tensors become fakes on the CPU, in a copy                       (fakes.py)
-    _Step       the call and the loss as one module
-    export      torch.export, training IR, non-strict                                       (the only use in the project)
-    normalise   one flat graph in few forms, the same for profiler, planner and runtime     (normalise.py)
+faked       the model's tensors become fakes on the CPU, in a copy            (fakes.py)
+_Step       the call and the loss as one module
+export      torch.export, training IR, non-strict                            (the only use in the project)
+normalise   one flat graph in few forms, the same for profiler, planner and runtime  (normalise.py)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from ..artifacts import UserError
 from . import _torch_private as private
-from .export_errors import explained
+from .export_errors import explained, innermost_line
 from .fakes import FakeMode, fake_like, faked, new_mode
 from .normalise import Context, normalise
 from .normalise_regions import no_autocast
@@ -74,9 +75,9 @@ def capture(
     autocast: capture as under `torch.autocast` with this type; the conversions become nodes of the graph.
 
     In the graph, placeholders carry meta `role` (`param`, `buffer`, `input`, `const`), `name` and `val` (a fake CPU
-    tensor); a `const` its `value`. Calls carry `val`, `path` (the user's module), `key` (unique), `stack` (source line),
-    `constant` (depends on no parameter, input or random number), `mutates` (the buffer written). The output node
-    carries `loss_index`.
+    tensor); a `const` its `value`. Calls carry `val`, `requires_grad`, `path` (the user's module), `key` (unique),
+    `stack` (source line), `constant` (depends on no parameter, input or random number) and, when they write a buffer
+    in place, `mutates` (its name). The output node carries `loss_index`.
 
     Raises `UserError` when the model does not run on the batch, has no scalar loss, or cannot be captured.
 
@@ -104,7 +105,8 @@ class _Step(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
         super().__init__()
         self.model = model
-        self.loss_fn = loss_fn
+        # behind a function, or a loss that is a module would have its tensors counted with the model's
+        self.loss_fn = None if loss_fn is None else lambda output, batch: loss_fn(output, batch)
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
         output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
@@ -141,7 +143,7 @@ def _require_scalar(loss: Any, what: str) -> None:
 
 def _register_dataclasses(output: Any) -> None:
     """Let torch.export see into an output that is a plain dataclass."""
-    if not dataclasses.is_dataclass(output) or isinstance(output, type) or isinstance(output, Mapping):
+    if not dataclasses.is_dataclass(output) or isinstance(output, type | Mapping):
         return
     if private.is_leaf(output):
         torch.export.register_dataclass(type(output))
@@ -167,7 +169,9 @@ def without_cache(model: nn.Module, batch: Any, notes: list[str]) -> Any:
         return batch
     if "use_cache" not in private.parameter_names(model.forward):
         return batch
-    notes.append("use_cache=False was added to the batch: the model's configuration turns on a cache that training lacks")
+    notes.append(
+        "use_cache=False was added to the batch: the model's configuration turns on a cache that training lacks"
+    )
     return {**batch, "use_cache": False}
 
 
@@ -186,7 +190,14 @@ def _faked_batch(batch: Any, mode: FakeMode) -> Any:
 
 def _export(model: nn.Module, batch: Any, loss_fn: Any) -> Any:
     step = _Step(model, loss_fn)
-    with explained(model, batch):
+    if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
+        raise UserError(
+            f"a loss without parameters of its own is needed; {type(loss_fn).__name__} has some; "
+            "make it part of the model"
+        )
+    with explained(model, batch), warnings.catch_warnings():
+        # modules that keep their weights in a list as well (LSTM) are told off by torch for what is torch's own doing
+        warnings.filterwarnings("ignore", message="The tensor attribute")
         return torch.export.export(step, (batch,), strict=False)
 
 
@@ -254,8 +265,7 @@ def _locate(node: fx.Node) -> None:
     path = stack[-1][0] if stack else ""
     path = "" if path == MODEL_PREFIX else path.removeprefix(MODEL_PREFIX + ".")
     node.meta["path"] = path.partition("@")[0]
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    node.meta["stack"] = " ".join(line.strip() for line in lines[-2:])
+    node.meta["stack"] = innermost_line(node.meta.get("stack_trace") or "")
 
 
 def _keep_values(graph: fx.Graph, tensors: dict[str, Tensor], context: Context) -> None:

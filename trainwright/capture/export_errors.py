@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import linecache
+import logging
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -22,11 +26,15 @@ OUR_ROOT = str(Path(__file__).parent.parent)
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
+MISCOUNTED = re.compile(r"takes .*positional arguments? but")
+
+
 @contextmanager
 def explained(model: nn.Module, batch: Any) -> Iterator[None]:
     """Turn whatever torch.export raises into a `UserError` that names the user's line and a remedy."""
     try:
-        yield
+        with _quiet():
+            yield
     except UserError:
         raise
     except Exception as error:
@@ -36,11 +44,32 @@ def explained(model: nn.Module, batch: Any) -> Iterator[None]:
         raise UserError(explain(error, model, batch)) from None
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from writing half a graph, and a traceback, where the user looks for one sentence.
+
+    What the user's own forward prints goes to standard error: standard output may be somebody's JSON.
+    """
+    before = logging.root.manager.disable
+    written = io.StringIO()
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+            yield
+        sys.stderr.write(written.getvalue())
+    finally:
+        logging.disable(before)
+
+
 def explain(error: Exception, model: nn.Module, batch: Any) -> str:
     """Return *what is needed, what was found, what to try* for an export that failed."""
     text = _text(error)
     where = user_line(error) or type(model).__name__
-    if "unexpected keyword argument" in text or "missing" in text and "required positional argument" in text:
+    if (
+        "unexpected keyword argument" in text
+        or ("missing" in text and "required positional argument" in text)
+        or MISCOUNTED.search(text)
+    ):
         return (
             f"a batch that fits the model's forward is needed; {_first_line(text)}; "
             f"the batch holds {describe(batch)}, {type(model).__name__}.forward takes {_signature(model)}"
@@ -57,14 +86,18 @@ def explain(error: Exception, model: nn.Module, batch: Any) -> str:
             f"a forward whose shapes and branches do not depend on the data's values is needed; {where} does; "
             "use torch.where or masks in place of `if`, `.item()` and boolean indexing"
         )
-    return f"a model that runs on the batch is needed; it failed at {where}: {_first_line(text)}; batch: {describe(batch)}"
+    return (
+        f"a model that runs on the batch is needed; it failed at {where}: {type(error).__name__}: {_first_line(text)}; "
+        f"the batch holds {describe(batch)}"
+    )
 
 
 def data_dependent(stack: str) -> UserError:
     """The error for an op whose output's shape depends on values, at the source line `stack`."""
     return UserError(
-        f"a forward whose shapes do not depend on the data's values is needed; this line's does: {stack}; "
-        "use torch.where, masks or padding in place of boolean indexing and nonzero"
+        "a forward whose shapes and branches do not depend on the data's values is needed; "
+        f"this line depends: {stack}; "
+        "use torch.where, masks or padding in place of `.item()`, boolean indexing and nonzero"
     )
 
 
@@ -107,6 +140,13 @@ def _line_in_text(text: str) -> str | None:
     return f"{theirs[-1][0]}:{theirs[-1][1]}" if theirs else None
 
 
+def innermost_line(stack_trace: str) -> str:
+    """Return `file:line (code)` of the innermost frame outside torch in a node's stack trace."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n([^\n]*)', stack_trace)
+    theirs = [frame for frame in frames if not frame[0].startswith((TORCH_ROOT, OUR_ROOT))] or frames
+    return f"{theirs[-1][0]}:{theirs[-1][1]} ({theirs[-1][2].strip()})" if theirs else ""
+
+
 def _is_data_dependent(error: BaseException, text: str) -> bool:
     names = {type(each).__name__ for each in _chain(error)}
     return bool(
@@ -134,7 +174,7 @@ def _text(error: BaseException) -> str:
 
 def _first_line(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no message"
+    return lines[0].partition(" If this type holds")[0][:300] if lines else "no message"
 
 
 def _signature(model: nn.Module) -> str:

@@ -38,26 +38,14 @@ def faked(model: nn.Module, mode: FakeMode) -> Iterator[nn.Module]:
     """
     memo = _stand_ins(model, mode)
     try:
-        yield copy.deepcopy(model, dict(memo))
+        copied = copy.deepcopy(model, dict(memo))
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError):
+        copied = None
+    if copied is not None:
+        yield copied
         return
-    except _UNCOPYABLE as error:
-        if not _raised_by_deepcopy(error):
-            raise
     with _lent(model, memo):
         yield model
-
-
-_UNCOPYABLE = (TypeError, RuntimeError, AttributeError, NotImplementedError)
-
-
-def _raised_by_deepcopy(error: BaseException) -> bool:
-    """True when the copy failed, false when the body of the `with` did: then the traceback leaves `copy.py` aside."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code is copy.deepcopy.__code__:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def _stand_ins(model: nn.Module, mode: FakeMode) -> dict[int, Any]:
@@ -80,7 +68,8 @@ def _lent(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
     saved: list[tuple[dict[str, Any], str, Tensor]] = []
     modes = [(module, module.training) for module in model.modules()]
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             saved.extend((table, name, tensor) for name, tensor in table.items() if tensor is not None)
     try:
         for table, name, tensor in saved:

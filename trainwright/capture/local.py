@@ -142,7 +142,12 @@ class _Builder:
         twin = op.region.region_class.representative.ops[op.position]
         split = self.decisions.splits[group]
         inputs = []
+        inside = {member.position for member in group.ops}
         for place, tensor in enumerate(op.inputs):
+            producer = tensor.producer
+            if producer is not None and producer.region is op.region and producer.position in inside:
+                inputs.append(self.native[tensor])  # the group's ops are split alike, so nothing changes between them
+                continue
             forward, gradient = group.input_layout(twin, place, split)
             inputs.append(self._wanted(tensor, forward, gradient, op.region.index, f"{op.key}.in{place}"))
         outputs = [

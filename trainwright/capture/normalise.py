@@ -7,19 +7,16 @@ is run on fakes with gradients on, which gives every node its final value and pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
+from torch import fx, nn
 
 from . import _torch_private as private
-from .normalise_common import Context, mutated_placeholders, written_operands
+from .normalise_common import Context, mutated_placeholders, propagate, written_operands
 from .normalise_constants import constant_nodes
+from .normalise_gathers import drop_neutral_masks, gathers_to_views
 from .normalise_inplace import functionalise
 from .normalise_linear import fuse_linears
 from .normalise_masks import restore_attention
-from .normalise_gathers import drop_neutral_masks, gathers_to_views
 from .normalise_regions import flatten_regions
 from .normalise_simple import (
     drop_bookkeeping,
@@ -79,51 +76,6 @@ def normalise(exported: fx.Graph, modules: nn.Module, context: Context) -> fx.Gr
     name_calls(graph)
     graph.lint()
     return graph
-
-
-def propagate(graph: fx.Graph, context: Context) -> None:
-    """Run the graph on fakes, gradients on: every node's `val` (no history) and `requires_grad`."""
-    values: dict[fx.Node, Any] = {}
-    last_use = _last_uses(graph)
-    with context.mode, torch.enable_grad():
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                values[node] = node.meta["val"].detach().requires_grad_(bool(node.meta.get("requires_grad")))
-            elif node.op == "call_function":
-                result = node.target(*map_arg(node.args, values.get), **map_arg(node.kwargs, values.get))
-                values[node] = result
-            else:
-                continue
-            node.meta["requires_grad"] = _any_requires_grad(values[node])
-            node.meta["val"] = _without_history(values[node])
-            for done in last_use.get(node, ()):
-                del values[done]
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        for operand in node.all_input_nodes:
-            last[operand] = node
-    table: dict[fx.Node, list[fx.Node]] = {}
-    for operand, node in last.items():
-        table.setdefault(node, []).append(operand)
-    return table
-
-
-def _any_requires_grad(result: Any) -> bool:
-    if isinstance(result, list | tuple):
-        return any(_any_requires_grad(part) for part in result)
-    return isinstance(result, Tensor) and result.requires_grad
-
-
-def _without_history(result: Any) -> Any:
-    """The fake, detached; a leaf keeps `requires_grad`, so that frozen parameters show."""
-    if isinstance(result, list | tuple):
-        return type(result)(_without_history(part) for part in result)
-    if not isinstance(result, Tensor):
-        return result
-    return result if result.is_leaf and result.grad_fn is None else result.detach()
 
 
 def _find_loss(graph: fx.Graph) -> None:

@@ -41,12 +41,55 @@ def emit(
     return node
 
 
-def value_of_call(
-    context: Context, target: Callable[..., Any], args: Any, kwargs: Any, watch: Any = nullcontext()
-) -> Any:
+def value_of_call(context: Context, target: Callable[..., Any], args: Any, kwargs: Any, watch: Any = None) -> Any:
     """Run `target` on the fake values of the nodes in `args` and `kwargs`; `watch` is entered innermost."""
-    with context.mode, torch.no_grad(), watch:
+    with context.mode, torch.no_grad(), watch or nullcontext():
         return target(*map_arg(args, value), **map_arg(kwargs, value))
+
+
+def propagate(graph: fx.Graph, context: Context) -> None:
+    """Run the graph on fakes, gradients on: every node's `val` (no history) and `requires_grad`."""
+    values: dict[fx.Node, Any] = {}
+    last_use = _last_uses(graph)
+    with context.mode, torch.enable_grad():
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = node.meta["val"].detach().requires_grad_(bool(node.meta.get("requires_grad")))
+            elif node.op == "call_function":
+                result = node.target(*map_arg(node.args, values.get), **map_arg(node.kwargs, values.get))
+                values[node] = result
+            else:
+                continue
+            node.meta["requires_grad"] = _any_requires_grad(values[node])
+            node.meta["val"] = _without_history(values[node])
+            for done in last_use.get(node, ()):
+                del values[done]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            last[operand] = node
+    table: dict[fx.Node, list[fx.Node]] = {}
+    for operand, node in last.items():
+        table.setdefault(node, []).append(operand)
+    return table
+
+
+def _any_requires_grad(result: Any) -> bool:
+    if isinstance(result, list | tuple):
+        return any(_any_requires_grad(part) for part in result)
+    return isinstance(result, Tensor) and result.requires_grad
+
+
+def _without_history(result: Any) -> Any:
+    """The fake, detached; a leaf keeps `requires_grad`, so that frozen parameters show."""
+    if isinstance(result, list | tuple):
+        return type(result)(_without_history(part) for part in result)
+    if not isinstance(result, Tensor):
+        return result
+    return result if result.is_leaf and result.grad_fn is None else result.detach()
 
 
 def value(node: fx.Node) -> Any:
@@ -67,6 +110,13 @@ def bound(node: fx.Node) -> dict[str, Any]:
     return named
 
 
+def operand(node: fx.Node, position: int = 0) -> fx.Node:
+    """Return the positional operand, which by the op's schema is a node."""
+    found = node.args[position]
+    assert isinstance(found, fx.Node), f"{node.format_node()} has no node at {position}"
+    return found
+
+
 def calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
     """Return the ATen calls whose op has one of `names` (`view`, `reshape`), in order."""
     return [node for node in graph.nodes if is_call(node, *names)]
@@ -83,11 +133,6 @@ def replace(node: fx.Node, by: fx.Node) -> None:
     """Let every user of `node` read `by`, and erase `node`."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
-
-
-def inputs_of(node: fx.Node) -> list[fx.Node]:
-    """Return the node's operands, each once."""
-    return list(node.all_input_nodes)
 
 
 def reached_from(graph: fx.Graph, sources: Iterable[fx.Node], stops: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -122,7 +167,9 @@ def mutated_placeholders(graph: fx.Graph) -> set[fx.Node]:
     """Return the placeholders that the graph writes in place: by mutating ops, or as running statistics."""
     mutated: set[fx.Node] = set()
     for node in graph.nodes:
-        mutated.update(root for operand in written_operands(node) if (root := storage_root(operand)).op == "placeholder")
+        mutated.update(
+            root for operand in written_operands(node) if (root := storage_root(operand)).op == "placeholder"
+        )
     return mutated
 
 

@@ -1,6 +1,6 @@
 """What a graph computes from nothing: which nodes, and their values, without the memory that they would take.
 
-A mask of 64 × 1 × 131072 × 131072 elements is a fact that takes a line to say. So values are held as small tensors
+A mask of 64 by 131072 by 131072 elements is a fact that takes a line to say. So values are held as small tensors
 expanded over the dims along which they do not vary, and a comparison of two aranges as `Causal`: one scalar on and
 below the diagonal, one above.
 """
@@ -27,7 +27,7 @@ COLLAPSE_LIMIT = 2**22
 
 @dataclass(frozen=True)
 class Causal:
-    """A tensor whose last two dims hold `inside` where column ≤ row, else `outside` (0-d tensors), for any other dim."""
+    """Holds `inside` where column ≤ row, else `outside` (0-d), in its last two dims, whatever the others."""
 
     inside: Tensor
     outside: Tensor
@@ -61,10 +61,10 @@ def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
 def evaluate_constants(
     graph: fx.Graph, nodes: Iterable[fx.Node], known: Mapping[str, Tensor], limit: int = LIMIT
 ) -> dict[fx.Node, Value]:
-    """Return the values of those `nodes` that are constant and can be computed with at most `limit` elements at a time.
+    """Return the values of those `nodes` that are constant and computable with `limit` elements at a time.
 
-    known: buffer's or constant's name → its real CPU value. A value comes as a tensor, expanded (stride 0) where it does not
-    vary, or as `Causal`; what depends on a value not known is left out.
+    known: buffer's or constant's name → its real CPU value. A value comes as a tensor, expanded (stride 0) where it
+    does not vary, or as `Causal`; what depends on a value not known is left out.
     """
     evaluator = _Evaluator(constant_nodes(graph), known, limit)
     found = {node: evaluator.value(node) for node in nodes}
@@ -103,7 +103,8 @@ class _Evaluator:
         try:
             return self._call(node, operands)
         except (RuntimeError, TypeError, IndexError, NotImplementedError):
-            raise;return None  # an op that cannot be run here is not evaluated; nothing is lost but a pattern
+            raise
+            return None  # an op that cannot be run here is not evaluated; nothing is lost but a pattern
 
     def _call(self, node: fx.Node, operands: list[Any]) -> Any:
         fake = node.meta["val"]
@@ -111,7 +112,7 @@ class _Evaluator:
             return self._call_causal(node, fake)
         args, kwargs = map_arg(node.args, self._memo.get), map_arg(node.kwargs, self._memo.get)
         if node.target is operator.getitem:
-            return args[0][args[1]]
+            return args[0][args[1]]  # type: ignore[index]
         if not isinstance(fake, Tensor):
             return node.target(*args, **kwargs) if _elements(fake) <= self._limit else None  # type: ignore[operator]
         if is_pointwise(node.target):
@@ -190,7 +191,9 @@ def is_pointwise(target: Any) -> bool:
 
 def _narrowed(tensor: Tensor, rank: int) -> Tensor:
     """One slice along each dim of stride 0, with leading dims of 1 up to `rank`."""
-    index = tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for size, stride in zip(tensor.shape, tensor.stride()))
+    index = tuple(
+        slice(0, 1) if stride == 0 and size > 1 else slice(None) for size, stride in zip(tensor.shape, tensor.stride())
+    )
     small = tensor[index] if index else tensor
     return small.reshape((1,) * (rank - small.dim()) + tuple(small.shape)) if tensor.dim() else small
 
@@ -219,7 +222,7 @@ def _run(target: Any, args: Any, kwargs: Any, fake: Tensor) -> Tensor:
     """Run a call; a uniform factory makes one element and expands it."""
     name = private.packet(target)
     if name in UNIFORM:
-        fill = args[-1] if UNIFORM[name] is None else UNIFORM[name]
+        fill: Any = args[-1] if UNIFORM[name] is None else UNIFORM[name]
         return torch.full((), fill, dtype=fake.dtype).expand(fake.shape)
     if name in ("reshape", "view") and fake.numel() > LIMIT:
         return args[0].view(args[1])  # raises, and so gives up, where it would have to copy
@@ -234,8 +237,8 @@ def _keeps_last_dims(node: fx.Node) -> bool:
     """A view that leaves the last two dims as they are. The caller has compared their sizes, before and after."""
     name = private.packet(node.target)
     if name == "unsqueeze":
-        rank = len(node.meta["val"].shape)
-        return node.args[1] % rank < rank - 2  # type: ignore[operator]
+        rank, dim = node.meta["val"].dim(), int(node.args[1])  # type: ignore[arg-type]
+        return dim % rank < rank - 2
     return name in KEEPERS
 
 

@@ -44,7 +44,7 @@ def _axes(sizes: tuple[int, ...], indices: list[Any], rank: int) -> list[int] | 
 
 
 def _whole_arange(index: Tensor, size: int, rank: int) -> int | None:
-    """The broadcast axis along which `index` runs from 0 to size − 1; -1 for the only element of a dim of 1."""
+    """The broadcast axis along which `index` runs from 0 to size - 1; -1 for the only element of a dim of 1."""
     if index.dtype == torch.bool:
         return None
     if size == 1:
@@ -75,13 +75,14 @@ def _view(node: fx.Node, source: fx.Node, axes: list[int], context: Context) -> 
 
 
 def drop_neutral_masks(graph: fx.Graph, context: Context) -> None:
-    """Turn `x & all-true` into `x`, broadcast: the conjunction would write batch × sequence² elements for nothing."""
+    """Turn `x & all-true` into `x`, broadcast: the conjunction would write batch times sequence² elements."""
     conjunctions = [node for node in calls(graph, "bitwise_and", "logical_and", "__and__") if _is_boolean(node)]
     operands = [each for node in conjunctions for each in node.args[:2] if isinstance(each, fx.Node)]
     values = evaluate_constants(graph, dict.fromkeys(operands), context.constants)
     for node in conjunctions:
         for neutral, other in (node.args[:2], node.args[1::-1]):
-            element = uniform(values[neutral]) if neutral in values else None
+            known = values.get(neutral) if isinstance(neutral, fx.Node) else None
+            element = uniform(known) if known is not None else None
             if element is not None and bool(element) and isinstance(other, fx.Node):
                 if shape(other) != shape(node):
                     other = emit(context, node, aten.expand.default, (other, list(shape(node))), like=node)

@@ -7,6 +7,7 @@ the new one. Writes to parameters and buffers stay: they outlast the step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,23 +22,29 @@ from .normalise_common import (
     bound,
     emit,
     is_call,
+    propagate,
     shape,
-    storage_root,
     written_operands,
 )
 
 
 def functionalise(graph: fx.Graph, context: Context) -> None:
     """Rewrite in-place calls on activations out of place; mark those on parameters and buffers with `mutates`."""
+    writes = [node for node in graph.nodes if node.op == "call_function" and private.is_mutating(node.target)]
     order = {node: position for position, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not private.is_mutating(node.target):
-            continue
-        root = storage_root(node)
+    # settled here once: the values by which it is known who shares memory are those of the graph as it came
+    views = {node for node in graph.nodes if aliased_parent(node) is not None} if writes else set()
+    rewritten = 0
+    for node in writes:
+        root = _chain(node, views)[-1]
         if root.op == "placeholder" and root.meta["role"] != "input":
             node.meta["mutates"] = root.meta["name"]
-        elif not _Write(context, node, order).rewrite():
+        elif _Write(context, node, order, views).rewrite():
+            rewritten += 1
+        else:
             context.notes.append(f"{private.packet(node.target)} stays in place: {node.meta['stack']}")
+    if rewritten:
+        propagate(graph, context)
 
 
 @dataclass(eq=False)
@@ -47,21 +54,23 @@ class _Write:
     context: Context
     node: fx.Node
     order: dict[fx.Node, int]
+    views: set[fx.Node]
 
     def rewrite(self) -> bool:
         """Replace the call; False, and nothing changed, when it or a view on the way is of a kind not known."""
         operands = written_operands(self.node)
         if len(operands) != 1 or operands[0] is not self.node.args[0]:
             return False
-        chain = _chain(operands[0])
+        chain = _chain(operands[0], self.views)
         if not all(_step(view) in SCATTERS for view in chain[:-1]):
             return False
-        new = self._new_value(operands[0])
+        new = self._new_value(operands[0], is_owner=len(chain) == 1)
         if new is None:
             return False
-        renewed = self._scatter(chain, new)
-        self._regenerate(chain, renewed)
-        self.node.replace_all_uses_with(new)
+        renewed = {chain[-1]: self._scatter(chain, new)}
+        self._regenerate(chain[-1], renewed)
+        # what the call returned is the operand: a view like others, through which later calls may write again
+        self.node.replace_all_uses_with(self._renew(operands[0], renewed))
         self.node.graph.erase_node(self.node)
         return True
 
@@ -70,11 +79,13 @@ class _Write:
         self.order[node] = self.order[self.node]
         return node
 
-    def _new_value(self, operand: fx.Node) -> fx.Node | None:
+    def _new_value(self, operand: fx.Node, is_owner: bool) -> fx.Node | None:
         """The written tensor's new value, in its own shape and type."""
         name = private.packet(self.node.target).removesuffix("_")
         if name == "copy":
             new = self.node.args[1]
+            if is_owner:  # a tensor of its own: later writes to it do not reach what it was copied from
+                new = self._emit(aten.clone.default, (new,), self.node)
         else:
             target = SPECIAL.get(str(self.node.target)) or private.overload_of(self.node.target, name)  # type: ignore[arg-type]
             if target is None:
@@ -87,18 +98,16 @@ class _Write:
             new = self._emit(aten.expand.default, (new, list(shape(operand))), self.node)
         return new
 
-    def _scatter(self, chain: list[fx.Node], new: fx.Node) -> dict[fx.Node, fx.Node]:
+    def _scatter(self, chain: list[fx.Node], new: fx.Node) -> fx.Node:
         """Carry the new value back to the owner of the memory, view by view."""
-        renewed = {chain[0]: new}
-        for view, source in zip(chain, chain[1:]):
-            scatter = SCATTERS[_step(view)]
-            renewed[source] = scatter(self, view, source, renewed[view])
-        return renewed
+        for view, source in itertools.pairwise(chain):
+            new = SCATTERS[_step(view)](self, view, source, new)
+        return new
 
-    def _regenerate(self, chain: list[fx.Node], renewed: dict[fx.Node, fx.Node]) -> None:
+    def _regenerate(self, root: fx.Node, renewed: dict[fx.Node, fx.Node]) -> None:
         """Let later readers of the memory, by whatever view made before the write, read the new value."""
         written_at = self.order[self.node]
-        for alias in _aliases(chain[-1], lambda node: self.order[node] < written_at):
+        for alias in self._aliases(root, written_at):
             later = [user for user in alias.users if self.order[user] > written_at]
             if later:
                 fresh = self._renew(alias, renewed)
@@ -111,27 +120,31 @@ class _Write:
             assert isinstance(operand, fx.Node)
             parent = self._renew(operand, renewed)
             renewed[alias] = self._emit(alias.target, (parent, *alias.args[1:]), alias, **alias.kwargs)  # type: ignore[arg-type]
+            self.views.add(renewed[alias])
         return renewed[alias]
 
+    def _aliases(self, root: fx.Node, before: int) -> list[fx.Node]:
+        """The root and the views of it made before a position, the tuples of `split` included."""
+        found = {root: None}
+        queue = [root]
+        for node in queue:
+            for user in node.users:
+                made = user in self.views and user.args[:1] == (node,) and self.order[user] < before
+                if made and user not in found:
+                    found[user] = None
+                    queue.append(user)
+        return queue
 
-def _chain(node: fx.Node) -> list[fx.Node]:
+
+def _chain(node: fx.Node, views: set[fx.Node]) -> list[fx.Node]:
     """The node, what it is a view of, and so on to the owner of the memory."""
     chain = [node]
-    while (parent := aliased_parent(chain[-1])) is not None:
-        chain.append(parent)
+    while chain[-1] in views:
+        source = chain[-1].args[0]
+        assert isinstance(source, fx.Node)
+        # a piece of `split` is a view of what was split
+        chain.append(source.args[0] if _step(chain[-1]) == "piece" else source)  # type: ignore[arg-type]
     return chain
-
-
-def _aliases(root: fx.Node, wanted: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The root and the wanted views of it, the tuples of `split` included, in order of discovery."""
-    found = {root: None}
-    queue = [root]
-    for node in queue:
-        for user in node.users:
-            if user not in found and wanted(user) and user.args[:1] == (node,) and aliased_parent(user) is not None:
-                found[user] = None
-                queue.append(user)
-    return queue
 
 
 def _step(view: fx.Node) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from ..ops.functional import linear_io
-from .normalise_common import Context, aten, bound, calls, emit, is_call, replace, shape
+from .normalise_common import Context, aten, bound, calls, emit, is_call, operand, replace, shape
 
 
 def fuse_linears(graph: fx.Graph, context: Context) -> None:
@@ -38,7 +38,7 @@ def _linear_parts(node: fx.Node) -> tuple[fx.Node, fx.Node, Any, bool] | None:
         if named["beta"] != 1 or named["alpha"] != 1 or len(shape(bias)) != 1:
             return None
     else:
-        rows, weight = node.args[0], node.args[1]  # type: ignore[assignment]
+        rows, weight = operand(node), operand(node, 1)
         bias = None
     if not _is_weight(weight) or len(shape(rows)) < 2:
         return None
@@ -48,27 +48,30 @@ def _linear_parts(node: fx.Node) -> tuple[fx.Node, fx.Node, Any, bool] | None:
 
 def _is_weight(node: fx.Node) -> bool:
     """A 2-D tensor that is a parameter, but for conversions and transposition."""
-    while is_call(node, "t", "transpose", "to", "permute", "numpy_T"):
-        node = node.args[0]  # type: ignore[assignment]
+    while is_call(node, "to", *TRANSPOSITIONS):
+        node = operand(node)
     return node.op == "placeholder" and node.meta["role"] == "param" and len(shape(node)) == 2
 
 
+TRANSPOSITIONS = ("t", "numpy_T", "mT", "transpose", "permute")
+
+
 def _transposed(weight: fx.Node) -> fx.Node | None:
-    """Return what `weight` is the transpose of, or None."""
-    if is_call(weight, "t", "numpy_T"):
-        return weight.args[0]  # type: ignore[return-value]
-    if is_call(weight, "transpose", "permute") and shape(weight) == shape(weight.args[0])[::-1]:
-        swapped = is_call(weight, "transpose") and weight.args[1] != weight.args[2]
-        if swapped or is_call(weight, "permute") and list(weight.args[1]) in ([1, 0], [-1, -2]):  # type: ignore[arg-type]
-            return weight.args[0]  # type: ignore[return-value]
-    return None
+    """Return what the 2-D `weight` is the transpose of, or None."""
+    if not is_call(weight, *TRANSPOSITIONS):
+        return None
+    if is_call(weight, "transpose"):
+        swaps = bound(weight)["dim0"] % 2 != bound(weight)["dim1"] % 2
+    else:
+        swaps = not is_call(weight, "permute") or bound(weight)["dims"][0] % 2 == 1
+    return operand(weight) if swaps else None
 
 
 def _unflattened(node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return the operand before it was flattened, and the last node of the pattern (`node` when there is none)."""
     if not is_call(rows, "reshape") or len(node.users) != 1:
         return rows, node
-    source: fx.Node = rows.args[0]  # type: ignore[assignment]
+    source = operand(rows)
     after = next(iter(node.users))
     whole_rows = shape(source)[-1:] == shape(rows)[-1:]
     if is_call(after, "reshape") and whole_rows and _begins(shape(after), shape(source)[:-1]):

@@ -1,6 +1,6 @@
 """Restore what exported attention has lost: `is_causal` in place of an explicit mask, `enable_gqa` of repeated heads.
 
-Exported Hugging Face models carry the causal mask as a tensor of batch × sequence² elements, and keys and values
+Exported Hugging Face models carry the causal mask as a tensor of batch times sequence² elements, and keys and values
 repeated for every query head. Both would be kept for the backward, and rule out the fused kernels.
 """
 
@@ -16,29 +16,25 @@ from .normalise_constants import Causal, Value, evaluate_constants, uniform
 
 
 def restore_attention(graph: fx.Graph, context: Context) -> None:
-    """Rewrite every `scaled_dot_product_attention` to its leanest equal form."""
+    """Rewrite every `scaled_dot_product_attention` to its leanest equal form, the first six arguments spelt out."""
     attentions = calls(graph, "scaled_dot_product_attention")
     masks = [mask for node in attentions if isinstance(mask := bound(node)["attn_mask"], fx.Node)]
     values = evaluate_constants(graph, dict.fromkeys(masks), context.constants)
     for node in attentions:
         named = bound(node)
-        changed = _lean_mask(named, values.get(named["attn_mask"]))
-        changed |= _lean_heads(named)
-        if changed:
-            _rewrite(node, named, context)
+        _lean_mask(named, values.get(named["attn_mask"]))
+        _lean_heads(named)
+        _rewrite(node, named, context)
 
 
-def _lean_mask(named: dict[str, Any], mask: Value | None) -> bool:
+def _lean_mask(named: dict[str, Any], mask: Value | None) -> None:
     """Drop a mask that hides nothing; turn a causal one into `is_causal`."""
     if mask is None or named["is_causal"]:
-        return False
+        return
     if hides_nothing(mask):
         named["attn_mask"] = None
     elif shape(named["query"])[-2] == shape(named["key"])[-2] and is_causal(mask):
         named["attn_mask"], named["is_causal"] = None, True
-    else:
-        return False
-    return True
 
 
 def hides_nothing(mask: Value) -> bool:
@@ -80,17 +76,16 @@ def _hides(element: Tensor) -> bool:
 
 
 def _lowest(dtype: torch.dtype) -> float:
-    """What models add to hide a position: the lowest number of the mask's type or below; fp16's serves any wider one."""
+    """What models add to hide a position: the lowest number of the mask's type, or minus infinity."""
     return torch.finfo(dtype).min
 
 
-def _lean_heads(named: dict[str, Any]) -> bool:
+def _lean_heads(named: dict[str, Any]) -> None:
     """Read keys and values before they were repeated for the query heads that share them."""
     key, value = repeated_from(named["key"]), repeated_from(named["value"])
     if key is None or value is None or shape(key)[-3] != shape(value)[-3] or named["enable_gqa"]:
-        return False
+        return
     named.update(key=key, value=value, enable_gqa=True)
-    return True
 
 
 def repeated_from(heads: fx.Node) -> fx.Node | None:

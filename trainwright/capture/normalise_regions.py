@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from ..artifacts import UserError
 from . import _torch_private as private
+from .export_errors import data_dependent
 from .normalise_common import Context, aten, value_of_call
 
 Casts = dict[tuple[fx.Node, torch.dtype], fx.Node]
@@ -35,12 +37,12 @@ class _State:
 def flatten_regions(source: fx.Graph, modules: nn.Module, context: Context) -> fx.Graph:
     """Return a flat copy of `source`, each node with a fresh fake value; `modules` holds the sub-graphs."""
     graph = fx.Graph()
-    copier = _Copier(graph, modules, context)
+    copier = _Copier(graph, context)
     state = _State(context.autocast, True, {})
     placeholders = [node for node in source.nodes if node.op == "placeholder"]
     environment = {node: _placeholder(graph, node) for node in placeholders}
     copier.needs_grad = {new for new in environment.values() if new.meta.get("requires_grad")}
-    outputs = copier.copy(source, environment, state)
+    outputs = copier.copy(source, modules, environment, state)
     graph.output(tuple(outputs))
     return graph
 
@@ -54,19 +56,21 @@ def _placeholder(graph: fx.Graph, old: fx.Node) -> fx.Node:
 class _Copier:
     """Copies graphs into one, region by region."""
 
-    def __init__(self, graph: fx.Graph, modules: nn.Module, context: Context) -> None:
+    def __init__(self, graph: fx.Graph, context: Context) -> None:
         self.graph = graph
-        self.modules = modules
         self.context = context
         self.needs_grad: set[fx.Node] = set()
 
-    def copy(self, source: fx.Graph, environment: dict[fx.Node, Any], state: _State) -> list[Any]:
-        """Copy the calls of `source`, whose placeholders are in `environment`; return the outputs."""
+    def copy(self, source: fx.Graph, owner: nn.Module, environment: dict[fx.Node, Any], state: _State) -> list[Any]:
+        """Copy the calls of `source`, whose placeholders are in `environment`; return the outputs.
+
+        `owner` holds the regions inside `source`; their names are not unique beyond it.
+        """
         for node in source.nodes:
             if node.op == "call_function":
                 environment[node] = self._call(node, environment, state)
             elif node.op == "get_attr":
-                environment[node] = node.target
+                environment[node] = owner.get_submodule(str(node.target))
             elif node.op == "output":
                 results = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
                 return [_look_up(result, environment) for result in results]
@@ -78,27 +82,25 @@ class _Copier:
         name = private.packet(node.target)
         if name == "wrap_with_set_grad_enabled":
             enabled, region, *operands = args
-            return self._region(region, operands, replace(state, grad=enabled), detach=not enabled and state.grad)
+            if state.grad and not enabled:
+                operands = [self._detached(operand, node) for operand in operands]
+            return self._region(region, operands, replace(state, grad=enabled))
         if name == "wrap_with_autocast":
             _, dtype, enabled, _, region, *operands = args
             inner = replace(state, autocast=(dtype or torch.bfloat16) if enabled else None, casts={})
-            return self._region(region, operands, inner, detach=False)
+            return self._region(region, operands, inner)
         if name == "getitem" and isinstance(args[0], list):
             return args[0][args[1]]
         return self._plain(node, args, kwargs, state)
 
-    def _region(self, region: str, operands: list[Any], state: _State, detach: bool) -> list[Any]:
-        source = self.modules.get_submodule(region).graph
-        assert isinstance(source, fx.Graph)
-        if detach:
-            operands = [self._detached(operand) for operand in operands]
-        placeholders = [node for node in source.nodes if node.op == "placeholder"]
-        return self.copy(source, dict(zip(placeholders, operands, strict=True)), state)
+    def _region(self, region: fx.GraphModule, operands: list[Any], state: _State) -> list[Any]:
+        placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
+        return self.copy(region.graph, region, dict(zip(placeholders, operands, strict=True)), state)
 
-    def _detached(self, operand: Any) -> Any:
+    def _detached(self, operand: Any, like: fx.Node) -> Any:
         if operand not in self.needs_grad:
             return operand
-        return self._append(aten.detach.default, (operand,), {}, operand.meta)
+        return self._append(aten.detach.default, (operand,), {}, like.meta)
 
     def _plain(self, node: fx.Node, args: Any, kwargs: Any, state: _State) -> fx.Node:
         if state.autocast is not None and isinstance(node.target, private.OpOverload):
@@ -107,7 +109,8 @@ class _Copier:
 
     def _cast(self, node: fx.Node, args: Any, kwargs: Any, state: _State) -> tuple[Any, Any]:
         assert state.autocast is not None
-        wanted = casts_of(self.context, node.target, args, kwargs, state.autocast)
+        with _explained(node.meta["stack"], self.context):
+            wanted = casts_of(self.context, node.target, args, kwargs, state.autocast)
 
         def convert(operand: fx.Node) -> fx.Node:
             dtype = wanted.get(operand)
@@ -127,17 +130,34 @@ class _Copier:
         node.meta.update({key: meta[key] for key in ("path", "stack") if key in meta})
         if private.packet(target) in _VALUELESS:
             return node
-        node.meta["val"] = value_of_call(self.context, target, args, kwargs)
+        with _explained(node.meta["stack"], self.context):
+            node.meta["val"] = value_of_call(self.context, target, args, kwargs)
         if target is not aten.detach.default and any(source in self.needs_grad for source in node.all_input_nodes):
             self.needs_grad.add(node)
         return node
+
+
+@contextmanager
+def _explained(stack: str, context: Context) -> Iterator[None]:
+    """Name the user's line `stack` when an op needs values, or fails under the autocast that was asked for."""
+    try:
+        yield
+    except private.VALUE_NEEDED:
+        raise data_dependent(stack) from None
+    except RuntimeError as error:
+        if context.autocast is None:
+            raise
+        raise UserError(
+            f"a model that runs under autocast is needed; it failed at {stack}: {str(error).splitlines()[0]}; "
+            "convert there, or leave autocast out"
+        ) from None
 
 
 _VALUELESS = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"}
 
 
 def map_arg_to_any(tree: Any, environment: Mapping[fx.Node, Any]) -> Any:
-    """Replace the nodes in nested `tree`, also by what is no node (the list of a region's outputs, its name)."""
+    """Replace the nodes in nested `tree`, also by what is no node (a region, the list of its outputs)."""
     if isinstance(tree, fx.Node):
         return environment[tree]
     if isinstance(tree, list | tuple):
@@ -205,4 +225,3 @@ def no_autocast() -> Iterator[None]:
     """Shield from the caller's autocast: exported under it, a graph lacks the casts and fails outside it."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
-

@@ -17,6 +17,7 @@ from .normalise_common import (
     is_call,
     mutated_placeholders,
     needing_gradient,
+    operand,
     replace,
     shape,
     storage_root,
@@ -33,7 +34,7 @@ def drop_bookkeeping(graph: fx.Graph, context: Context) -> None:
         if is_call(node, *CHECKS) or "guards" in private.packet(node.target):
             graph.erase_node(node)
         elif is_call(node, *NAMES):
-            replace(node, node.args[0])
+            replace(node, operand(node))
     for node in [node for node in graph.nodes if node.op == "placeholder"]:
         if node.meta["role"] == "input" and not isinstance(node.meta["val"], Tensor) and not node.users:
             graph.erase_node(node)
@@ -57,9 +58,9 @@ def drop_copies(graph: fx.Graph, context: Context) -> None:
     written = mutated_placeholders(graph)
     gradient = needing_gradient(graph)
     for node in calls(graph, "clone", "lift_fresh_copy", "detach"):
-        source = node.args[0]
+        source = operand(node)
         detached = is_call(node, "detach")
-        if detached and source in gradient or storage_root(source) in written and not detached:
+        if source in gradient if detached else storage_root(source) in written:
             continue
         if detached or node.meta["val"].stride() == source.meta["val"].stride():
             replace(node, source)
@@ -84,7 +85,7 @@ CONVERSIONS = ("to", "_to_copy", "type_as")
 def drop_conversions(graph: fx.Graph, context: Context) -> None:
     """Write every conversion as `aten.to.dtype(x, dtype)`; drop those to the type at hand."""
     for node in calls(graph, *CONVERSIONS):
-        source = node.args[0]
+        source = operand(node)
         wanted, strides = node.meta["val"].dtype, node.meta["val"].stride()
         if wanted != source.meta["val"].dtype:
             replace(node, emit(context, node, aten.to.dtype, (source, wanted), like=node))

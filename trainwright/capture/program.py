@@ -20,6 +20,13 @@ from .groups import Group, build_groups
 from .layout import Layout, Slot
 
 
+UNDIFFERENTIABLE = frozenset(
+    """detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty bernoulli
+    one_hot""".split()
+)
+"""Ops whose results autograd does not follow."""
+
+
 @dataclass(eq=False)
 class Tensor:
     """One tensor of the step: a parameter, buffer, batch entry, constant, or the result of an op."""
@@ -212,8 +219,10 @@ class _Builder:
         ]
         op = Op(node.meta["key"], call.name, node.meta["path"], node, call, signature, inputs, outputs, loops)
         op.constant = bool(node.meta.get("constant", False))
+        differentiable = call.name not in UNDIFFERENTIABLE and any(tensor.requires_grad for tensor in inputs)
         for tensor in outputs:
             tensor.producer = op
+            tensor.requires_grad = differentiable and tensor.dtype.is_floating_point
         for tensor in inputs:
             tensor.consumers.append(op)
         self.ops.append(op)

@@ -49,7 +49,7 @@ def with_state(instruction: Instruction, coords: Sequence[int]) -> WithState | N
 
 def _dropout(place: tuple[Any, ...]) -> WithState:
     def dropout(state: RunState, x: Tensor, p: float, train: bool) -> Tensor:
-        if not state.training or not train or p == 0:
+        if not (state.training and state.dropout and train) or p == 0:
             return x
         generator = torch.Generator(device=x.device)
         generator.manual_seed(derived_seed(state.seed, state.step, place))
@@ -61,7 +61,7 @@ def _dropout(place: tuple[Any, ...]) -> WithState:
 
 def _attention(function: Callable[..., Any], place: tuple[Any, ...]) -> WithState:
     def attention(state: RunState, *args: Any, **kwargs: Any) -> Any:
-        if not state.training:
+        if not (state.training and state.dropout):
             args, kwargs = replace_arg(args, kwargs, 4, "dropout_p", 0.0)
             return function(*args, **kwargs)
         return _under_seed(derived_seed(state.seed, state.step, place), function, args, kwargs)

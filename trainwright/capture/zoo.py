@@ -55,10 +55,13 @@ def build(
     record = _find(name)
     if record.kind.seq_len is None and seq_len is not None:
         raise UserError(f"a model of sequences is needed for --seq-len; {name} takes images; leave it out")
+    for option, size in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if size is not None and size < 1:
+            raise UserError(f"a {option} of 1 or more is needed; got {size}; leave it out for the default")
     made = _config(record, config, seq_len)
     torch.manual_seed(seed)
     with _default_dtype(parse_dtype(dtype)), _quiet(), torch.device(device):
-        model = record.kind.model_class(made)
+        model = _construct(record, made)
         batch = record.kind.batch(made, batch_size or record.batch_size, seq_len or record.seq_len, device)
     return model.train(), _of_dtype(batch, parse_dtype(dtype))
 
@@ -155,6 +158,16 @@ def _config(record: _Record, overrides: dict[str, Any], seq_len: int | None) -> 
         raise UserError(f"a valid {record.kind.config} is needed; {error}; check the settings") from None
 
 
+def _construct(record: _Record, config: Any) -> nn.Module:
+    try:
+        model: nn.Module = record.kind.model_class(config)
+    except (ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
+        raise UserError(
+            f"a valid {record.kind.config} is needed; {error}; check the settings of {record.name}"
+        ) from None
+    return model
+
+
 def _transformers() -> Any:
     try:
         import transformers
@@ -217,7 +230,14 @@ _MIXTRAL = _Kind(
     "max_position_embeddings",
 )
 _BERT = _Kind("masked language model", "BertForMaskedLM", "BertConfig", _masked_batch, {}, "max_position_embeddings")
-_T5 = _Kind("encoder-decoder", "T5ForConditionalGeneration", "T5Config", _masked_batch, {"use_cache": False, "decoder_start_token_id": 0}, "n_positions")
+_T5 = _Kind(
+    "encoder-decoder",
+    "T5ForConditionalGeneration",
+    "T5Config",
+    _masked_batch,
+    {"use_cache": False, "decoder_start_token_id": 0},
+    "n_positions",
+)
 _VIT = _Kind("image classifier", "ViTForImageClassification", "ViTConfig", _image_batch)
 _RESNET = _Kind("image classifier", "ResNetForImageClassification", "ResNetConfig", _image_batch)
 
@@ -225,13 +245,19 @@ TINY_VOCAB = {"vocab_size": 331, "bos_token_id": 1, "eos_token_id": 2}
 """A vocabulary that no device count divides."""
 
 
+def _widths(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 def _tiny_llama(**more: Any) -> dict[str, Any]:
     return {
         **TINY_VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 176,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        **_widths(64, 176, 2, 4),
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         **more,
@@ -272,10 +298,7 @@ _TABLE: tuple[_Record, ...] = (
         _LLAMA,
         {
             **_LLAMA_3,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
+            **_widths(8192, 28672, 80, 64),
         },
         8,
         8192,
@@ -286,26 +309,21 @@ _TABLE: tuple[_Record, ...] = (
         _QWEN2,
         {
             "vocab_size": 152064,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
+            **_widths(3584, 18944, 28, 28),
             "num_key_value_heads": 4,
         },
         8,
         4096,
     ),
     _Record("mixtral-tiny", _MIXTRAL, _tiny_llama(num_local_experts=4, num_experts_per_tok=2), 4, 32),
-    _Record("mixtral-8x7b", _MIXTRAL, {}, 8, 4096),
+    # gathering a copy of an expert for every token, which spares the tiny one a sort, would take petabytes here
+    _Record("mixtral-8x7b", _MIXTRAL, {"experts_implementation": "grouped_mm"}, 8, 4096),
     _Record(
         "bert-tiny",
         _BERT,
         {
             "vocab_size": 331,
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
+            **_widths(48, 96, 2, 3),
             "max_position_embeddings": 64,
         },
         4,
@@ -315,7 +333,9 @@ _TABLE: tuple[_Record, ...] = (
     _Record(
         "bert-large",
         _BERT,
-        {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
+        {
+            **_widths(1024, 4096, 24, 16),
+        },
         16,
         512,
     ),
@@ -333,10 +353,7 @@ _TABLE: tuple[_Record, ...] = (
         {
             "image_size": 32,
             "patch_size": 8,
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
+            **_widths(48, 96, 2, 3),
             "num_labels": 11,
         },
         4,
@@ -346,10 +363,7 @@ _TABLE: tuple[_Record, ...] = (
         "vit-l-16",
         _VIT,
         {
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
+            **_widths(1024, 4096, 24, 16),
             "num_labels": 1000,
         },
         64,

@@ -12,9 +12,9 @@ from ..artifacts import Cluster, Device, Link, UserError
 from ..launch import run_processes
 from ..launch.cores import num_cores
 from . import machine
-from .collectives import terms
+from .collectives import Collective, terms
 
-Row = tuple[str, float, float]
+Row = tuple[Collective, float, float]
 """A measured collective: kind, bytes as in `collectives.seconds`, seconds."""
 _TIMEOUT_S = 600
 
@@ -25,7 +25,7 @@ def calibrate(
     """Return what `num_processes` processes of this machine reach (`None`: as many as it has cores, four at most).
 
     They run at once, each with its share of the cores, since they will share the machine when they train. Takes about a
-    minute, `quick` some seconds. `progress` is told what is being measured. Raises `UserError` for less than one process.
+    minute, `quick` some seconds. `progress` is told what is being measured. `UserError` for less than one process.
     """
     num_ranks = min(num_cores(), 4) if num_processes is None else num_processes
     if num_ranks < 1:
@@ -54,8 +54,9 @@ def fit_ring(rows: Sequence[Row], num_ranks: int) -> tuple[float, float]:
     import numpy as np
     from scipy.optimize import least_squares
 
-    factors = np.array([terms(kind, num_ranks) for kind, _, _ in rows], dtype=float)  # type: ignore[arg-type]
-    hops, volumes = factors[:, 0], factors[:, 1] * [num_bytes for _, num_bytes, _ in rows]
+    factors = [terms(kind, num_ranks) for kind, _, _ in rows]
+    hops = np.array([num_hops for num_hops, _ in factors])
+    volumes = np.array([fraction * num_bytes for (_, fraction), (_, num_bytes, _) in zip(factors, rows)])
     log_measured = np.log([measured_s for _, _, measured_s in rows])
 
     def residuals(logs: Any) -> Any:

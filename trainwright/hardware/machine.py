@@ -19,16 +19,26 @@ def memory_bytes() -> int:
 
 def cpu_name() -> str:
     """Return the processor's name as the system states it."""
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the processor's instruction sets as Linux names them; empty where it does not say."""
+    return frozenset(_cpuinfo("flags").split())
 
 
 def fingerprint() -> str:
     """Return a short hash of processor, cores and memory (in GiB): another machine has another one."""
     text = f"{platform.machine()}|{cpu_name()}|{num_cores()}|{memory_bytes() >> 30}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _cpuinfo(key: str) -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""
 
 
 def _read(path: str) -> str:

@@ -53,7 +53,10 @@ def _conv_rate(dtype: str, budget_s: float) -> float:
 
 
 def _bandwidth(budget_s: float) -> float:
-    """An addition into fresh memory, as the ops of a training step do, not into memory that is warm already."""
+    """Additions into fresh memory, as the ops of a training step do, within the caches' reach and beyond it.
+
+    The harmonic mean over the sizes: bytes over time, were as much moved in each.
+    """
     import torch
 
     rates = []
@@ -61,7 +64,7 @@ def _bandwidth(budget_s: float) -> float:
         left, right = torch.ones(num_elements), torch.ones(num_elements)
         taken_s = _seconds(lambda left=left, right=right: left + right, budget_s)  # type: ignore[misc]
         rates.append(3 * num_elements * left.element_size() / taken_s)
-    return statistics.median(rates)
+    return statistics.harmonic_mean(rates)
 
 
 def _launch_s() -> float:
@@ -108,18 +111,20 @@ def _collectives(full: Any, part: Any) -> dict[str, Callable[[], Any]]:
 
 
 def _seconds(run: Callable[[], Any], budget_s: float) -> float:
-    """Return the median time of `run` over as many repeats as fit the budget, all ranks starting together."""
+    """Return the mean time of `run` over the budget, which all ranks begin together.
+
+    The mean, not the median: where processes outnumber cores, what counts is also the time spent waiting for one.
+    """
     import torch.distributed as dist
 
     run()
     dist.barrier()
-    times: list[float] = []
-    ends = time.perf_counter() + budget_s
-    while len(times) < _MIN_REPEATS or time.perf_counter() < ends:
-        begin = time.perf_counter()
+    begin, num_repeats, taken_s = time.perf_counter(), 0, 0.0
+    while num_repeats < _MIN_REPEATS or taken_s < budget_s:
         run()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+        num_repeats += 1
+        taken_s = time.perf_counter() - begin
+    return taken_s / num_repeats
 
 
 def _seconds_together(run: Callable[[], Any], num_repeats: int) -> float:

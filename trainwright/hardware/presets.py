@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..artifacts import Cluster, Device, Link, UserError
 from ..launch.cores import num_cores
@@ -29,16 +29,16 @@ def resolve(text: str) -> Cluster:
     >>> cluster.num_devices, [link.name for link in cluster.links]
     (16, ['node', 'gpu'])
     """
-    spec = text.strip()
-    if spec.lower().endswith(".json") or "/" in spec or (spec and Path(spec).is_file()):
-        return Cluster.from_json(spec)
-    if match := re.fullmatch(r"cpu(?::(\d+))?", spec.lower()):
+    spec = text.strip().lower()
+    if match := re.fullmatch(r"cpu(?::(\d+))?", spec):
         return cpu_cluster(_positive(match[1] or "1", text))
-    match = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][a-z0-9-]*)", spec.lower())
-    if not match or match[3] not in DEVICES:
-        raise UserError(f"hardware is needed as {GRAMMAR}; got {text!r}; {_advice(match[3] if match else spec)}")
-    num_nodes = _positive(match[1], text) if match[1] else None
-    return gpu_cluster(match[3], _positive(match[2] or "1", text), num_nodes)
+    match = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][a-z0-9-]*)", spec)
+    if match and match[3] in DEVICES:
+        num_nodes = _positive(match[1], text) if match[1] else None
+        return gpu_cluster(match[3], _positive(match[2] or "1", text), num_nodes)
+    if spec.endswith(".json") or "/" in spec or os.path.isfile(text):
+        return Cluster.from_json(text)
+    raise UserError(f"hardware is needed as {GRAMMAR}; got {text!r}; {_advice(match[3] if match else spec)}")
 
 
 def gpu_cluster(device: str, num_per_node: int = 1, num_nodes: int | None = None) -> Cluster:
@@ -68,16 +68,23 @@ def cpu_cluster(num_processes: int) -> Cluster:
     The rates are cautious guesses per core; `calibrate` measures the real ones.
     """
     cores_each = num_cores() / num_processes
+    rates = {dtype: rate * cores_each for dtype, rate in _cpu_core_flops_per_s().items()}
     device = Device(
         name="cpu",
         kind="cpu",
         memory_bytes=machine.memory_bytes() // num_processes,
-        flops_per_s={dtype: rate * cores_each for dtype, rate in _CPU_CORE_FLOPS_PER_S.items()},
-        conv_flops_per_s={dtype: rate * cores_each for dtype, rate in _CPU_CORE_CONV_FLOPS_PER_S.items()},
-        bandwidth_bytes_per_s=_CPU_CORE_BANDWIDTH * max(cores_each, 1 / 4),
-        launch_s=4e-6,
+        flops_per_s=rates,
+        conv_flops_per_s={dtype: rate for dtype, rate in rates.items() if dtype != "fp16"},
+        bandwidth_bytes_per_s=_CPU_CORE_BANDWIDTH * min(max(cores_each, 1 / 4), _CORES_THAT_FILL_MEMORY),
+        launch_s=_CPU_LAUNCH_S,
     )
-    link = Link(name="cpu", size=num_processes, bandwidth_bytes_per_s=_GLOO_BANDWIDTH, latency_s=_GLOO_LATENCY_S)
+    crowding = max(1.0, 1 / cores_each)
+    link = Link(
+        name="cpu",
+        size=num_processes,
+        bandwidth_bytes_per_s=_GLOO_BANDWIDTH / crowding,
+        latency_s=_GLOO_LATENCY_S * crowding**2,
+    )
     return Cluster(
         name=f"cpu:{num_processes}",
         device=device,
@@ -153,13 +160,22 @@ _BANDWIDTH_FRACTION = 0.88
 _NETWORK_LATENCY_S = 6e-6
 _GPU_LAUNCH_S = 5e-6
 
-# One core of a server of the last years, with AVX2, and gloo over the loopback interface: on the low side of what
-# `calibrate` finds. fp16 and bf16 are without native support.
-_CPU_CORE_FLOPS_PER_S = {"fp64": 20e9, "fp32": 40e9, "bf16": 20e9, "fp16": 5e9}
-_CPU_CORE_CONV_FLOPS_PER_S = {"fp64": 2e9, "fp32": 25e9, "bf16": 10e9}
-_CPU_CORE_BANDWIDTH = 8e9
-_GLOO_BANDWIDTH = 0.8e9
-_GLOO_LATENCY_S = 60e-6
+# One core of a server of the last years and gloo over the loopback interface, on the low side of what `calibrate` found
+# (100 GFLOP/s in fp32 and 210 in bf16 on one core of a Zen 4; 0.25 ms and 1.1 GB/s between 2 processes on 2 cores, and
+# 0.9 ms and 0.56 GB/s between 4: processes that outnumber the cores wait for one another).
+_CPU_LAUNCH_S = 4e-6
+_CPU_CORE_BANDWIDTH = 12e9
+_CORES_THAT_FILL_MEMORY = 16
+_GLOO_BANDWIDTH = 1e9
+_GLOO_LATENCY_S = 250e-6
+
+
+def _cpu_core_flops_per_s() -> dict[str, float]:
+    """Guess one core's rates from its vector units."""
+    flags = machine.cpu_flags()
+    single = 80e9 if "avx512f" in flags else 40e9
+    half = 2 * single if flags & {"avx512_bf16", "amx_bf16"} else single / 2
+    return {"fp64": single / 2, "fp32": single, "bf16": half, "fp16": single / 16}
 
 
 def _sheet_device(name: str, sheet: _Sheet) -> Device:

@@ -2,6 +2,6 @@
 
 from .group import process_group, rank, world_size
 from .processes import WorkerError, Workers, run_processes
-from .worker import emit
+from .worker import emit, listening
 
-__all__ = ["WorkerError", "Workers", "emit", "process_group", "rank", "run_processes", "world_size"]
+__all__ = ["WorkerError", "Workers", "emit", "listening", "process_group", "rank", "run_processes", "world_size"]

@@ -54,7 +54,12 @@ def join(device: DeviceType, store: object | None = None, index: int = -1, num_r
     import torch.distributed as dist
 
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise RuntimeError(
+                f"a GPU for local rank {local_rank} is needed; this machine has {num_gpus}; use fewer ranks"
+            )
+        torch.cuda.set_device(local_rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=index, world_size=num_ranks)  # type: ignore[arg-type]
 

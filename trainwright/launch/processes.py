@@ -115,6 +115,7 @@ class Workers:
 
     def kill(self) -> None:
         """End all ranks and what they started, at once: SIGTERM, and SIGKILL for those that linger."""
+        self._on_event = None
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + _TERMINATE_S
         while any(rank.running for rank in self._ranks) and time.monotonic() < deadline:
@@ -286,7 +287,7 @@ class _Rank:
 
         Its pipe may be held open by a process that it forked, so the end of the stream is not waited for long.
         """
-        if not self.busy or self.running:
+        if self.failed or self.running:
             return
         self._died_at_s = self._died_at_s or time.monotonic()
         if self.at_end or time.monotonic() - self._died_at_s > 2 * _TICK_S:

@@ -16,16 +16,38 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 CHANNEL_VARIABLE = "TRAINWRIGHT_WORKER_CHANNEL"
 
 
 def emit(event: dict[str, Any]) -> None:
-    """Send `event` (JSON) to the process that started this rank, whose `on_event` gets it; elsewhere do nothing."""
+    """Send `event` (JSON) to the process that started this rank, whose `on_event` gets it.
+
+    Elsewhere it goes to the handler of `listening`, and to nobody where there is none.
+    """
     if _channel is not None:
         _channel.send({"event": event})
+    elif _listener is not None:
+        _listener(event)
+
+
+@contextmanager
+def listening(handler: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Hand what this process emits to `handler`: for ranks that something else has started, such as torchrun.
+
+    >>> with listening(print):
+    ...     emit({"step": 1})
+    {'step': 1}
+    """
+    global _listener
+    before, _listener = _listener, handler
+    try:
+        yield
+    finally:
+        _listener = before
 
 
 def main() -> None:
@@ -91,6 +113,7 @@ class _Channel:
 
 
 _channel: _Channel | None = None
+_listener: Callable[[dict[str, Any]], None] | None = None
 
 
 def _join(setup: dict[str, Any]) -> None:

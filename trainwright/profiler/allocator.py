@@ -72,7 +72,7 @@ def measure(step: Callable[[], Any], num_steps: int = 2) -> AllocatorRecord:
     >>> record.peak_delta_bytes, record.end_delta_bytes
     (12000, 0)
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to standard error
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(num_steps):
             with torch.profiler.record_function(_STEP):

@@ -31,9 +31,10 @@ class ModuleTrace:
         pending = [tensor.grad_fn for tensor in _tensors(value) if tensor.grad_fn is not None]
         while pending:
             node = pending.pop()
-            if _LABEL in node.metadata:
+            labels: Any = node.metadata  # a dict; torch's stub says a method
+            if _LABEL in labels:
                 continue
-            node.metadata[_LABEL] = path
+            labels[_LABEL] = path
             if not hasattr(node, "variable"):  # a leaf's node outlives the step, and is shared by all users of the leaf
                 node.register_prehook(lambda _: self._enter(path))
             pending.extend(source for source, _ in node.next_functions if source is not None)

@@ -21,6 +21,7 @@ from .modules import ModuleTrace
 from .step import DTYPES, LossFn, reference_step
 from .time import op_seconds
 from .tracker import MemoryTracker
+from .values import KnownValues, keeps_values
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -57,7 +58,7 @@ def profile(
     batch = as_batch(batch)
     with faked(model, mode) as copy, explained(model, batch):
         run = _Run(copy.train(), _fake_batch(batch, mode), loss_fn, autocast, device, timeline)
-        with mode:
+        with KnownValues(mode):
             run.go(make_optimizer or _adamw)
     return Profile(
         model=name or type(model).__name__,
@@ -124,7 +125,8 @@ class _Run:
     def __init__(self, model, batch, loss_fn, autocast, device: Device | None, timeline: bool) -> None:
         self.model, self.batch, self.loss_fn, self.autocast = model, batch, loss_fn, autocast
         self.costs = _Costs(device)
-        self.tracker = MemoryTracker(device.kind if device else "cpu", timeline=timeline, on_op=self._on_op)
+        self.tracker = MemoryTracker(device.kind if device else "cpu", on_op=self._on_op)
+        self.timeline = timeline
         self.trace = ModuleTrace(model, self._enter)
         self.static: dict[str, int] = {}
         self.grad_bytes = self.optimizer_bytes = 0
@@ -139,6 +141,7 @@ class _Run:
             self.static = self.tracker.live_breakdown
             self._step(optimizer)
             self.tracker.reset_peak()
+            self.tracker.keep_timeline = self.timeline
             self.costs.clear()
             self._step(optimizer)
 
@@ -210,8 +213,10 @@ def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _fake_batch(value: Any, mode: FakeMode) -> Any:
-    """Return the batch with fakes in place of its tensors, in dicts, tuples and lists."""
+    """Return the batch with fakes in place of its tensors, in dicts, tuples and lists; small integers keep values."""
     if isinstance(value, Tensor):
+        if keeps_values(value):
+            return value.clone()
         return fake_like(value.detach(), mode).requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
         return {key: _fake_batch(item, mode) for key, item in value.items()}

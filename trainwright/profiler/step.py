@@ -33,7 +33,7 @@ def reference_step(
     autocast: str | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """Run one training step as an ordinary script would, and return the loss, detached.
+    """Run one training step as an ordinary script would, and return the loss (its graph is spent).
 
     The gradients of the step before are dropped first (`set_to_none=True`); the model's output and the loss live until
     the optimizer is done, as they do in a script. `batch` is a dict (`model(**batch)`) or a tuple (`model(*batch)`);
@@ -48,14 +48,23 @@ def reference_step(
     with _phase(observer, "forward"):
         with _autocast(autocast):
             out = model(**batch) if isinstance(batch, Mapping) else model(*as_batch(batch))
-            loss = find_loss(out) if loss_fn is None else loss_fn(out, batch)
+            loss = _scalar(find_loss(out) if loss_fn is None else loss_fn(out, batch))
         if observer is not None:
             observer.mark_forward_end()
     with _phase(observer, "backward"):
         loss.backward()
     with _phase(observer, "update"):
         optimizer.step()
-    return loss.detach()
+    return loss
+
+
+def _scalar(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise UserError(
+        f"a scalar loss is needed; got {found}; reduce it to a mean or a sum, or give loss_fn(output, batch)"
+    )
 
 
 def _phase(observer: Observer | None, name: str) -> AbstractContextManager[None]:

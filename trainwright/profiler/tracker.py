@@ -11,6 +11,7 @@ On top of a `FakeTensorMode` no memory is taken and no kernel runs.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..artifacts import MemoryPoint
-from .workspace import workspace_bytes
+from .workspace import output_bytes, workspace_bytes
 
 Target = Literal["cpu", "gpu"]
 CATEGORIES = ("param", "buffer", "grad", "optimizer", "saved", "other")
 _GPU_GRANULE_BYTES = 512
+_NOT_OPS = ("prim", "profiler")  # what only tensor subclasses ask (`tensor.device`); a profiler's marks
+_IN_PLACE_IN_ENGINE = {torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default}
 
 
 @dataclass(slots=True)
@@ -80,7 +83,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak_breakdown: dict[str, int] = {}
         self.timeline: list[MemoryPoint] = []
         self._on_op = on_op
-        self._keep_timeline = timeline
+        self.keep_timeline = timeline
         self._phases: list[str] = []
         self.current_phase = ""
         self._storages: dict[int, _Storage] = {}
@@ -160,16 +163,20 @@ class MemoryTracker(TorchDispatchMode):
     # The dispatch mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper (DTensor, ...): its own calls on plain tensors come here next
         kwargs = kwargs or {}
+        if func.namespace in _NOT_OPS:
+            return func(*args, **kwargs)
+        if any(_is_wrapper(kind) for kind in types):
+            return NotImplemented  # its own calls on plain tensors come here next
         out = func(*args, **kwargs)
         self.num_ops += 1
         is_new = self._count_outputs(out)
+        if self.target == "cpu":
+            self._correct(out, output_bytes(func, args, out))
         workspace = workspace_bytes(func, args, kwargs, out) if self.target == "cpu" else 0
-        if (is_new or workspace) and not self._adds_in_place(func, out):
+        if (is_new or workspace) and not self._is_in_place_without_tracker(func, args):
             self._raise_peak(workspace, func)
-        if self._keep_timeline:
+        if self.keep_timeline:
             self.timeline.append(self._point(func))
         if self._on_op is not None:
             self._on_op(func, args, kwargs, out)
@@ -181,13 +188,16 @@ class MemoryTracker(TorchDispatchMode):
         self._hooks.clear()
         return super().__exit__(*exc_info)
 
-    def _adds_in_place(self, func: Any, out: Any) -> bool:
-        """Whether the real engine would add two gradients in place where, under a dispatch mode, it allocates.
+    def _is_in_place_without_tracker(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether the engine, which allocates here because a dispatch mode is on, would else write in place.
 
-        Both operands are released right after, if nobody else holds them; if somebody does, the next call counts all
-        three. So leaving this one call out of the peak is right in both cases.
+        It adds gradients into the one that it holds alone, unless that is a view; it scatters an index's gradient into
+        zeros of its own. The operand is released right after if nobody else holds it; if somebody does, the next call
+        counts both. So leaving this one call out of the peak is right in either case.
         """
-        return func is torch.ops.aten.add.Tensor and self.current_phase == "backward" and not torch.is_grad_enabled()
+        if func not in _IN_PLACE_IN_ENGINE or self.current_phase != "backward" or torch.is_grad_enabled():
+            return False
+        return isinstance(args[0], Tensor) and not args[0]._is_view()
 
     def _count_outputs(self, out: Any) -> bool:
         if isinstance(out, Tensor):
@@ -217,6 +227,15 @@ class MemoryTracker(TorchDispatchMode):
         self.live_bytes += num_bytes
         self._by_category[category] += num_bytes
         return num_bytes > 0
+
+    def _correct(self, out: Any, true_bytes: dict[int, int]) -> None:
+        """Give outputs, by position, the sizes that the real kernel makes."""
+        for position, num_bytes in true_bytes.items():
+            for storage in _storages(out[position]):
+                entry = self._storages[id(storage)]
+                self.live_bytes += num_bytes - entry.num_bytes
+                self._by_category[entry.category] += num_bytes - entry.num_bytes
+                entry.num_bytes = num_bytes
 
     def _release(self, key: int) -> None:
         entry = self._storages.pop(key)
@@ -279,6 +298,12 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     return []
+
+
+@functools.cache
+def _is_wrapper(kind: type) -> bool:
+    """Tell whether a tensor type holds other tensors (`DTensor`)."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _op_name(func: Any) -> str:

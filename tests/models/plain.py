@@ -1,0 +1,288 @@
+"""Models as users write them, each with what a capture can trip over; `build_*` return (model, batch[, loss_fn])."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ConvUNet(nn.Module):
+    """Convolutions, batch norm, in-place activations, skips, upsampling."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.down1 = self._block(3, width)
+        self.down2 = self._block(width, 2 * width)
+        self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
+        self.merge = self._block(2 * width, width)
+        self.head = nn.Conv2d(width, 5, 1)
+
+    @staticmethod
+    def _block(inner: int, outer: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU(inplace=True))
+
+    def forward(self, image: Tensor) -> Tensor:
+        first = self.down1(image)
+        second = self.down2(F.max_pool2d(first, 2))
+        return self.head(self.merge(torch.cat([first, self.up(second)], dim=1)))
+
+
+def build_unet() -> tuple[nn.Module, Any, Any]:
+    batch = (torch.randn(2, 3, 12, 8), torch.randint(0, 5, (2, 12, 8)))
+    return _FirstOnly(ConvUNet()), batch, lambda output, batch: F.cross_entropy(output, batch[1])
+
+
+class _FirstOnly(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, image: Tensor, target: Tensor) -> Tensor:
+        del target
+        return self.inner(image)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, packed with an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 12, padding_idx=0)
+        self.lstm = nn.LSTM(12, 10, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(20, 23)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        hidden, _ = self.lstm(self.embed(tokens))
+        logits = self.head(hidden)
+        return {"logits": logits, "loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())}
+
+
+def build_lstm() -> tuple[nn.Module, Any]:
+    return Recurrent(), {"tokens": torch.randint(0, 23, (3, 7))}
+
+
+class EinsumMixer(nn.Module):
+    """Own parameters used through einsum, `@`, `.T` and bmm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(5, 5) * 0.3)
+        self.inner = nn.Parameter(torch.randn(8, 16) * 0.3)
+        self.outer = nn.Parameter(torch.randn(8, 16) * 0.3)
+        self.heads = nn.Parameter(torch.randn(2, 4, 4) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.einsum("bsd,st->btd", x, self.token)
+        x = F.gelu(x @ self.inner) @ self.outer.T
+        batch, seq, _ = x.shape
+        parts = x.view(batch * seq, 2, 4).transpose(0, 1)
+        x = torch.bmm(parts, self.heads).transpose(0, 1).reshape(batch, seq, 8)
+        return (x**2).mean()
+
+
+def build_einsum() -> tuple[nn.Module, Any]:
+    return EinsumMixer(), (torch.randn(3, 5, 8),)
+
+
+class TiedFrozen(nn.Module):
+    """Tied embeddings, a frozen layer, a module called twice, a buffer averaged under no_grad, a nested batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.twice = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 19, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("average", torch.zeros(8))
+        self.scale = torch.tensor([0.5])
+
+    def forward(self, inputs: dict[str, Tensor], labels: Tensor, rate: float = 0.9) -> dict[str, Any]:
+        hidden = self.embed(inputs["ids"]) * inputs["weight"].unsqueeze(-1) * self.scale
+        hidden = self.twice(torch.tanh(self.twice(self.frozen(hidden))))
+        with torch.no_grad():
+            self.average.mul_(rate).add_(hidden.mean((0, 1)), alpha=1 - rate)
+            centre = hidden.mean(-1, keepdim=True)
+        logits = self.head(hidden - centre)
+        losses = {"main": F.cross_entropy(logits.transpose(1, 2), labels), "size": hidden.pow(2).mean()}
+        return {"loss": losses["main"] + 0.1 * losses["size"], "losses": losses, "logits": logits, "rate": rate}
+
+
+def build_tied() -> tuple[nn.Module, Any]:
+    inputs = {"ids": torch.randint(0, 19, (3, 5)), "weight": torch.rand(3, 5)}
+    return TiedFrozen(), {"inputs": inputs, "labels": torch.randint(0, 19, (3, 5)), "rate": 0.8}
+
+
+@dataclass
+class Answer:
+    """A plain dataclass, unknown to torch, as an output."""
+
+    loss: Tensor
+    hidden: Tensor
+
+
+class Autocast(nn.Module):
+    """Mixed precision inside forward, with an island of full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Answer:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.norm(F.gelu(self.first(x)))
+            with torch.autocast("cpu", enabled=False):
+                hidden = hidden.float() * hidden.float().pow(2).mean(-1, keepdim=True).rsqrt()
+            out = torch.einsum("bi,bj->bij", self.second(hidden), self.second(hidden + 1))
+        return Answer(F.mse_loss(out.float().sum(-1), y), hidden)
+
+
+def build_autocast() -> tuple[nn.Module, Any]:
+    return Autocast(), {"x": torch.randn(6, 8), "y": torch.randn(6, 4)}
+
+
+class InPlace(nn.Module):
+    """Writes through views: slices, selects, chunks, transposes, masks; some read before, some after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).clone()
+        early = h[:, 2:].sum()
+        h[:, 0] = h[:, 1] * 2
+        h[:, 2:4].mul_(0.5).add_(1)
+        left, right = h[..., :3], h[..., 3:]
+        left += right
+        flipped = h.transpose(1, 2)
+        flipped[:, 1:, -1] = 3.0
+        h.view(-1)[0:2] = 0.25
+        h.masked_fill_(h > 1.5, 0.75)
+        whole = torch.zeros_like(h)
+        whole[..., 1:] = h[..., :-1]
+        whole[:, [0, 2]] += 1
+        whole.diagonal(dim1=1, dim2=2).mul_(-1)
+        out = F.relu_(whole - 0.2)
+        return (out * flipped.transpose(1, 2)).sum() + early + left.sum() * 0.1
+
+
+def build_inplace() -> tuple[nn.Module, Any]:
+    return InPlace(), (torch.randn(2, 6, 6),)
+
+
+class NanoGPT(nn.Module):
+    """Attention written out, with a buffer for the mask; weights tied; as in the small teaching codes."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.wte = nn.Embedding(29, 12)
+        self.wpe = nn.Embedding(16, 12)
+        self.qkv = nn.Linear(12, 36)
+        self.proj = nn.Linear(12, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 29, bias=False)
+        self.head.weight = self.wte.weight
+        self.register_buffer("mask", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16), persistent=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        batch, seq = ids.size()
+        x = self.wte(ids) + self.wpe(torch.arange(0, seq, device=ids.device))
+        q, k, v = self.qkv(self.norm(x)).split(12, dim=2)
+        q, k, v = (part.view(batch, seq, 3, 4).transpose(1, 2) for part in (q, k, v))
+        shown = self.mask[:, :, :seq, :seq] == 1
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+        else:
+            scores = (q @ k.transpose(-2, -1)) * 0.5
+            mixed = F.softmax(scores.masked_fill(~shown, float("-inf")), dim=-1) @ v
+        x = x + self.proj(mixed.transpose(1, 2).contiguous().view(batch, seq, 12))
+        logits = self.head(x)
+        return logits, F.cross_entropy(logits.view(-1, 29), targets.view(-1), ignore_index=-1)
+
+
+def build_nano(fused: bool = True, batch_size: int = 3, seq_len: int = 10) -> tuple[nn.Module, Any, Any]:
+    shape = (batch_size, seq_len)
+    batch = {"ids": torch.randint(0, 29, shape), "targets": torch.randint(0, 29, shape)}
+    return NanoGPT(fused), batch, lambda output, batch: output[1]
+
+
+class Moe(nn.Module):
+    """Dense mixture: a top-k gate, all experts computed, one-hot weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, 8)
+        weight, chosen = self.gate(flat).softmax(-1).topk(2, dim=-1)
+        spread = torch.zeros(flat.size(0), 4).scatter(1, chosen, weight)
+        outs = torch.stack([expert(flat) for expert in self.experts], dim=1)
+        return (outs * spread.unsqueeze(-1)).sum(1).view_as(x).pow(2).mean()
+
+
+def build_moe() -> tuple[nn.Module, Any]:
+    return Moe(), (torch.randn(2, 5, 8),)
+
+
+class Transformer(nn.Module):
+    """torch's own encoder layers: fused projections, activation functions, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(12, 3, 24, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seq = x.size(1)
+        mask = nn.Transformer.generate_square_subsequent_mask(seq)
+        return self.head(self.encoder(x, mask=mask, is_causal=True)).square().mean()
+
+
+def build_transformer() -> tuple[nn.Module, Any]:
+    return Transformer(), (torch.randn(3, 6, 12),)
+
+
+class GroupNormNet(nn.Module):
+    """Grouped and strided convolutions, group and instance norm, interpolation, adaptive pooling, weight norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 3, stride=2, padding=1))
+        self.depth = nn.Conv1d(8, 8, 3, padding=1, groups=8)
+        self.norm = nn.GroupNorm(2, 8)
+        self.instance = nn.InstanceNorm1d(8, affine=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.instance(F.hardswish(self.norm(self.depth(self.stem(x)))))
+        h = F.interpolate(h, scale_factor=2.0, mode="nearest")
+        return F.binary_cross_entropy_with_logits(self.out(h.mean(-1)), y)
+
+
+def build_group() -> tuple[nn.Module, Any]:
+    return GroupNormNet(), {"x": torch.randn(3, 4, 16), "y": torch.rand(3, 3)}
+
+
+GOOD = (
+    build_unet,
+    build_lstm,
+    build_einsum,
+    build_tied,
+    build_autocast,
+    build_inplace,
+    build_nano,
+    build_moe,
+    build_transformer,
+    build_group,
+)

@@ -1,0 +1,78 @@
+"""Plans for tests: made by hand or drawn at random from the whole space, not by the solver."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from trainwright.artifacts import Cluster, Device, Link, ModelRef, Plan, Predicted, SolverInfo
+from trainwright.capture.decide import param_classes, plan_sections
+from trainwright.capture.layout import REPLICATE
+from trainwright.capture.local import Decisions
+from trainwright.capture.program import Program
+
+
+def cluster(num_ranks: int) -> Cluster:
+    """A machine of `num_ranks` CPU processes; its speeds do not matter."""
+    device = Device(
+        name="cpu", kind="cpu", memory_bytes=2**34, flops_per_s={"fp32": 1e10}, bandwidth_bytes_per_s=1e10, launch_s=1e-6
+    )
+    return Cluster(name="test", device=device, links=(Link(name="host", size=num_ranks, bandwidth_bytes_per_s=1e9, latency_s=1e-4),))
+
+
+def plan_of(program: Program, decisions: Decisions, literals: dict[str, Any] | None = None) -> Plan:
+    """Write decisions as a plan with nothing predicted."""
+    params, modules, batch = plan_sections(program, decisions)
+    return Plan(
+        model=ModelRef(name="test"),
+        fingerprint=program.fingerprint,
+        torch_version=torch.__version__,
+        batch=batch,
+        literals=literals or {},
+        cluster=cluster(torch.tensor(decisions.mesh).prod().item()),
+        budget_bytes=None,
+        mesh={f"a{axis}": size for axis, size in enumerate(decisions.mesh)},
+        predicted=Predicted(step_s=0, compute_s=0, comm_s=0, exposed_comm_s=0, recompute_s=0, peak_bytes=0),
+        solver=SolverInfo(name="test", status="drawn", solve_s=0, plan_s=0),
+        params=params,
+        modules=modules,
+    )
+
+
+def random_decisions(program: Program, mesh: tuple[int, ...], seed: int, recompute: float = 0.5, idle: float = 0.2) -> Decisions:
+    """Draw a strategy for every group, a layout for every parameter, and a fate for every value."""
+    draw = random.Random(seed)
+    decisions = Decisions(mesh, {}, {})
+    for region_class in program.classes:
+        for group in region_class.groups:
+            choices = [index for index, loop in enumerate(group.loops) if not loop.whole]
+            pick = lambda options: draw.choice(options) if options and draw.random() >= idle else -1  # noqa: E731
+            decisions.splits[group] = tuple(pick(choices) for _ in mesh)
+    for tied in param_classes(program):
+        slots = [index for index, slot in enumerate(tied[0].slots) if not slot.blocked]
+        layout = tuple(draw.choice([REPLICATE, *slots]) for _ in mesh)
+        decisions.params.update(dict.fromkeys(tied, layout))
+    for tensor in program.inputs:
+        slots = [index for index, slot in enumerate(tensor.slots) if not slot.blocked]
+        decisions.inputs[tensor] = tuple(draw.choice([REPLICATE, *slots]) for _ in mesh)
+    for region_class in program.classes:
+        for group in region_class.groups:
+            _draw_fates(program, region_class, group, decisions, draw, recompute)
+    return decisions
+
+
+def _draw_fates(program: Program, region_class: Any, group: Any, decisions: Decisions, draw: random.Random, share: float) -> None:
+    rerun = draw.randint(0, region_class.multiplicity) if draw.random() < share else 0
+    for member in region_class.members[:rerun]:
+        for twin in group.ops:
+            op = member.ops[twin.position]
+            decisions.recomputed |= {f"{op.key}.in{place}" for place in range(len(op.inputs)) if draw.random() < 0.7}
+            if op.kind == "view":
+                continue
+            inside = all(consumer.region is member for tensor in op.outputs for consumer in tensor.consumers)
+            if inside and not any(tensor in program.outputs for tensor in op.outputs):
+                decisions.recomputed |= {tensor.key for tensor in op.outputs}
+                if draw.random() < 0.7:
+                    decisions.recomputed.add(f"{op.key}.internal")

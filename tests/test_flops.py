@@ -1,0 +1,150 @@
+"""FLOPs and bytes of single calls, against torch's own counter and against sums by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainwright.ops.flops import bytes_moved, flops, is_convolution, is_heavy, moves_nothing
+
+aten = torch.ops.aten
+
+
+class Sum(TorchDispatchMode):
+    """Adds up what the functions under test say of every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heavy = self.other = self.moved = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        heavy, other = flops(func, args, kwargs or {}, out)
+        self.heavy, self.other = self.heavy + heavy, self.other + other
+        self.moved += bytes_moved(func, args, out)
+        return out
+
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+CASES = {
+    "linear": lambda: F.linear(leaf(3, 5, 7), leaf(11, 7), leaf(11)),
+    "bmm": lambda: leaf(3, 5, 7) @ leaf(3, 7, 2),
+    "baddbmm": lambda: torch.baddbmm(leaf(3, 5, 2), leaf(3, 5, 7), leaf(3, 7, 2)),
+    "einsum": lambda: torch.einsum("bhqd,bhkd->bhqk", leaf(2, 3, 4, 5), leaf(2, 3, 6, 5)),
+    "conv1d": lambda: F.conv1d(leaf(2, 6, 17), leaf(4, 6, 3), leaf(4), stride=2, padding=1),
+    "conv2d": lambda: F.conv2d(leaf(2, 6, 9, 11), leaf(4, 6, 3, 2), stride=2, dilation=2),
+    "conv3d": lambda: F.conv3d(leaf(2, 6, 5, 6, 7), leaf(4, 6, 3, 2, 1)),
+    "transposed": lambda: F.conv_transpose2d(leaf(2, 6, 5, 4), leaf(6, 3, 2, 3), stride=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_products_and_convolutions_count_as_in_torch(case):
+    with FlopCounterMode(display=False) as expected:
+        case().sum().backward()
+    with Sum() as found:
+        case().sum().backward()
+    assert found.heavy == expected.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("groups", [2, 6])
+def test_grouped_convolution_counts_its_groups_alone(groups):
+    x, weight = leaf(2, 6, 9, 9), leaf(12, 6 // groups, 3, 3)
+    with Sum() as forward:
+        out = F.conv2d(x, weight, groups=groups)
+    assert forward.heavy == 2 * (6 // groups) * 9 * out.numel()
+    with Sum() as backward:
+        out.sum().backward()
+    assert backward.heavy == 2 * forward.heavy
+
+
+def test_a_convolution_whose_input_needs_no_gradient_costs_half_in_backward():
+    out = F.conv2d(torch.randn(2, 3, 9, 9), leaf(4, 3, 3, 3))
+    with Sum() as backward:
+        out.sum().backward()
+    assert backward.heavy == 2 * 3 * 9 * out.numel()
+
+
+def test_attention_is_the_full_square_causal_or_not():
+    """b 2, h 4, s_q 6, s_k 6, d 8: two products forward; five backward."""
+    for is_causal in (False, True):
+        query, key, value = leaf(2, 4, 6, 8), leaf(2, 4, 6, 8), leaf(2, 4, 6, 8)
+        with Sum() as forward:
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        assert forward.heavy == 2 * 2 * (2 * 4 * 6 * 6 * 8)
+        with Sum() as backward:
+            out.sum().backward()
+        assert backward.heavy == 5 * 2 * (2 * 4 * 6 * 6 * 8)
+
+
+def test_attention_counts_as_torch_counts_its_gpu_kernel():
+    args = [torch.empty(2, 4, 6, 8, device="meta") for _ in range(3)]
+    out = torch.empty(2, 4, 6, 8, device="meta")
+    with FlopCounterMode(display=False) as expected:
+        torch.ops.aten._scaled_dot_product_efficient_attention(*args, None, False)
+    found, _ = flops(aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(args), {}, (out, None))
+    assert found == expected.get_total_flops() > 0
+
+
+def test_an_lstm_layer_counts_all_four_gates():
+    """s 5, b 3, i 7, h 4: [3, 7] · [7, 16] and [3, 4] · [4, 16] at each step."""
+    layer = torch.nn.LSTM(7, 4)
+    with Sum() as forward:
+        out, _ = layer(torch.randn(5, 3, 7))
+    assert forward.heavy == 2 * 5 * 3 * (7 + 4) * 16
+    with Sum() as backward:
+        out.sum().backward()
+    assert backward.heavy == 2 * forward.heavy
+
+
+@pytest.mark.parametrize(
+    ("call", "other", "moved"),
+    [
+        (lambda x: x + x, 60, 3 * 240),
+        (lambda x: x * 2.0, 60, 2 * 240),
+        (lambda x: x.sum(), 60, 240 + 4),
+        (lambda x: x.t().reshape(5, 12).contiguous(), 0, 2 * 240),
+        (lambda x: x.view(6, 10)[2:], 0, 0),
+        (lambda x: torch.empty_like(x), 0, 0),
+        (lambda x: torch.zeros_like(x), 0, 240 * 2),
+        (lambda x: x.clone(), 0, 2 * 240),
+        (lambda x: x.add_(1.0), 60, 2 * 240),
+        (lambda x: x + x[:1], 60, 240 + 240 + 20),
+        (lambda x: x[:1].expand(12, 5) + 0.0, 60, 20 + 240),
+        (lambda x: torch.cat([x, x]), 0, 240 * 4),
+    ],
+)
+def test_everything_else_counts_elements_and_the_bytes_it_touches(call, other, moved):
+    x = torch.randn(12, 5)
+    with Sum() as found:
+        call(x)
+    assert (found.heavy, found.other) == (0, other)
+    if moved == 240 * 2 and other == 0:
+        assert 240 <= found.moved <= moved
+    else:
+        assert found.moved == moved
+
+
+def test_a_lookup_reads_as_many_rows_as_it_writes():
+    table, rows = torch.randn(1000, 8), torch.tensor([1, 2, 3])
+    with Sum() as found:
+        F.embedding(rows, table)
+    assert found.moved == 2 * 3 * 8 * 4
+
+
+def test_kinds():
+    assert is_heavy(aten.mm.default)
+    assert is_heavy(aten.convolution_backward.default)
+    assert not is_heavy(aten.add.Tensor)
+    assert is_convolution(aten.convolution.default)
+    assert not is_convolution(aten.mm.default)
+    assert moves_nothing(aten.transpose.int)
+    assert moves_nothing(aten.detach.default)
+    assert not moves_nothing(aten.add_.Tensor)
+    assert not moves_nothing(aten.relu_.default)

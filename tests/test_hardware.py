@@ -1,0 +1,187 @@
+"""Names and files become clusters, collectives cost what a ring takes, and `calibrate` measures this machine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright import hardware
+from trainwright.artifacts import Cluster, MeshAxis, UserError
+from trainwright.hardware.calibrate import fit_ring
+from trainwright.hardware.collectives import terms
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "links"),
+    [
+        ("h200", "h200", [("gpu", 1)]),
+        ("1xh200", "h200", [("gpu", 1)]),
+        ("8xh200", "8xh200", [("gpu", 8)]),
+        (" 8xH200 ", "8xh200", [("gpu", 8)]),
+        ("2x4xa100-40gb", "2x4xa100-40gb", [("node", 2), ("gpu", 4)]),
+        ("16x1xl40s", "16x1xl40s", [("node", 16), ("gpu", 1)]),
+        ("cpu:3", "cpu:3", [("cpu", 3)]),
+        ("cpu", "cpu:1", [("cpu", 1)]),
+    ],
+)
+def test_names(text: str, name: str, links: list[tuple[str, int]]) -> None:
+    cluster = hardware.resolve(text)
+    assert cluster.name == name
+    assert [(link.name, link.size) for link in cluster.links] == links
+    assert cluster.num_devices == math.prod(size for _, size in links)
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(1, 64),
+    st.sampled_from(sorted(hardware.DEVICES)),
+)
+def test_every_shape_of_every_device_resolves_and_survives_json(num_nodes: int, num_gpus: int, device: str) -> None:
+    cluster = hardware.resolve(f"{num_nodes}x{num_gpus}x{device}")
+    assert cluster.num_devices == num_nodes * num_gpus
+    assert math.prod(axis.size for axis in cluster.mesh()) == num_nodes * num_gpus
+    assert Cluster.parse(cluster.to_json()) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8xh20", "did you mean h200"),
+        ("8xRTX-4090", "did you mean rtx4090"),
+        ("tpu-v5p", "devices with a preset: .*h100"),
+        ("", "hardware is needed as cpu:N"),
+        ("0xh100", "from 1 on .*got 0"),
+        ("cpu:0", "from 1 on .*got 0"),
+        ("cpu:-1", r"cpu:N, such as cpu:2"),
+        ("4xcpu", r"cpu:N, such as cpu:2"),
+        ("2x2x2xh100", "hardware is needed as"),
+        ("99999999xh100", "from 1 on .*got 99999999"),
+        ("no/such/file", "cannot be read"),
+        ("missing.json", "cannot be read"),
+    ],
+)
+def test_mistakes_are_the_users(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        hardware.resolve(text)
+
+
+def test_a_file_is_read_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = hardware.resolve("2x8xh100").model_copy(update={"name": "ours"})
+    cluster.to_json(tmp_path / "ours.json")
+    cluster.to_json(tmp_path / "ours")
+    monkeypatch.chdir(tmp_path)
+    for text in (str(tmp_path / "ours.json"), "ours.json", "ours"):
+        assert hardware.resolve(text) == cluster
+
+
+def test_presets_stay_below_their_data_sheets() -> None:
+    sheets = {
+        "a100": (312e12, 2.039e12),
+        "h100": (989.5e12, 3.35e12),
+        "h200": (989.5e12, 4.8e12),
+        "b200": (2.25e15, 8e12),
+    }
+    for name, (flops_per_s, bandwidth) in sheets.items():
+        device = hardware.DEVICES[name]
+        assert 0.5 * flops_per_s < device.flops_per_s["bf16"] < flops_per_s
+        assert 0.7 * bandwidth < device.bandwidth_bytes_per_s < bandwidth
+        assert device.flops_per_s["fp32"] < 0.2 * device.flops_per_s["bf16"]
+    assert 139e9 < hardware.DEVICES["h200"].memory_bytes * 1.0 < 151e9
+
+
+def test_a_cpu_clusters_processes_share_the_machine() -> None:
+    one, four = hardware.resolve("cpu:1"), hardware.resolve("cpu:4")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < four.device.memory_bytes * 4 <= one.device.memory_bytes <= total
+    assert four.device.flops_per_s["fp32"] * 4 == pytest.approx(one.device.flops_per_s["fp32"])
+    assert one.fingerprint == four.fingerprint
+
+
+# Collectives.
+
+
+def simulate_ring(num_ranks: int, num_bytes: float, latency_s: float, bandwidth: float, passes: int) -> float:
+    """Count a ring's steps one by one: in each, every rank sends one n-th of the tensor to its neighbour."""
+    elapsed_s = 0.0
+    for _ in range(passes):
+        for _ in range(num_ranks - 1):
+            elapsed_s += latency_s + num_bytes / num_ranks / bandwidth
+    return elapsed_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "passes"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2), ("all_to_all", 1)]
+)
+def test_a_collective_costs_what_its_ring_takes(kind: hardware.Collective, passes: int) -> None:
+    for num_ranks, num_bytes in itertools.product((1, 2, 3, 8, 64), (0, 4, 10**6)):
+        axis = MeshAxis(name="a", size=num_ranks, bandwidth_bytes_per_s=3e9, latency_s=7e-6)
+        expected = simulate_ring(num_ranks, num_bytes, 7e-6, 3e9, passes)
+        assert hardware.seconds(kind, axis, num_bytes) == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_axis_of_one_rank_costs_nothing() -> None:
+    axis = MeshAxis(name="a", size=1, bandwidth_bytes_per_s=1.0, latency_s=1.0)
+    assert [hardware.seconds(cast(Any, kind), axis, 10**9) for kind in hardware.KINDS] == [0.0] * 4
+
+
+def test_wrong_collectives_are_refused() -> None:
+    axis = MeshAxis(name="a", size=2, bandwidth_bytes_per_s=1.0, latency_s=1.0)
+    with pytest.raises(ValueError, match="got 'broadcast'"):
+        hardware.seconds(cast(Any, "broadcast"), axis, 1)
+    with pytest.raises(ValueError, match="at least 0 bytes; got -1"):
+        hardware.seconds("all_gather", axis, -1)
+
+
+# Measurements.
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e12), st.integers(2, 64))
+def test_the_fit_finds_the_ring_that_made_the_rows(latency_s: float, bandwidth: float, num_ranks: int) -> None:
+    turn = latency_s * bandwidth  # where both terms weigh the same
+    rows = []
+    for kind, num_bytes in itertools.product(("all_gather", "all_reduce"), (turn / 300, turn, turn * 300)):
+        hops, volume = terms(cast(Any, kind), num_ranks)
+        rows.append((kind, num_bytes, hops * latency_s + volume * num_bytes / bandwidth))
+    found_latency_s, found_bandwidth = fit_ring(rows, num_ranks)
+    assert found_latency_s == pytest.approx(latency_s, rel=1e-3)
+    assert found_bandwidth == pytest.approx(bandwidth, rel=1e-3)
+
+
+def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> None:
+    told: list[str] = []
+    begin = time.monotonic()
+    cluster = hardware.calibrate(2, quick=True, progress=told.append)
+    assert time.monotonic() - begin < 60
+    assert told == ["matrix products", "convolutions", "memory", "collectives"]
+    cluster.to_json(tmp_path / "here.json")
+    assert hardware.resolve(str(tmp_path / "here.json")) == cluster
+    assert cluster.num_devices == 2
+    assert cluster.fingerprint == hardware.resolve("cpu:2").fingerprint
+    device = cluster.device
+    assert set(device.flops_per_s) == {"fp64", "fp32", "bf16", "fp16"}
+    assert 1e8 < device.flops_per_s["fp64"] < device.flops_per_s["fp32"] < 1e13
+    assert 1e8 < device.bandwidth_bytes_per_s < 1e12
+    assert 1e-7 < device.launch_s < 1e-3
+    assert 1e-6 < cluster.links[0].latency_s < 0.1
+    assert 1e6 < cluster.links[0].bandwidth_bytes_per_s < 1e11
+
+
+def test_calibrate_needs_a_process() -> None:
+    with pytest.raises(UserError, match="at least 1 process is needed to calibrate; got 0"):
+        hardware.calibrate(0)
+
+
+def test_calibrate_of_one_process_has_no_collectives_to_fit() -> None:
+    cluster = hardware.calibrate(1, quick=True)
+    assert cluster.num_devices == 1
+    assert hardware.seconds("all_reduce", cluster.mesh()[0], 10**6) == 0.0

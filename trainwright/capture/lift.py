@@ -1,0 +1,31 @@
+"""The same program in another precision: a model's own casts and literal dtypes are lifted, so that float64 is float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .program import Program
+
+
+def lift_dtypes(program: Program, dtype: torch.dtype = torch.float64) -> None:
+    """Rewrite every floating-point dtype in the program's calls to `dtype`, in place; constants are converted too.
+
+    The ops and their order stay the same: what was a cast from bf16 to fp32 becomes a cast that changes nothing.
+    """
+    for node in program.captured.graph.nodes:
+        if node.op == "call_function":
+            node.args = _lift(node.args, dtype)
+            node.kwargs = _lift(node.kwargs, dtype)
+    for tensor in program.tensors:
+        if tensor.role == "const" and tensor.value is not None and tensor.value.is_floating_point():
+            tensor.value = tensor.value.to(dtype)
+
+
+def _lift(tree: Any, dtype: torch.dtype) -> Any:
+    if isinstance(tree, torch.dtype):
+        return dtype if tree.is_floating_point else tree
+    if isinstance(tree, dict):
+        return {key: _lift(value, dtype) for key, value in tree.items()}
+    return type(tree)(_lift(value, dtype) for value in tree) if type(tree) in (list, tuple) else tree

@@ -1,0 +1,211 @@
+"""`trainwright plan`: how a model should be trained on some hardware."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..artifacts import Plan, Refusal, UserError
+from ..reports.terminal import compare_table
+from .errors import FAILED, OK
+from .model import ModelOptions, takes_model
+from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
+from .sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from ..capture.targets import Loaded
+
+SOLVERS = ("joint", "two-stage", "ddp", "fsdp", "megatron")
+MemoryOption = Annotated[
+    str | None, typer.Option(metavar="M", help="Per device, the batch excluded: 40GiB, 512MiB. Default: 90 % of it.")
+]
+
+
+@takes_model
+def plan(
+    model: ModelOptions,
+    hardware: Annotated[str, typer.Option(metavar="H", help="cpu:4, 8xh200, 2x8xh100, or a JSON file.")],
+    memory: MemoryOption = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AxB", help="Fix the mesh, outermost axis first.")] = None,
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME[,NAME]", help="With several, the fastest plan of all.")
+    ] = "adamw",
+    solver: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(SOLVERS)}.")] = "joint",
+    pin: Annotated[
+        list[str] | None, typer.Option(metavar="P", help="Hold a decision: 'h.*.mlp.c_fc=shard(out)@gpu'; repeatable.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Show what every solver reaches.")] = False,
+    time_limit: Annotated[float, typer.Option(metavar="S", min=0.0, help="Seconds for the solver.")] = 30.0,
+    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan there.")] = None,
+    json_path: JsonOption = None,
+    html_path: HtmlOption = None,
+) -> int:
+    """Choose layout, recomputation and offloading of every tensor so that a step is fastest within the memory."""
+    question = {
+        "hardware": hardware,
+        "memory": memory,
+        "mesh": parse_mesh(mesh),
+        "pins": tuple(pin or ()),
+        "time_limit_s": time_limit,
+        "autocast": model.autocast,
+    }
+    optimizers, solver = _names(optimizer), _solver(solver)
+    ask = _ask_for_comparison if compare else _ask_for_plan
+    with quiet_stdout(), status(f"planning {model.spec}") as tell:
+        loaded = model.load()
+        remarks(loaded.notes)
+        found = ask(_Question(loaded, {**question, "progress": tell}, optimizers, solver))
+        if output is not None and found.plan is not None:
+            found.plan.to_json(output)
+        if html_path is not None:
+            _write_report(found, loaded, html_path)
+    answer(found.text, found.data, json_path)
+    if output is not None and found.plan is not None:
+        remark(f"wrote {output}; next: trainwright train {model.spec} --plan {output}")
+    if found.plan is None:
+        remark("error: " + _why_none(found.comparison, solver))
+    return OK if found.plan is not None else FAILED
+
+
+def parse_mesh(text: str | None) -> tuple[int, ...] | None:
+    """Return the sizes of `2x4`.
+
+    >>> parse_mesh("2x4")
+    (2, 4)
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip().lower()):
+        raise UserError(f"a mesh is needed as sizes joined by x; got {text!r}; write for example 2x4")
+    return tuple(int(size) for size in text.strip().lower().split("x"))
+
+
+def compared_as_json(comparison: Mapping[str, Plan | Refusal], budget_bytes: int | None) -> dict[str, Any]:
+    """Return what `plan --compare --json` writes; an infeasible recipe has nulls."""
+    return {
+        "plans": {name: _compared_row(found) for name, found in comparison.items()},
+        "budget_bytes": budget_bytes,
+    }
+
+
+def _compared_row(found: Plan | Refusal) -> dict[str, Any]:
+    names = ("step_s", "comm_s", "exposed_comm_s", "recompute_s", "peak_bytes")
+    if not isinstance(found, Plan):
+        return {"feasible": False, **dict.fromkeys((*names, "plan_s"))}
+    predicted = {name: getattr(found.predicted, name) for name in names}
+    return {"feasible": True, **predicted, "plan_s": found.solver.plan_s}
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """What `tw.plan` is asked, but for the optimizer, of which there may be several."""
+
+    loaded: Loaded
+    options: dict[str, Any]
+    optimizers: list[str]
+    solver: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """The answer: what to print, what JSON says, and the plan, if there is one."""
+
+    text: str
+    data: Callable[[], Any]
+    plan: Plan | None
+    comparison: Mapping[str, Plan | Refusal] | None = None
+
+
+def _ask_for_plan(question: _Question) -> _Found:
+    """Plan for each optimizer and take the fastest; `Refusal` where none fits."""
+    plans: dict[str, Plan | Refusal] = {}
+    for optimizer in question.optimizers:
+        try:
+            plans[optimizer] = _plan(question, optimizer)
+        except Refusal as refusal:
+            plans[optimizer] = refusal
+    fitting = [plan for plan in plans.values() if isinstance(plan, Plan)]
+    if not fitting:
+        raise next(refusal for refusal in plans.values() if isinstance(refusal, Refusal))
+    best = min(fitting, key=lambda plan: plan.predicted.step_s)
+    beside = compare_table(plans) + "\n" if len(plans) > 1 else ""
+    return _Found(beside + best.table(), best.to_json, best)
+
+
+def _plan(question: _Question, optimizer: str) -> Plan:
+    import trainwright as tw
+
+    loaded = question.loaded
+    return tw.plan(
+        loaded.model,
+        loaded.batch,
+        loss_fn=loaded.loss_fn,
+        model_ref=loaded.ref,
+        solver=question.solver,
+        optimizer=optimizer,
+        **question.options,
+    )
+
+
+def _ask_for_comparison(question: _Question) -> _Found:
+    import trainwright as tw
+
+    if len(question.optimizers) > 1:
+        raise UserError(f"one optimizer is needed for --compare; got {len(question.optimizers)}; name one")
+    loaded, memory = question.loaded, question.options["memory"]
+    comparison = tw.compare(
+        loaded.model,
+        loaded.batch,
+        loss_fn=loaded.loss_fn,
+        model_ref=loaded.ref,
+        optimizer=question.optimizers[0],
+        **question.options,
+    )
+    chosen = comparison[question.solver]
+    budget_bytes = None if memory is None else parse_bytes(memory)
+    return _Found(
+        compare_table(comparison),
+        lambda: compared_as_json(comparison, budget_bytes),
+        chosen if isinstance(chosen, Plan) else None,
+        comparison,
+    )
+
+
+def _why_none(comparison: Mapping[str, Plan | Refusal] | None, solver: str) -> str:
+    return str((comparison or {}).get(solver, "no plan"))
+
+
+def _write_report(found: _Found, loaded: Loaded, path: str) -> None:
+    """Write the report, with the memory over the step simulated anew and the reasons for each decision."""
+    from ..reports.html import write_plan
+
+    if found.plan is None:
+        raise UserError("a plan that fits is needed for --html; there is none; raise --memory")
+    write_plan(found.plan, path, comparison=found.comparison, **details(found.plan, loaded))
+
+
+def details(plan: Plan, loaded: Loaded) -> dict[str, Any]:
+    """Return what a report shows beside the plan: the simulated step and the explanation."""
+    import trainwright as tw
+
+    return {
+        "simulation": tw.simulate_plan(plan, loaded.model, loaded.batch, loss_fn=loaded.loss_fn),
+        "explanation": tw.explain(plan, loaded.model, loaded.batch, loss_fn=loaded.loss_fn),
+    }
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UserError("the name of an optimizer is needed; got none; `trainwright optimizers` lists them")
+    return names
+
+
+def _solver(name: str) -> str:
+    if name not in SOLVERS:
+        raise UserError(f"a solver is needed, one of {', '.join(SOLVERS)}; got {name!r}")
+    return name

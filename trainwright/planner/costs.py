@@ -1,0 +1,202 @@
+"""What a decision costs on the cluster: seconds of an op under a split, and of a change of layout.
+
+    op        Σ over its calls of  max(FLOPs · share / rate, bytes · share / bandwidth) + launch
+    reshard   Σ over its steps of  hops · α + sent fraction · bytes / β        (`hardware.collectives`)
+
+The share of the arithmetic is that of the op's loops on the fullest rank, the share of the traffic that of its tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from ..artifacts import Device, MeshAxis
+from ..capture.groups import Group, Split
+from ..capture.layout import Layout, Slot, fraction, local_shape, slot_range
+from ..capture.program import Op, Tensor
+from ..capture.transition import gradient_layout, step_bytes, transition
+from ..hardware.collectives import seconds
+from ..ops import find
+from ..profiler.saved import Records
+
+
+class OptimizerCost(Protocol):
+    """What the planner asks of an optimizer: `trainwright.optim` records answer it."""
+
+    def state_bytes(self, shape: Sequence[int], dtype: Any) -> int:
+        """Bytes that it keeps for a parameter of `shape`."""
+
+    def step_temporary_bytes(self, shape: Sequence[int], dtype: Any) -> int:
+        """Peak bytes that its step allocates and frees again for one parameter."""
+
+
+@dataclass(eq=False)
+class CostModel:
+    """Seconds and bytes on one device of the cluster, laid out as a mesh."""
+
+    device: Device
+    axes: tuple[MeshAxis, ...]
+    records: Records
+    _inner: dict[tuple[Op, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
+    _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    @cached_property
+    def mesh(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    def local_bytes(self, tensor: Tensor, layout: Layout) -> int:
+        """Return the bytes of the fullest rank's part of `tensor`."""
+        return math.ceil(tensor.num_bytes * fraction(tensor.slots, layout, self.mesh))
+
+    def move_s(self, tensor: Tensor, source: Layout, target: Layout) -> float:
+        """Return the seconds that `tensor` takes from one layout to another."""
+        if source == target:
+            return 0.0
+        key = (tensor.slots, tensor.dtype.itemsize, source, target)
+        if key not in self._moves:
+            steps = transition(source, target)
+            self._moves[key] = sum(self.step_s(step, tensor.slots, tensor.dtype.itemsize) for step in steps)
+        return self._moves[key]
+
+    def step_s(self, step: Any, slots: Sequence[Slot], itemsize: int) -> float:
+        """Return the seconds of one step of a change of layout; what it copies on the device included."""
+        num_bytes = step_bytes(step, slots, itemsize, self.mesh)
+        copy_s = 2 * num_bytes / self.device.bandwidth_bytes_per_s + self.device.launch_s
+        if step.kind == "slice":
+            return copy_s / self.mesh[step.axis]
+        return seconds(step.kind, self.axes[step.axis], num_bytes) + copy_s
+
+    def edge_s(self, tensor: Tensor, native: Layout, forward: Layout, gradient: Layout) -> tuple[float, float] | None:
+        """Return the seconds (forward, backward) to serve a want from `native`; `None` where no way leads."""
+        try:
+            there = self.move_s(tensor, native, forward)
+            back = self.move_s(tensor, gradient, gradient_layout(native)) if tensor.requires_grad else 0.0
+        except ValueError:
+            return None
+        return there, back
+
+    def op_s(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
+        """Return the seconds (forward, backward) of `op`, without what it communicates inside."""
+        record = self.records[op]
+        work = self.work_share(group, op, split)
+        touched, written = self._byte_shares(group, op, split)
+        forward_share = written if op.name == "embedding" else touched
+        forward = sum(call.seconds(self.device, work, forward_share) for call in record.forward)
+        return forward, sum(call.seconds(self.device, work, touched) for call in record.backward)
+
+    def work_share(self, group: Group, op: Op, split: Split) -> float:
+        """Return the share of the op's loop nest that the fullest rank runs."""
+        own = {index for (position, _, _), index in group.loop_at.items() if position == op.position}
+        share = 1.0
+        for index in own & set(split):
+            size = group.loops[index].size
+            start, stop = slot_range(size, [(self.mesh[axis], 0) for axis, loop in enumerate(split) if loop == index])
+            share *= (stop - start) / size
+        return share
+
+    def _byte_shares(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
+        """The local share of the bytes of arguments and outputs together, and of the outputs alone."""
+        read = [(tensor, group.input_layout(op, place, split)[0]) for place, tensor in enumerate(op.inputs)]
+        written = [(tensor, group.output_layout(op, place, split)) for place, tensor in enumerate(op.outputs)]
+        return self._share(read + written), self._share(written)
+
+    def _share(self, tensors: list[tuple[Tensor, Layout]]) -> float:
+        whole = sum(tensor.num_bytes for tensor, _ in tensors)
+        return sum(self.local_bytes(tensor, layout) for tensor, layout in tensors) / whole if whole else 1.0
+
+    def inner_s(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
+        """Return the seconds (forward, backward) that `op` communicates inside itself, where its split makes it."""
+        if find(op.name).localize is None or all(loop < 0 for loop in split):
+            return 0.0, 0.0
+        key = (op, split)
+        if key not in self._inner:
+            self._inner[key] = inner_seconds(self, group, op, split)
+        return self._inner[key]
+
+    def optimizer_s(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> float:
+        """Return the seconds of the update of one parameter: it reads and writes parameter, gradient and state."""
+        own = self.local_bytes(tensor, layout)
+        state = optimizer.state_bytes(self.local_shape(tensor, layout), tensor.dtype)
+        launches = 1 + 4 * (state > own // 2)
+        return (3 * own + 2 * state) / self.device.bandwidth_bytes_per_s + launches * self.device.launch_s
+
+    def local_shape(self, tensor: Tensor, layout: Layout) -> tuple[int, ...]:
+        return local_shape(tensor.shape, tensor.slots, layout, self.mesh, None)
+
+
+class TimedAxes:
+    """An `AxisGroup` that only adds up what its reductions would take."""
+
+    def __init__(self, costs: CostModel, axes: Sequence[int], add: Callable[[float], None]) -> None:
+        self.costs, self.axes, self.add = costs, tuple(axes), add
+        self.size = math.prod(costs.mesh[axis] for axis in axes)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Return `tensor` as it is, and note the time of its reduction."""
+        for axis in self.axes:
+            self.add(seconds("all_reduce", self.costs.axes[axis], tensor.numel() * tensor.element_size()))
+        return tensor
+
+
+def inner_seconds(costs: CostModel, group: Group, op: Op, split: Split) -> tuple[float, float]:
+    """Run the local form of `op` on the meta device, if it asks for a group of ranks, and time its reductions."""
+    context = _Probe(costs, group, op, split)
+    rule = find(op.name).localize
+    assert rule is not None
+    values = [torch.empty(context.in_shape(place), dtype=tensor.dtype, device="meta") for place, tensor in enumerate(op.inputs)]
+    for value, tensor in zip(values, op.inputs):
+        value.requires_grad_(tensor.requires_grad)
+    queue = iter(values)
+    args, kwargs = torch.fx.map_arg((op.node.args, op.node.kwargs), lambda node: next(queue))
+    function, args, kwargs = rule(context, op.node.target, tuple(args), dict(kwargs))
+    if not context.asked:
+        return 0.0, 0.0
+    out = function(*args, **kwargs)
+    forward = context.total
+    if out.requires_grad:
+        out.backward(torch.empty_like(out))
+    return forward, context.total - forward
+
+
+class _Probe:
+    """A `LocalContext` on the fullest rank that notes whether the op communicates."""
+
+    def __init__(self, costs: CostModel, group: Group, op: Op, split: Split) -> None:
+        self.costs, self.group, self.op, self.chosen = costs, group, op, split
+        self.asked, self.total = False, 0.0
+
+    def out_shape(self, index: int = 0) -> tuple[int, ...]:
+        return self.costs.local_shape(self.op.outputs[index], self.group.output_layout(self.op, index, self.chosen))
+
+    def in_shape(self, index: int) -> tuple[int, ...]:
+        return self.costs.local_shape(self.op.inputs[index], self.group.input_layout(self.op, index, self.chosen)[0])
+
+    def global_shape(self, index: int) -> tuple[int, ...]:
+        return self.op.inputs[index].shape
+
+    def _axes(self, loops: Sequence[str]) -> tuple[int, ...]:
+        found = {axis for loop in loops for axis in self.group.op_axes(self.op, loop, self.chosen)}
+        return tuple(sorted(axis for axis in found if self.costs.mesh[axis] > 1))
+
+    def split(self, *loops: str) -> bool:
+        return bool(self._axes(loops))
+
+    def owner(self, *loops: str) -> bool:
+        return True
+
+    def group_of(self, *loops: str) -> TimedAxes:
+        self.asked = True
+        return TimedAxes(self.costs, self._axes(loops), self._add)
+
+    def range_of(self, loop: str) -> tuple[int, int]:
+        splits = [(self.costs.mesh[axis], 0) for axis in self._axes([loop])]
+        return slot_range(self.op.signature.sizes.get(loop, 1), splits)
+
+    def _add(self, elapsed_s: float) -> None:
+        self.total += elapsed_s

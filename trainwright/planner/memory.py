@@ -1,0 +1,209 @@
+"""The memory rows: what is alive while each group's backward runs, and at the update, against the budget.
+
+    static        buffers, parameters at rest, optimizer states
+    kept          of every region not yet gone through backwards, of the own one what is not yet used up
+    rederived     of the own instance, what its remaining backward waits for
+    gradients     of the activations around the group, of the parameters of the regions already gone through
+    update        static, all parameters' gradients, what the caller holds, and the optimizer's own temporaries
+
+One row per group for the first and for the last instance of its class: at the last instance most is kept, at the first
+most gradients are there. Sums per class and position are columns of their own, so that a row stays short.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from ..capture.blocks import RegionClass
+from ..capture.decide import span
+from .milp import Model
+from .problem import Decision, Problem, Source, Stored, Use
+from .recompute import Recompute
+from .sharding import Sharding
+
+MIB = 2.0**20
+"""Rows are in MiB, so that coefficients stay near 1."""
+
+Terms = list[tuple[int, float]]
+
+
+@dataclass(eq=False)
+class Memory:
+    """The rows that hold the budget, and the terms of their left sides in MiB."""
+
+    rows: dict[int, Terms] = field(default_factory=dict)
+    static_mib: float = 0.0
+    peak: int = -1
+    """A column that is at least every row: minimise it for the smallest budget."""
+
+
+def add_memory(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, budget_bytes: float) -> Memory:
+    """Add the rows; `budget_bytes` may be changed afterwards with `set_budget`."""
+    memory = _Builder(model, problem, sharding, recompute).build()
+    set_budget(model, memory, budget_bytes)
+    return memory
+
+
+def set_budget(model: Model, memory: Memory, budget_bytes: float) -> None:
+    """Hold the peak under another budget."""
+    model.upper[memory.peak] = budget_bytes / MIB - memory.static_mib
+
+
+class _Builder:
+    def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
+        self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
+        self.kept: dict[tuple[RegionClass, int], Terms] = defaultdict(list)
+        """MiB kept by all instances of a class, by the position whose backward uses it last."""
+        self.rederived: dict[tuple[RegionClass, int], Terms] = defaultdict(list)
+        self.gradient_regions: dict[Decision, list[int]] = defaultdict(list)
+
+    def build(self) -> Memory:
+        memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
+        self._collect()
+        kept = {key: self._sum_column(terms) for key, terms in self.kept.items()}
+        rederived = {key: self._sum_column(terms) for key, terms in self.rederived.items()}
+        static = self._sum_column(self._params(lambda d, k: d.rest_bytes[k] + d.state_bytes[k]))
+        for region_class in self.problem.program.classes:
+            for member in {0, region_class.multiplicity - 1}:
+                for decision in self.problem.of_class(region_class):
+                    terms = self._row(region_class, member, decision, kept, rederived)
+                    self._hold(memory, [(static, 1.0), *terms], _row_name(decision, member))
+        self._hold(memory, [(static, 1.0), *self._update_terms()], "at the optimizer's step")
+        return memory
+
+    def _hold(self, memory: Memory, terms: Terms, name: str) -> None:
+        row = self.model.row(name, [*terms, (memory.peak, -1.0)], upper=0.0)
+        memory.rows[row] = terms
+
+    def _sum_column(self, terms: Terms) -> int:
+        column = self.model.column()
+        self.model.row("sums of bytes", [*terms, (column, -1.0)], 0.0, 0.0)
+        return column
+
+    # What is kept and rederived, by class and position
+
+    def _collect(self) -> None:
+        for stored in self.problem.stored:
+            self._collect_stored(stored)
+        for (decision, option), column in self.recompute.keep_inner.items():
+            self._add(self.kept, decision, column, decision.inner_bytes[option])
+        for (decision, option), column in self.recompute.rerun_on.items():
+            self._add(self.rederived, decision, column, decision.inner_bytes[option])
+        for use in self.problem.uses:
+            self._collect_copies(use)
+            if use.source.is_param:
+                regions = [use.region_class.members[member].index for member in use.members]
+                self.gradient_regions[use.source.decision] += regions
+
+    def _add(self, table: dict[tuple[RegionClass, int], Terms], decision: Decision, column: int, num_bytes: int) -> None:
+        assert decision.group is not None and decision.region_class is not None
+        if num_bytes:
+            table[decision.region_class, decision.group.index].append((column, num_bytes / MIB))
+
+    def _collect_stored(self, stored: Stored) -> None:
+        source, decision = stored.source, stored.source.decision
+        assert decision.region_class is not None
+        key = (decision.region_class, -1 if stored.held else stored.position)
+        for native in self.sharding.yields(source):
+            num_bytes = self.problem.costs.local_bytes(source.tensor, native)
+            self.kept[key].append((self.recompute.keep[stored, native], num_bytes / MIB))
+        if not stored.boundary and not stored.held:
+            for option, native in enumerate(source.natives):
+                on = self.recompute.rerun_on.get((decision, option))
+                if on is not None and self._is_saved(stored):
+                    num_bytes = self.problem.costs.local_bytes(source.tensor, native)
+                    self.rederived[key].append((on, num_bytes / MIB))
+
+    def _is_saved(self, stored: Stored) -> bool:
+        return stored.own_saved or any(any(d.saves) for use in stored.uses for d in use.demands)
+
+    def _collect_copies(self, use: Use) -> None:
+        readers = [demand.position for demand in use.demands if any(demand.saves)]
+        key = (use.region_class, min(readers, default=0))
+        for want in {want for demand in use.demands for wants in demand.wants for want in wants}:
+            num_bytes = self.problem.costs.local_bytes(use.source.tensor, want[0])
+            for table, columns in ((self.kept, self.recompute.keep_copy), (self.rederived, self.recompute.convert_on)):
+                if (use, want) in columns:
+                    table[key].append((columns[use, want], num_bytes / MIB))
+
+    # Rows
+
+    def _row(self, region_class: RegionClass, member: int, decision: Decision, kept, rederived) -> Terms:
+        assert decision.group is not None
+        region, position = region_class.members[member].index, decision.group.index
+        terms: Terms = []
+        for (owner, at), column in kept.items():
+            num = sum(other.index <= region for other in owner.members)
+            if owner is region_class and at > position:
+                num -= 1
+            if at < 0:
+                num = owner.multiplicity
+            if num:
+                terms.append((column, num / owner.multiplicity))
+        terms += [(column, 1.0) for (owner, at), column in rederived.items() if owner is region_class and at <= position]
+        terms += self._option_terms(decision, decision.transient_bytes)
+        terms += self._pending(region_class, position)
+        terms += self._param_gradients(region)
+        return terms
+
+    def _option_terms(self, decision: Decision, num_bytes: list[int]) -> Terms:
+        return [(column, size / MIB) for column, size in zip(self.sharding.choice[decision], num_bytes) if size]
+
+    def _pending(self, region_class: RegionClass, position: int) -> Terms:
+        """Gradients that already have a part and wait for the backward of their producer."""
+        terms: Terms = []
+        seen: set[Source] = set()
+        for use in self.problem.uses:
+            if use.region_class is not region_class or use.source.is_param or not use.tensor.requires_grad:
+                continue
+            made = use.source.decision.group.index if use.inside and use.source.decision.group else -1
+            if made < position and any(demand.position > position for demand in use.demands) and use.source not in seen:
+                if not use.inside and any(other.tensor is use.tensor for other in seen):
+                    continue
+                seen.add(use.source)
+                sizes = [self.problem.costs.local_bytes(use.source.tensor, native) for native in use.source.natives]
+                terms += self._option_terms(use.source.decision, sizes)
+                if not use.inside:
+                    break
+        return terms
+
+    def _param_gradients(self, region: int) -> Terms:
+        """Of parameters read in this region or behind it: their gradients are there, at rest."""
+        terms: Terms = []
+        for decision in self.problem.params:
+            if decision.tied[0].requires_grad:
+                regions = self.gradient_regions[decision]
+                num = min(decision.count, sum(index >= region for index in regions))
+                if num:
+                    terms += [(c, num * s) for c, s in self._option_terms(decision, decision.rest_bytes)]
+        return terms
+
+    def _params(self, size) -> Terms:
+        return [
+            (column, decision.count * size(decision, option) / MIB)
+            for decision in self.problem.params
+            for option, column in enumerate(self.sharding.choice[decision])
+        ]
+
+    def _update_terms(self) -> Terms:
+        """All gradients, the held outputs, and the largest of the optimizer's temporaries."""
+        terms = self._params(lambda d, k: d.rest_bytes[k] if d.tied[0].requires_grad else 0)
+        for stored in self.problem.stored:
+            if stored.held:
+                for native in self.sharding.yields(stored.source):
+                    size = self.problem.costs.local_bytes(stored.source.tensor, native)
+                    terms.append((self.recompute.keep[stored, native], size / MIB))
+        largest = self.model.column()
+        for decision in self.problem.params:
+            sizes = self._option_terms(decision, decision.step_bytes)
+            if sizes:
+                self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
+        return [*terms, (largest, 1.0)]
+
+
+def _row_name(decision: Decision, member: int) -> str:
+    assert decision.region_class is not None and decision.group is not None
+    region_class = decision.region_class
+    key = region_class.members[member].ops[decision.group.head.position].key
+    return f"the backward of {span([key])}"

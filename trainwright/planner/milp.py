@@ -1,0 +1,173 @@
+"""A thin builder of mixed-integer linear programs over HiGHS: columns, named rows, and solves that share one model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+Terms = Iterable[tuple[int, float]]
+INFINITY = math.inf
+Progress = Callable[[float, float, float], None]
+"""Called as (seconds, best objective, bound)."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What one solve found. `values` is None when it found nothing."""
+
+    status: str
+    """optimal, feasible (stopped early), infeasible, or stopped (nothing found in time)."""
+    values: np.ndarray | None
+    objective: float
+    bound: float
+    solve_s: float
+
+    @property
+    def gap(self) -> float:
+        """The proven distance from the optimum, as a fraction of the objective."""
+        if self.values is None or not math.isfinite(self.bound):
+            return INFINITY
+        return max(0.0, (self.objective - self.bound) / max(abs(self.objective), 1e-12))
+
+
+class Model:
+    """min cost · x subject to named rows lower ≤ a · x ≤ upper, bounds, and some columns integer."""
+
+    def __init__(self) -> None:
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.cost: list[float] = []
+        self.integer: list[bool] = []
+        self.row_lower: list[float] = []
+        self.row_upper: list[float] = []
+        self.row_names: list[str] = []
+        self.starts: list[int] = [0]
+        self.indices: list[int] = []
+        self.coefficients: list[float] = []
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.cost)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_lower)
+
+    def column(self, upper: float = INFINITY, cost: float = 0.0, integer: bool = False, lower: float = 0.0) -> int:
+        """Add a column and return its index."""
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.cost.append(cost)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def row(self, name: str, terms: Terms, lower: float = -INFINITY, upper: float = INFINITY) -> int:
+        """Add the row `lower ≤ Σ coefficient · column ≤ upper` to the group `name` and return its index."""
+        merged: dict[int, float] = {}
+        for column, coefficient in terms:
+            merged[column] = merged.get(column, 0.0) + coefficient
+        for column, coefficient in merged.items():
+            if coefficient != 0.0:
+                self.indices.append(column)
+                self.coefficients.append(coefficient)
+        self.starts.append(len(self.indices))
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+        self.row_names.append(name)
+        return len(self.row_lower) - 1
+
+    def solve(
+        self,
+        *,
+        relaxed: bool = False,
+        fixed: Mapping[int, float] | None = None,
+        cost: Mapping[int, float] | None = None,
+        start: np.ndarray | None = None,
+        time_limit_s: float = 30.0,
+        gap: float = 1e-3,
+        cutoff: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        """Solve the model, or a variation of it.
+
+        relaxed: without integrality. fixed: columns held at a value. cost: an objective in place of the model's own.
+        start: values to begin from. gap: stop within this fraction of the optimum.
+        """
+        began = time.perf_counter()
+        highs = self._pass(relaxed, fixed or {}, cost)
+        highs.setOptionValue("time_limit", max(0.05, time_limit_s))
+        highs.setOptionValue("mip_rel_gap", gap)
+        highs.setOptionValue("threads", 1)
+        if cutoff is not None:
+            highs.setOptionValue("objective_bound", cutoff)
+        if start is not None and not relaxed:
+            self._start(highs, start)
+        if progress is not None and not relaxed:
+            _listen(highs, progress)
+        try:
+            highs.run()
+        except KeyboardInterrupt:
+            highs.cancelSolve()
+        return _read(highs, relaxed, time.perf_counter() - began)
+
+    def _pass(self, relaxed: bool, fixed: Mapping[int, float], cost: Mapping[int, float] | None):
+        import highspy
+
+        lower, upper = np.array(self.lower), np.array(self.upper)
+        for column, value in fixed.items():
+            lower[column] = upper[column] = value
+        objective = np.array(self.cost)
+        if cost is not None:
+            objective = np.zeros(self.num_columns)
+            objective[list(cost)] = list(cost.values())
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = self.num_columns, self.num_rows
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = objective, lower, upper
+        lp.row_lower_, lp.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.array(self.starts, dtype=np.int32)
+        lp.a_matrix_.index_ = np.array(self.indices, dtype=np.int32)
+        lp.a_matrix_.value_ = np.array(self.coefficients)
+        if not relaxed:
+            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+            lp.integrality_ = [kinds[flag] for flag in self.integer]
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.passModel(lp)
+        return highs
+
+    def _start(self, highs, values: np.ndarray) -> None:
+        import highspy
+
+        solution = highspy.HighsSolution()
+        solution.col_value = [float(value) for value in values]
+        highs.setSolution(solution)
+
+
+def _listen(highs, progress: Progress) -> None:
+    def heard(event) -> None:
+        out = event.data_out
+        progress(out.running_time, out.mip_primal_bound, out.mip_dual_bound)
+
+    highs.cbMipImprovingSolution.subscribe(heard)
+
+
+def _read(highs, relaxed: bool, solve_s: float) -> Solution:
+    import highspy
+
+    status = highs.getModelStatus()
+    info = highs.getInfo()
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        return Solution("infeasible", None, INFINITY, INFINITY, solve_s)
+    if not found:
+        bound = info.mip_dual_bound if not relaxed else -INFINITY
+        return Solution("stopped", None, INFINITY, bound, solve_s)
+    values = np.array(highs.getSolution().col_value)
+    objective = info.objective_function_value
+    done = status == highspy.HighsModelStatus.kOptimal
+    return Solution("optimal" if done else "feasible", values, objective, objective if relaxed else info.mip_dual_bound, solve_s)

@@ -1,0 +1,387 @@
+"""The planning problem of one program on one mesh: decisions, who reads what in which layout, and what must be stored.
+
+    Decision   one group's split, or one parameter's layout at rest; its options, each with its seconds
+    Source     a tensor class and the layout that each option of its decision leaves it in
+    Use        the readers of one source in one class of regions; each distinct want is served by one converted copy
+    Demand     what one group wants of a use, and what its backward saves of it, option by option
+    Stored     a piece of memory that a group's output lives in, and that somebody's backward may need
+
+Everything stands once per class of regions, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..capture.blocks import RegionClass
+from ..capture.decide import group_key, param_classes, span
+from ..capture.factors import Factor
+from ..capture.groups import Group
+from ..capture.layout import REPLICATE, Layout
+from ..capture.program import Program, Tensor
+from .costs import CostModel, OptimizerCost
+from .strategies import batch_factor, group_options, param_options
+
+Want = tuple[Layout, Layout]
+"""The layout that a reader wants, and that in which the gradient comes back."""
+
+
+@dataclass(eq=False)
+class Decision:
+    """One choice among `options`. Seconds are those of one instance; there are `count`."""
+
+    index: int
+    key: str
+    options: list[tuple[int, ...]]
+    count: int
+    group: Group | None = None
+    region_class: RegionClass | None = None
+    tied: list[Tensor] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    inner_comm_s: list[tuple[float, float]] = field(default_factory=list)
+    """What the group's ops communicate inside themselves, forward and backward."""
+    inner_bytes: list[int] = field(default_factory=list)
+    """What the group saves and nobody outside reads: activations between its ops, statistics, masks."""
+    transient_bytes: list[int] = field(default_factory=list)
+    """What the group's backward holds for a moment, gradients included."""
+    rest_bytes: list[int] = field(default_factory=list)
+    """Parameters: bytes of one instance at rest; its gradient takes as much."""
+    state_bytes: list[int] = field(default_factory=list)
+    step_bytes: list[int] = field(default_factory=list)
+
+    def option_s(self, option: int) -> float:
+        """Return the seconds of all instances, forward and backward."""
+        return self.count * (self.forward_s[option] + self.backward_s[option] + sum(self.inner_comm_s[option]))
+
+    def rerun_s(self, option: int) -> float:
+        """Return the seconds of running one instance's forward again."""
+        return self.forward_s[option] + self.inner_comm_s[option][0]
+
+
+@dataclass(eq=False)
+class Source:
+    """A tensor class: the layout that each option of `decision` leaves it in."""
+
+    tensor: Tensor
+    decision: Decision
+    natives: list[Layout]
+
+    @property
+    def is_param(self) -> bool:
+        return self.decision.group is None
+
+
+@dataclass(eq=False)
+class Demand:
+    """What one group wants of a tensor under each of its options, and which of the wanted its backward saves."""
+
+    decision: Decision
+    position: int
+    wants: list[frozenset[Want]]
+    saves: list[frozenset[Want]]
+
+
+@dataclass(eq=False)
+class Use:
+    """The readers of one source in the regions `members` of one class."""
+
+    source: Source
+    region_class: RegionClass
+    members: tuple[int, ...]
+    tensor: Tensor
+    """The tensor as the representative region reads it."""
+    inside: bool
+    """Made and read in the same region."""
+    demands: list[Demand]
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
+
+
+@dataclass(eq=False)
+class Stored:
+    """The memory behind a group's output."""
+
+    source: Source
+    own_saved: bool
+    """The group's own backward needs it, whatever is chosen."""
+    held: bool
+    """The caller holds it until the step is over."""
+    uses: list[Use] = field(default_factory=list)
+
+    @property
+    def boundary(self) -> bool:
+        """Read by another region: never rederived."""
+        return any(not use.inside for use in self.uses)
+
+    @property
+    def position(self) -> int:
+        """The group of the region whose backward is the last to need it, natively."""
+        assert self.source.decision.group is not None
+        own = self.source.decision.group.index
+        readers = [d.position for use in self.uses if use.inside for d in use.demands if any(d.saves)]
+        return own if self.own_saved or self.held else min(readers, default=own)
+
+
+@dataclass(eq=False)
+class Problem:
+    """All that the solver chooses from, for one program on one mesh."""
+
+    program: Program
+    costs: CostModel
+    optimizer: OptimizerCost
+    samples: Factor | None
+    groups: list[Decision]
+    params: list[Decision]
+    uses: list[Use]
+    stored: list[Stored]
+    static_bytes: int
+    """Buffers: whole on every rank."""
+
+    @property
+    def decisions(self) -> list[Decision]:
+        return [*self.groups, *self.params]
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        return self.costs.mesh
+
+    def of_class(self, region_class: RegionClass) -> list[Decision]:
+        """Return the decisions of one class's groups, in order."""
+        return [decision for decision in self.groups if decision.region_class is region_class]
+
+
+def build_problem(program: Program, costs: CostModel, optimizer: OptimizerCost) -> Problem:
+    """Write down every option with what it costs."""
+    return _Builder(program, costs, optimizer).build()
+
+
+class _Builder:
+    def __init__(self, program: Program, costs: CostModel, optimizer: OptimizerCost) -> None:
+        self.program, self.costs, self.optimizer = program, costs, optimizer
+        self.samples = batch_factor(program)
+        self.sources: dict[Tensor, Source] = {}
+        """Of representative tensors and first tied parameters."""
+        self.twins: dict[Tensor, Tensor] = {}
+        """Tensor → the representative of its class."""
+        self.uses: list[Use] = []
+
+    def build(self) -> Problem:
+        groups = [
+            self._group_decision(region_class, group)
+            for region_class in self.program.classes
+            for group in region_class.groups
+        ]
+        for index, decision in enumerate(groups):
+            decision.index = index
+        self._find_twins()
+        demands = {region_class: self._demands(region_class, groups) for region_class in self.program.classes}
+        params = self._param_decisions(demands)
+        for index, decision in enumerate(params):
+            decision.index = len(groups) + index
+        for decision in groups:
+            self._add_sources(decision)
+        for region_class, table in demands.items():
+            for tensor, found in table.items():
+                self._add_uses(region_class, tensor, found)
+        stored = self._stored(groups)
+        buffers = sum(tensor.num_bytes for tensor in self.program.tensors if tensor.role == "buffer")
+        return Problem(
+            self.program, self.costs, self.optimizer, self.samples, groups, params, self.uses, stored, buffers
+        )
+
+    # Decisions
+
+    def _group_decision(self, region_class: RegionClass, group: Group) -> Decision:
+        options = group_options(group, self.costs.records, self.costs.mesh, self.samples)
+        decision = Decision(-1, group_key(region_class, group), list(options), region_class.multiplicity, group, region_class)
+        for split in options:
+            times = [self.costs.op_s(group, op, split) for op in group.ops]
+            inner = [self.costs.inner_s(group, op, split) for op in group.ops]
+            decision.forward_s.append(sum(forward for forward, _ in times))
+            decision.backward_s.append(sum(backward for _, backward in times))
+            decision.inner_comm_s.append((sum(a for a, _ in inner), sum(b for _, b in inner)))
+            decision.transient_bytes.append(self._transient_bytes(group, split))
+        self._add_inner_bytes(decision)
+        return decision
+
+    def _transient_bytes(self, group: Group, split: tuple[int, ...]) -> int:
+        """The gradient that an op is given and what its backward holds, for the op with most of it."""
+        most = 0
+        for op in group.ops:
+            if op.requires_grad:
+                given = sum(self.costs.local_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs))
+                read = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs)]
+                whole = sum(t.num_bytes for t, _ in read) + sum(t.num_bytes for t in op.outputs)
+                share = (sum(self.costs.local_bytes(t, layout) for t, layout in read) + given) / max(1, whole)
+                most = max(most, given + int(share * self.costs.records[op].backward_bytes))
+        return most
+
+    def _add_inner_bytes(self, decision: Decision) -> None:
+        group, records = decision.group, self.costs.records
+        assert group is not None
+        saved = _saved_inside(group, self.costs)
+        read_outside = {_root(group, tensor, self.costs) for tensor in group.outputs()}
+        inner = [root for root in saved if root not in read_outside and not self._is_output(root)]
+        for split in decision.options:
+            total = 0
+            for tensor in inner:
+                op = tensor.producer
+                assert op is not None
+                total += self.costs.local_bytes(tensor, group.output_layout(op, op.outputs.index(tensor), split))
+            for op in group.ops:
+                total += int(records[op].internal_bytes * self.costs.work_share(group, op, split))
+            decision.inner_bytes.append(total)
+
+    def _is_output(self, tensor: Tensor) -> bool:
+        return any(found is tensor for found in self.program.outputs)
+
+    def _param_decisions(self, demands: dict[RegionClass, dict[Tensor, list[Demand]]]) -> list[Decision]:
+        wanted: dict[Tensor, set[Layout]] = {}
+        for region_class, table in demands.items():
+            for tensor, found in table.items():
+                for own in self._members_tensors(region_class, tensor):
+                    layouts = wanted.setdefault(own, set())
+                    layouts |= {want[0] for demand in found for wants in demand.wants for want in wants}
+        result = []
+        for tied in param_classes(self.program):
+            first = tied[0]
+            options = param_options(first, wanted.get(first, set()), self.costs.mesh)
+            decision = Decision(-1, span([tensor.key for tensor in tied]), list(options), len(tied), tied=tied)
+            for layout in options:
+                self._add_param_option(decision, first, layout)
+            result.append(decision)
+            source = Source(first, decision, list(options))
+            self.sources[first] = source
+            self.twins.update({tensor: first for tensor in tied})
+        return result
+
+    def _add_param_option(self, decision: Decision, tensor: Tensor, layout: Layout) -> None:
+        own, shape = self.costs.local_bytes(tensor, layout), self.costs.local_shape(tensor, layout)
+        trained = tensor.requires_grad
+        decision.rest_bytes.append(own)
+        decision.state_bytes.append(self.optimizer.state_bytes(shape, tensor.dtype) if trained else 0)
+        decision.step_bytes.append(self.optimizer.step_temporary_bytes(shape, tensor.dtype) if trained else 0)
+        decision.forward_s.append(0.0)
+        decision.backward_s.append(self.costs.optimizer_s(tensor, layout, self.optimizer) if trained else 0.0)
+        decision.inner_comm_s.append((0.0, 0.0))
+
+    # Who reads what
+
+    def _find_twins(self) -> None:
+        for region_class in self.program.classes:
+            first = region_class.representative
+            for member in region_class.members:
+                for op, twin in zip(member.ops, first.ops):
+                    self.twins.update(zip(op.outputs, twin.outputs))
+
+    def _members_tensors(self, region_class: RegionClass, tensor: Tensor) -> list[Tensor]:
+        """The tensor that each member reads where the representative reads `tensor`."""
+        place = {external: index for index, external in enumerate(region_class.representative.externals)}
+        if tensor not in place:
+            return [tensor] * region_class.multiplicity
+        return [member.externals[place[tensor]] for member in region_class.members]
+
+    def _demands(self, region_class: RegionClass, groups: Sequence[Decision]) -> dict[Tensor, list[Demand]]:
+        """For every tensor that is read across groups in a class, what each group wants of it."""
+        table: dict[Tensor, list[Demand]] = {}
+        for decision in groups:
+            group = decision.group
+            if decision.region_class is not region_class or group is None:
+                continue
+            places: dict[Tensor, list[tuple]] = {}
+            for op, place, tensor in group.operands():
+                if not _is_free(tensor):
+                    places.setdefault(tensor, []).append((op, place))
+            for tensor, readers in places.items():
+                wants, saves = [], []
+                for split in decision.options:
+                    found = [(self._want(group, op, place, split), op, place) for op, place in readers]
+                    wants.append(frozenset(want for want, _, _ in found))
+                    saved = [want for want, op, place in found if place in self.costs.records[op].saved_inputs]
+                    saves.append(frozenset(saved))
+                table.setdefault(tensor, []).append(Demand(decision, group.index, wants, saves))
+        return table
+
+    def _want(self, group: Group, op, place: int, split: tuple[int, ...]) -> Want:
+        forward, gradient = group.input_layout(op, place, split)
+        return forward, gradient if op.inputs[place].requires_grad else (REPLICATE,) * len(split)
+
+    def _add_sources(self, decision: Decision) -> None:
+        group = decision.group
+        assert group is not None
+        for op in group.ops:
+            for place, tensor in enumerate(op.outputs):
+                natives = [group.output_layout(op, place, split) for split in decision.options]
+                self.sources[tensor] = Source(tensor, decision, natives)
+
+    def _add_uses(self, region_class: RegionClass, tensor: Tensor, demands: list[Demand]) -> None:
+        inside = tensor.producer is not None and tensor.producer.region is region_class.representative
+        by_source: dict[Source, list[int]] = {}
+        for member, own in enumerate(self._members_tensors(region_class, tensor)):
+            if not _is_free(own):
+                by_source.setdefault(self.sources[self.twins.get(own, own)], []).append(member)
+        for source, members in by_source.items():
+            self.uses.append(Use(source, region_class, tuple(members), tensor, inside, demands))
+
+    def _stored(self, groups: Sequence[Decision]) -> list[Stored]:
+        """The memory of every group output, with all uses of it and of its views."""
+        found: dict[Tensor, Stored] = {}
+        for decision in groups:
+            group = decision.group
+            assert group is not None
+            saved = _saved_inside(group, self.costs)
+            for tensor in group.outputs():
+                root = _root(group, tensor, self.costs)
+                stored = found.setdefault(root, Stored(self.sources[root], root in saved, False))
+                stored.held |= self._any_output(decision, root) or self._any_output(decision, tensor)
+        for use in self.uses:
+            group = use.source.decision.group
+            if group is not None:
+                root = _root(group, use.source.tensor, self.costs)
+                # What the representative's readers leave in the group, those of another member may read outside.
+                found.setdefault(root, Stored(self.sources[root], False, False)).uses.append(use)
+        return list(found.values())
+
+    def _any_output(self, decision: Decision, tensor: Tensor) -> bool:
+        op, outputs = tensor.producer, {id(found) for found in self.program.outputs}
+        assert op is not None and decision.region_class is not None
+        place = op.outputs.index(tensor)
+        return any(id(member.ops[op.position].outputs[place]) in outputs for member in decision.region_class.members)
+
+
+def _is_free(tensor: Tensor) -> bool:
+    """Batch entries, buffers, constants: there on every rank, served by slices alone."""
+    if tensor.role == "op":
+        return tensor.producer is not None and tensor.producer.constant
+    return tensor.role != "param"
+
+
+def _root(group: Group, tensor: Tensor, costs: CostModel) -> Tensor:
+    """The tensor of the group whose memory `tensor` shares."""
+    inside = set(group.ops)
+    while tensor.producer in inside:
+        op = tensor.producer
+        source = costs.records[op].aliases.get(op.outputs.index(tensor))
+        if source is None or op.inputs[source].producer not in inside:
+            return tensor
+        tensor = op.inputs[source]
+    return tensor
+
+
+def _saved_inside(group: Group, costs: CostModel) -> set[Tensor]:
+    """The roots made in the group that the backward of its own ops needs."""
+    inside = set(group.ops)
+    saved: Iterable[Tensor] = (
+        tensor
+        for op in group.ops
+        for tensor in (
+            *(op.inputs[place] for place in costs.records[op].saved_inputs),
+            *(op.outputs[place] for place in costs.records[op].saved_outputs),
+        )
+        if tensor.producer in inside
+    )
+    return {_root(group, tensor, costs) for tensor in saved}

@@ -1,0 +1,218 @@
+"""The memory half of the joint problem: what is kept for the backward, converted again, or rederived.
+
+Counts are over the instances of a class. Reruns take the first instances, whose backward comes last, when kept tensors
+are gone; what is kept follows behind them.
+
+    K[t, n] ∈ 0..M     instances that keep the output t in its native layout n          K ≤ M · Σ {x : leaves n}
+    KI[d, k] ∈ 0..M    instances that keep what the group d saves inside                KI ≤ M · x[d, k]
+    KC[u, w] ∈ 0..M    instances that keep the converted copy                           KC ≤ M · Σ {x : leaves n ≠ w}
+    C[u, n, w] ≥ 0     instances that convert again from n                              C ≤ M · Σ {x : leaves n}
+    r[d, k] ≥ 0        instances that rerun the group's forward                         r ≤ M · x[d, k]
+
+    need      K[t, w] + r[made w] + KC[u, w] + Σ_n C[u, n, w]  ≥  M · Σ {x : wants and saves w}
+    inner     KI[d] + r[d] ≥ M   where the group saves anything inside
+    rerun     Σ {r[d, k] : k wants w} ≤ the left side of `need`, for every operand
+    source    C[u, n, w] ≤ K[t, n] + r[made n]     (a copy is never its own source; parameters are always there)
+
+A tensor that another region reads is kept or not, never rederived; what the caller holds is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..capture.layout import Layout
+from .milp import Model
+from .problem import Decision, Demand, Problem, Stored, Use, Want
+from .sharding import Sharding, ones, wants_of
+
+NEED = "what the backward needs is kept or rederived"
+RERUN = "a rerun finds its operands"
+SOURCE = "a conversion finds its source"
+EXISTS = "only what the chosen layouts make can be kept or rederived"
+RERUN_EPSILON_S = 1e-9
+"""So that nothing is rerun for no reason."""
+
+Terms = list[tuple[int, float]]
+
+
+@dataclass(eq=False)
+class Recompute:
+    """The columns of the memory half."""
+
+    keep: dict[tuple[Stored, Layout], int] = field(default_factory=dict)
+    keep_inner: dict[tuple[Decision, int], int] = field(default_factory=dict)
+    keep_copy: dict[tuple[Use, Want], int] = field(default_factory=dict)
+    convert: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
+    rerun: dict[tuple[Decision, int], int] = field(default_factory=dict)
+    rerun_on: dict[tuple[Decision, int], int] = field(default_factory=dict)
+    """1 where any instance reruns: its results are then alive during one instance's backward."""
+    convert_on: dict[tuple[Use, Want], int] = field(default_factory=dict)
+
+
+def add_recompute(model: Model, problem: Problem, sharding: Sharding) -> Recompute:
+    """Add the columns and rows of the memory half to `model`."""
+    return _Builder(model, problem, sharding).build()
+
+
+class _Builder:
+    def __init__(self, model: Model, problem: Problem, sharding: Sharding) -> None:
+        self.model, self.problem, self.sharding = model, problem, sharding
+        self.columns = Recompute()
+        self.stored_of: dict[Use, Stored] = {use: stored for stored in problem.stored for use in stored.uses}
+        self.by_decision: dict[Decision, list[Use]] = {}
+        for use in problem.uses:
+            for demand in use.demands:
+                self.by_decision.setdefault(demand.decision, []).append(use)
+
+    def build(self) -> Recompute:
+        for decision in self.problem.groups:
+            if self._can_rerun(decision):
+                self._add_rerun(decision)
+        for stored in self.problem.stored:
+            self._add_keep(stored)
+        for use in self.problem.uses:
+            self._add_copies(use)
+        for decision in self.problem.groups:
+            self._add_inner(decision)
+        for use in self.problem.uses:
+            for want in wants_of(use):
+                self._add_need(use, want)
+        return self.columns
+
+    def _can_rerun(self, decision: Decision) -> bool:
+        group = decision.group
+        return group is not None and any(op.requires_grad for op in group.ops)
+
+    def _add_rerun(self, decision: Decision) -> None:
+        for option, chosen in enumerate(self.sharding.choice[decision]):
+            cost = decision.rerun_s(option) + RERUN_EPSILON_S
+            rerun = self.model.column(float(decision.count), cost)
+            on = self.model.column(1.0, integer=True)
+            self.columns.rerun[decision, option] = rerun
+            self.columns.rerun_on[decision, option] = on
+            self.model.row(EXISTS, [(rerun, 1.0), (on, -float(decision.count))], upper=0.0)
+            self.model.row(EXISTS, [(on, 1.0), (chosen, -1.0)], upper=0.0)
+
+    def _add_keep(self, stored: Stored) -> None:
+        count = float(stored.source.decision.count)
+        for native, chosen in self.sharding.yields(stored.source).items():
+            column = self.model.column(count, integer=not stored.boundary)
+            self.columns.keep[stored, native] = column
+            self.model.row(EXISTS, [(column, 1.0), *ones(chosen, -count)], upper=0.0)
+        keeps = [self.columns.keep[stored, native] for native in self.sharding.yields(stored.source)]
+        if stored.held:
+            self.model.row(NEED, ones(keeps), lower=count)
+        elif stored.own_saved:
+            self.model.row(NEED, ones(keeps) + self._reruns(stored.source.decision, stored), lower=count)
+
+    def _reruns(self, decision: Decision, stored: Stored) -> Terms:
+        """All rerun columns of a group, where its output may be rederived."""
+        if stored.boundary or stored.held:
+            return []
+        return [(column, 1.0) for (owner, _), column in self._rerun_items(decision)]
+
+    def _rerun_items(self, decision: Decision):
+        keys = [(decision, option) for option in range(len(decision.options))]
+        return [(key, self.columns.rerun[key]) for key in keys if key in self.columns.rerun]
+
+    def _add_inner(self, decision: Decision) -> None:
+        if not any(decision.inner_bytes):
+            return
+        terms: Terms = [(column, 1.0) for _, column in self._rerun_items(decision)]
+        for option, chosen in enumerate(self.sharding.choice[decision]):
+            column = self.model.column(float(decision.count), integer=True)
+            self.columns.keep_inner[decision, option] = column
+            self.model.row(EXISTS, [(column, 1.0), (chosen, -float(decision.count))], upper=0.0)
+            terms.append((column, 1.0))
+        self.model.row(NEED, terms, lower=float(decision.count))
+
+    def _add_copies(self, use: Use) -> None:
+        """A converted copy of a want: kept, or converted again from what the layout of the source is."""
+        if not self._may_matter(use):
+            return
+        count = float(use.count)
+        supply = self.sharding.yields(use.source)
+        for want in wants_of(use):
+            others = [native for native in supply if native != want[0] and (use, native, want) in self.sharding.flow]
+            if not others:
+                continue
+            keep = self.model.column(count, integer=True)
+            on = self.model.column(1.0, integer=True)
+            self.columns.keep_copy[use, want] = keep
+            self.columns.convert_on[use, want] = on
+            columns = [column for native in others for column in supply[native]]
+            self.model.row(EXISTS, [(keep, 1.0), *ones(columns, -count)], upper=0.0)
+            converted = []
+            for native in others:
+                converted.append(self._add_convert(use, native, want, supply[native]))
+            self.model.row(EXISTS, ones(converted) + [(on, -count)], upper=0.0)
+
+    def _may_matter(self, use: Use) -> bool:
+        return any(any(demand.saves) or self._can_rerun(demand.decision) for demand in use.demands)
+
+    def _add_convert(self, use: Use, native: Layout, want: Want, chosen: list[int]) -> int:
+        cost = self.problem.costs.move_s(use.source.tensor, native, want[0]) + RERUN_EPSILON_S
+        column = self.model.column(float(use.count), cost)
+        self.columns.convert[use, native, want] = column
+        self.model.row(EXISTS, [(column, 1.0), *ones(chosen, -float(use.count))], upper=0.0)
+        if not use.source.is_param:
+            self.model.row(SOURCE, [(column, 1.0), *_negated(self._native(use, native))], upper=0.0)
+        return column
+
+    def _native(self, use: Use, native: Layout) -> Terms:
+        """In how many instances the native tensor is there when the region's backward begins, in units of the use."""
+        stored = self.stored_of[use]
+        root = self._root_layout(use, stored, native)
+        scale = use.count / stored.source.decision.count
+        terms: Terms = [(self.columns.keep[stored, layout], scale) for layout in root]
+        if use.inside and not stored.boundary and not stored.held:
+            made = [k for k, found in enumerate(use.source.natives) if found == native]
+            items = [self.columns.rerun.get((use.source.decision, k)) for k in made]
+            terms += [(column, 1.0) for column in items if column is not None]
+        return terms
+
+    def _root_layout(self, use: Use, stored: Stored, native: Layout) -> set[Layout]:
+        """The layouts of the memory behind a view that is in layout `native`."""
+        return {root for root, own in zip(stored.source.natives, use.source.natives) if own == native}
+
+    def _available(self, use: Use, want: Want) -> Terms:
+        """In how many instances what is wanted is there: natively, kept as a copy, or converted again."""
+        terms: Terms = []
+        if (use, want) in self.columns.keep_copy:
+            terms.append((self.columns.keep_copy[use, want], 1.0))
+        supply = self.sharding.yields(use.source)
+        terms += [
+            (self.columns.convert[use, native, want], 1.0) for native in supply if (use, native, want) in self.columns.convert
+        ]
+        if want[0] in supply:
+            if use.source.is_param:
+                terms += ones(supply[want[0]], float(use.count))
+            else:
+                terms += self._native(use, want[0])
+        return terms
+
+    def _add_need(self, use: Use, want: Want) -> None:
+        available = self._available(use, want)
+        for demand in use.demands:
+            saving = self._saving(demand, want)
+            if saving:
+                self.model.row(NEED, available + ones(saving, -float(use.count)), lower=0.0)
+            self._add_rerun_need(use, demand, want, available)
+
+    def _saving(self, demand: Demand, want: Want) -> list[int]:
+        return [column for column, saves in zip(self.sharding.choice[demand.decision], demand.saves) if want in saves]
+
+    def _add_rerun_need(self, use: Use, demand: Demand, want: Want, available: Terms) -> None:
+        share = use.count / demand.decision.count
+        reruns = [
+            (self.columns.rerun[demand.decision, option], share)
+            for option, wants in enumerate(demand.wants)
+            if want in wants and (demand.decision, option) in self.columns.rerun
+        ]
+        if reruns:
+            self.model.row(RERUN, reruns + _negated(available), upper=0.0)
+
+
+def _negated(terms: Terms) -> Terms:
+    return [(column, -coefficient) for column, coefficient in terms]

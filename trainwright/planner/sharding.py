@@ -1,0 +1,97 @@
+"""The sharding half of the joint problem: one option a decision, and which layout serves which want.
+
+    x[d, k] ∈ {0, 1}         decision d takes option k                        Σ_k x[d, k] = 1
+    f[u, n, w] ∈ [0, 1]      use u serves the want w from the native layout n
+        demand   Σ_n f[u, n, w] ≥ Σ {x[d, k] : k wants w}     for every reader d     (=, where there is one reader)
+        supply   f[u, n, w] ≤ Σ {x[s, k] : k leaves n}                               (Σ_w f = …, where there is one)
+
+    seconds  Σ count · (compute + update + inner communication)[d, k] · x  +  Σ count · (there + back)[u, n, w] · f
+
+A want is a pair (forward, gradient) and is paid once a use, as one converted copy serves all that want the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..capture.layout import Layout
+from .milp import Model
+from .problem import Decision, Demand, Problem, Source, Use, Want
+
+ONE_OPTION = "one option for every group and parameter"
+DEMAND = "every want is served"
+SUPPLY = "only the layout that is there serves"
+
+
+@dataclass(eq=False)
+class Sharding:
+    """The columns of the sharding half."""
+
+    choice: dict[Decision, list[int]] = field(default_factory=dict)
+    flow: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
+
+    def yields(self, source: Source) -> dict[Layout, list[int]]:
+        """Return, by native layout, the columns of the options that leave `source` in it."""
+        found: dict[Layout, list[int]] = defaultdict(list)
+        for column, native in zip(self.choice[source.decision], source.natives):
+            found[native].append(column)
+        return found
+
+    def wanting(self, demand: Demand, want: Want) -> list[int]:
+        """Return the columns of the reader's options that want `want`."""
+        return [column for column, wants in zip(self.choice[demand.decision], demand.wants) if want in wants]
+
+
+def add_sharding(model: Model, problem: Problem) -> Sharding:
+    """Add the columns and rows of the sharding half to `model`."""
+    sharding = Sharding()
+    for decision in problem.decisions:
+        columns = [model.column(1.0, decision.option_s(k), integer=True) for k in range(len(decision.options))]
+        sharding.choice[decision] = columns
+        model.row(ONE_OPTION, ones(columns), 1.0, 1.0)
+    for use in problem.uses:
+        _add_flow(model, problem, sharding, use)
+    return sharding
+
+
+def wants_of(use: Use) -> list[Want]:
+    """Return the distinct wants of all readers of a use, in a fixed order."""
+    return sorted({want for demand in use.demands for wants in demand.wants for want in wants})
+
+
+def ones(columns: Iterable[int], factor: float = 1.0) -> list[tuple[int, float]]:
+    """Return the terms `factor · Σ columns`."""
+    return [(column, factor) for column in columns]
+
+
+def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> None:
+    supply = sharding.yields(use.source)
+    served: dict[Want, list[int]] = defaultdict(list)
+    given: dict[Layout, list[int]] = defaultdict(list)
+    for want in wants_of(use):
+        for native in supply:
+            times = problem.costs.edge_s(use.source.tensor, native, *_aligned(use, native, want))
+            if times is not None:
+                column = model.column(1.0, use.count * sum(times))
+                sharding.flow[use, native, want] = column
+                served[want].append(column)
+                given[native].append(column)
+    exact = len(use.demands) == 1 and all(len(wants) == 1 for wants in use.demands[0].wants)
+    for want in wants_of(use):
+        for demand in use.demands:
+            wanting = sharding.wanting(demand, want)
+            if wanting:
+                model.row(DEMAND, ones(served[want]) + ones(wanting, -1.0), 0.0, 0.0 if exact else float("inf"))
+    for native, columns in supply.items():
+        if exact:
+            model.row(SUPPLY, ones(given[native]) + ones(columns, -1.0), 0.0, 0.0)
+        else:
+            for column in given[native]:
+                model.row(SUPPLY, [(column, 1.0), *ones(columns, -1.0)], upper=0.0)
+
+
+def _aligned(use: Use, native: Layout, want: Want) -> Want:
+    """A tensor without gradient has none to bring back."""
+    return want if use.tensor.requires_grad else (want[0], native)

@@ -1,0 +1,195 @@
+"""What each op of a program saves for its backward, and what it costs: found by running it once on fake tensors.
+
+Only the representative of each kind of region is run, so eighty layers take as long as one. A tensor that is a view of
+another shares its memory; `Records.root` names the tensor whose memory it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor as Array
+
+from ..artifacts import Device
+from ..capture.execute import Executor, RunState
+from ..capture.fakes import new_mode
+from ..capture.layout import REPLICATE
+from ..capture.local import Decisions, Instruction, LocalProgram, build_local
+from ..capture.program import Op, Program, Tensor
+from ..capture.reshard import SimulatedCommunicator
+from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
+from .time import rate
+from .tracker import MemoryTracker, Target
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """The arithmetic and the memory traffic of one ATen call on whole tensors."""
+
+    flops: int
+    num_bytes: int
+    dtype: torch.dtype
+    convolution: bool = False
+
+    def seconds(self, device: Device, flop_share: float, byte_share: float) -> float:
+        """Return the roofline time of a rank's share of the call."""
+        rates = device.conv_flops_per_s if self.convolution and device.conv_flops_per_s else device.flops_per_s
+        compute_s = self.flops * flop_share / rate(rates, self.dtype) if self.flops else 0.0
+        return max(compute_s, self.num_bytes * byte_share / device.bandwidth_bytes_per_s) + device.launch_s
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """What one op costs, and what its backward needs, on whole tensors."""
+
+    forward: tuple[CallCost, ...]
+    backward: tuple[CallCost, ...]
+    saved_inputs: frozenset[int]
+    """Places of the tensor arguments whose memory is saved."""
+    saved_outputs: frozenset[int]
+    internal_bytes: int
+    """What is saved and is neither an argument nor an output: statistics, masks."""
+    backward_bytes: int
+    """The most that the op's backward holds beside what was saved and the gradient it is given."""
+    aliases: dict[int, int]
+    """Output → the argument whose memory it shares."""
+
+
+@dataclass(eq=False)
+class Records:
+    """`OpRecord`s of the representative regions' ops."""
+
+    by_op: dict[Op, OpRecord] = field(default_factory=dict)
+
+    def __getitem__(self, op: Op) -> OpRecord:
+        return self.by_op[op]
+
+    def root(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of the same region whose memory `tensor` shares; itself, if it has its own."""
+        while tensor.producer in self.by_op:
+            producer = tensor.producer
+            source = self.by_op[producer].aliases.get(producer.outputs.index(tensor))
+            if source is None:
+                return tensor
+            tensor = producer.inputs[source]
+        return tensor
+
+
+def record(program: Program, target: Target = "cpu") -> Records:
+    """Run every op of the representative regions once, forward and backward, and note what it saves and costs.
+
+    `target="gpu"`: attention counts as the fused kernel that a GPU would take, whatever its dropout.
+    """
+    local = whole_program(program)
+    executor = Executor(local)
+    wanted = {op for region_class in program.classes for op in region_class.representative.ops}
+    records = Records()
+    with new_mode():
+        env: dict[int, Array] = {}
+        for instruction in local.instructions:
+            if instruction.op in wanted:
+                inputs = [_operand(local, index, env) for index in instruction.inputs]
+                records.by_op[instruction.op] = _record_op(executor, instruction, inputs, env, target)
+    return records
+
+
+def whole_program(program: Program) -> LocalProgram:
+    """Return the program of a mesh of one rank: every op whole, every parameter too."""
+    splits = {group: (REPLICATE,) for region_class in program.classes for group in region_class.groups}
+    decisions = Decisions((1,), splits, {tensor: (REPLICATE,) for tensor in program.params})
+    return build_local(program, decisions, SimulatedCommunicator((1,)))
+
+
+def run_state(op: Op | None, target: Target) -> RunState:
+    """Return the state under which `op` runs on fakes as it would on `target`."""
+    fused = op is not None and op.name == "scaled_dot_product_attention" and target == "gpu"
+    return RunState(dropout=not fused)
+
+
+def _operand(local: LocalProgram, index: int, env: dict[int, Array]) -> Array:
+    if index not in env:
+        tensor = local.values[index].tensor
+        env[index] = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return env[index]
+
+
+def _record_op(
+    executor: Executor, instruction: Instruction, inputs: list[Array], env: dict[int, Array], target: Target
+) -> OpRecord:
+    op = instruction.op
+    assert op is not None
+    leaves = {
+        index: value.detach().requires_grad_(executor.local.values[index].tensor.requires_grad)
+        for index, value in zip(instruction.inputs, inputs)
+    }
+    saved: list[Array] = []
+    forward, backward = _Counter(target), _Counter(target)
+    inner = dict(leaves)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: _note(saved, t), lambda t: t):
+        with forward.tracker:
+            executor.calls[instruction.index](inner, run_state(op, target))
+        outputs = [inner[index] for index in instruction.outputs]
+        _run_backward(outputs, [leaf for leaf in leaves.values() if leaf.requires_grad], backward)
+    env.update({index: inner[index].detach() for index in instruction.outputs})
+    return _summary(forward, backward, [leaves[index] for index in instruction.inputs], outputs, saved)
+
+
+def _note(saved: list[Array], tensor: Array) -> Array:
+    saved.append(tensor.detach())
+    return tensor
+
+
+def _run_backward(outputs: list[Array], leaves: list[Array], counter: _Counter) -> None:
+    results = [out for out in outputs if out.requires_grad]
+    if not results or not leaves:
+        return
+    grads = [torch.empty_like(out) for out in results]
+    with counter.tracker:
+        counter.tracker.watch(grads, "input")
+        kept = torch.autograd.grad(results, leaves, grads, allow_unused=True)
+    del kept
+
+
+def _summary(
+    forward: _Counter, backward: _Counter, inputs: list[Array], outputs: list[Array], saved: list[Array]
+) -> OpRecord:
+    ins, outs = [_storage(tensor) for tensor in inputs], [_storage(tensor) for tensor in outputs]
+    inner = {
+        _storage(t): t.untyped_storage().nbytes() for t in saved if _storage(t) not in ins and _storage(t) not in outs
+    }
+    keys = {_storage(tensor) for tensor in saved}
+    return OpRecord(
+        tuple(forward.calls),
+        tuple(backward.calls),
+        frozenset(place for place, key in enumerate(ins) if key in keys),
+        frozenset(place for place, key in enumerate(outs) if key in keys and key not in ins),
+        sum(inner.values()),
+        backward.tracker.peak_bytes,
+        {place: ins.index(key) for place, key in enumerate(outs) if key in ins},
+    )
+
+
+def _storage(tensor: Array) -> int:
+    return id(tensor.untyped_storage())
+
+
+class _Counter:
+    """Counts the calls that run under its tracker."""
+
+    def __init__(self, target: Target) -> None:
+        self.calls: list[CallCost] = []
+        self.tracker = MemoryTracker(target, on_op=self._on_op)
+
+    def _on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if moves_nothing(func):
+            return
+        heavy, _ = flops(func, args, kwargs, out)
+        first = next((t for t in (out, *(out if isinstance(out, (tuple, list)) else ()), *args) if _is_float(t)), None)
+        dtype = torch.float32 if first is None else first.dtype
+        self.calls.append(CallCost(heavy, bytes_moved(func, args, out), dtype, is_convolution(func)))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Array) and value.is_floating_point()

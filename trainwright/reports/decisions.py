@@ -1,0 +1,71 @@
+"""The decisions of a plan as rows: one an op, with its parameters and the fate of what its backward needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from ..artifacts import OpPlan, ParamPlan, Plan
+
+WHOLE = "-"
+
+
+@dataclass(frozen=True)
+class DecisionRow:
+    """One op of a plan; `block` is what is repeated (`transformer.h.{0-11}`), empty outside of blocks."""
+
+    key: str
+    block: str
+    label: str
+    split: str
+    params: tuple[str, ...]
+    fate: str
+
+
+def decision_rows(plan: Plan) -> list[DecisionRow]:
+    """Return the plan's ops in its order, and after them the parameters that belong to none of them."""
+    params = _params_by_module(plan)
+    rows = []
+    for key, op in plan.modules.items():
+        path = key.rpartition(":")[0]
+        rows.append(_row(key, split_text(plan, op), tuple(params.pop(path, ())), fate_text(op)))
+    left = [_row(path, "", tuple(texts), "") for path, texts in params.items()]
+    return rows + left
+
+
+def split_text(plan: Plan, op: OpPlan) -> str:
+    """Return which loop each mesh axis splits: `batch@node out@gpu`, or `whole`."""
+    split = [f"{loop}@{axis}" for axis, loop in zip(plan.mesh, op.split) if loop != WHOLE]
+    return " ".join(split) or "whole"
+
+
+def layout_text(plan: Plan, param: ParamPlan) -> str:
+    """Return a parameter's layout at rest: `S0@gpu`, or `replicated`."""
+    sharded = [f"{place}@{axis}" for axis, place in zip(plan.mesh, param.layout) if place != "R"]
+    return " ".join(sharded) or "replicated"
+
+
+def fate_text(op: OpPlan) -> str:
+    """Return what is recomputed or offloaded, with the blocks where not all: `out recomputed 0-5`."""
+    parts = []
+    for fate, chosen in (("recomputed", op.recomputed), ("offloaded", op.offloaded)):
+        by_blocks: dict[str, list[str]] = defaultdict(list)
+        for name, blocks in chosen.items():
+            by_blocks[blocks].append(name)
+        for blocks, names in by_blocks.items():
+            parts.append(f"{', '.join(names)} {fate}" + ("" if blocks == "all" else f" in {blocks}"))
+    return "; ".join(parts) or "kept"
+
+
+def _params_by_module(plan: Plan) -> dict[str, list[str]]:
+    params: dict[str, list[str]] = defaultdict(list)
+    for name, param in plan.params.items():
+        path, _, last = name.rpartition(".")
+        params[path].append(f"{last} {layout_text(plan, param)}")
+    return dict(params)
+
+
+def _row(key: str, split: str, params: tuple[str, ...], fate: str) -> DecisionRow:
+    block = key[: key.rindex("}") + 1] if "}" in key else ""
+    label = key[len(block) :].lstrip(".") if block else key
+    return DecisionRow(key, block, label, split, params, fate)

@@ -1,0 +1,246 @@
+"""Profiles and plans as HTML files that stand alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..artifacts import MemoryPoint, Plan, Profile, Refusal, Report
+from ..artifacts.record import write_atomically
+from . import figures
+from .decisions import DecisionRow, decision_rows
+from .page import Page, Tile, folded, grid, notes, table
+from .tree import module_rows, short_op
+from .units import format_bytes, format_count, format_flops, format_ratio, format_s
+
+__all__ = ["write_plan", "write_profile"]
+
+
+class Simulated(Protocol):
+    """What a report reads of the planner's simulation."""
+
+    timeline: Sequence[MemoryPoint]
+    breakdown: Mapping[str, int]
+    peak_bytes: int
+
+
+def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Write what a step costs, and where, as a page: memory over the step, modules by size."""
+    subtitle = f"{profile.dtype} · {profile.optimizer} · one steady-state step on {profile.target}"
+    page = Page(profile.model or "a model", subtitle, _profile_tiles(profile))
+    if profile.timeline:
+        _memory_section(page, profile.timeline, profile.peak_bytes, None)
+    if profile.modules:
+        page.section("Where it goes", page.chart(figures.treemap_figure(profile.modules), "modules by size"))
+        page.section("Modules", folded("All modules", _module_table(profile)))
+    _notes_section(page, profile.notes)
+    write_atomically(Path(path), page.html())
+
+
+def write_plan(
+    plan: Plan,
+    path: str | os.PathLike[str],
+    simulation: Simulated | None = None,
+    comparison: Mapping[str, Plan | Refusal] | None = None,
+    profile: Profile | None = None,
+    report: Report | None = None,
+    explanation: Any = None,
+) -> None:
+    """Write a plan as a page: prediction, decisions, and of the rest what is given.
+
+    simulation: the memory over the step. comparison: the recipes side by side. profile: the modules by size.
+    report: predicted against measured. explanation: the reason beside each decision.
+    """
+    mesh = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
+    subtitle = " · ".join((f"on {plan.cluster.name}", f"mesh {mesh}", plan.optimizer, plan.dtype))
+    page = Page(plan.model.name, subtitle, _plan_tiles(plan, report))
+    if report is not None:
+        _measured_section(page, report)
+    if simulation is not None and simulation.timeline:
+        _memory_section(page, simulation.timeline, simulation.peak_bytes, plan.budget_bytes)
+    _where_section(page, plan, profile)
+    if comparison:
+        _comparison_section(page, comparison, plan.budget_bytes)
+    _decisions_section(page, plan, _reasons(explanation))
+    _notes_section(page, (*plan.notes, *plan.solver.notes))
+    page.section("How it was made", _made_table(plan))
+    write_atomically(Path(path), page.html())
+
+
+# Headers
+
+
+def _profile_tiles(profile: Profile) -> list[Tile]:
+    tiles = [
+        Tile("peak of a step", format_bytes(profile.peak_bytes), short_op(profile.peak_at)),
+        Tile("saved for the backward", format_bytes(profile.saved_bytes)),
+        Tile("parameters", format_count(profile.num_params), format_bytes(profile.param_bytes)),
+        Tile("forward and backward", format_flops(profile.forward_flops + profile.backward_flops)),
+        Tile("ops of a step", format_count(profile.num_ops)),
+    ]
+    if profile.step_s is not None:
+        tiles.insert(1, Tile("step", format_s(profile.step_s), "predicted, one device"))
+    return tiles
+
+
+def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
+    predicted, budget = plan.predicted, plan.budget_bytes
+    step = Tile("step, predicted", format_s(predicted.step_s), f"compute {format_s(predicted.compute_s)}")
+    share = predicted.peak_bytes / budget if budget else None
+    peak = Tile(
+        "peak per device",
+        format_bytes(predicted.peak_bytes),
+        f"of {format_bytes(budget)}" if budget else "no budget",
+        share,
+        bad=share is not None and share > 1,
+    )
+    gap = "" if plan.solver.gap is None else f", gap {100 * plan.solver.gap:.2g} %"
+    tiles = [
+        step,
+        peak,
+        Tile("communication", format_s(predicted.comm_s), f"{format_s(predicted.exposed_comm_s)} exposed"),
+        Tile("recomputation", format_s(predicted.recompute_s), "a step"),
+        Tile("solver", plan.solver.name, f"{plan.solver.status}{gap}, {format_s(plan.solver.plan_s)}"),
+    ]
+    if report is not None:
+        verdict = "same maths" if report.passed else "differs"
+        error = f"as one process: gradients within {report.max_relative_error_gradient:.0e}"
+        tiles.append(Tile("verified", verdict, error, bad=not report.passed))
+    return tiles
+
+
+# Sections
+
+
+def _memory_section(page: Page, timeline: Sequence[MemoryPoint], peak_bytes: int, budget_bytes: int | None) -> None:
+    figure = figures.memory_figure(timeline, peak_bytes, budget_bytes)
+    page.section(
+        "Memory over the step",
+        page.chart(figure, "memory alive over the step, by category"),
+        lead="What is alive after each op, by what it is for. Hover for op and module; click a name to hide it.",
+    )
+
+
+def _where_section(page: Page, plan: Plan, profile: Profile | None) -> None:
+    parts = []
+    if plan.predicted.breakdown:
+        parts.append(page.chart(figures.breakdown_figure(plan.predicted.breakdown), "memory at the peak, by category"))
+    if profile is not None and profile.modules:
+        parts.append(page.chart(figures.treemap_figure(profile.modules), "modules by size"))
+    if parts:
+        lead = "At the peak, on the rank that holds most" + (
+            "; and the model on one device." if len(parts) > 1 else "."
+        )
+        page.section("Where it goes", grid(*parts), lead=lead)
+
+
+def _comparison_section(page: Page, plans: Mapping[str, Plan | Refusal], budget_bytes: int | None) -> None:
+    charts = grid(
+        page.chart(figures.step_times_figure(plans), "step time of each recipe"),
+        page.chart(figures.peaks_figure(plans, budget_bytes), "peak of each recipe"),
+    )
+    refused = [(name, found) for name, found in plans.items() if not isinstance(found, Plan)]
+    reasons = notes(f"{name}: {found}" for name, found in refused)
+    lead = "All priced by the same simulator; hatched: does not fit."
+    page.section("The recipes side by side", charts, reasons, lead=lead)
+
+
+def _measured_section(page: Page, report: Report) -> None:
+    parts = [_measured_table(report)]
+    if report.peak_bytes:
+        parts.append(page.chart(figures.measured_figure(report), "measured and predicted peak of each rank"))
+    lead = (
+        f"{report.num_ranks} ranks against one process, in {report.dtype}; peaks from the allocator's own records over "
+        "two whole steps."
+    )
+    page.section("Predicted against measured", grid(*(f'<div class="card">{parts[0]}</div>', *parts[1:])), lead=lead)
+
+
+def _measured_table(report: Report) -> str:
+    def verdict(is_good: bool) -> str:
+        return '<span class="good">within</span>' if is_good else '<span class="wrong">beyond</span>'
+
+    loss, gradient = report.max_relative_error_loss, report.max_relative_error_gradient
+    rows = [
+        ("loss", f"{loss:.1e}", f"{report.bar_loss:.1e}", verdict(loss <= report.bar_loss)),
+        ("gradients", f"{gradient:.1e}", f"{report.bar_gradient:.1e}", verdict(report.passed)),
+    ]
+    if report.peak_bytes:
+        peak = max(report.peak_bytes)
+        allowed = report.budget_bytes if report.budget_bytes is not None else report.predicted_peak_bytes
+        judged = verdict(peak <= allowed) if report.budget_bytes is not None else ""
+        rows.append(("peak, largest rank", format_bytes(peak), format_bytes(allowed), judged))
+    if report.step_s is not None:
+        ratio = format_ratio(report.step_s, report.predicted_step_s)
+        rows.append(("step", format_s(report.step_s), f"{format_s(report.predicted_step_s)} predicted", ratio))
+    worst = f'<p class="why">Worst gradient: <code>{escape(report.worst_gradient)}</code></p>'
+    return table(("", "measured", "allowed", ""), rows, numbers=(1, 2)) + (worst if report.worst_gradient else "")
+
+
+def _decisions_section(page: Page, plan: Plan, reasons: Mapping[str, str]) -> None:
+    parts = []
+    for block, group in groupby(decision_rows(plan), key=lambda row: row.block):
+        rows = list(group)
+        summary = f"<code>{escape(block)}</code>" if block else escape("outside of the blocks")
+        parts.append(folded(f"{summary}<small>{len(rows)} ops</small>", _decision_table(rows, reasons), is_open=True))
+    lead = (
+        "For each op the loop that each mesh axis splits, how its parameters are stored between steps, and the fate of "
+        "what its backward needs. Repeated blocks are written once."
+    )
+    page.section("Decisions", *parts, lead=lead)
+
+
+def _decision_table(rows: Sequence[DecisionRow], reasons: Mapping[str, str]) -> str:
+    columns = ["op", "split", "parameters at rest", "what the backward needs"] + (["why"] if reasons else [])
+    cells = []
+    for row in rows:
+        params = "<br>".join(f"<code>{escape(param)}</code>" for param in row.params)
+        why = [f'<span class="why">{escape(reasons.get(row.key, ""))}</span>'] if reasons else []
+        fate = f'<span class="{"whole" if row.fate == "kept" else "fate"}">{escape(row.fate)}</span>'
+        cells.append([f'<code class="op">{escape(row.label)}</code>', _chips(row.split), params, fate, *why])
+    return table(columns, cells)
+
+
+def _chips(split: str) -> str:
+    if "@" not in split:
+        return f'<span class="whole">{escape(split)}</span>'
+    return "".join(f'<span class="chip">{escape(part)}</span>' for part in split.split())
+
+
+def _reasons(explanation: Any) -> dict[str, str]:
+    """The reason for each op by its key, as far as the explanation has one."""
+    rows = getattr(explanation, "rows", None) or ()
+    return {row.key: row.why for row in rows if getattr(row, "why", "")}
+
+
+def _module_table(profile: Profile) -> str:
+    rows = []
+    for row in module_rows(profile.modules):
+        cost = row.cost
+        kind = escape(cost.type) + (f" ×{row.count}" if row.count > 1 else "")
+        name = f"<code>{escape(row.label or '(all)')}</code>"
+        sizes = (format_count(cost.num_params), format_bytes(cost.param_bytes), format_bytes(cost.saved_bytes))
+        work = (format_flops(cost.forward_flops), format_flops(cost.backward_flops), str(cost.num_ops))
+        rows.append((name, kind, *sizes, *work))
+    columns = ("module", "type", "parameters", "bytes", "saved", "forward", "backward", "ops")
+    return table(columns, rows, numbers=range(2, 8))
+
+
+def _made_table(plan: Plan) -> str:
+    rows = [("fingerprint", plan.fingerprint), ("torch", plan.torch_version), ("hardware", plan.cluster.source)]
+    batch = ", ".join(f"{name} {list(entry.shape)} {entry.dtype}" for name, entry in plan.batch.items())
+    rows += [("model", plan.model.spec or plan.model.name), ("batch, all ranks", batch)]
+    if plan.model.options:
+        rows.append(("options", ", ".join(f"{key}={value}" for key, value in plan.model.options.items())))
+    for name, num_bytes in plan.predicted.comm_bytes.items():
+        rows.append((f"{name}, each rank", f"{format_bytes(num_bytes)} a step"))
+    return table(("", ""), [(escape(name), f"<code>{escape(value)}</code>") for name, value in rows if value])
+
+
+def _notes_section(page: Page, texts: Sequence[str]) -> None:
+    if texts:
+        page.section("Notes", notes(texts))

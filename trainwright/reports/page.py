@@ -1,0 +1,114 @@
+"""The HTML page that the reports share: one file, nothing fetched, light and dark, from 800 px up and down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ASSETS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number of the header; `share` (of 1) draws a bar under it, `bad` marks it."""
+
+    label: str
+    value: str
+    remark: str = ""
+    share: float | None = None
+    bad: bool = False
+
+
+@dataclass
+class Page:
+    """A page in the making: tiles, then sections of HTML and charts."""
+
+    title: str
+    subtitle: str
+    tiles: Sequence[Tile] = ()
+    _body: list[str] = field(default_factory=list)
+    _figures: dict[str, Any] = field(default_factory=dict)
+
+    def section(self, heading: str, *parts: str, lead: str = "") -> None:
+        """Add a section; the parts are HTML, from `chart` or the caller's own (who escapes)."""
+        lead_html = f'<p class="lead">{escape(lead)}</p>' if lead else ""
+        self._body.append(f"<section><h2>{escape(heading)}</h2>{lead_html}{''.join(parts)}</section>")
+
+    def chart(self, figure: dict[str, Any], label: str) -> str:
+        """Keep a plotly figure and return its place in the page; `label` is what a screen reader says."""
+        name = f"chart{len(self._figures)}"
+        self._figures[name] = figure
+        buttons = "".join(
+            f'<button type="button" data-chart="{name}" data-menu="{escape(choice)}">{escape(choice)}</button>'
+            for choice in figure.get("menu", {})
+        )
+        menu = f'<div class="menu" role="group">{buttons}</div>' if buttons else ""
+        place = f'<div id="{name}" class="chart" role="figure" aria-label="{escape(label)}"></div>'
+        return f'<div class="card">{menu}{place}</div>'
+
+    def html(self) -> str:
+        """Return the whole page."""
+        from plotly.offline import get_plotlyjs
+
+        # "</script>" would end the script, whatever the string it stands in
+        figures = json.dumps(self._figures, ensure_ascii=False).replace("<", "\\u003c")
+        return "\n".join(
+            (
+                '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+                '<meta name="viewport" content="width=device-width, initial-scale=1">',
+                f"<title>{escape(self.title)}</title><style>{_asset('page.css')}</style></head><body>",
+                '<button type="button" id="theme" aria-label="light or dark">◐</button>',
+                f"<header><h1>{escape(self.title)}</h1><p>{escape(self.subtitle)}</p></header>",
+                f'<div class="tiles">{"".join(map(_tile, self.tiles))}</div>',
+                f"<main>{''.join(self._body)}</main>",
+                "<footer>Made by trainwright. This file stands alone: nothing is fetched.</footer>",
+                f"<script>{get_plotlyjs()}</script>",
+                f'<script type="application/json" id="figures">{figures}</script>',
+                f"<script>{_asset('page.js')}</script></body></html>\n",
+            )
+        )
+
+
+def grid(*parts: str) -> str:
+    """Put parts side by side where there is room."""
+    return f'<div class="grid">{"".join(parts)}</div>'
+
+
+def table(columns: Iterable[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """Return an HTML table; cells are HTML. The columns `numbers` stand to the right."""
+    right = ['class="number"' if place in numbers else "" for place in range(100)]
+    head = "".join(f"<th {right[place]}>{escape(column)}</th>" for place, column in enumerate(columns))
+    body = "".join(
+        "<tr>" + "".join(f"<td {right[place]}>{cell}</td>" for place, cell in enumerate(row)) + "</tr>" for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def folded(summary: str, content: str, is_open: bool = False) -> str:
+    """Return HTML that unfolds; `summary` and `content` are HTML."""
+    return f"<details{' open' if is_open else ''}><summary>{summary}</summary>{content}</details>"
+
+
+def notes(texts: Iterable[str]) -> str:
+    """Return remarks as a list, or nothing."""
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f'<ul class="notes">{items}</ul>' if items else ""
+
+
+def _tile(tile: Tile) -> str:
+    bar = ""
+    if tile.share is not None:
+        width = 100 * min(1.0, max(0.0, tile.share))
+        bar = f'<div class="share"><div style="width:{width:.1f}%"></div></div>'
+    return (
+        f'<div class="tile{" bad" if tile.bad else ""}"><span>{escape(tile.label)}</span>'
+        f"<strong>{escape(tile.value)}</strong>{bar}<small>{escape(tile.remark)}</small></div>"
+    )
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf8")

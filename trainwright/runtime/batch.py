@@ -1,0 +1,90 @@
+"""A rank's part of a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifacts import Plan, UserError
+from ..capture._torch_private import flatten_batch
+from ..capture.layout import REPLICATE, Layout, Slot, local_shape
+from .sharding import own_part
+
+
+def shard_batch(plan: Plan, batch: Mapping[str, Any] | Sequence[Any], coords: Sequence[int] | None = None) -> Any:
+    """Return the part of a global `batch` that the rank at `coords` works on (default: this rank).
+
+    Raises `UserError` when an entry is missing or has another shape than the plan was made for.
+    """
+    mesh = tuple(plan.mesh.values())
+    here = tuple(coords) if coords is not None else coordinates(mesh)
+    named, rebuild = flatten_batch(batch)
+    missing = sorted(set(plan.batch) - {name for name, leaf in named if isinstance(leaf, Tensor)})
+    if missing:
+        raise UserError(f"a batch with {', '.join(plan.batch)} is needed; {', '.join(missing)} is missing; add it")
+    return rebuild([_part(plan, name, leaf, mesh, here) if isinstance(leaf, Tensor) else leaf for name, leaf in named])
+
+
+def coordinates(mesh: Sequence[int]) -> tuple[int, ...]:
+    """Return this rank's place on a mesh, outermost axis first."""
+    from ..launch import rank
+
+    index, found = rank(), []
+    for size in reversed(mesh):
+        found.append(index % size)
+        index //= size
+    return tuple(reversed(found))
+
+
+def _part(plan: Plan, name: str, leaf: Tensor, mesh: Sequence[int], coords: Sequence[int]) -> Tensor:
+    entry = plan.batch.get(name)
+    if entry is None:
+        return leaf
+    if tuple(leaf.shape) != entry.shape:
+        raise UserError(
+            f"a batch entry {name} of shape {list(entry.shape)} is needed by this plan; got {list(leaf.shape)}; "
+            "drop or pad a short last batch, or plan for the other shape"
+        )
+    slots, layout = entry_slots(entry.shape, entry.layout)
+    return own_part(leaf, slots, layout, mesh, coords)
+
+
+def entry_slots(shape: Sequence[int], text: Sequence[str]) -> tuple[list[Slot], Layout]:
+    """Read the layout of a batch entry, with the factors that it names."""
+    factors: dict[int, list[int]] = {}
+    for part in text:
+        if part.startswith("S") and "/" in part:
+            dim = int(part[1:].split(".")[0])
+            factors[dim] = [int(size) for size in part.split("/")[1].split(".")]
+    slots: list[Slot] = []
+    start: dict[int, int] = {}
+    for dim, size in enumerate(shape):
+        start[dim] = len(slots)
+        slots += [Slot(dim, own) for own in factors.get(dim, [size] if size != 1 else [])]
+    return slots, tuple(_slot(part, start) for part in text)
+
+
+def _slot(part: str, start: dict[int, int]) -> int:
+    if not part.startswith("S"):
+        return REPLICATE
+    dim, _, rest = part[1:].partition(".")
+    return start[int(dim)] + (int(rest.split("/")[0]) if rest else 0)
+
+
+def check_part(plan_shape: Sequence[int], slots: Sequence[Slot], layout: Layout, leaf: Tensor, name: str, mesh: Sequence[int],
+               coords: Sequence[int]) -> None:  # fmt: skip
+    """Raise `UserError` unless `leaf` is the rank's part of the entry `name`."""
+    wanted = local_shape(plan_shape, slots, layout, mesh, coords)
+    if tuple(leaf.shape) == wanted:
+        return
+    hint = "pass plan.shard_batch(batch)" if tuple(leaf.shape) == tuple(plan_shape) else "plan for the other shape"
+    raise UserError(f"this rank's part of {name} is needed, shape {list(wanted)}; got {list(leaf.shape)}; {hint}")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with its tensors on `device`."""
+    named, rebuild = flatten_batch(batch)
+    return rebuild([leaf.to(device) if isinstance(leaf, Tensor) else leaf for _, leaf in named])

@@ -1,0 +1,59 @@
+"""Collectives over real process groups, one per axis of a `DeviceMesh`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# Renamed in torch 2.13; the old names warn there and the new ones do not exist before.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class MeshCommunicator:
+    """The `Communicator` of this rank."""
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        self.device_mesh = device_mesh
+        self.mesh = tuple(device_mesh.shape)
+        found = device_mesh.get_coordinate()
+        assert found is not None, "this rank is not part of the mesh"
+        self.coords = tuple(found)
+        self.groups = [device_mesh.get_group(axis) for axis in range(len(self.mesh))]
+
+    def all_gather(self, axis: int, part: Tensor) -> Tensor:
+        """Return the parts of all ranks of `axis`, stacked in front."""
+        gathered = part.new_empty((self.mesh[axis], *part.shape))
+        if part.numel():
+            all_gather_flat(gathered.view(-1), part.view(-1), group=self.groups[axis])
+        return gathered
+
+    def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
+        """Return the sum over the ranks of `axis` of the own entry of the leading dim."""
+        own = parts.new_empty(parts.shape[1:])
+        if parts.numel():
+            reduce_scatter_flat(own.view(-1), parts.view(-1), group=self.groups[axis])
+        return own
+
+    def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `tensor` in place over the ranks of `axis`."""
+        if tensor.numel() and self.mesh[axis] > 1:
+            dist.all_reduce(tensor, OPS[op], group=self.groups[axis])
+        return tensor
+
+    def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Exchange runs of `flat` along `axis`."""
+        received = flat.new_empty(sum(receive))
+        dist.all_to_all_single(received, flat, receive, send, group=self.groups[axis])
+        return received
+
+
+def make_mesh(mesh: dict[str, int], device_type: str) -> DeviceMesh:
+    """Return the device mesh of a plan over the ranks that exist."""
+    if not dist.is_initialized():
+        raise RuntimeError("a process group is needed; run under torchrun, or inside trainwright.launch.process_group()")
+    ranks = torch.arange(dist.get_world_size()).reshape(tuple(mesh.values()))
+    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(mesh))

@@ -1,0 +1,263 @@
+"""`parallelize`: model + plan → a module that trains on this rank, with the user's parameter names and output object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..artifacts import Plan, UserError
+from ..capture._torch_private import flatten_batch
+from ..capture.decide import decisions_of
+from ..capture.execute import Executor, RunState
+from ..capture.export import as_batch, capture
+from ..capture.layout import REPLICATE
+from ..capture.local import Decisions, LocalProgram, Ref, build_local
+from ..capture.program import Program, build_program
+from ..capture.program import Tensor as ProgramTensor
+from ..capture.reshard import Route
+from ..capture.transition import transition
+from .batch import check_part
+from .communicator import MeshCommunicator, make_mesh
+from .sharding import as_dtensor, as_parameter, own_part, storage_of
+from .weights import reader
+
+LossFn = Callable[[Any, Any], Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass
+class LossOutput:
+    """What a module returns whose loss is a function of the user's: the loss beside the model's own output."""
+
+    loss: Tensor
+    output: Any
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    weights: str | os.PathLike[str] | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    seed: int | None = None,
+) -> ParallelModule:
+    """Return `model` as `plan` lays it out, on this rank of an initialised process group.
+
+    The module is called with this rank's part of the batch (`plan.shard_batch(batch)`) and returns what the model
+    returns; with `loss_fn` (the one the plan was made with) it returns `LossOutput`. Its parameters are `DTensor`s under
+    the model's own names, so optimizers, `clip_grad_norm_`, `state_dict` and distributed checkpoints work.
+
+    weights: a safetensors file or folder; `None` takes the model's own values, or, on the meta device, runs the model's
+    own initialisation module by module, the same for any plan.
+    seed: of dropout and of that initialisation; default rank 0's `torch.initial_seed()`.
+
+    Raises `UserError` when the plan is not this model's, or when the number of ranks is not the plan's.
+    """
+    _check_ranks(plan)
+    captured = capture(model, plan_batch(plan), loss_fn, autocast=DTYPES[plan.autocast] if plan.autocast else None)
+    program = build_program(captured)
+    decisions = decisions_of(program, plan)
+    return ParallelModule(model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None)
+
+
+def _check_ranks(plan: Plan) -> None:
+    if not dist.is_initialized():
+        if plan.num_ranks != 1:
+            raise UserError(
+                f"{plan.num_ranks} ranks are needed by this plan; no process group is initialised; "
+                "run under torchrun and call torch.distributed.init_process_group() first"
+            )
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() != plan.num_ranks:
+        raise UserError(
+            f"{plan.num_ranks} ranks are needed by this plan (mesh {plan.mesh}); there are {dist.get_world_size()}; "
+            f"start {plan.num_ranks}, or plan for {dist.get_world_size()}"
+        )
+
+
+def _shared_seed(seed: int | None) -> int:
+    if seed is not None:
+        return seed
+    held = torch.tensor([torch.initial_seed() & (2**62 - 1)], dtype=torch.int64)
+    if dist.get_world_size() > 1:
+        dist.broadcast(held, 0)
+    return int(held.item())
+
+
+def plan_batch(plan: Plan) -> Any:
+    """Return a batch of the plan's shapes on the meta device, as the model is called."""
+    entries: dict[str, Any] = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta") for name, entry in plan.batch.items()
+    }
+    tree: dict[str, Any] = {}
+    for name, value in {**entries, **plan.literals}.items():
+        *parents, leaf = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return _as_sequences(tree)
+
+
+def _as_sequences(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    built = {key: _as_sequences(value) for key, value in tree.items()}
+    if built and all(key.isdigit() for key in built):
+        return tuple(built[key] for key in sorted(built, key=int))
+    return built
+
+
+class ParallelModule(nn.Module):
+    """One rank of a planned model. Made by `parallelize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        program: Program,
+        decisions: Decisions,
+        weights: str | os.PathLike[str] | None,
+        seed: int,
+        has_loss_fn: bool,
+    ) -> None:
+        super().__init__()
+        self.plan, self.seed, self.num_steps = plan, seed, 0
+        self.use_dropout = True
+        self._has_loss_fn = has_loss_fn
+        gpu = plan.cluster.device.kind == "gpu" and torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        self.device_mesh: DeviceMesh = make_mesh(plan.mesh, self.device.type)
+        communicator = MeshCommunicator(self.device_mesh)
+        self._local: LocalProgram = build_local(program, decisions, communicator)
+        self._executor = Executor(self._local)
+        self._inputs = {tensor.key: tensor for tensor in program.inputs}
+        self._params: dict[ProgramTensor, nn.Parameter] = {}
+        self._buffers_of: dict[ProgramTensor, Tensor] = {}
+        self._constants = {t: t.value.to(self.device) for t in program.tensors if t.role == "const"}
+        self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
+        self._load(model, reader(model, weights, program.captured.aliases, seed))
+        if hasattr(model, "config"):
+            self.config = model.config
+        self.train(model.training)
+
+    @property
+    def program(self) -> Program:
+        """The program that this module runs a part of."""
+        return self._local.program
+
+    def _load(self, model: nn.Module, read: Callable[[str], Tensor]) -> None:
+        """Take this rank's part of every parameter and all buffers, in the order of the model's modules."""
+        mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
+        known = {tensor.key: tensor for tensor in self.program.tensors if tensor.role in ("param", "buffer")}
+        made: dict[str, nn.Parameter | Tensor] = {}
+        for name, original in model.named_parameters():
+            tensor = known.get(name)
+            if tensor is None:  # the step never reads it
+                made[name] = nn.Parameter(read(name).to(self.device).clone(), requires_grad=original.requires_grad)
+                continue
+            layout = self._local.decisions.params[tensor]
+            local = own_part(read(name), tensor.slots, layout, mesh, coords).to(self.device)
+            made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
+        for name, _ in model.named_buffers():
+            made[name] = read(name).to(self.device).clone()
+            if name in known:
+                self._buffers_of[known[name]] = made[name]
+        persistent = set(model.state_dict(keep_vars=True))
+        for name, value in made.items():
+            self._register(name, value, name in persistent)
+        for alias, name in self.program.captured.aliases.items():
+            if name in made:
+                self._register(alias, made[name], alias in persistent)
+
+    def _register(self, name: str, value: Tensor, persistent: bool) -> None:
+        *parents, leaf = name.split(".")
+        module: nn.Module = self
+        for parent in parents:
+            if parent not in module._modules:
+                module.add_module(parent, nn.Module())
+            module = module._modules[parent]  # type: ignore[assignment]
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(leaf, value)
+        else:
+            module.register_buffer(leaf, value, persistent=persistent)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the rank's part of the step on the rank's part of the batch."""
+        sources = self._sources(as_batch(kwargs if kwargs else args))
+        state = RunState(self.seed, self.num_steps, self.training, self.use_dropout)
+        flat = self._executor.run(sources, state)
+        if self.training and torch.is_grad_enabled():
+            self.num_steps += 1
+        loss_index = self.program.captured.loss_index
+        wrapped = [self._wrap(place, value) for place, value in zip(self._local.outputs, flat)]
+        output = self.program.captured.rebuild(wrapped)
+        return LossOutput(wrapped[loss_index], output) if self._has_loss_fn else output
+
+    def _sources(self, batch: Any) -> dict[ProgramTensor, Tensor]:
+        sources = dict(self._batch_sources(batch))
+        sources.update(self._constants)
+        sources.update(self._buffers_of)
+        mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
+        for tensor, param in self._params.items():
+            local = param.to_local()  # type: ignore[attr-defined]
+            layout = self._local.decisions.params[tensor]
+            shape = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
+            sources[tensor] = local if local.shape == shape else local.view(shape)
+        return sources
+
+    def _batch_sources(self, batch: Any) -> Iterator[tuple[ProgramTensor, Tensor]]:
+        named = {name: leaf for name, leaf in flatten_batch(batch)[0] if isinstance(leaf, Tensor)}
+        mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
+        for name, tensor in self._inputs.items():
+            if name not in named:
+                raise UserError(f"a batch with {', '.join(self._inputs)} is needed; {name} is missing; add it")
+            layout = self._local.decisions.inputs.get(tensor, (REPLICATE,) * len(mesh))
+            check_part(tensor.shape, tensor.slots, layout, named[name], name, mesh, coords)
+            yield tensor, named[name].to(self.device)
+
+    def _wrap(self, place: Any, value: Any) -> Any:
+        """Return an output as the whole model would: a `DTensor` where ranks hold parts of it."""
+        if not isinstance(place, Ref) or not isinstance(value, Tensor):
+            return value
+        held = self._local.values[place.value]
+        if all(at == REPLICATE for at in held.layout):
+            return value
+        tensor, communicator = held.tensor, self._local.communicator
+        storage = storage_of(tensor.shape, tensor.slots, held.layout, communicator.mesh, communicator.coords)
+        if storage.shape == tensor.shape:
+            return as_dtensor(value, storage, self.device_mesh, communicator.mesh, communicator.coords)
+        whole = (REPLICATE,) * len(communicator.mesh)
+        return Route(transition(held.layout, whole), tensor.shape, tensor.slots, communicator).run(value.detach())
+
+    def extra_repr(self) -> str:
+        return f"plan={self.plan.solver.name}, mesh={self.plan.mesh}"
+
+
+def full_state_dict(model: ParallelModule) -> dict[str, Tensor]:
+    """Return the whole weights and buffers in the user's names and shapes, on every rank; a collective call."""
+    found: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, DTensor):
+            first = model.program.captured.aliases.get(name, name)
+            value = value.full_tensor().reshape(model._user_shapes.get(first, value.shape))
+        found[name] = value.detach().clone()
+    return found
+
+
+def full_gradients(model: ParallelModule) -> Mapping[str, Tensor]:
+    """Return the whole gradient of every parameter that has one, in the user's shapes; a collective call."""
+    found = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            found[name] = grad.reshape(model._user_shapes.get(name, grad.shape))
+    return found

@@ -1,0 +1,102 @@
+"""Parameters at rest: `DTensor`s in the plan's layout, under the user's names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ..capture.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
+from ..capture.program import Tensor as ProgramTensor
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one tensor stands on a mesh: the shape that is stored, and torch's placements of it.
+
+    A split along an inner factor of a dim (the heads of a fused QKV weight) is no `Shard` of the user's shape; the
+    tensor is then stored with that dim taken apart into its factors.
+    """
+
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    local_shape: tuple[int, ...]
+    """The rank's part in the user's number of dims, as the step wants it."""
+
+
+def storage_of(shape: Sequence[int], slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]) -> Storage:
+    """Return how a tensor of global `shape` in `layout` is stored on the rank at `coords`."""
+    apart = {slots[at].dim for at in layout if at >= 0 and not _is_plain(slots, at, layout, mesh)}
+    stored: list[int] = []
+    place: dict[int, int] = {}
+    for dim, size in enumerate(shape):
+        own = slots_of_dim(slots, dim)
+        if dim in apart:
+            place.update({slot: len(stored) + k for k, slot in enumerate(own)})
+            stored += [slots[slot].size for slot in own]
+        else:
+            place.update({slot: len(stored) for slot in own})
+            stored.append(size)
+    placements = tuple(Shard(place[at]) if at >= 0 else Replicate() for at in layout)
+    return Storage(tuple(stored), placements, local_shape(shape, slots, layout, mesh, coords))
+
+
+def _is_plain(slots: Sequence[Slot], at: int, layout: Layout, mesh: Sequence[int]) -> bool:
+    """Whether splitting slot `at` is an ordinary split of its dim: it is the major factor, and divides evenly or alone."""
+    peers = slots_of_dim(slots, slots[at].dim)
+    if peers[0] != at or any(other in peers and other != at for other in layout):
+        return False
+    parts = math.prod(size for size, entry in zip(mesh, layout) if entry == at)
+    return len(peers) == 1 or slots[at].size % parts == 0
+
+
+def own_part(full: torch.Tensor, slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]) -> torch.Tensor:
+    """Return a copy of the rank's part of `full`, in as many dims as `full` has."""
+    part = full.reshape([slot.size for slot in slots]) if slots else full
+    for index, slot in enumerate(slots):
+        splits = [(mesh[axis], coords[axis]) for axis, at in enumerate(layout) if at == index]
+        start, stop = slot_range(slot.size, splits)
+        part = part.narrow(index, start, stop - start)
+    shape = local_shape(full.shape, slots, layout, mesh, coords)
+    return part.reshape(shape).clone(memory_format=torch.contiguous_format)
+
+
+def as_parameter(tensor: ProgramTensor, layout: Layout, local: torch.Tensor, device_mesh: DeviceMesh) -> nn.Parameter:
+    """Wrap the rank's part of a parameter as a `DTensor` parameter."""
+    coords = device_mesh.get_coordinate()
+    assert coords is not None
+    storage = storage_of(tensor.shape, tensor.slots, layout, tuple(device_mesh.shape), coords)
+    data = as_dtensor(local, storage, device_mesh, tuple(device_mesh.shape), coords)
+    return nn.Parameter(data, requires_grad=tensor.requires_grad)
+
+
+def as_dtensor(
+    local: torch.Tensor, storage: Storage, device_mesh: DeviceMesh, mesh: Sequence[int], coords: Sequence[int]
+) -> DTensor:
+    """Wrap the rank's part, given in the user's dims, as a `DTensor` of the stored shape."""
+    shape = list(storage.shape)
+    for axis, placement in enumerate(storage.placements):
+        if isinstance(placement, Shard):
+            start, stop = slot_range(shape[placement.dim], [(mesh[axis], coords[axis])])
+            shape[placement.dim] = stop - start
+    return DTensor.from_local(
+        local.view(shape),
+        device_mesh,
+        storage.placements,
+        run_check=False,
+        shape=torch.Size(storage.shape),
+        stride=_contiguous_stride(storage.shape),
+    )
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(1, size)
+    return tuple(reversed(strides))
