@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from trainwright.artifacts import Device
 from trainwright.capture.fakes import new_mode
 from trainwright.profiler import MemoryTracker, measure, op_seconds, static_bytes, storage_bytes
 from trainwright.profiler.time import rate
+from trainwright.profiler.values import KnownValues
 from trainwright.profiler.workspace import workspace_bytes
 
 aten = torch.ops.aten
@@ -238,3 +240,55 @@ def test_rates_fall_back_to_a_sibling_then_to_a_wider_type():
     assert rate({"fp64": 3.0}, torch.float32) == 3.0
     with pytest.raises(ValueError, match="rate"):
         rate({}, torch.float32)
+
+
+def permuted(*shape):
+    """Tensors of `shape`, their memory in every order of the dims."""
+    for order in itertools.permutations(range(len(shape))):
+        inverse = [order.index(dim) for dim in range(len(shape))]
+        yield torch.randn([shape[dim] for dim in order]).permute(inverse)
+
+
+LAYOUTS = {
+    "layer_norm": lambda g: aten.native_layer_norm_backward(
+        g,
+        torch.ones(4, 8, 16),
+        [16],
+        torch.ones(4, 8, 1),
+        torch.ones(4, 8, 1),
+        torch.ones(16),
+        None,
+        [True, True, False],
+    ),
+    "log_softmax": lambda g: aten._log_softmax_backward_data(g, torch.ones(4, 8, 16), -1, torch.float32),
+    "softmax": lambda g: aten._softmax_backward_data(g, torch.ones(4, 8, 16), -1, torch.float32),
+    "mse": lambda x: aten.mse_loss_backward(torch.ones(()), x, torch.ones(4, 8, 16), 1),
+    "hardswish": lambda g: aten.hardswish_backward(g, torch.ones(4, 8, 16)),
+    "gelu": lambda g: aten.gelu_backward(g, torch.ones(4, 8, 16)),
+}
+IMAGE_LAYOUTS = {
+    "batch_norm": lambda x: aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5),
+    "batch_norm of x": lambda x: aten.native_batch_norm_backward(
+        torch.ones(2, 8, 4, 6), x, None, None, None, torch.ones(8), torch.ones(8), True, 1e-5, [True, False, False]
+    ),
+    "convolution": lambda x: aten.convolution(
+        x, torch.ones(8, 8, 3, 3), None, [1] * 2, [1] * 2, [1] * 2, False, [0] * 2, 1
+    ),
+    "pooling": lambda x: aten.max_pool2d_with_indices(x, [2, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "shape"),
+    [*((call, (4, 8, 16)) for call in LAYOUTS.values()), *((call, (2, 8, 4, 6)) for call in IMAGE_LAYOUTS.values())],
+    ids=[*LAYOUTS, *IMAGE_LAYOUTS],
+)
+def test_fake_results_lie_in_memory_as_real_ones(call, shape):
+    def strides(value):
+        return [None if item is None else item.stride() for item in (value if isinstance(value, tuple) else [value])]
+
+    for x in permuted(*shape):
+        expected = strides(call(x))
+        with KnownValues(new_mode()):
+            fake = torch.empty_strided(x.shape, x.stride())
+            assert strides(call(fake)) == expected

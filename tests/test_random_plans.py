@@ -12,17 +12,17 @@ MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "t5
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("model", MODELS)
 def test_on_two_ranks(pool2: Pool, model: str, seed: int) -> None:
-    report = pool2.run("tests.parallel_cases:random_plan", model=model, mesh=[2], seed=seed)[0]
+    report = pool2.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=[2], seed=seed)[0]
     assert report["passed"], report
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_on_a_two_axis_mesh(pool4: Pool, model: str) -> None:
-    report = pool4.run("tests.parallel_cases:random_plan", model=model, mesh=[2, 2], seed=7)[0]
+    report = pool4.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=[2, 2], seed=7)[0]
     assert report["passed"], report
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_on_four_ranks(pool4: Pool, model: str) -> None:
-    report = pool4.run("tests.parallel_cases:random_plan", model=model, mesh=[4], seed=3)[0]
+    report = pool4.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=[4], seed=3)[0]
     assert report["passed"], report

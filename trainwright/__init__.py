@@ -1,2 +1,299 @@
-"""Trainwright: how should this PyTorch model be trained on this hardware?"""
+"""Trainwright: how should this PyTorch model be trained on this hardware?
+
+    profile      model, batch            → Profile    what one training step costs
+    plan         model, batch, hardware  → Plan       layouts and recomputation, under a memory budget
+    parallelize  model, Plan             → nn.Module  this rank's part, under torch.distributed
+    verify       model_fn, Plan          → Report     same loss, same gradients, the promised peak?
+
+Names of hardware (`"8xh200"`), optimizers (`"adamw"`) and sizes (`"40GiB"`) are resolved here; everything else takes
+the artifacts themselves. Heavy imports wait until a verb is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .artifacts import Cluster, ModelRef, Plan, Profile, Refusal, Report, UserError
+from .cli.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from .planner import Explanation, Simulation
+    from .runtime import ParallelModule
+
+    LossFn = Callable[[Any, Any], Tensor]
+
 __version__ = "0.1.0"
+SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
+MEMORY_SHARE = 0.9
+"""Of a device's memory, the budget where none is given."""
+
+
+def hardware(text: str | Cluster) -> Cluster:
+    """Return the cluster that `text` names: `cpu:2`, `8xh200`, `2x4xa100`, or a JSON file; `UserError` when none does.
+
+    >>> hardware("8xh200").num_devices
+    8
+    """
+    if isinstance(text, Cluster):
+        return text
+    from .hardware import resolve
+
+    return resolve(text)
+
+
+def load_model(spec: str, **options: Any) -> Any:
+    """Build the model that `spec` names (`zoo:NAME`, `FILE.py:function`, `package.module:function`) and its batch."""
+    from .capture.targets import load
+
+    return load(spec, **options)
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = "adamw",
+    autocast: str | None = None,
+    hardware: str | Cluster | None = None,
+    name: str = "",
+) -> Profile:
+    """Return what one training step of `model` on `batch` costs; no memory is allocated and no kernel run.
+
+    optimizer: a name, or a function from parameters to an optimizer. hardware: predict its time and its differences.
+
+    >>> import torch
+    >>> found = profile(torch.nn.Linear(4, 2), (torch.ones(3, 4),), loss_fn=lambda out, batch: out.sum())
+    >>> found.num_params, found.param_bytes
+    (10, 40)
+    """
+    from .profiler import profile as run
+
+    make, label = _optimizer(optimizer)
+    cluster = _cluster(hardware) if hardware is not None else None
+    return run(
+        model, batch, loss_fn=loss_fn, make_optimizer=make, optimizer=label, autocast=autocast, hardware=cluster, name=name
+    )
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    hardware: str | Cluster,
+    memory: int | str | None = None,
+    optimizer: str = "adamw",
+    loss_fn: LossFn | None = None,
+    mesh: Sequence[int] | None = None,
+    solver: str = "joint",
+    pins: Sequence[str] = (),
+    time_limit_s: float = 30.0,
+    autocast: str | None = None,
+    model_ref: ModelRef | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Choose how every tensor is laid out and what is kept or recomputed, so that a step is fastest within `memory`.
+
+    memory: per device, the batch excluded; default 90 % of the device's. mesh: sizes of its axes, outermost first;
+    default: the factorisations are searched. solver: joint, two-stage, ddp, fsdp, megatron.
+
+    Raises `Refusal` when nothing fits, with what binds, the smallest budget that would do, and the cheapest way out.
+    """
+    from .planner import make_plan
+
+    return make_plan(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, time_limit_s, autocast,
+                                 model_ref, progress), solver=solver)  # fmt: skip
+
+
+def compare(
+    model: nn.Module,
+    batch: Any,
+    *,
+    hardware: str | Cluster,
+    memory: int | str | None = None,
+    optimizer: str = "adamw",
+    loss_fn: LossFn | None = None,
+    mesh: Sequence[int] | None = None,
+    pins: Sequence[str] = (),
+    time_limit_s: float = 30.0,
+    autocast: str | None = None,
+    model_ref: ModelRef | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Plan | Refusal]:
+    """Plan with every solver; one that cannot meet the budget answers with its `Refusal`. Without `memory`, all can."""
+    from .planner import compare as run
+
+    question = _question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, time_limit_s, autocast, model_ref,
+                         progress)  # fmt: skip
+    if memory is None:
+        question["budget_bytes"] = None
+    return run(**question)
+
+
+def check(
+    plan: Plan, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, memory: int | str | None = None
+) -> Plan:
+    """Return an edited plan with its prediction made anew, without solving; `memory` replaces its budget."""
+    from .planner import check as run
+
+    budget = parse_bytes(memory) if memory is not None else plan.budget_bytes
+    make, _ = _optimizer(plan.optimizer)
+    return run(plan, _program(model, batch, loss_fn, plan.autocast), budget, _optimizer_cost(plan.optimizer), make)
+
+
+def explain(
+    plan: Plan, model: nn.Module, batch: Any, key: str | None = None, *, loss_fn: LossFn | None = None
+) -> Explanation:
+    """Say why a plan is as it is: for each op (or those that `key` names) its choice, its cost, and the next best."""
+    from .planner import explain as run
+
+    return run(plan, _program(model, batch, loss_fn, plan.autocast), key, _optimizer_cost(plan.optimizer))
+
+
+def simulate_plan(plan: Plan, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:
+    """Return one rank's memory over a step of `plan`, moment by moment."""
+    from .capture.decide import decisions_of
+    from .planner import simulate
+
+    program = _program(model, batch, loss_fn, plan.autocast)
+    make, _ = _optimizer(plan.optimizer)
+    return simulate(program, decisions_of(program, plan), make)
+
+
+def parallelize(model: nn.Module, plan: Plan, weights: Any = None, *, loss_fn: LossFn | None = None, seed: int | None = None
+                ) -> ParallelModule:  # fmt: skip
+    """Return `model` as `plan` lays it out on this rank; see `trainwright.runtime.parallelize`."""
+    from .runtime import parallelize as run
+
+    return run(model, plan, weights, loss_fn=loss_fn, seed=seed)
+
+
+def verify(model_fn: Callable[[], Any], plan: Plan, *, dtype: str = "float64", seed: int = 0) -> Report:
+    """Compare a plan's loss, gradients and peak with one process's; see `trainwright.runtime.verify`."""
+    from .runtime import verify as run
+
+    make, _ = _optimizer(plan.optimizer)
+    return run(model_fn, plan, dtype=dtype, seed=seed, make_optimizer=make)
+
+
+def calibrate(num_processes: int | None = None, quick: bool = False, progress: Callable[[str], None] | None = None) -> Cluster:
+    """Measure this machine; the result is a cluster to plan for."""
+    from .hardware import calibrate as run
+
+    return run(num_processes, quick=quick, progress=progress)
+
+
+def full_state_dict(model: ParallelModule) -> dict[str, Tensor]:
+    """Return a parallel module's whole weights in the user's names and shapes; a collective call."""
+    from .runtime import full_state_dict as run
+
+    return run(model)
+
+
+def reference_step(model: nn.Module, optimizer: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
+    """Run one ordinary training step: the loop of every measurement."""
+    from .profiler import reference_step as run
+
+    return run(model, optimizer, batch, loss_fn)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "zoo":
+        from .capture import zoo
+
+        return zoo
+    raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
+
+
+def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: str, loss_fn: Any, mesh: Any, pins: Sequence[str],
+              time_limit_s: float, autocast: str | None, model_ref: ModelRef | None, progress: Any) -> dict[str, Any]:  # fmt: skip
+    cluster = _cluster(hardware)
+    budget = parse_bytes(memory) if memory is not None else int(MEMORY_SHARE * cluster.device.memory_bytes)
+    make, label = _optimizer(optimizer)
+    return {
+        "program": _program(model, batch, loss_fn, autocast),
+        "model_ref": model_ref or ModelRef(name=type(model).__name__),
+        "cluster": cluster,
+        "budget_bytes": budget,
+        "mesh": tuple(mesh) if mesh is not None else None,
+        "optimizer": label,
+        "optimizer_cost": _optimizer_cost(optimizer),
+        "make_optimizer": make,
+        "literals": _literals(batch),
+        "dtype": _dtype_name(model),
+        "autocast": autocast,
+        "pins": tuple(pins),
+        "time_limit_s": time_limit_s,
+        "progress": progress,
+    }
+
+
+_cluster = hardware
+
+
+def _program(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None) -> Any:
+    from .capture.export import capture
+    from .capture.program import build_program
+    from .runtime.module import DTYPES
+
+    return build_program(capture(model, batch, loss_fn, autocast=DTYPES[autocast] if autocast else None))
+
+
+def _optimizer(optimizer: Any) -> tuple[Callable[[Any], Any], str]:
+    if not isinstance(optimizer, str):
+        return optimizer, getattr(optimizer, "__name__", "custom")
+    from . import optim
+
+    name = optim.record(optimizer).name
+    return (lambda params: optim.create(name, params)), name
+
+
+def _optimizer_cost(name: str) -> Any:
+    from . import optim
+
+    return optim.record(name)
+
+
+def _literals(batch: Any) -> dict[str, Any]:
+    import torch
+
+    from .capture._torch_private import flatten_batch
+    from .capture.export import as_batch
+
+    return {name: leaf for name, leaf in flatten_batch(as_batch(batch))[0] if not isinstance(leaf, torch.Tensor)}
+
+
+def _dtype_name(model: nn.Module) -> str:
+    from .runtime.module import DTYPES
+
+    found = next((param.dtype for param in model.parameters() if param.is_floating_point()), DTYPES["fp32"])
+    return next((name for name, dtype in DTYPES.items() if dtype == found), str(found).removeprefix("torch."))
+
+
+__all__ = [
+    "SOLVERS",
+    "Cluster",
+    "ModelRef",
+    "Plan",
+    "Profile",
+    "Refusal",
+    "Report",
+    "UserError",
+    "calibrate",
+    "check",
+    "compare",
+    "explain",
+    "full_state_dict",
+    "hardware",
+    "load_model",
+    "parallelize",
+    "parse_bytes",
+    "plan",
+    "profile",
+    "reference_step",
+    "simulate_plan",
+    "verify",
+]

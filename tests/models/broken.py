@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Branching(nn.Module):
@@ -69,6 +70,32 @@ class Failing(Branching):
 
     def forward(self, x: Tensor) -> Tensor:
         raise KeyError("no such head")
+
+
+class _Tripled(torch.autograd.Function):
+    """A backward that is not its forward's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class OwnBackward(Branching):
+    """Has a gradient of its own, which a graph of its forward would lose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Tripled.apply(self.linear(x)).mean()
+
+
+class Reentrant(Branching):
+    """Checkpoints the old way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.linear, x, use_reentrant=True).mean()
 
 
 class Numpy(Branching):

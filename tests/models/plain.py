@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class ConvUNet(nn.Module):
@@ -253,6 +254,26 @@ def build_transformer() -> tuple[nn.Module, Any]:
     return Transformer(), (torch.randn(3, 6, 12),)
 
 
+class Checkpointed(nn.Module):
+    """Recomputes half of itself, in the way that torch recommends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 12)
+        self.second = nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Any = checkpoint(self._block, x, use_reentrant=False)
+        return hidden.square().mean()
+
+    def _block(self, x: Tensor) -> Tensor:
+        return self.second(F.silu(self.first(x)))
+
+
+def build_checkpointed() -> tuple[nn.Module, Any]:
+    return Checkpointed(), (torch.randn(3, 6),)
+
+
 class GroupNormNet(nn.Module):
     """Grouped and strided convolutions, group and instance norm, interpolation, adaptive pooling, weight norm."""
 
@@ -285,4 +306,5 @@ GOOD = (
     build_moe,
     build_transformer,
     build_group,
+    build_checkpointed,
 )

@@ -45,6 +45,36 @@ def explained(model: nn.Module, batch: Any) -> Iterator[None]:
 
 
 @contextmanager
+def refused_backwards() -> Iterator[None]:
+    """Refuse `torch.autograd.Function`: an export follows its forward and would, silently, lose its backward."""
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise UserError(_own_backward(cls))
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _own_backward(cls: type) -> str:
+    if cls.__name__ == "CheckpointFunction":
+        return (
+            "a forward that export can follow is needed; it calls torch.utils.checkpoint with use_reentrant=True; "
+            "say use_reentrant=False, or leave checkpointing to the plan"
+        )
+    return (
+        f"a forward of differentiable ops is needed; {cls.__module__}.{cls.__qualname__} is an autograd.Function; "
+        "a captured graph cannot keep its backward; write it with torch ops, or as torch.library.custom_op with "
+        "register_autograd"
+    )
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Keep torch from writing half a graph, and a traceback, where the user looks for one sentence.
 

@@ -27,11 +27,23 @@ def leaves(factors: Iterable[Factor]) -> list[Factor]:
     """Return the atomic factors that `factors` have come to stand for."""
     found: list[Factor] = []
     for factor in factors:
-        if factor.forward is None:
-            found.append(factor)
+        last = _last_identified(factor)
+        if last.forward is None:
+            found.append(last)
         else:
-            found += leaves(factor.forward)
+            found += leaves(last.forward)
     return found
+
+
+def _last_identified(factor: Factor) -> Factor:
+    """Follow identifications to their end, and shorten the way: a deep model strings thousands of them together."""
+    passed = []
+    while factor.forward is not None and len(factor.forward) == 1:
+        passed.append(factor)
+        factor = factor.forward[0]
+    for earlier in passed:
+        earlier.forward = (factor,)
+    return factor
 
 
 def unify(first: Sequence[Factor], second: Sequence[Factor]) -> None:

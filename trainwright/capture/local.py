@@ -194,6 +194,7 @@ class _Builder:
         there = Route(transition(held.layout, forward), tensor.shape, tensor.slots, self.communicator)
         back = Route(transition(gradient, due), tensor.shape, tensor.slots, self.communicator)
         copy = self._value(key, tensor, forward)
+        copy.recomputed &= region >= 0  # one that serves several blocks is kept
         function = reshard if tensor.requires_grad else _run_route
         self._emit(
             key=key, path=key.rpartition(":")[0], function=function, args=(Ref(held.index), there, back), kwargs={},

@@ -54,7 +54,7 @@ class ModelOptions:
             batch_size=self.batch_size,
             seq_len=self.seq_len,
             dtype=self.dtype,
-            seed=self.seed or 0,
+            seed=self.seed,
             settings=parse_settings(self.settings),
         )
 

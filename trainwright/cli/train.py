@@ -15,7 +15,7 @@ from .progress import StepProgress
 from .ranks import NprocOption, is_first_rank, run_worker
 
 PlanOption = Annotated[str, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`.")]
-WORKER = "trainwright.runtime.train:worker"
+WORKER = "trainwright.cli.workers:train"
 
 
 @takes_model

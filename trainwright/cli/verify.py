@@ -14,7 +14,7 @@ from .output import HtmlOption, JsonOption, answer, quiet_stdout, status
 from .ranks import NprocOption, OnEvent, is_first_rank, run_worker
 from .train import PlanOption
 
-WORKER = "trainwright.runtime.verify:worker"
+WORKER = "trainwright.cli.workers:verify"
 
 
 @takes_model

@@ -16,9 +16,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from ..capture.blocks import RegionClass
-from ..capture.decide import span
+from ..capture.program import Tensor
 from .milp import Model
-from .problem import Decision, Problem, Source, Stored, Use
+from .problem import Decision, Problem, Stored, Use
 from .recompute import Recompute
 from .sharding import Sharding
 
@@ -153,19 +153,17 @@ class _Builder:
     def _pending(self, region_class: RegionClass, position: int) -> Terms:
         """Gradients that already have a part and wait for the backward of their producer."""
         terms: Terms = []
-        seen: set[Source] = set()
+        seen: set[Tensor] = set()
         for use in self.problem.uses:
             if use.region_class is not region_class or use.source.is_param or not use.tensor.requires_grad:
                 continue
-            made = use.source.decision.group.index if use.inside and use.source.decision.group else -1
-            if made < position and any(demand.position > position for demand in use.demands) and use.source not in seen:
-                if not use.inside and any(other.tensor is use.tensor for other in seen):
-                    continue
-                seen.add(use.source)
+            maker = use.source.decision.group
+            made = maker.index if use.inside and maker is not None else -1
+            waits = made < position and any(demand.position > position for demand in use.demands)
+            if waits and use.tensor not in seen:
+                seen.add(use.tensor)
                 sizes = [self.problem.costs.local_bytes(use.source.tensor, native) for native in use.source.natives]
                 terms += self._option_terms(use.source.decision, sizes)
-                if not use.inside:
-                    break
         return terms
 
     def _param_gradients(self, region: int) -> Terms:
@@ -206,4 +204,4 @@ def _row_name(decision: Decision, member: int) -> str:
     assert decision.region_class is not None and decision.group is not None
     region_class = decision.region_class
     key = region_class.members[member].ops[decision.group.head.position].key
-    return f"the backward of {span([key])}"
+    return f"the backward of {key}"

@@ -131,6 +131,7 @@ def _record_op(
         with forward.tracker:
             executor.calls[instruction.index](inner, run_state(op, target))
         outputs = [inner[index] for index in instruction.outputs]
+        backward.tracker.watch([*leaves.values(), *outputs, *saved], "input")
         _run_backward(outputs, [leaf for leaf in leaves.values() if leaf.requires_grad], backward)
     env.update({index: inner[index].detach() for index in instruction.outputs})
     return _summary(forward, backward, [leaves[index] for index in instruction.inputs], outputs, saved)

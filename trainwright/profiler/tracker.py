@@ -52,7 +52,7 @@ class MemoryTracker(TorchDispatchMode):
     CPU kernels, `"gpu"` rounds each storage to 512 bytes as CUDA's caching allocator does. `timeline=True` keeps a
     point after every call (`timeline`). `on_op(func, args, kwargs, out)` is called after each one.
 
-    Enter it *inside* a `FakeTensorMode`. Say what is there before with `watch`; what is left out (a batch) is not counted.
+    Enter it *inside* a `FakeTensorMode`. Say what is there before with `watch`; what is not said is not counted.
 
     >>> weight = torch.zeros(1000)
     >>> with MemoryTracker() as tracker:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..capture.fakes import FakeMode
+from .layouts import lay_out
 
 _DEVICE_OF = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ class KnownValues(TorchDispatchMode):
         if func in _INDEXED:
             args = (args[0], _without_masks(args[1], self._fake_type), *args[2:])
         with self._fake_mode:
-            return func(*args, **kwargs)
+            return lay_out(func, args, func(*args, **kwargs))
 
 
 def _without_masks(indices: list[Tensor | None], fake_type: type) -> list[Tensor | None]:

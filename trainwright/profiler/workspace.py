@@ -22,6 +22,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
+_BARRIERS_BYTES = 8448
+"""What oneDNN's threads take to wait for one another."""
 
 
 def workspace_bytes(func: Any, args: Arguments, kwargs: dict[str, Any], out: Any) -> int:
@@ -52,15 +54,16 @@ def _convolution_backward(args: Arguments, out: Sequence[Tensor | None]) -> int:
     if not _takes_onednn(x, weight, stride, dilation, transposed, output_padding, groups):
         return _columns(x, weight, grad_out, stride, padding, groups) if mask[1] else 0
     if _is_channels_last(x, weight):
-        return 3 * _num_bytes(weight)
+        return 3 * _num_bytes(weight) + _grouped_blocks(weight, groups)
     peak, end = 0, 0
     if mask[0]:
         num_copies = 2 if _is_strided(stride) and not transposed else 1
         during = _blocked(grad_out) + _num_bytes(weight) + _blocked(x)
         peak, end = max(during, _blocked(x) + num_copies * _num_bytes(x)), _num_bytes(x)
     if mask[1] or mask[2]:
-        reduction = 0 if _is_strided(stride) else (torch.get_num_threads() - 1) * _num_bytes(weight)
-        peak = max(peak, end + _blocked(grad_out) + _blocked_input(x) + _num_bytes(weight) + reduction)
+        num_copies = _parts_of_batch(x, grad_out, weight, math.prod(stride), groups)
+        copies = num_copies * _num_bytes(weight) + (num_copies > 1) * _BARRIERS_BYTES
+        peak = max(peak, end + _blocked(grad_out) + _blocked_input(x) + copies)
     end = sum(_num_bytes(tensor) for tensor in out if tensor is not None)
     return max(peak, end + _num_bytes(weight) if mask[1] else 0) - end
 
@@ -130,6 +133,40 @@ def _takes_onednn(x, weight, stride, dilation, transposed, output_padding, group
 
 def _is_strided(stride: Sequence[int]) -> bool:
     return any(step != 1 for step in stride)
+
+
+def _parts_of_batch(x: Tensor, grad_out: Tensor, weight: Tensor, stride: int, groups: int) -> int:
+    """How many partial gradients of a weight oneDNN sums: its threads share the batch, or else the channels.
+
+    It takes the split in which a thread reads and writes least, weights counting eight times (`balance` in
+    jit_avx512_common_conv_kernel.cpp), and the last one of equals.
+    """
+    num_threads, block = torch.get_num_threads(), _block_elements()
+    if num_threads == 1 or groups > 1:
+        return 1
+    batch, inputs, outputs = x.shape[0], -(-x.shape[1] // block), -(-grad_out.shape[1] // block)
+    in_block, out_block = min(block, x.shape[1]), min(block, grad_out.shape[1])
+    best = (math.inf, 1)
+    for parts in range(1, min(num_threads, batch * grad_out.shape[-1]) + 1):
+        for by_output in range(1, min(num_threads // parts, outputs) + 1):
+            by_input = min(num_threads // parts // by_output, inputs)
+            ins, outs = -(-inputs // by_input) * in_block, -(-outputs // by_output) * out_block
+            rows = -(-batch // parts)
+            cost = rows * ins * math.prod(x.shape[2:]) // stride + rows * outs * math.prod(grad_out.shape[2:])
+            cost += 8 * ins * outs * math.prod(weight.shape[2:])
+            if cost <= best[0]:
+                best = (cost, parts)
+    return best[1]
+
+
+def _grouped_blocks(weight: Tensor, groups: int) -> int:
+    """The gradient of a grouped weight in channels-last: each group's channels in whole blocks, in and out."""
+    if groups == 1:
+        return 0
+    block = _block_elements()
+    out_per_group = -(-weight.shape[0] // groups // block) * block
+    in_per_group = -(-weight.shape[1] // block) * block
+    return groups * out_per_group * in_per_group * math.prod(weight.shape[2:]) * weight.element_size()
 
 
 def _is_channels_last(x: Tensor, weight: Tensor) -> bool:

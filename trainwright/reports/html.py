@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from ..artifacts import MemoryPoint, Plan, Profile, Refusal, Report
 from ..artifacts.record import write_atomically
-from . import figures
 from .decisions import DecisionRow, decision_rows
+from .memory_figures import breakdown_figure, memory_figure
+from .module_figures import treemap_figure
 from .page import Page, Tile, folded, grid, notes, table
+from .recipe_figures import measured_figure, peaks_figure, step_times_figure
 from .tree import module_rows, short_op
 from .units import format_bytes, format_count, format_flops, format_ratio, format_s
 
@@ -35,7 +37,7 @@ def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     if profile.timeline:
         _memory_section(page, profile.timeline, profile.peak_bytes, None)
     if profile.modules:
-        page.section("Where it goes", page.chart(figures.treemap_figure(profile.modules), "modules by size"))
+        page.section("Where it goes", page.chart(treemap_figure(profile.modules), "modules by size"))
         page.section("Modules", folded("All modules", _module_table(profile)))
     _notes_section(page, profile.notes)
     write_atomically(Path(path), page.html())
@@ -117,7 +119,7 @@ def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
 
 
 def _memory_section(page: Page, timeline: Sequence[MemoryPoint], peak_bytes: int, budget_bytes: int | None) -> None:
-    figure = figures.memory_figure(timeline, peak_bytes, budget_bytes)
+    figure = memory_figure(timeline, peak_bytes, budget_bytes)
     page.section(
         "Memory over the step",
         page.chart(figure, "memory alive over the step, by category"),
@@ -128,20 +130,19 @@ def _memory_section(page: Page, timeline: Sequence[MemoryPoint], peak_bytes: int
 def _where_section(page: Page, plan: Plan, profile: Profile | None) -> None:
     parts = []
     if plan.predicted.breakdown:
-        parts.append(page.chart(figures.breakdown_figure(plan.predicted.breakdown), "memory at the peak, by category"))
+        parts.append(page.chart(breakdown_figure(plan.predicted.breakdown), "memory at the peak, by category"))
     if profile is not None and profile.modules:
-        parts.append(page.chart(figures.treemap_figure(profile.modules), "modules by size"))
+        parts.append(page.chart(treemap_figure(profile.modules), "modules by size"))
     if parts:
-        lead = "At the peak, on the rank that holds most" + (
-            "; and the model on one device." if len(parts) > 1 else "."
-        )
+        beside = "; beside it the modules, on one device." if len(parts) > 1 else "."
+        lead = f"What is alive at the peak, on the rank that holds most{beside}"
         page.section("Where it goes", grid(*parts), lead=lead)
 
 
 def _comparison_section(page: Page, plans: Mapping[str, Plan | Refusal], budget_bytes: int | None) -> None:
     charts = grid(
-        page.chart(figures.step_times_figure(plans), "step time of each recipe"),
-        page.chart(figures.peaks_figure(plans, budget_bytes), "peak of each recipe"),
+        page.chart(step_times_figure(plans), "step time of each recipe"),
+        page.chart(peaks_figure(plans, budget_bytes), "peak of each recipe"),
     )
     refused = [(name, found) for name, found in plans.items() if not isinstance(found, Plan)]
     reasons = notes(f"{name}: {found}" for name, found in refused)
@@ -152,7 +153,7 @@ def _comparison_section(page: Page, plans: Mapping[str, Plan | Refusal], budget_
 def _measured_section(page: Page, report: Report) -> None:
     parts = [_measured_table(report)]
     if report.peak_bytes:
-        parts.append(page.chart(figures.measured_figure(report), "measured and predicted peak of each rank"))
+        parts.append(page.chart(measured_figure(report), "measured and predicted peak of each rank"))
     lead = (
         f"{report.num_ranks} ranks against one process, in {report.dtype}; peaks from the allocator's own records over "
         "two whole steps."
@@ -195,14 +196,13 @@ def _decisions_section(page: Page, plan: Plan, reasons: Mapping[str, str]) -> No
 
 
 def _decision_table(rows: Sequence[DecisionRow], reasons: Mapping[str, str]) -> str:
-    columns = ["op", "split", "parameters at rest", "what the backward needs"] + (["why"] if reasons else [])
+    columns = ["op", "split", "parameters at rest", "what the backward needs"]
     cells = []
     for row in rows:
         params = "<br>".join(f"<code>{escape(param)}</code>" for param in row.params)
-        why = [f'<span class="why">{escape(reasons.get(row.key, ""))}</span>'] if reasons else []
         fate = f'<span class="{"whole" if row.fate == "kept" else "fate"}">{escape(row.fate)}</span>'
-        cells.append([f'<code class="op">{escape(row.label)}</code>', _chips(row.split), params, fate, *why])
-    return table(columns, cells)
+        cells.append([f'<code class="op">{escape(row.label)}</code>', _chips(row.split), params, fate])
+    return table(columns, cells, remarks=[escape(reasons.get(row.key, "")) for row in rows])
 
 
 def _chips(split: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,19 @@ def grid(*parts: str) -> str:
     return f'<div class="grid">{"".join(parts)}</div>'
 
 
-def table(columns: Iterable[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Return an HTML table; cells are HTML. The columns `numbers` stand to the right."""
-    right = ['class="number"' if place in numbers else "" for place in range(100)]
-    head = "".join(f"<th {right[place]}>{escape(column)}</th>" for place, column in enumerate(columns))
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Sequence[int] = (),
+    remarks: Iterable[str] = (),
+) -> str:
+    """Return an HTML table; cells are HTML. The columns `numbers` stand to the right, a remark under its row."""
+    right = [' class="number"' if place in numbers else "" for place in range(len(columns))]
+    head = "".join(f"<th{align}>{escape(column)}</th>" for column, align in zip(columns, right))
     body = "".join(
-        "<tr>" + "".join(f"<td {right[place]}>{cell}</td>" for place, cell in enumerate(row)) + "</tr>" for row in rows
+        f"<tr>{''.join(f'<td{align}>{cell}</td>' for cell, align in zip(row, right))}</tr>"
+        + _remark(remark, len(columns))
+        for row, remark in zip_longest(rows, remarks, fillvalue="")
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -97,6 +105,10 @@ def notes(texts: Iterable[str]) -> str:
     """Return remarks as a list, or nothing."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f'<ul class="notes">{items}</ul>' if items else ""
+
+
+def _remark(text: str, num_columns: int) -> str:
+    return f'<tr class="remark"><td colspan="{num_columns}">{text}</td></tr>' if text else ""
 
 
 def _tile(tile: Tile) -> str:

@@ -1,0 +1,191 @@
+"""Artifacts made by hand for the tests of the reports and the command line; names in them try to break out of HTML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.artifacts import (
+    BatchEntry,
+    Cluster,
+    Device,
+    Link,
+    MemoryPoint,
+    ModelRef,
+    ModuleCost,
+    OpPlan,
+    ParamPlan,
+    Plan,
+    Predicted,
+    Profile,
+    Refusal,
+    Report,
+    SolverInfo,
+)
+
+MIB = 2**20
+EVIL = '</script><img src=x onerror="window.hacked=1"><b>x</b>'
+
+
+def profile() -> Profile:
+    """Two blocks alike and one that differs; 100 MiB of parameters; a peak of 900 MiB at event 30."""
+    block = {"type": "Block", "num_params": 10, "param_bytes": 40 * MIB, "saved_bytes": 100 * MIB, "num_ops": 5}
+    inner = {"type": "Linear", "num_params": 8, "param_bytes": 30 * MIB, "saved_bytes": 60 * MIB, "num_ops": 2}
+    modules = [
+        ModuleCost(
+            path="", type="Net", num_params=30, param_bytes=100 * MIB, saved_bytes=350 * MIB, forward_flops=10**9
+        ),
+        ModuleCost(path="h", type="ModuleList", num_params=25, param_bytes=95 * MIB, saved_bytes=250 * MIB),
+        *(ModuleCost(path=f"h.{place}", **block) for place in range(2)),
+        ModuleCost(path="h.2", **{**block, "saved_bytes": 50 * MIB}),
+        *(ModuleCost(path=f"h.{place}.fc", **inner) for place in range(3)),
+        ModuleCost(path="head", type=f"Head{EVIL}", num_params=5, param_bytes=5 * MIB, num_ops=1),
+    ]
+    return Profile(
+        model=f"net {EVIL}",
+        num_params=30,
+        param_bytes=100 * MIB,
+        grad_bytes=100 * MIB,
+        optimizer_bytes=200 * MIB,
+        saved_bytes=350 * MIB,
+        peak_bytes=900 * MIB,
+        peak_at="backward: aten.mm.default in head",
+        forward_flops=2 * 10**12,
+        backward_flops=4 * 10**12,
+        other_flops=10**9,
+        num_ops=60,
+        capture_s=None,
+        profile_s=0.5,
+        modules=tuple(modules),
+        timeline=tuple(timeline()),
+        notes=(f"autocast to {EVIL}",),
+    )
+
+
+def timeline() -> list[MemoryPoint]:
+    """60 events: up to 900 MiB at event 30, then down."""
+    points = []
+    for event in range(60):
+        saved = (event if event <= 30 else 60 - event) * 18 * MIB
+        phase = "forward" if event < 30 else "backward" if event < 50 else "update"
+        points.append(
+            MemoryPoint(
+                phase=phase,
+                op=f"aten.mm.default {EVIL}" if event == 40 else "aten.mm.default",
+                path=f"h.{event % 3}",
+                live_bytes=360 * MIB + saved,
+                param_bytes=100 * MIB,
+                optimizer_bytes=200 * MIB,
+                saved_bytes=saved,
+            )
+        )
+    return points
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """As the planner's."""
+
+    timeline: list[MemoryPoint]
+    breakdown: dict[str, int]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A row of an explanation."""
+
+    key: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """As the planner's."""
+
+    rows: list[Reason]
+
+
+def simulation() -> Simulation:
+    return Simulation(timeline(), {"param": 100 * MIB}, 900 * MIB)
+
+
+def explanation() -> Explanation:
+    return Explanation([Reason("h.{0-2}.fc:linear", f"the next best is slower {EVIL}")])
+
+
+def cluster(num_devices: int = 4) -> Cluster:
+    device = Device(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=2**34,
+        flops_per_s={"fp32": 5e10},
+        bandwidth_bytes_per_s=1e10,
+        launch_s=4e-6,
+    )
+    links = (Link(name="cpu", size=num_devices, bandwidth_bytes_per_s=1e9, latency_s=1e-4),)
+    return Cluster(name=f"cpu:{num_devices}", device=device, links=links, source="by hand")
+
+
+def plan(solver: str = "joint", step_s: float = 0.2, peak_bytes: int = 900 * MIB, **changes: object) -> Plan:
+    """A plan on 2 × 2 ranks with a budget of 1000 MiB."""
+    fields = {
+        "model": ModelRef(name="net", spec="zoo:gpt2-tiny", options={"batch_size": 8}),
+        "fingerprint": "f00",
+        "torch_version": "2.13.0",
+        "batch": {"x": BatchEntry(shape=(8, 16), dtype="int64", layout=("S0", "R"))},
+        "cluster": cluster(),
+        "budget_bytes": 1000 * MIB,
+        "mesh": {"node": 2, "gpu": 2},
+        "predicted": Predicted(
+            step_s=step_s,
+            compute_s=0.6 * step_s,
+            comm_s=0.4 * step_s,
+            exposed_comm_s=0.3 * step_s,
+            recompute_s=0.1 * step_s,
+            peak_bytes=peak_bytes,
+            breakdown={"param": 100 * MIB, "saved": 540 * MIB},
+            comm_bytes={"all_reduce": 50 * MIB},
+        ),
+        "solver": SolverInfo(name=solver, status="optimal", gap=0.0008, solve_s=0.3, plan_s=1.25),
+        "params": {
+            "h.{0-2}.fc.weight": ParamPlan(layout=("R", "S0")),
+            "wte.weight": ParamPlan(layout=("S1.1/3.12.64", "S0")),
+        },
+        "modules": {
+            "emb:embedding": OpPlan(split=("b", "-")),
+            "h.{0-2}.fc:linear": OpPlan(split=("b", "o"), recomputed={"out": "0-1"}),
+            "h.{0-2}.fc:gelu": OpPlan(split=("b", "o"), recomputed={"out": "all"}, offloaded={"internal": "all"}),
+            "head:linear": OpPlan(split=("-", "-")),
+        },
+        "notes": (f"a note {EVIL}",),
+    }
+    return Plan(**{**fields, **changes})
+
+
+def comparison() -> dict[str, Plan | Refusal]:
+    return {
+        "ddp": Refusal("1200 MiB are needed; 1000 MiB are there; give 200 MiB more"),
+        "fsdp": plan("fsdp", step_s=0.25),
+        "megatron": plan("megatron", step_s=0.4),
+        "two-stage": plan("two-stage", step_s=0.22),
+        "joint": plan(),
+    }
+
+
+def report(passed: bool = True) -> Report:
+    error = 2e-13 if passed else 3e-4
+    return Report(
+        num_ranks=4,
+        dtype="float64",
+        max_relative_error_loss=1e-16,
+        max_relative_error_gradient=error,
+        worst_gradient="h.1.fc.weight",
+        bar_loss=1e-9,
+        bar_gradient=1e-9,
+        passed=passed,
+        predicted_peak_bytes=900 * MIB,
+        peak_bytes=(890 * MIB, 880 * MIB, 885 * MIB, 870 * MIB),
+        budget_bytes=1000 * MIB,
+        step_s=0.21,
+        predicted_step_s=0.2,
+    )

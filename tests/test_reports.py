@@ -1,0 +1,256 @@
+"""What the reports say: numbers as people read them, module trees, decisions, and figures that plotly accepts."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from html.parser import HTMLParser
+
+import plotly.graph_objects as go
+import pytest
+
+from tests import report_samples as samples
+from tests.report_samples import MIB
+from trainwright.artifacts import MemoryPoint, ModuleCost, ParamPlan, UserError
+from trainwright.reports.decisions import decision_rows
+from trainwright.reports.html import write_plan, write_profile
+from trainwright.reports.memory_figures import breakdown_figure, memory_figure, thinned
+from trainwright.reports.module_figures import treemap_figure
+from trainwright.reports.recipe_figures import measured_figure, peaks_figure, step_times_figure
+from trainwright.reports.terminal import (
+    cluster_table,
+    compare_table,
+    plan_table,
+    profile_table,
+    report_table,
+    rows_table,
+)
+from trainwright.reports.tree import module_rows
+from trainwright.reports.units import format_bytes, format_flops, format_s
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (2**30 - 1, "1 GiB"), (5 * 2**40, "5 TiB")],
+)
+def test_bytes_are_written_with_the_unit_that_fits(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_formatted_numbers_are_within_half_a_digit_of_what_they_stand_for() -> None:
+    draw = random.Random(0)
+    scales = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+    for _ in range(500):
+        num_bytes = int(10 ** draw.uniform(0, 16))
+        number, unit = format_bytes(num_bytes).split()
+        assert float(number) * scales[unit] == pytest.approx(num_bytes, rel=6e-3), num_bytes
+
+
+def test_times_and_flops() -> None:
+    assert [format_s(value) for value in (None, 0, 2e-9, 1.5e-3, 59.99, 3601)] == [
+        "–",
+        "0 s",
+        "2.00 ns",
+        "1.50 ms",
+        "60.0 s",
+        "60 min 1 s",
+    ]
+    assert format_flops(3.1e15) == "3.10 PFLOP"
+
+
+def test_blocks_that_cost_the_same_are_one_row_and_those_that_differ_are_not() -> None:
+    rows = {row.label: row for row in module_rows(samples.profile().modules)}
+    assert list(rows) == ["", "h", "h.{0-1}", "h.{0-1}.fc", "h.2", "h.2.fc", "head"]
+    assert rows["h.{0-1}"].count == 2
+    assert rows["h.{0-1}"].cost.saved_bytes == 200 * MIB
+    assert rows["h.{0-1}.fc"].cost.num_params == 16
+
+
+def test_the_tree_keeps_what_the_modules_cost() -> None:
+    modules = [module for module in samples.profile().modules if module.path]
+    rows = [row for row in module_rows(modules) if row.label]
+    for name in ("num_params", "saved_bytes", "num_ops"):
+        expected = sum(getattr(module, name) for module in modules)
+        assert sum(getattr(row.cost, name) for row in rows) == expected, name
+
+
+def test_depth_counts_names_not_the_numbers_of_blocks() -> None:
+    assert [row.label for row in module_rows(samples.profile().modules, depth=1)] == ["", "h", "h.{0-1}", "h.2", "head"]
+
+
+def test_the_tree_is_built_in_time_that_grows_with_the_model() -> None:
+    """3000 blocks: squared work would take minutes."""
+    modules = [ModuleCost(path="", type="Net")]
+    modules += [
+        ModuleCost(path=f"h.{block}{inner}", num_ops=block % 7) for block in range(3000) for inner in ("", ".fc")
+    ]
+    assert len(module_rows(modules)) == 1 + 2 * 3000
+
+
+def test_decisions_are_rows_with_their_parameters_and_fates() -> None:
+    rows = {row.key: row for row in decision_rows(samples.plan())}
+    linear = rows["h.{0-2}.fc:linear"]
+    assert (linear.block, linear.label, linear.split) == ("h.{0-2}", "fc:linear", "b@node o@gpu")
+    assert linear.params == ("weight S0@gpu",)
+    assert linear.fate == "out recomputed in 0-1"
+    assert rows["h.{0-2}.fc:gelu"].fate == "out recomputed; internal offloaded"
+    assert rows["head:linear"].split == "whole"
+    assert rows["head:linear"].fate == "kept"
+    assert rows["wte"].params == ("weight S1.1/3.12.64@node S0@gpu",), "parameters without an op are listed too"
+
+
+def test_a_replicated_parameter_says_so() -> None:
+    plan = samples.plan(params={"head.weight": ParamPlan(layout=("R", "R"))})
+    assert {row.key: row.params for row in decision_rows(plan)}["head:linear"] == ("weight replicated",)
+
+
+def test_the_tables_state_what_the_artifacts_hold() -> None:
+    text = profile_table(samples.profile(), depth=2)
+    for part in ("900 MiB", "backward: mm in head", "6", "2 TFLOP", "h.{0-1}", "×2", "350 MiB"):
+        assert part in text, part
+    text = plan_table(samples.plan())
+    for part in ("200 ms", "900 MiB", "of 1000 MiB", "h.{0-2}", "b@node o@gpu", "joint", "0.08 %", "1.25 s"):
+        assert part in text, part
+    assert "NOT" not in text
+    assert "does NOT fit" in plan_table(samples.plan(peak_bytes=1001 * MIB))
+
+
+def test_the_comparison_marks_the_fastest_and_gives_reasons() -> None:
+    text = compare_table(samples.comparison())
+    by_name = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert by_name["joint"].endswith("fastest")
+    assert by_name["fsdp"].endswith("+25.0 %")
+    assert "ddp does not fit: 1200 MiB are needed" in text
+
+
+def test_the_report_tells_whether_it_verified() -> None:
+    good, bad = report_table(samples.report()), report_table(samples.report(passed=False))
+    assert good.startswith("verified")
+    assert bad.startswith("NOT")
+    assert "h.1.fc.weight" in good
+    assert "-1.1 %" in good, "890 MiB measured, 900 MiB predicted"
+    over = samples.report().model_copy(update={"budget_bytes": 885 * MIB})
+    assert report_table(over).count("EXCEEDED") == 1
+
+
+def test_rows_and_clusters() -> None:
+    assert rows_table([]) == "none"
+    text = rows_table([{"name": "a", "num_params": 124_000_000}, {"name": "b", "num_params": None}])
+    assert "124 M" in text
+    assert "–" in text
+    assert "50 GFLOP/s" in cluster_table(samples.cluster())
+
+
+def test_tables_have_no_colours_in_a_file() -> None:
+    assert "\x1b" not in plan_table(samples.plan()) + profile_table(samples.profile())
+
+
+def test_thinning_keeps_the_peak_and_the_order() -> None:
+    draw = random.Random(1)
+    timeline = [MemoryPoint(phase="forward", op="x", path="", live_bytes=draw.randrange(10**9)) for _ in range(20_011)]
+    points = thinned(timeline, limit=1000)
+    assert len(points) <= 1001
+    assert max(point.live_bytes for _, point in points) == max(point.live_bytes for point in timeline)
+    assert [place for place, _ in points] == sorted(place for place, _ in points)
+    assert all(timeline[place] is point for place, point in points)
+
+
+def test_the_areas_add_up_to_what_is_alive() -> None:
+    figure = memory_figure(samples.timeline(), 900 * MIB, 1000 * MIB)
+    areas = [trace for trace in figure["data"] if trace.get("stackgroup")]
+    assert len(areas) == 5
+    for place, point in enumerate(samples.timeline()):
+        assert sum(trace["y"][place] for trace in areas) * MIB == pytest.approx(point.live_bytes)
+
+
+def test_a_budget_far_above_the_peak_does_not_flatten_the_chart() -> None:
+    near, far = (memory_figure(samples.timeline(), 900 * MIB, budget) for budget in (1000 * MIB, 2**40))
+    assert any("budget" in trace["name"] for trace in near["data"])
+    assert not any("budget" in trace["name"] for trace in far["data"])
+
+
+def test_the_treemap_adds_up() -> None:
+    figure = treemap_figure(samples.profile().modules)
+    assert set(figure["menu"]) == {"saved bytes", "parameter bytes", "FLOPs", "ops"}
+    assert sum(figure["menu"]["saved bytes"]["values"][0]) == 350 * MIB
+    (trace,) = figure["data"]
+    assert set(trace["parents"]) - {""} <= set(trace["ids"])
+    assert len(set(trace["ids"])) == len(trace["ids"])
+
+
+def test_plotly_accepts_every_figure() -> None:
+    """plotly's own validator refuses unknown attributes and values."""
+    figures = [
+        memory_figure(samples.timeline(), 900 * MIB, 1000 * MIB),
+        memory_figure([], 0, None),
+        breakdown_figure({"param": 3, "elsewhere": 4}),
+        treemap_figure(samples.profile().modules),
+        step_times_figure(samples.comparison()),
+        peaks_figure(samples.comparison(), 1000 * MIB),
+        measured_figure(samples.report()),
+    ]
+    for figure in figures:
+        go.Figure(data=figure["data"], layout=figure["layout"])
+    with pytest.raises(ValueError, match="stackgrup"):
+        go.Figure(data=[{**figures[0]["data"][0], "stackgrup": 1}])
+
+
+def test_the_infeasible_are_hatched_with_the_reason() -> None:
+    bars = {trace["name"]: trace for trace in step_times_figure(samples.comparison())["data"]}
+    hatched = bars["does not fit"]
+    assert hatched["y"] == ["ddp"]
+    assert hatched["marker"]["pattern"]["shape"] == "/"
+    assert "200 MiB more" in hatched["customdata"][0].replace("<br>", " ")
+    joint = bars["compute"]["y"].index("joint")
+    assert bars["compute"]["x"][joint] == pytest.approx(120), "in ms"
+
+
+class _Tags(HTMLParser):
+    """Collects elements and links of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.links += [value or "" for key, value in attrs if key in ("src", "href")]
+
+
+def test_a_page_stands_alone_and_nothing_breaks_out_of_it(tmp_path) -> None:
+    for path in _pages(tmp_path):
+        tags = _Tags(path.read_text(encoding="utf8"))
+        assert tags.links == [], "nothing is fetched"
+        assert "img" not in tags.names, "names are text"
+        assert tags.names.count("script") == 3
+
+
+def test_the_data_of_a_page_is_json(tmp_path) -> None:
+    for path in _pages(tmp_path):
+        found = re.search(r'id="figures">(.*?)</script>', path.read_text(encoding="utf8"), re.DOTALL)
+        assert found
+        assert len(json.loads(found[1])) >= 2
+
+
+def _pages(tmp_path):
+    write_profile(samples.profile(), tmp_path / "profile.html")
+    write_plan(
+        samples.plan(),
+        tmp_path / "plan.html",
+        samples.simulation(),
+        samples.comparison(),
+        samples.profile(),
+        samples.report(),
+        samples.explanation(),
+    )
+    return [tmp_path / "profile.html", tmp_path / "plan.html"]
+
+
+def test_a_plan_alone_makes_a_page_and_a_bad_path_is_the_users_error(tmp_path) -> None:
+    samples.plan().to_html(tmp_path / "alone.html")
+    assert "b@node" in (tmp_path / "alone.html").read_text(encoding="utf8")
+    with pytest.raises(UserError, match="cannot be written"):
+        samples.plan().to_html(tmp_path / "missing" / "alone.html")

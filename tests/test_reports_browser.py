@@ -1,0 +1,135 @@
+"""The HTML reports in a real browser: they draw, complain of nothing, answer to hovering and clicking."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import report_samples as samples
+from trainwright.reports.html import write_plan, write_profile
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reports")
+    write_profile(samples.profile(), folder / "profile.html")
+    write_plan(
+        samples.plan(),
+        folder / "plan.html",
+        simulation=samples.simulation(),
+        comparison=samples.comparison(),
+        profile=samples.profile(),
+        report=samples.report(),
+        explanation=samples.explanation(),
+    )
+    return {name: folder / f"{name}.html" for name in ("profile", "plan")}
+
+
+class Opened:
+    """A page with what went wrong in it."""
+
+    def __init__(self, browser, path: Path, width: int = 1200, scheme: str = "light") -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+        self.problems: list[str] = []
+        self.page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", lambda request: self._note_request(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_function("document.querySelectorAll('.chart .main-svg').length > 0")
+
+    def _note_request(self, url: str) -> None:
+        if not url.startswith(("file:", "data:", "blob:")):
+            self.problems.append(f"fetched {url}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.page.close()
+
+
+@pytest.mark.parametrize("width", [1200, 800])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("name", "num_charts"), [("profile", 2), ("plan", 6)])
+def test_every_chart_is_drawn_and_nothing_complains(browser, pages, name, num_charts, scheme, width) -> None:
+    with Opened(browser, pages[name], width, scheme) as opened:
+        drawn = opened.page.eval_on_selector_all(
+            ".chart", "places => places.map(place => place.querySelectorAll('.main-svg .trace, .slice').length)"
+        )
+        assert len(drawn) == num_charts
+        assert all(drawn), drawn
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
+        assert opened.page.evaluate("window.hacked") is None
+        assert opened.problems == []
+
+
+def test_hovering_names_the_op_and_its_module(browser, pages) -> None:
+    with Opened(browser, pages["profile"]) as opened:
+        place = opened.page.locator(".chart").first
+        place.scroll_into_view_if_needed()
+        box = place.locator(".nsewdrag").first.bounding_box()
+        opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        label = opened.page.locator(".hoverlayer").first
+        label.get_by_text("after mm").wait_for()
+        text = label.text_content()
+        assert "h." in text
+        assert "saved for the backward" in text
+        assert opened.problems == []
+
+
+def test_a_click_in_the_legend_hides_a_category(browser, pages) -> None:
+    with Opened(browser, pages["profile"]) as opened:
+        place = opened.page.locator(".chart").first
+        areas = place.locator(".scatterlayer .trace.scatter")
+        before = areas.count()
+        place.locator(".legendtoggle").nth(3).click()
+        opened.page.wait_for_function(
+            "document.querySelector('.chart').data.filter(trace => trace.visible === 'legendonly').length === 1"
+        )
+        assert areas.count() == before - 1
+        assert opened.problems == []
+
+
+def test_the_buttons_change_what_the_treemap_shows(browser, pages) -> None:
+    with Opened(browser, pages["profile"]) as opened:
+        opened.page.get_by_role("button", name="parameter bytes").click()
+        opened.page.get_by_text("100 MiB").first.wait_for()
+        assert opened.page.get_by_role("button", name="parameter bytes").get_attribute("aria-pressed") == "true"
+        assert opened.page.get_by_role("button", name="saved bytes").get_attribute("aria-pressed") == "false"
+        assert opened.problems == []
+
+
+def test_the_theme_follows_the_system_and_the_button(browser, pages) -> None:
+    with Opened(browser, pages["plan"], scheme="dark") as opened:
+        background = "getComputedStyle(document.body).backgroundColor"
+        dark = opened.page.evaluate(background)
+        opened.page.get_by_role("button", name="light or dark").click()
+        light = opened.page.evaluate(background)
+        assert sum(map(int, dark[4:-1].split(","))) < 150 < 600 < sum(map(int, light[4:-1].split(",")))
+        assert opened.problems == []
+
+
+def test_the_checks_see_what_is_wrong(browser, tmp_path: Path) -> None:
+    """A page with a fault, so that the tests above can fail."""
+    path = tmp_path / "bad.html"
+    broken = "<div class=chart><svg class=main-svg></svg></div><img src='http://127.0.0.1:9/x.png'>"
+    path.write_text(f"<body>{broken}<script>throw new Error('planted')</script>")
+    with Opened(browser, path) as opened:
+        opened.page.wait_for_timeout(200)
+        assert any("planted" in problem for problem in opened.problems)
+        assert any("fetched" in problem for problem in opened.problems)

@@ -1,0 +1,167 @@
+"""From the solver's numbers to `Decisions`: the chosen options, and which values of which block are not kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..capture.blocks import RegionClass
+from ..capture.groups import Split
+from ..capture.layout import PARTIAL, REPLICATE, Layout
+from ..capture.local import Decisions
+from ..capture.program import Op, Program, Tensor
+from ..capture.transition import gradient_layout
+from .problem import Decision, Problem, Use, Want
+from .recompute import Recompute
+from .sharding import Sharding
+
+_ROUNDING = 1e-5
+
+
+@dataclass(eq=False)
+class Choice:
+    """The solver's answer: an option a decision, and how many instances rerun or convert again."""
+
+    options: dict[Decision, int]
+    reruns: dict[Decision, int] = field(default_factory=dict)
+    converts: dict[tuple[Use, Want], int] = field(default_factory=dict)
+
+
+def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | None) -> Choice:
+    """Round the solver's values to a `Choice`."""
+    options = {decision: int(np.argmax(values[columns])) for decision, columns in sharding.choice.items()}
+    choice = Choice(options)
+    if recompute is not None:
+        for (decision, option), column in recompute.rerun.items():
+            if options[decision] == option:
+                choice.reruns[decision] = _count(values[column])
+        for (use, native, want), column in recompute.convert.items():
+            if use.source.natives[options[use.source.decision]] == native:
+                choice.converts[use, want] = _count(values[column])
+    return choice
+
+
+def _count(value: float) -> int:
+    return max(0, math.ceil(value - _ROUNDING))
+
+
+def decisions_from(problem: Problem, choice: Choice) -> Decisions:
+    """Write a choice in terms of the program."""
+    splits = {d.group: d.options[choice.options[d]] for d in problem.groups if d.group is not None}
+    params = {tensor: d.options[choice.options[d]] for d in problem.params for tensor in d.tied}
+    decisions = Decisions(problem.mesh, splits, params)
+    decisions.inputs = input_layouts(problem.program, decisions)
+    for region_class in problem.program.classes:
+        decisions.recomputed |= _Flags(problem, choice, decisions, region_class).keys()
+    return decisions
+
+
+def input_layouts(program: Program, decisions: Decisions) -> dict[Tensor, Layout]:
+    """Return for each batch entry the layout of which everything that is wanted of it is a slice."""
+    replicated = (REPLICATE,) * len(decisions.mesh)
+    layouts: dict[Tensor, Layout] = {}
+    for tensor in program.inputs:
+        wants = {forward for op, place in _readers(tensor) for forward in [_forward(program, decisions, op, place)]}
+        per_axis = [set(entries) for entries in zip(*wants)] if wants else []
+        common = tuple(entries.pop() if len(entries) == 1 else REPLICATE for entries in per_axis)
+        layouts[tensor] = common if wants and PARTIAL not in common else replicated
+    return layouts
+
+
+def _readers(tensor: Tensor) -> Iterator[tuple[Op, int]]:
+    for op in dict.fromkeys(tensor.consumers):
+        for place, found in enumerate(op.inputs):
+            if found is tensor:
+                yield op, place
+
+
+def _forward(program: Program, decisions: Decisions, op: Op, place: int) -> Layout:
+    if op.constant or op.region is None:
+        return (REPLICATE,) * len(decisions.mesh)
+    group = program.group_of(op)
+    return group.input_layout(_twin(op), place, decisions.splits[group])[0]
+
+
+def _twin(op: Op) -> Op:
+    assert op.region is not None
+    return op.region.region_class.representative.ops[op.position]
+
+
+class _Flags:
+    """The values of one class that are not kept, member by member."""
+
+    def __init__(self, problem: Problem, choice: Choice, decisions: Decisions, region_class: RegionClass) -> None:
+        self.problem, self.choice, self.decisions, self.region_class = problem, choice, decisions, region_class
+        self.pinned = {stored.source.tensor for stored in problem.stored if stored.boundary or stored.held}
+        self.found: set[str] = set()
+
+    def keys(self) -> set[str]:
+        """Return the keys of all values that are recomputed."""
+        for decision in self.problem.of_class(self.region_class):
+            for member in range(self.choice.reruns.get(decision, 0)):
+                self._flag_group(decision, member)
+        for use in self.problem.uses:
+            if use.region_class is self.region_class:
+                self._flag_copies(use)
+        return self.found
+
+    def _flag_group(self, decision: Decision, member: int) -> None:
+        assert decision.group is not None
+        region = self.region_class.members[member]
+        for op in decision.group.ops:
+            record, own = self.problem.costs.records[op], region.ops[op.position]
+            for place, tensor in enumerate(op.outputs):
+                if place not in record.aliases and tensor not in self.pinned:
+                    self.found.add(own.outputs[place].key)
+            if record.internal_bytes:
+                self.found.add(f"{own.key}.internal")
+
+    def _flag_copies(self, use: Use) -> None:
+        native = use.source.natives[self.choice.options[use.source.decision]]
+        for want, (position, place) in self._copies(use, native).items():
+            if want[0] == native:
+                self._flag_same_memory(use, position, place)
+                continue
+            for member in use.members[: self.choice.converts.get((use, want), 0)]:
+                self.found.add(f"{self.region_class.members[member].ops[position].key}.in{place}")
+
+    def _flag_same_memory(self, use: Use, position: int, place: int) -> None:
+        """A copy that differs in its gradient alone shares the tensor's memory, and its fate."""
+        for member in use.members:
+            op = self.region_class.members[member].ops[position]
+            if self._is_flagged(op.inputs[place]):
+                self.found.add(f"{op.key}.in{place}")
+
+    def _is_flagged(self, tensor: Tensor) -> bool:
+        while True:
+            if tensor.key in self.found:
+                return True
+            op = tensor.producer
+            if op is None or op.region is None or op.region.region_class is not self.region_class:
+                return False
+            source = self.problem.costs.records[_twin(op)].aliases.get(op.outputs.index(tensor))
+            if source is None:
+                return False
+            tensor = op.inputs[source]
+
+    def _copies(self, use: Use, native: Layout) -> dict[Want, tuple[int, int]]:
+        """The converted copies of a use under the chosen splits: want → the op and place that ask for it first."""
+        due = gradient_layout(native)
+        found: dict[Want, tuple[int, int]] = {}
+        for op in self.region_class.representative.ops:
+            for place, tensor in enumerate(op.inputs):
+                if tensor is use.tensor:
+                    want = self._want(op, place)
+                    same_gradient = want[1] == due or not tensor.requires_grad
+                    if not (want[0] == native and same_gradient):
+                        found.setdefault(want, (op.position, place))
+        return found
+
+    def _want(self, op: Op, place: int) -> Want:
+        group = self.region_class.group_at[op.position]
+        split: Split = self.decisions.splits[group]
+        forward, gradient = group.input_layout(op, place, split)
+        return forward, gradient if op.inputs[place].requires_grad else (REPLICATE,) * len(split)

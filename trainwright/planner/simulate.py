@@ -1,0 +1,126 @@
+"""Running one rank's step of a plan on fake tensors: the peak that a plan promises is this one.
+
+The local program is the very one that the runtime runs, recomputation included; collectives only give results of the
+right shapes. The optimizer's states are made first, so one step is the steady state; its peak is also the first one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..artifacts import MemoryPoint
+from ..capture.execute import Executor
+from ..capture.fakes import new_mode
+from ..capture.layout import local_shape
+from ..capture.local import Decisions, LocalProgram, build_local
+from ..capture.program import Program, Tensor
+from ..capture.reshard import SimulatedCommunicator
+from ..profiler.saved import run_state
+from ..profiler.tracker import MemoryTracker, Target
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Simulation:
+    """What one rank's step holds and sends."""
+
+    peak_bytes: int
+    peak_at: str
+    breakdown: dict[str, int]
+    """Bytes alive at the peak, by category."""
+    comm_bytes: dict[str, int]
+    """Bytes per step, by collective."""
+    comm_calls: dict[str, int]
+    num_calls: int
+    timeline: list[MemoryPoint] = field(default_factory=list)
+
+
+def simulate(
+    program: Program,
+    decisions: Decisions,
+    make_optimizer: MakeOptimizer,
+    *,
+    target: Target = "cpu",
+    coords: Sequence[int] | None = None,
+    timeline: bool = False,
+) -> Simulation:
+    """Run the step of the rank at `coords` (by default the first, which holds most) and follow its memory."""
+    communicator = SimulatedCommunicator(decisions.mesh, coords)
+    local = build_local(program, decisions, communicator)
+    executor = Executor(local)
+    _fuse_attention(executor, target)
+    with new_mode():
+        sources = _fake_sources(local)
+        tracker = MemoryTracker(target)
+        params = [value for tensor, value in sources.items() if tensor.role == "param"]
+        optimizer = make_optimizer([param for param in params if param.requires_grad])
+        with tracker:
+            tracker.watch(params, "param")
+            tracker.watch([value for tensor, value in sources.items() if tensor.role == "buffer"], "buffer")
+            tracker.watch([value for tensor, value in sources.items() if tensor.role in ("input", "const")], "input")
+            _warm_up(optimizer, tracker)
+            tracker.reset_peak()
+            tracker.keep_timeline = timeline
+            communicator.num_bytes.clear()
+            communicator.num_calls.clear()
+            _step(executor, sources, optimizer, tracker)
+    return Simulation(
+        tracker.peak_bytes,
+        tracker.peak_at,
+        {key: size for key, size in tracker.peak_breakdown.items() if size},
+        dict(communicator.num_bytes),
+        dict(communicator.num_calls),
+        tracker.num_ops,
+        tracker.timeline,
+    )
+
+
+def _fuse_attention(executor: Executor, target: Target) -> None:
+    """Let attention run as the fused kernel that a GPU would take."""
+    for instruction in executor.local.instructions:
+        if instruction.op is not None and instruction.op.name == "scaled_dot_product_attention":
+            call, state = executor.calls[instruction.index], run_state(instruction.op, target)
+            executor.calls[instruction.index] = lambda env, _, call=call, state=state: call(env, state)
+
+
+def _fake_sources(local: LocalProgram) -> dict[Tensor, Any]:
+    """The rank's part of every parameter, buffer, batch entry and constant, as a fake tensor."""
+    mesh, coords = local.communicator.mesh, local.communicator.coords
+    sources: dict[Tensor, Any] = {}
+    for tensor, index in local.sources.items():
+        shape = local_shape(tensor.shape, tensor.slots, local.values[index].layout, mesh, coords)
+        value = torch.empty(shape, dtype=tensor.dtype)
+        sources[tensor] = nn.Parameter(value, tensor.requires_grad) if tensor.role == "param" else value
+    return sources
+
+
+def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
+    """One update with made-up gradients, so that the optimizer's states are there."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    with tracker.phase("update"):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _step(
+    executor: Executor, sources: Mapping[Tensor, Any], optimizer: torch.optim.Optimizer, tracker: MemoryTracker
+) -> None:
+    """The reference step: the caller holds the outputs until the update is done."""
+    state = run_state(None, tracker.target)
+    with tracker.phase("forward"):
+        outputs = executor.run(sources, state)
+        loss = outputs[executor.local.program.captured.loss_index]
+        tracker.mark_forward_end()
+    with tracker.phase("backward"):
+        loss.backward()
+    with tracker.phase("update"):
+        optimizer.step()
+    del outputs, loss
