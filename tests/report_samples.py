@@ -29,15 +29,18 @@ EVIL = '</script><img src=x onerror="window.hacked=1"><b>x</b>'
 def profile() -> Profile:
     """Two blocks alike and one that differs; 100 MiB of parameters; a peak of 900 MiB at event 30."""
     block = {"type": "Block", "num_params": 10, "param_bytes": 40 * MIB, "saved_bytes": 100 * MIB, "num_ops": 5}
-    inner = {"type": "Linear", "num_params": 8, "param_bytes": 30 * MIB, "saved_bytes": 60 * MIB, "num_ops": 2}
+    inner = {"type": "Linear", "num_params": 8, "param_bytes": 30 * MIB, "saved_bytes": 40 * MIB, "num_ops": 2}
     modules = [
         ModuleCost(
             path="", type="Net", num_params=30, param_bytes=100 * MIB, saved_bytes=350 * MIB, forward_flops=10**9
         ),
         ModuleCost(path="h", type="ModuleList", num_params=25, param_bytes=95 * MIB, saved_bytes=250 * MIB),
-        *(ModuleCost(path=f"h.{place}", **block) for place in range(2)),
+        ModuleCost(path="h.0", **block),
+        ModuleCost(path="h.0.fc", **inner),
+        ModuleCost(path="h.1", **block),
+        ModuleCost(path="h.1.fc", **inner),
         ModuleCost(path="h.2", **{**block, "saved_bytes": 50 * MIB}),
-        *(ModuleCost(path=f"h.{place}.fc", **inner) for place in range(3)),
+        ModuleCost(path="h.2.fc", **inner),
         ModuleCost(path="head", type=f"Head{EVIL}", num_params=5, param_bytes=5 * MIB, num_ops=1),
     ]
     return Profile(

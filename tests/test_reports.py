@@ -12,7 +12,7 @@ import pytest
 
 from tests import report_samples as samples
 from tests.report_samples import MIB
-from trainwright.artifacts import MemoryPoint, ModuleCost, ParamPlan, UserError
+from trainwright.artifacts import MemoryPoint, ModuleCost, OpPlan, ParamPlan, UserError
 from trainwright.reports.decisions import decision_rows
 from trainwright.reports.html import write_plan, write_profile
 from trainwright.reports.memory_figures import breakdown_figure, memory_figure, thinned
@@ -32,7 +32,15 @@ from trainwright.reports.units import format_bytes, format_flops, format_s
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (2**30 - 1, "1 GiB"), (5 * 2**40, "5 TiB")],
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (2**30, "1 GiB"),
+        (2**30 - 1, "1.00 GiB"),
+        (5 * 2**40, "5 TiB"),
+    ],
 )
 def test_bytes_are_written_with_the_unit_that_fits(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
@@ -51,7 +59,7 @@ def test_times_and_flops() -> None:
     assert [format_s(value) for value in (None, 0, 2e-9, 1.5e-3, 59.99, 3601)] == [
         "–",
         "0 s",
-        "2.00 ns",
+        "2 ns",
         "1.50 ms",
         "60.0 s",
         "60 min 1 s",
@@ -79,6 +87,12 @@ def test_depth_counts_names_not_the_numbers_of_blocks() -> None:
     assert [row.label for row in module_rows(samples.profile().modules, depth=1)] == ["", "h", "h.{0-1}", "h.2", "head"]
 
 
+def test_blocks_without_a_name_are_a_level() -> None:
+    modules = [ModuleCost(path=path) for path in ("", "0", "1", "1.norm", "2", "2.norm")]
+    levels = {row.label: row.level for row in module_rows([module for module in modules if module.path != "0"])}
+    assert levels == {"": 0, "{1-2}": 1, "{1-2}.norm": 2}
+
+
 def test_the_tree_is_built_in_time_that_grows_with_the_model() -> None:
     """3000 blocks: squared work would take minutes."""
     modules = [ModuleCost(path="", type="Net")]
@@ -98,6 +112,19 @@ def test_decisions_are_rows_with_their_parameters_and_fates() -> None:
     assert rows["head:linear"].split == "whole"
     assert rows["head:linear"].fate == "kept"
     assert rows["wte"].params == ("weight S1.1/3.12.64@node S0@gpu",), "parameters without an op are listed too"
+
+
+def test_blocks_stay_together_and_long_lists_are_cut() -> None:
+    values = {"out": "all", **{f"h.0.fc:mul#{place}.out": "all" for place in range(2, 9)}}
+    modules = {
+        "h.{0-2}.fc:linear": OpPlan(split=("b", "-")),
+        "head:linear": OpPlan(split=("b", "-")),
+        "h.{0-2}.act:gelu": OpPlan(split=("b", "-"), recomputed=values),
+    }
+    params = {"h.{0-2}.ln.weight": ParamPlan(layout=("R", "R")), "head.weight": ParamPlan(layout=("R", "R"))}
+    rows = decision_rows(samples.plan(modules=modules, params=params))
+    assert [row.key for row in rows] == ["h.{0-2}.fc:linear", "h.{0-2}.act:gelu", "h.{0-2}.ln", "head:linear"]
+    assert rows[1].fate == "out, mul#2.out, mul#3.out and 5 more recomputed"
 
 
 def test_a_replicated_parameter_says_so() -> None:

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .local import Instruction, LocalProgram, Ref
 from .program import Tensor as ProgramTensor
 from .randomness import with_state
+from .reshard import Route
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Executor:
                 memory.begin(self.local.instructions[index])
                 self.calls[index](env, state)
                 memory.end(env)
+                if index in memory.rerun.ends:
+                    memory.start_backward_at(env, memory.rerun.ends[index])
                 for value in self.frees[index]:
                     del env[value]
 
@@ -159,6 +162,8 @@ class _Rerun:
     sources: set[int] = field(default_factory=set)
     """Values from which the sub-graph starts."""
     last_use: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, list[int]] = field(default_factory=dict)
+    """Where the sub-graph communicates: the instructions that make the region's results, and those results."""
 
 
 def _reruns(local: LocalProgram) -> dict[int, _Rerun]:
@@ -170,7 +175,27 @@ def _reruns(local: LocalProgram) -> dict[int, _Rerun]:
             rerun.internals.add(instruction.index)
     for region, rerun in reruns.items():
         _trace_back(local, region, rerun)
+        if any(_communicates(local.instructions[index]) for index in rerun.instructions):
+            rerun.ends = _results(local, region)
     return reruns
+
+
+def _communicates(instruction: Instruction) -> bool:
+    if instruction.op is None:
+        return any(isinstance(arg, Route) and arg.moves for arg in instruction.args[1:2])
+    return instruction.function is not instruction.op.node.target
+
+
+def _results(local: LocalProgram, region: int) -> dict[int, list[int]]:
+    """The values of `region` that are read elsewhere, by the instruction that makes them."""
+    inside = {value: i.index for i in local.instructions if i.region == region for value in i.outputs}
+    read = {value for i in local.instructions if i.region != region for value in i.inputs}
+    read |= {found.value for found in local.outputs if isinstance(found, Ref)}
+    results: dict[int, list[int]] = {}
+    for value, index in inside.items():
+        if value in read:
+            results.setdefault(index, []).append(value)
+    return results
 
 
 def _trace_back(local: LocalProgram, region: int, rerun: _Rerun) -> None:
@@ -235,6 +260,7 @@ class _RegionMemory:
         self.found: dict[tuple[int, int], Tensor] = {}
         self.pending: list[_Saved] = []
         self.instruction: Instruction | None = None
+        self.is_rederived = False
 
     def begin(self, instruction: Instruction) -> None:
         self.instruction = instruction
@@ -278,6 +304,20 @@ class _RegionMemory:
         saved.memory, saved.place, saved.tensor = self, place, None
         self.waiting[place] += 1
 
+    def start_backward_at(self, env: dict[int, Any], values: Sequence[int]) -> None:
+        """Rederive as soon as the backward comes to the region, not when this rank first lacks something.
+
+        All ranks then communicate at the same point, also one whose own part is empty and asks for nothing.
+        """
+        for value in values:
+            if env[value].requires_grad:
+                env[value] = _Start.apply(env[value], self)
+
+    def rederive_first(self) -> None:
+        """Rederive unless that was done."""
+        if not self.is_rederived:
+            self._rederive()
+
     def fetch(self, place: tuple[int, int]) -> Tensor:
         """Return a rederived tensor; the last one to ask for it takes it away."""
         if place not in self.found:
@@ -290,6 +330,7 @@ class _RegionMemory:
 
     def _rederive(self) -> None:
         """Run the region's sub-graph once; keep what somebody still waits for."""
+        self.is_rederived = True
         env: dict[int, Any] = dict(self.sources)
         for index in self.rerun.instructions:
             instruction = self.executor.local.instructions[index]
@@ -325,6 +366,18 @@ class _RegionMemory:
         for index, tensor in enumerate(seen):
             if self.waiting[(instruction.index, index)] > 0:
                 self.found[(instruction.index, index)] = tensor
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: _RegionMemory) -> Tensor:
+        ctx.memory = memory
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.memory.rederive_first()
+        return grads[0], None
 
 
 def _unpack(saved: _Saved) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .factors import leaves
 from .layout import PARTIAL, REPLICATE, Layout
+from .transition import gradient_layout
 
 if TYPE_CHECKING:
     from ..ops import Dims
@@ -74,6 +75,11 @@ class Group:
 
     def input_layout(self, op: Op, place: int, split: Split) -> tuple[Layout, Layout]:
         """Return the layouts that `op` wants of its tensor argument at `place`, and that its gradient comes back in."""
+        producer = op.inputs[place].producer
+        if producer is not None and producer.region is op.region and producer.position in self._positions_inside():
+            # Inside the group a tensor is read as it was left: a view of a partial sum is one too.
+            native = self.output_layout(producer, producer.outputs.index(op.inputs[place]), split)
+            return native, gradient_layout(native)
         forward, gradient = [], []
         for loop in split:
             slot = self._slot(op, op.inputs[place], op.signature.inputs[place], loop)
@@ -98,6 +104,11 @@ class Group:
         """Return the mesh axes that split a factor of the loop `loop_name` of `op`."""
         own = {index for (at, name, _), index in self.loop_at.items() if at == op.position and name == loop_name}
         return tuple(axis for axis, loop in enumerate(split) if loop in own)
+
+    def _positions_inside(self) -> set[int]:
+        if not hasattr(self, "_inside"):
+            self._inside = {op.position for op in self.ops}
+        return self._inside
 
     def _positions(self, op: Op) -> list[tuple[tuple[int, str, int], int]]:
         if not hasattr(self, "_by_position"):

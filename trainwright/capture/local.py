@@ -15,7 +15,7 @@ from ..ops import find
 from .groups import Group, Split
 from .layout import REPLICATE, Layout, local_shape, slot_range
 from .program import Op, Program, Tensor
-from .reshard import Axes, Communicator, Route, reshard
+from .reshard import Axes, Communicator, Nothing, Route, reshard, tensors_in
 from .transition import gradient_layout, transition
 
 
@@ -142,12 +142,7 @@ class _Builder:
         twin = op.region.region_class.representative.ops[op.position]
         split = self.decisions.splits[group]
         inputs = []
-        inside = {member.position for member in group.ops}
         for place, tensor in enumerate(op.inputs):
-            producer = tensor.producer
-            if producer is not None and producer.region is op.region and producer.position in inside:
-                inputs.append(self.native[tensor])  # the group's ops are split alike, so nothing changes between them
-                continue
             forward, gradient = group.input_layout(twin, place, split)
             inputs.append(self._wanted(tensor, forward, gradient, op.region.index, f"{op.key}.in{place}"))
         outputs = [
@@ -161,6 +156,7 @@ class _Builder:
         if localize is not None:
             context = _Context(op, twin, group, split, inputs, outputs, self.communicator)
             function, args, kwargs = localize(context, function, args, kwargs)
+        function = _unless_empty(op, function, outputs, self.communicator)
         axes = tuple(axis for axis, loop in enumerate(split) if loop >= 0)
         internal = f"{op.key}.internal" in self.decisions.recomputed
         self._emit_op(op, function, args, kwargs, inputs, outputs, op.region.index, axes, internal)
@@ -234,6 +230,25 @@ def _fill(node: fx.Node, inputs: Sequence[Value]) -> tuple[tuple[Any, ...], dict
         return tree
 
     return tuple(walk(arg) for arg in node.args), {key: walk(arg) for key, arg in node.kwargs.items()}
+
+
+def _unless_empty(op: Op, function: Callable[..., Any], outputs: Sequence[Value], communicator: Communicator) -> Any:
+    """Return what to call for `op` on this rank: where its part of all outputs is empty, a call that does nothing.
+
+    Kernels of several nodes (attention) take other paths on empty tensors; the backward of such a rank would reach
+    its collectives in another order than its peers, and all would wait for ever.
+    """
+    mesh, coords = communicator.mesh, communicator.coords
+    shapes = [local_shape(v.tensor.shape, v.tensor.slots, v.layout, mesh, coords) for v in outputs]
+    if op.kind != "heavy" or not op.requires_grad or any(0 not in shape for shape in shapes):
+        return function
+    many = isinstance(op.node.meta["val"], (tuple, list))
+
+    def nothing(*args: Any, **kwargs: Any) -> Any:
+        results = Nothing.apply(shapes, *tensors_in((args, kwargs)))
+        return results if many else results[0]
+
+    return nothing
 
 
 class _Context:

@@ -142,6 +142,30 @@ def reshard(x: Tensor, forward: Route, backward: Route) -> Tensor:
     return _Reshard.apply(x, forward, backward)
 
 
+class Nothing(torch.autograd.Function):
+    """Empty results of given shapes; the gradients of all operands are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, shapes: Sequence[Sequence[int]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        model = next(tensor for tensor in tensors if tensor.is_floating_point())
+        return tuple(model.new_zeros(shape) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return None, *(zero if want else None for zero, want in zip(zeros, wanted))
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments, left to right."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
 class SimulatedCommunicator:
     """Collectives that only give results of the right shapes, and count what they would have moved."""
 

@@ -17,11 +17,11 @@ from ..reports.terminal import cluster_table, compare_table, plan_table, profile
 from ..reports.units import format_bytes, format_s
 from .errors import FAILED, OK
 from .model import ModelOptions
-from .output import quiet_stdout, status
+from .output import quiet_stdout, solver_status, status
 from .progress import StepProgress
 from .ranks import run_worker
 from .train import WORKER, summary
-from .verify import run_verification
+from .verify import holds, run_verification
 
 if TYPE_CHECKING:
     from ..capture.targets import Loaded
@@ -39,13 +39,14 @@ def demo(
     data: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="Text to learn; repeatable. Default: Python's own library.")
     ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps.")] = 25,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps.")] = 20,
     html_path: Annotated[str, typer.Option("--html", metavar="FILE", help="Where the report goes.")] = (
         "trainwright-demo.html"
     ),
 ) -> int:
     """Profile, plan, train and verify a GPT-2 on two processes of this machine, and write a report."""
     tour = _Tour(MODEL, _readable(data) if data else python_library())
+    print(f"MODEL is {_as_arguments(MODEL)}")
     tour.profile()
     tour.calibrate()
     tour.plan()
@@ -56,8 +57,9 @@ def demo(
 
 
 def python_library() -> list[str]:
-    """Return the files of Python's standard library, its packages left out, in the order of their names."""
-    return [str(path) for path in sorted(Path(os.__file__).parent.glob("*.py"))]
+    """Return the modules of Python's standard library, its packages left out, the largest first."""
+    files = Path(os.__file__).parent.glob("*.py")
+    return [str(path) for path in sorted(files, key=lambda path: (-path.stat().st_size, path.name))]
 
 
 @dataclass
@@ -77,7 +79,7 @@ class _Tour:
     _report: Report = field(init=False)
 
     def profile(self) -> None:
-        self._heading("What does a step of this model cost? (nothing is run)")
+        self._heading("What does a step of this model cost? (nothing is run)", "profile MODEL")
         with quiet_stdout(), status("profiling"):
             import trainwright as tw
 
@@ -86,7 +88,10 @@ class _Tour:
         print(profile_table(self._profile))
 
     def calibrate(self) -> None:
-        self._heading(f"What does this machine reach, with {NUM_RANKS} processes?")
+        self._heading(
+            f"What does this machine reach, with {NUM_RANKS} processes?",
+            f"calibrate --quick --nproc {NUM_RANKS} -o machine.json",
+        )
         with quiet_stdout(), status("measuring") as tell:
             import trainwright as tw
 
@@ -94,7 +99,10 @@ class _Tour:
         print(cluster_table(self._cluster))
 
     def plan(self) -> None:
-        self._heading("How should it be trained where memory is short?")
+        self._heading(
+            "How should it be trained where memory is short?",
+            "plan MODEL --hardware machine.json --memory M --compare -o plan.json",
+        )
         with quiet_stdout(), status("planning") as tell:
             peak = self._planned("ddp", None, tell).predicted.peak_bytes
         print(f"Plain data parallelism (ddp) takes {format_bytes(peak)} a process.")
@@ -109,7 +117,10 @@ class _Tour:
 
     def train(self, num_steps: int) -> None:
         size = sum(os.path.getsize(path) for path in self.files)
-        self._heading(f"Train the joint plan on {NUM_RANKS} processes: {len(self.files)} files, {format_bytes(size)}")
+        self._heading(
+            f"Train the joint plan on {NUM_RANKS} processes: {len(self.files)} files, {format_bytes(size)} of text",
+            f"train MODEL --plan plan.json --steps {num_steps} --lr {LEARNING_RATE} --data FILE…",
+        )
         payload = {
             "model": self.options.payload(),
             "plan": self._plan.to_json(),
@@ -129,7 +140,9 @@ class _Tour:
         print(summary(progress.steps, self._plan))
 
     def verify(self) -> None:
-        self._heading("Does it compute what one process computes, in the memory promised?")
+        self._heading(
+            "Does it compute what one process computes, in the memory promised?", "verify MODEL --plan plan.json"
+        )
         with quiet_stdout(), status("verifying in float64"):
             found = run_verification(self.options, self._plan, "float64", NUM_RANKS)
         self._report = found.model_copy(update={"step_s": self._step_s})
@@ -149,13 +162,11 @@ class _Tour:
     @property
     def verified(self) -> bool:
         """Same maths, and no rank above its budget."""
-        budget = self._plan.budget_bytes
-        fits = budget is None or all(peak <= budget for peak in self._report.peak_bytes)
-        return self._report.passed and fits
+        return holds(self._report)
 
-    def _heading(self, text: str) -> None:
+    def _heading(self, text: str, by_hand: str) -> None:
         self._step += 1
-        print(f"\n── {self._step}. {text}\n")
+        print(f"\n── {self._step}. {text}\n   $ trainwright {by_hand}\n", flush=True)
 
     def _planned(self, solver: str, memory: int | None, tell: Any) -> Plan:
         import trainwright as tw
@@ -167,7 +178,7 @@ class _Tour:
             memory=memory,
             solver=solver,
             model_ref=self._loaded.ref,
-            progress=tell,
+            progress=solver_status(tell),
         )
 
     def _tight_budget(self, ddp_peak_bytes: int) -> tuple[int, Mapping[str, Plan | Refusal]]:
@@ -183,11 +194,17 @@ class _Tour:
                     hardware=self._cluster,
                     memory=budget_bytes,
                     model_ref=self._loaded.ref,
-                    progress=tell,
+                    progress=solver_status(tell),
                 )
             if isinstance(comparison["joint"], Plan):
                 break
         return budget_bytes, comparison
+
+
+def _as_arguments(model: ModelOptions) -> str:
+    """The model as one writes it on the command line."""
+    settings = " ".join(f"--set {setting}" for setting in model.settings or [])
+    return f"{model.spec} --batch-size {model.batch_size} --seq-len {model.seq_len} {settings}"
 
 
 def _readable(files: list[str]) -> list[str]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..artifacts import Plan, Refusal, UserError
+from ..hardware import resolve
 from ..reports.terminal import compare_table
 from .errors import FAILED, OK
 from .model import ModelOptions, takes_model
-from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
+from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, solver_status, status
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def plan(
 ) -> int:
     """Choose layout, recomputation and offloading of every tensor so that a step is fastest within the memory."""
     question = {
-        "hardware": hardware,
-        "memory": memory,
+        "hardware": resolve(hardware),
+        "memory": None if memory is None else parse_bytes(memory),
         "mesh": parse_mesh(mesh),
         "pins": tuple(pin or ()),
         "time_limit_s": time_limit,
@@ -58,7 +59,7 @@ def plan(
     with quiet_stdout(), status(f"planning {model.spec}") as tell:
         loaded = model.load()
         remarks(loaded.notes)
-        found = ask(_Question(loaded, {**question, "progress": tell}, optimizers, solver))
+        found = ask(_Question(loaded, {**question, "progress": solver_status(tell)}, optimizers, solver))
         if output is not None and found.plan is not None:
             found.plan.to_json(output)
         if html_path is not None:
@@ -156,7 +157,7 @@ def _ask_for_comparison(question: _Question) -> _Found:
 
     if len(question.optimizers) > 1:
         raise UserError(f"one optimizer is needed for --compare; got {len(question.optimizers)}; name one")
-    loaded, memory = question.loaded, question.options["memory"]
+    loaded = question.loaded
     comparison = tw.compare(
         loaded.model,
         loaded.batch,
@@ -166,10 +167,9 @@ def _ask_for_comparison(question: _Question) -> _Found:
         **question.options,
     )
     chosen = comparison[question.solver]
-    budget_bytes = None if memory is None else parse_bytes(memory)
     return _Found(
         compare_table(comparison),
-        lambda: compared_as_json(comparison, budget_bytes),
+        lambda: compared_as_json(comparison, question.options["memory"]),
         chosen if isinstance(chosen, Plan) else None,
         comparison,
     )

@@ -22,7 +22,7 @@ class StepProgress:
         self._said_at_s = float("-inf")
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """Take an event of rank 0."""
+        """Take an event of rank 0; its steps count from 0."""
         if event.get("kind") == "step":
             self.steps.append(event)
             self._show(event)
@@ -42,10 +42,10 @@ class StepProgress:
 
     def _show(self, event: dict[str, Any]) -> None:
         if self._bar is not None:
-            self._bar.advance_to(event["step"], event["loss"])
-        elif event["step"] == self._num_steps or time.monotonic() - self._said_at_s > _LINE_EVERY_S:
+            self._bar.advance_to(event["step"] + 1, event["loss"])
+        elif event["step"] + 1 == self._num_steps or time.monotonic() - self._said_at_s > _LINE_EVERY_S:
             self._said_at_s = time.monotonic()
-            remark(f"step {event['step']}/{self._num_steps}  loss {event['loss']:.4f}  {event['step_s']:.3f} s")
+            remark(f"step {event['step'] + 1}/{self._num_steps}  loss {event['loss']:.4f}  {event['step_s']:.3f} s")
 
 
 class _Bar:

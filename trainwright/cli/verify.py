@@ -30,14 +30,20 @@ def verify(
     plan = Plan.from_json(plan_path)
     with quiet_stdout(), status(f"verifying {plan_path} on {plan.num_ranks} ranks"):
         report = run_verification(as_planned(plan, model), plan, dtype, nproc)
+    verdict = OK if holds(report) else FAILED
     if not is_first_rank():
-        return OK if report.passed else FAILED
+        return verdict
     if html_path is not None:
         from ..reports.html import write_plan
 
         write_plan(plan, html_path, report=report)
     answer(report.table(), report.to_json, json_path)
-    return OK if report.passed else FAILED
+    return verdict
+
+
+def holds(report: Report) -> bool:
+    """Return whether the plan computes the same and no rank took more than its budget."""
+    return report.passed and all(peak <= (report.budget_bytes or peak) for peak in report.peak_bytes)
 
 
 def run_verification(

@@ -149,7 +149,10 @@ def inner_seconds(costs: CostModel, group: Group, op: Op, split: Split) -> tuple
     context = _Probe(costs, group, op, split)
     rule = find(op.name).localize
     assert rule is not None
-    values = [torch.empty(context.in_shape(place), dtype=tensor.dtype, device="meta") for place, tensor in enumerate(op.inputs)]
+    values = [
+        torch.empty(context.in_shape(place), dtype=tensor.dtype, device="meta")
+        for place, tensor in enumerate(op.inputs)
+    ]
     for value, tensor in zip(values, op.inputs):
         value.requires_grad_(tensor.requires_grad)
     queue = iter(values)

@@ -96,7 +96,9 @@ class _Builder:
                 regions = [use.region_class.members[member].index for member in use.members]
                 self.gradient_regions[use.source.decision] += regions
 
-    def _add(self, table: dict[tuple[RegionClass, int], Terms], decision: Decision, column: int, num_bytes: int) -> None:
+    def _add(
+        self, table: dict[tuple[RegionClass, int], Terms], decision: Decision, column: int, num_bytes: int
+    ) -> None:
         assert decision.group is not None and decision.region_class is not None
         if num_bytes:
             table[decision.region_class, decision.group.index].append((column, num_bytes / MIB))
@@ -141,7 +143,9 @@ class _Builder:
                 num = owner.multiplicity
             if num:
                 terms.append((column, num / owner.multiplicity))
-        terms += [(column, 1.0) for (owner, at), column in rederived.items() if owner is region_class and at <= position]
+        terms += [
+            (column, 1.0) for (owner, at), column in rederived.items() if owner is region_class and at <= position
+        ]
         terms += self._option_terms(decision, decision.transient_bytes)
         terms += self._pending(region_class, position)
         terms += self._param_gradients(region)

@@ -170,4 +170,6 @@ def _read(highs, relaxed: bool, solve_s: float) -> Solution:
     values = np.array(highs.getSolution().col_value)
     objective = info.objective_function_value
     done = status == highspy.HighsModelStatus.kOptimal
-    return Solution("optimal" if done else "feasible", values, objective, objective if relaxed else info.mip_dual_bound, solve_s)
+    return Solution(
+        "optimal" if done else "feasible", values, objective, objective if relaxed else info.mip_dual_bound, solve_s
+    )

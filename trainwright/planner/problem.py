@@ -20,6 +20,7 @@ from ..capture.factors import Factor
 from ..capture.groups import Group
 from ..capture.layout import REPLICATE, Layout
 from ..capture.program import Program, Tensor
+from ..capture.transition import gradient_layout
 from .costs import CostModel, OptimizerCost
 from .strategies import batch_factor, group_options, param_options
 
@@ -197,23 +198,41 @@ class _Builder:
 
     def _group_decision(self, region_class: RegionClass, group: Group) -> Decision:
         options = group_options(group, self.costs.records, self.costs.mesh, self.samples)
-        decision = Decision(-1, group_key(region_class, group), list(options), region_class.multiplicity, group, region_class)
+        decision = Decision(
+            -1, group_key(region_class, group), list(options), region_class.multiplicity, group, region_class
+        )
         for split in options:
             times = [self.costs.op_s(group, op, split) for op in group.ops]
             inner = [self.costs.inner_s(group, op, split) for op in group.ops]
             decision.forward_s.append(sum(forward for forward, _ in times))
             decision.backward_s.append(sum(backward for _, backward in times))
-            decision.inner_comm_s.append((sum(a for a, _ in inner), sum(b for _, b in inner)))
+            result_s = self._result_s(region_class, group, split)
+            decision.inner_comm_s.append((sum(a for a, _ in inner) + result_s, sum(b for _, b in inner)))
             decision.transient_bytes.append(self._transient_bytes(group, split))
         self._add_inner_bytes(decision)
         return decision
+
+    def _result_s(self, region_class: RegionClass, group: Group, split: tuple[int, ...]) -> float:
+        """The seconds to sum up the loss, and other results of the model, for the caller."""
+        total = 0.0
+        for op in group.ops:
+            for place, tensor in enumerate(op.outputs):
+                native = group.output_layout(op, place, split)
+                twins = [member.ops[op.position].outputs[place] for member in region_class.members]
+                if any(twin is self.program.loss for twin in twins):
+                    total += self.costs.move_s(tensor, native, (REPLICATE,) * len(split))
+                elif any(self._is_output(twin) for twin in twins):
+                    total += self.costs.move_s(tensor, native, gradient_layout(native))
+        return total / region_class.multiplicity
 
     def _transient_bytes(self, group: Group, split: tuple[int, ...]) -> int:
         """The gradient that an op is given and what its backward holds, for the op with most of it."""
         most = 0
         for op in group.ops:
             if op.requires_grad:
-                given = sum(self.costs.local_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs))
+                given = sum(
+                    self.costs.local_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)
+                )
                 read = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs)]
                 whole = sum(t.num_bytes for t, _ in read) + sum(t.num_bytes for t in op.outputs)
                 share = (sum(self.costs.local_bytes(t, layout) for t, layout in read) + given) / max(1, whole)

@@ -183,7 +183,9 @@ class _Builder:
             terms.append((self.columns.keep_copy[use, want], 1.0))
         supply = self.sharding.yields(use.source)
         terms += [
-            (self.columns.convert[use, native, want], 1.0) for native in supply if (use, native, want) in self.columns.convert
+            (self.columns.convert[use, native, want], 1.0)
+            for native in supply
+            if (use, native, want) in self.columns.convert
         ]
         if want[0] in supply:
             if use.source.is_param:

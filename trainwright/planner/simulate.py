@@ -38,6 +38,8 @@ class Simulation:
     """Bytes per step, by collective."""
     comm_calls: dict[str, int]
     num_calls: int
+    executor: Executor = field(repr=False)
+    """What ran, for pricing."""
     timeline: list[MemoryPoint] = field(default_factory=list)
 
 
@@ -77,6 +79,7 @@ def simulate(
         dict(communicator.num_bytes),
         dict(communicator.num_calls),
         tracker.num_ops,
+        executor,
         tracker.timeline,
     )
 

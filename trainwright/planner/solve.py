@@ -1,8 +1,8 @@
 """Solving one problem: the sharding alone, then both halves under the budget, and a simulation that has the last word.
 
-    1. without memory rows: LP → sharding by argmax → MIP. If its simulated peak fits, it is the optimum.
-    2. with them: LP → fix the sharding by argmax → MIP for the rest (a first answer) → MIP of everything from there.
-    3. simulate; over the budget → tighten the rows by the excess and solve again; far below it → loosen them.
+1. without memory rows: LP → sharding by argmax → MIP. If its simulated peak fits, it is the optimum.
+2. with them: LP → fix the sharding by argmax → MIP for the rest (a first answer) → MIP of everything from there.
+3. simulate; over the budget → tighten the rows by the excess and solve again; far below it → loosen them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from ..capture.local import Decisions
 from .decode import Choice, decisions_from, read_choice
 from .memory import MIB, Memory, add_memory, set_budget
 from .milp import Model, Progress, Solution
-from .problem import Decision, Problem
+from .problem import Problem
+from .recipes import Restriction
 from .recompute import Recompute, add_recompute
 from .sharding import Sharding, add_sharding
 from .simulate import Simulation
 
 Simulate = Callable[[Decisions], Simulation]
-Allowed = Mapping[Decision, frozenset[int]]
-"""The options that a decision is left with; one that is missing keeps all."""
 GAP = 1e-3
 MAX_CORRECTIONS = 5
+CLOSE = 0.03
+"""A plan whose peak is within this share of the budget is not looked at again."""
 
 
 @dataclass
@@ -58,10 +59,8 @@ class Settings:
 
     budget_bytes: int | None
     time_limit_s: float = 30.0
-    recompute: bool = True
+    restriction: Restriction = field(default_factory=Restriction)
     progress: Progress | None = None
-    allowed: Allowed = field(default_factory=dict)
-    kept: Mapping[str, bool] = field(default_factory=dict)
 
 
 class Solver:
@@ -81,7 +80,7 @@ class Solver:
         budget = settings.budget_bytes
         if budget is None or answer.simulation.peak_bytes <= budget:
             return answer
-        if not settings.recompute:
+        if not settings.restriction.recompute:
             return Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
         found = self._within(settings, budget)
         if isinstance(found, Answer):
@@ -105,7 +104,7 @@ class Solver:
     def without_memory(self, settings: Settings) -> Answer | None:
         """Return the fastest answer that keeps everything, whatever it holds."""
         model, sharding = self.plain()
-        solution = _solve_in_stages(model, sharding, settings, _forbidden(sharding, settings.allowed))
+        solution = solve_in_stages(model, sharding, settings)
         if solution.values is None:
             return None
         return self._answer(solution, read_choice(solution.values, sharding, None))
@@ -131,61 +130,45 @@ class Solver:
     def _within(self, settings: Settings, budget: int) -> Answer | Infeasible:
         """Solve, simulate, and move the rows' budget until the simulated peak is within the true one."""
         model, sharding, recompute, memory = self.full()
-        fixed = _forbidden(sharding, settings.allowed)
         deadline = time.perf_counter() + settings.time_limit_s
-        aim, best, proven = float(budget), None, 0
-        for attempt in range(MAX_CORRECTIONS + 1):
-            set_budget(model, memory, aim)
+        search = _Search(budget)
+        for _ in range(MAX_CORRECTIONS + 1):
+            set_budget(model, memory, search.aim)
             remaining = max(1.0, deadline - time.perf_counter())
-            solution = _solve_in_stages(model, sharding, settings, fixed, remaining)
-            if solution.values is None:
-                if best is not None:
-                    break
-                if attempt == 0:
-                    smallest = self.smallest(settings)
-                    if smallest is not None and smallest.simulation.peak_bytes <= budget:
-                        best = smallest
-                        aim = self._loosened(smallest, budget)
-                        continue
-                    return Infeasible(self._binding(smallest), smallest)
+            solution = solve_in_stages(model, sharding, settings, remaining)
+            if solution.values is not None:
+                search.note(self._answer(solution, read_choice(solution.values, sharding, recompute)))
+            elif search.low is not None:
                 break
-            answer = self._answer(solution, read_choice(solution.values, sharding, recompute))
-            peak = answer.simulation.peak_bytes
-            if peak <= budget:
-                if best is None or answer.objective_s < best.objective_s:
-                    best = answer
-                if peak >= 0.97 * budget or proven >= 2 or time.perf_counter() > deadline:
-                    break
-                proven += 1
-                aim += 0.9 * (budget - peak)
             else:
-                if best is not None and proven:
-                    break
-                aim -= 1.02 * (peak - budget) + 0.001 * budget
-        if best is not None:
-            return best
-        smallest = self.smallest(settings)
-        if smallest is not None and smallest.simulation.peak_bytes <= budget:
+                smallest = self.smallest(settings)
+                if smallest is None or smallest.simulation.peak_bytes > budget:
+                    return Infeasible(self._binding(smallest), smallest)
+                # The rows were too careful: what they say of this answer may stand, and what it leaves of the budget.
+                search.aim = self._row_peak
+                search.note(smallest)
+            if search.done or time.perf_counter() > deadline:
+                break
+        if search.best is None:
+            smallest = self.smallest(settings)
+            if smallest is None or smallest.simulation.peak_bytes > budget:
+                return Infeasible(self._binding(smallest), smallest)
             return smallest
-        return Infeasible(self._binding(smallest), smallest)
-
-    def _loosened(self, smallest: Answer, budget: int) -> float:
-        """The rows were too careful: what they say of the smallest answer, and what it really leaves of the budget."""
-        return self._row_peak + (budget - smallest.simulation.peak_bytes)
+        return search.best
 
     def smallest(self, settings: Settings) -> Answer | None:
         """Return the answer that holds least by the rows."""
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
-        fixed = _forbidden(sharding, settings.allowed)
+        limit = min(10.0, settings.time_limit_s)
         least = {memory.peak: 1.0}
-        solution = _solve_in_stages(model, sharding, settings, fixed, min(10.0, settings.time_limit_s), least, 5e-3)
+        solution = solve_in_stages(model, sharding, settings, limit, least, 5e-3)
         if solution.values is None:
             return None
         self._row_peak = (solution.values[memory.peak] + memory.static_mib) * MIB
         self._binding_rows = _tight_rows(model, memory, solution.values)
         set_budget(model, memory, self._row_peak * 1.0001 + 1024)
-        fastest = _solve_in_stages(model, sharding, settings, fixed, min(10.0, settings.time_limit_s))
+        fastest = solve_in_stages(model, sharding, settings, limit)
         chosen = fastest if fastest.values is not None else solution
         assert chosen.values is not None
         answer = self._answer(chosen, read_choice(chosen.values, sharding, recompute))
@@ -201,26 +184,60 @@ class Solver:
         return self._binding_rows
 
 
-def _forbidden(sharding: Sharding, allowed: Allowed) -> dict[int, float]:
-    """The columns of the options that are not allowed, held at zero."""
+class _Search:
+    """Looks for the rows' budget whose answer just fits the true one, by what the simulations say."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.aim = budget, float(budget)
+        self.low: float | None = None
+        """The largest aim whose answer fitted."""
+        self.high: float | None = None
+        """The smallest aim whose answer did not."""
+        self.best: Answer | None = None
+        self.done = False
+
+    def note(self, answer: Answer) -> None:
+        """Take in the answer to the present aim, and move on."""
+        left = self.budget - answer.simulation.peak_bytes
+        if left >= 0:
+            self.low = self.aim
+            if self.best is None or answer.objective_s < self.best.objective_s:
+                self.best = answer
+            self.done = left <= CLOSE * self.budget
+            self.aim += 0.9 * left
+        else:
+            self.high = self.aim
+            self.aim += 1.02 * left - 0.001 * self.budget
+        if self.low is not None and self.high is not None:
+            self.done |= self.high - self.low < 0.2 * CLOSE * self.budget
+            if not self.low < self.aim < self.high:
+                self.aim = (self.low + self.high) / 2
+
+
+def _forbidden(sharding: Sharding, restriction: Restriction) -> dict[int, float]:
+    """The columns of what is not allowed, held at zero."""
     fixed: dict[int, float] = {}
-    for decision, options in allowed.items():
+    for decision, options in restriction.allowed.items():
         for option, column in enumerate(sharding.choice[decision]):
             if option not in options:
+                fixed[column] = 0.0
+    if restriction.forbids is not None:
+        for (use, native, want), column in sharding.flow.items():
+            if restriction.forbids(use, native, want):
                 fixed[column] = 0.0
     return fixed
 
 
-def _solve_in_stages(
+def solve_in_stages(
     model: Model,
     sharding: Sharding,
     settings: Settings,
-    fixed: Mapping[int, float],
     time_limit_s: float | None = None,
     cost: Mapping[int, float] | None = None,
     gap: float = GAP,
 ) -> Solution:
     """LP → sharding by argmax → MIP for the rest → MIP of everything, started from that."""
+    fixed = _forbidden(sharding, settings.restriction)
     limit = settings.time_limit_s if time_limit_s is None else time_limit_s
     began = time.perf_counter()
     relaxed = model.solve(relaxed=True, fixed=fixed, cost=cost, time_limit_s=limit)
@@ -239,12 +256,20 @@ def _solve_in_stages(
     )
     chosen = whole if whole.values is not None else first
     bound = max(whole.bound if math.isfinite(whole.bound) else -math.inf, relaxed.objective)
-    return Solution(chosen.status if chosen is whole else "feasible", chosen.values, chosen.objective, bound, time.perf_counter() - began)
+    return Solution(
+        chosen.status if chosen is whole else "feasible",
+        chosen.values,
+        chosen.objective,
+        bound,
+        time.perf_counter() - began,
+    )
 
 
 def _tight_rows(model: Model, memory: Memory, values: np.ndarray) -> tuple[str, ...]:
     """The names of the rows that reach the peak, the fullest first."""
-    loads = {row: sum(coefficient * values[column] for column, coefficient in terms) for row, terms in memory.rows.items()}
+    loads = {
+        row: sum(coefficient * values[column] for column, coefficient in terms) for row, terms in memory.rows.items()
+    }
     peak = max(loads.values(), default=0.0)
     near = sorted((row for row, load in loads.items() if load >= 0.995 * peak), key=lambda row: -loads[row])
     return tuple(dict.fromkeys(model.row_names[row] for row in near))[:3]

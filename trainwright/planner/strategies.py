@@ -55,14 +55,29 @@ def batch_loop(group: Group, factor: Factor | None) -> int:
     return next((index for index, own in splittable_factors(group).items() if own is factor), -1)
 
 
+def token_loops(group: Group, program: Program) -> set[int]:
+    """Return the group's loops over samples, positions or whatever else the dims of the batch's tensors are."""
+    tokens = {id(factor) for tensor in program.inputs for dim in tensor.dims for factor in leaves(dim)}
+    return {index for index, factor in splittable_factors(group).items() if id(factor) in tokens}
+
+
+def is_busy(group: Group, records: Records) -> bool:
+    """Tell whether the group multiplies matrices, convolves or attends."""
+    return any(call.flops for op in group.ops for call in records[op].forward)
+
+
 def group_options(group: Group, records: Records, mesh: Sequence[int], samples: Factor | None) -> list[Split]:
     """Return the splits of `group` that the solver may choose from."""
     batch = batch_loop(group, samples)
     per_axis = [_loops_for(group, size, batch) for size in mesh]
-    busy = any(call.flops for op in group.ops for call in records[op].forward)
+    busy = is_busy(group, records)
     columns = [[*loops] if busy and loops else [-1, *loops] for loops in per_axis]
     options = [split for split in itertools.product(*columns) if _fits(group, split, mesh, batch)]
-    return options or [split for split in itertools.product(*[[-1, *loops] for loops in per_axis]) if _fits(group, split, mesh, batch)]
+    if not options:
+        columns = [[-1, *loops] for loops in per_axis]
+        options = [split for split in itertools.product(*columns) if _fits(group, split, mesh, batch)]
+    data_parallel = tuple(batch if size > 1 else -1 for size in mesh)
+    return options if data_parallel in options else [*options, data_parallel]
 
 
 def _loops_for(group: Group, axis_size: int, batch: int) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..artifacts import OpPlan, ParamPlan, Plan
 
 WHOLE = "-"
+_MAX_LISTED = 4
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,16 @@ class DecisionRow:
 
 
 def decision_rows(plan: Plan) -> list[DecisionRow]:
-    """Return the plan's ops in its order, and after them the parameters that belong to none of them."""
+    """Return the plan's ops in its order, blocks together, and in each the parameters that belong to no op of it."""
     params = _params_by_module(plan)
     rows = []
     for key, op in plan.modules.items():
         path = key.rpartition(":")[0]
         rows.append(_row(key, split_text(plan, op), tuple(params.pop(path, ())), fate_text(op)))
-    left = [_row(path, "", tuple(texts), "") for path, texts in params.items()]
-    return rows + left
+    rows += [_row(path, "", tuple(texts), "") for path, texts in params.items()]
+    first = {row.block: place for place, row in reversed(list(enumerate(rows))) if row.block}
+    order = [first.get(row.block, place) for place, row in enumerate(rows)]
+    return [rows[place] for place in sorted(range(len(rows)), key=lambda place: order[place])]
 
 
 def split_text(plan: Plan, op: OpPlan) -> str:
@@ -53,8 +56,16 @@ def fate_text(op: OpPlan) -> str:
         for name, blocks in chosen.items():
             by_blocks[blocks].append(name)
         for blocks, names in by_blocks.items():
-            parts.append(f"{', '.join(names)} {fate}" + ("" if blocks == "all" else f" in {blocks}"))
+            parts.append(f"{_listed(names)} {fate}" + ("" if blocks == "all" else f" in {blocks}"))
     return "; ".join(parts) or "kept"
+
+
+def _listed(names: list[str]) -> str:
+    """The first few values; one of an op that was fused into this one goes by that op's last name."""
+    short = [name.rpartition(":")[2] for name in names]
+    if len(short) <= _MAX_LISTED:
+        return ", ".join(short)
+    return f"{', '.join(short[: _MAX_LISTED - 1])} and {len(short) - _MAX_LISTED + 1} more"
 
 
 def _params_by_module(plan: Plan) -> dict[str, list[str]]:

@@ -189,8 +189,9 @@ def _decisions_section(page: Page, plan: Plan, reasons: Mapping[str, str]) -> No
         summary = f"<code>{escape(block)}</code>" if block else escape("outside of the blocks")
         parts.append(folded(f"{summary}<small>{len(rows)} ops</small>", _decision_table(rows, reasons), is_open=True))
     lead = (
-        "For each op the loop that each mesh axis splits, how its parameters are stored between steps, and the fate of "
-        "what its backward needs. Repeated blocks are written once."
+        "For each op the loop that each mesh axis splits (batch@gpu), how its parameters are stored between steps "
+        "(S0@gpu: along their first dim, over that axis), and the fate of what its backward needs. Repeated blocks "
+        "are written once."
     )
     page.section("Decisions", *parts, lead=lead)
 

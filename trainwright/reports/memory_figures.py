@@ -70,7 +70,7 @@ def breakdown_figure(breakdown: Mapping[str, int]) -> Figure:
         "hovertemplate": "%{y}: %{text}<extra></extra>",
     }
     layout = {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": {"automargin": True}}
-    return {"data": [bar], "layout": {**layout, "margin": {"t": 10, "r": 20, "l": 20, "b": 50}, "height": 300}}
+    return {"data": [bar], "layout": {**layout, "margin": {"t": 10, "r": 20, "l": 20, "b": 50}, "height": 400}}
 
 
 def _area(key: str, points: Sequence[tuple[int, MemoryPoint]], scale: float) -> Figure:
@@ -113,8 +113,8 @@ def _peak_trace(points: Sequence[tuple[int, MemoryPoint]], peak_bytes: int, scal
             for _, point in points
         ],
         "hovertemplate": "<b>%{customdata[2]}</b> after %{customdata[0]}<br>%{customdata[1]}<extra></extra>",
-        "text": [f"peak {format_bytes(peak_bytes)}" if place == at else "" for place in range(len(points))],
-        "textposition": "top center" if 0.1 < at / max(1, len(points)) < 0.9 else "top left",
+        "text": [f"  peak {format_bytes(peak_bytes)}  " if place == at else "" for place in range(len(points))],
+        "textposition": "middle right" if at < 0.8 * len(points) else "middle left",
         "marker": {"color": BUDGET, "size": [9 if place == at else 0 for place in range(len(points))], "opacity": 1},
         "cliponaxis": False,
     }

@@ -148,12 +148,11 @@ def _prediction_of(plan: Plan) -> Table:
     budget = f"of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else "no budget"
     over = plan.budget_bytes is not None and predicted.peak_bytes > plan.budget_bytes
     peak = Text(format_bytes(predicted.peak_bytes), style="bold red" if over else "bold")
-    table.add_row(
-        "peak per device", peak, f"{budget}{': does NOT fit' if over else ''}; {_largest(predicted.breakdown)}"
-    )
+    verdict = f"{budget}: does NOT fit" if over else budget
+    table.add_row("peak per device", peak, "; ".join(filter(None, (verdict, _largest(predicted.breakdown)))))
     for name, num_bytes in predicted.comm_bytes.items():
         table.add_row(name, format_bytes(num_bytes), "sent by each rank in a step")
-    gap = "" if solver.gap is None else f", at most {100 * solver.gap:.2g} % from the optimum"
+    gap = "" if not solver.gap else f", at most {100 * solver.gap:.2g} % from the optimum"
     table.add_row("solver", solver.name, f"{solver.status}{gap}; planned in {format_s(solver.plan_s)}")
     return table
 

@@ -111,9 +111,9 @@ def _is_number(part: str) -> bool:
 
 
 def _level(label: str) -> int:
-    if not label:
-        return 0
-    return max(1, sum(not _is_number(part) for part in label.split(".")))
+    """How deep a module is; the number of a block counts where nothing else names the blocks."""
+    parts = label.split(".") if label else []
+    return sum(place == 0 or not _is_number(part) for place, part in enumerate(parts))
 
 
 def _sum(label: str, members: list[ModuleCost]) -> ModuleCost:

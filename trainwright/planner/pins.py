@@ -1,0 +1,108 @@
+"""Pins: decisions that the user holds fixed while the rest is optimised.
+
+    PATTERN=shard(LOOP)@AXIS     an op splits its loop, or a parameter its dim (`dim0`), over a mesh axis
+    PATTERN=replicate@AXIS       an op splits nothing over the axis; a parameter is whole along it
+    PATTERN=keep                 what the op leaves for the backward is kept
+    PATTERN=recompute            it is rederived in every block
+
+`PATTERN` is a glob over the keys of a plan, module paths or parameter names: `h.*.mlp.c_fc`, `lm_head*`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+
+from ..artifacts import MeshAxis, UserError
+from ..capture.layout import REPLICATE
+from .problem import Decision, Problem
+from .recipes import Restriction
+
+_GRAMMAR = "PATTERN=shard(LOOP)@AXIS, PATTERN=replicate@AXIS, PATTERN=keep or PATTERN=recompute"
+
+
+def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) -> None:
+    """Narrow `restriction` to the options that obey `pins`; `UserError` for a pin that nothing can obey."""
+    for pin in pins:
+        pattern, action = _parse(pin)
+        matched = _matching(problem, pattern, pin)
+        if action in ("keep", "recompute"):
+            groups = [decision for decision in matched if decision.group is not None]
+            restriction.fates.update({decision: action == "recompute" for decision in groups})
+        else:
+            _narrow(problem, matched, action, pin, restriction)
+
+
+def _parse(pin: str) -> tuple[str, str]:
+    pattern, _, action = pin.rpartition("=")
+    if "pipeline" in action:
+        raise UserError(
+            f"a pin of layouts or recomputation is needed; {pin!r} asks for pipeline stages: not supported yet"
+        )
+    if not pattern or not re.fullmatch(r"keep|recompute|replicate@\S+|shard\([^()]+\)@\S+", action):
+        raise UserError(f"a pin is {_GRAMMAR}; got {pin!r}")
+    return pattern, action
+
+
+def _matching(problem: Problem, pattern: str, pin: str) -> list[Decision]:
+    names = {decision: _names(decision) for decision in problem.decisions}
+    found = [
+        decision
+        for decision, own in names.items()
+        if any(
+            fnmatch.fnmatchcase(name, glob)
+            for name in own
+            for glob in (pattern, f"*.{pattern}", f"{pattern}:*", f"*.{pattern}:*")
+        )
+    ]
+    if not found:
+        known = sorted({name for own in names.values() for name in own})
+        near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+        raise UserError(
+            f"a pin of something in the model is needed; {pin!r} matches nothing; near are {', '.join(near)}"
+        )
+    return found
+
+
+def _names(decision: Decision) -> set[str]:
+    """The key of a plan, and the names of all its instances."""
+    names = {decision.key, *(tensor.key for tensor in decision.tied)}
+    if decision.region_class is not None and decision.group is not None:
+        names |= {member.ops[op.position].key for member in decision.region_class.members for op in decision.group.ops}
+    return names
+
+
+def _narrow(problem: Problem, matched: Iterable[Decision], action: str, pin: str, restriction: Restriction) -> None:
+    what, _, axis_name = action.rpartition("@")
+    axis = _axis(problem.costs.axes, axis_name, pin)
+    wanted = REPLICATE if what == "replicate" else what[6:-1]
+    obeyed = False
+    offered: set[str] = set()
+    for decision in matched:
+        before = restriction.allowed.get(decision, frozenset(range(len(decision.options))))
+        names = [_option_name(decision, option, axis) for option in decision.options]
+        offered |= {name for name in names if name != "-"}
+        after = frozenset(k for k in before if names[k] == ("-" if wanted == REPLICATE else wanted))
+        if after:
+            restriction.allowed[decision] = after
+            obeyed = True
+    if not obeyed:
+        ways = ", ".join([*(f"shard({name})" for name in sorted(offered)), "replicate"])
+        raise UserError(f"a pin that can be obeyed is needed; {pin!r} cannot; over {axis_name} there are {ways}")
+
+
+def _option_name(decision: Decision, option: tuple[int, ...], axis: int) -> str:
+    if option[axis] < 0:
+        return "-"
+    if decision.group is not None:
+        return decision.group.loops[option[axis]].name
+    return f"dim{decision.tied[0].slots[option[axis]].dim}"
+
+
+def _axis(axes: Sequence[MeshAxis], name: str, pin: str) -> int:
+    names = [axis.name for axis in axes]
+    if name not in names:
+        raise UserError(f"an axis of the mesh is needed; {pin!r} names {name!r}; the axes are {', '.join(names)}")
+    return names.index(name)

@@ -1,0 +1,275 @@
+"""`make_plan`, `compare` and `check`: from a program and a cluster to a plan that fits, with the reasons when none does."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..artifacts import Cluster, MeshAxis, ModelRef, Plan, Predicted, Refusal, SolverInfo, UserError
+from ..capture.decide import decisions_of, plan_sections
+from ..capture.local import Decisions
+from ..capture.program import Program
+from ..profiler.saved import Records, record
+from .costs import CostModel, OptimizerCost
+from .meshes import mesh_shapes
+from .milp import Progress
+from .pins import apply_pins
+from .price import Price, price
+from .problem import Problem, build_problem
+from .recipes import RECIPES, Restriction, restriction
+from .simulate import MakeOptimizer, Simulation, simulate
+from .solve import Answer, Infeasible, Settings, Solver
+from .two_stage import solve_two_stage
+
+
+@dataclass(eq=False)
+class Task:
+    """One planning question: what to train, on what, with how much memory."""
+
+    program: Program
+    model: ModelRef
+    cluster: Cluster
+    budget_bytes: int | None
+    optimizer: str
+    optimizer_cost: OptimizerCost
+    make_optimizer: MakeOptimizer
+    mesh: tuple[int, ...] | None = None
+    dtype: str = "fp32"
+    autocast: str | None = None
+    pins: tuple[str, ...] = ()
+    literals: Mapping[str, Any] = field(default_factory=dict)
+    time_limit_s: float = 30.0
+    progress: Progress | None = None
+
+    @cached_property
+    def records(self) -> Records:
+        """What every op saves and costs."""
+        return record(self.program, self.cluster.device.kind)
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """The meshes to look at."""
+        shapes = [self.mesh] if self.mesh is not None else mesh_shapes(self.cluster)
+        return [Place(self, self.cluster.mesh(shape)) for shape in shapes]
+
+
+@dataclass(eq=False)
+class Place:
+    """A task on one mesh."""
+
+    task: Task
+    axes: tuple[MeshAxis, ...]
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The options and their costs."""
+        costs = CostModel(self.task.cluster.device, self.axes, self.task.records)
+        return build_problem(self.task.program, costs, self.task.optimizer_cost)
+
+    @cached_property
+    def solver(self) -> Solver:
+        """The solver, with what it has already built."""
+        return Solver(self.problem, self.simulate)
+
+    def simulate(self, decisions: Decisions, timeline: bool = False) -> Simulation:
+        """Run the fullest rank's step on fake tensors."""
+        target = self.task.cluster.device.kind
+        return simulate(self.task.program, decisions, self.task.make_optimizer, target=target, timeline=timeline)
+
+    def price(self, simulation: Simulation) -> Price:
+        """Price what was simulated."""
+        return price(simulation.executor, self.problem.costs, self.task.optimizer_cost)
+
+    def restriction(self, solver: str) -> Restriction:
+        """Return what the recipe and the user's pins leave to choose."""
+        found = restriction(self.problem, solver)
+        apply_pins(self.problem, self.task.pins, found)
+        return found
+
+    def settings(self, solver: str) -> Settings:
+        """Return what the solver is told."""
+        task = self.task
+        return Settings(task.budget_bytes, task.time_limit_s, self.restriction(solver), task.progress)
+
+    def solve(self, solver: str) -> Answer | Infeasible:
+        """Solve the task on this mesh."""
+        settings = self.settings(solver)
+        if solver == "two-stage":
+            return solve_two_stage(self.solver, settings)
+        return self.solver.solve(settings)
+
+
+@dataclass(frozen=True)
+class _Found:
+    place: Place
+    answer: Answer
+    price: Price
+
+
+def make_plan(task: Task, solver: str = "joint") -> Plan:
+    """Return the fastest plan of `task` that fits, among those that `solver` may choose.
+
+    solver: `joint`, or one of the textbook recipes `two-stage`, `fsdp`, `megatron`, `ddp`. Raises `Refusal` when nothing
+    fits, with what binds, the smallest budget that would do and the ways out; `UserError` for an unknown solver or pin.
+    """
+    began = time.perf_counter()
+    if solver == "pipeline":
+        raise UserError(
+            "a solver without pipeline stages is needed; pipeline parallelism is not supported yet; try joint"
+        )
+    if solver not in RECIPES:
+        raise UserError(f"a solver is one of {', '.join(RECIPES)}; got {solver!r}")
+    found = _search(task, solver)
+    return _as_plan(task, solver, found, time.perf_counter() - began)
+
+
+def compare(task: Task, solvers: Sequence[str] = RECIPES) -> dict[str, Plan | Refusal]:
+    """Return each solver's plan, or why it has none. `joint` is never slower than the rest: it may take their answers."""
+    results: dict[str, Plan | Refusal] = {}
+    found: dict[str, _Found] = {}
+    for solver in solvers:
+        began = time.perf_counter()
+        try:
+            found[solver] = _search(task, solver)
+            if solver == "joint":
+                found[solver] = min(found.values(), key=lambda item: (item.price.step_s, item is not found[solver]))
+            results[solver] = _as_plan(task, solver, found[solver], time.perf_counter() - began)
+        except Refusal as refusal:
+            results[solver] = refusal
+            if solver == "joint" and found:
+                best = min(found.values(), key=lambda item: item.price.step_s)
+                results[solver] = _as_plan(task, solver, best, time.perf_counter() - began)
+    return results
+
+
+def check(task: Task, plan: Plan) -> Plan:
+    """Return `plan`, simulated and priced anew, as it stands; `Refusal` when it does not fit the task's budget."""
+    simulation, place = simulate_plan(task, plan)
+    predicted = _predicted(place.price(simulation), simulation)
+    budget = task.budget_bytes
+    if budget is not None and simulation.peak_bytes > budget:
+        raise Refusal(
+            f"a peak of at most {size_text(budget)} is needed; this plan's is {size_text(simulation.peak_bytes)}, at "
+            f"{simulation.peak_at}; {size_text(simulation.peak_bytes - budget)} more would do, or recompute more"
+        )
+    return plan.model_copy(update={"predicted": predicted, "budget_bytes": budget})
+
+
+def simulate_plan(task: Task, plan: Plan, timeline: bool = False) -> tuple[Simulation, Place]:
+    """Run a plan's step on fake tensors; with `timeline`, a point after every call."""
+    place = Place(task, task.cluster.mesh(tuple(plan.mesh.values())))
+    return place.simulate(decisions_of(task.program, plan), timeline), place
+
+
+def _search(task: Task, solver: str) -> _Found:
+    """Look at the meshes, the most promising first, and leave out those that cannot win."""
+    places = task.places
+    bounds = {place: place.solver.lower_bound_s() if len(places) > 1 else 0.0 for place in places}
+    best: _Found | None = None
+    failures: list[tuple[Place, Infeasible]] = []
+    for place in sorted(places, key=lambda place: bounds[place]):
+        if best is not None and bounds[place] >= best.price.step_s:
+            break
+        answer = place.solve(solver)
+        if isinstance(answer, Infeasible):
+            failures.append((place, answer))
+            continue
+        found = _Found(place, answer, place.price(answer.simulation))
+        if best is None or found.price.step_s < best.price.step_s:
+            best = found
+    if best is None:
+        raise Refusal(_why_not(task, solver, failures))
+    return best
+
+
+def _why_not(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]]) -> str:
+    """Say what binds, the smallest budget that would do, and the ways out."""
+    budget = task.budget_bytes
+    known = [(place, failure) for place, failure in failures if failure.smallest is not None]
+    if budget is None or not known:
+        return f"a plan by {solver} is needed; there is none: {failures[0][1].binding[0]}; loosen the pins or try joint"
+    place, failure = min(
+        known, key=lambda item: item[1].smallest.simulation.peak_bytes if item[1].smallest else math.inf
+    )
+    assert failure.smallest is not None
+    smallest = failure.smallest.simulation
+    more = smallest.peak_bytes - budget
+    shape = "x".join(str(axis.size) for axis in place.axes)
+    parts = [
+        f"a plan within {size_text(budget)} a device is needed; {solver} has none on {task.cluster.name} (mesh {shape})",
+        f"what binds is {' and '.join(failure.binding)}",
+        f"the smallest budget that would do is {size_text(smallest.peak_bytes)}",
+        f"try {size_text(more)} more{_smaller_batch(task, smallest, budget)}{'' if solver == 'joint' else ', or --solver joint'}",
+    ]
+    return "; ".join(parts)
+
+
+def _smaller_batch(task: Task, smallest: Simulation, budget: int) -> str:
+    """An estimate of the batch that would fit: activations shrink with it, the rest does not."""
+    static = sum(smallest.breakdown.get(kind, 0) for kind in ("param", "buffer", "grad", "optimizer"))
+    sizes = [tensor.shape[0] for tensor in task.program.inputs if tensor.shape]
+    if not sizes or static >= budget or smallest.peak_bytes <= static:
+        return ""
+    fits = int(max(sizes) * (budget - static) / (smallest.peak_bytes - static))
+    return f", or a batch of about {fits} instead of {max(sizes)} (an estimate)" if fits >= 1 else ""
+
+
+def _as_plan(task: Task, solver: str, found: _Found, plan_s: float) -> Plan:
+    answer, place = found.answer, found.place
+    params, modules, batch = plan_sections(task.program, answer.decisions)
+    return Plan(
+        model=task.model,
+        fingerprint=task.program.fingerprint,
+        torch_version=torch.__version__,
+        batch=batch,
+        literals=dict(task.literals),
+        dtype=task.dtype,
+        autocast=task.autocast,
+        optimizer=task.optimizer,
+        cluster=task.cluster,
+        budget_bytes=task.budget_bytes,
+        mesh={axis.name: axis.size for axis in place.axes},
+        predicted=_predicted(found.price, answer.simulation),
+        solver=SolverInfo(
+            name=solver,
+            status=answer.status,
+            gap=answer.gap,
+            solve_s=round(answer.solve_s, 3),
+            plan_s=round(plan_s, 3),
+            notes=tuple(place.restriction(solver).notes),
+        ),
+        params=params,
+        modules=modules,
+        notes=tuple(task.program.captured.notes),
+    )
+
+
+def _predicted(costs: Price, simulation: Simulation) -> Predicted:
+    return Predicted(
+        step_s=costs.step_s,
+        compute_s=costs.compute_s,
+        comm_s=costs.comm_s,
+        exposed_comm_s=costs.exposed_comm_s,
+        recompute_s=costs.recompute_s,
+        peak_bytes=simulation.peak_bytes,
+        breakdown=simulation.breakdown,
+        comm_bytes=simulation.comm_bytes,
+    )
+
+
+def size_text(num_bytes: float) -> str:
+    """Write bytes for people.
+
+    >>> size_text(1536 * 2**20), size_text(2**20)
+    ('1.50 GiB', '1.00 MiB')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,84 @@
+"""The seconds of a plan, read off the local program that will run: op by op, conversion by conversion, rerun by rerun.
+
+No column of the solver enters here, so this is also the check that the solver's objective means what it says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from ..capture.execute import Executor
+from ..capture.local import Instruction, LocalProgram
+from .costs import CostModel, OptimizerCost
+
+
+@dataclass
+class Price:
+    """Seconds of one step, and bytes sent by collective."""
+
+    compute_s: float = 0.0
+    """Forward, backward and update."""
+    comm_s: float = 0.0
+    """Collectives and the copies that they take, those of reruns left out."""
+    recompute_s: float = 0.0
+    """Reruns, with what they communicate."""
+    by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """What no computation hides: all of it, as long as the runtime waits for every collective."""
+        return self.comm_s
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of the whole step."""
+        return self.compute_s + self.exposed_comm_s + self.recompute_s
+
+
+def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Price:
+    """Price one step of a local program on the fullest rank."""
+    total = Price()
+    for instruction in executor.local.instructions:
+        compute, comm = _instruction_s(executor.local, instruction, costs)
+        total.compute_s += sum(compute)
+        total.comm_s += sum(comm)
+        total.by_op[instruction.key] += sum(compute) + sum(comm)
+    for rerun in executor.reruns.values():
+        for index in rerun.instructions:
+            compute, comm = _instruction_s(executor.local, executor.local.instructions[index], costs)
+            total.recompute_s += compute[0] + comm[0]
+    for tensor, layout in executor.local.decisions.params.items():
+        if tensor.requires_grad:
+            total.compute_s += costs.optimizer_s(tensor, layout, optimizer)
+    return total
+
+
+Seconds = tuple[float, float]
+"""Forward, backward."""
+
+
+def _instruction_s(local: LocalProgram, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:
+    """The seconds that an instruction computes, and that it communicates."""
+    op = instruction.op
+    if op is None:
+        return (0.0, 0.0), _conversion_s(local, instruction, costs)
+    if op.constant or op.region is None:
+        return (0.0, 0.0), (0.0, 0.0)
+    region_class = op.region.region_class
+    group, twin = region_class.group_at[op.position], region_class.representative.ops[op.position]
+    split = local.decisions.splits[group]
+    return costs.op_s(group, twin, split), costs.inner_s(group, twin, split)
+
+
+def _conversion_s(local: LocalProgram, instruction: Instruction, costs: CostModel) -> Seconds:
+    tensor = local.values[instruction.outputs[0]].tensor
+    free = tensor.role not in ("op", "param") or (tensor.producer is not None and tensor.producer.constant)
+    if free:
+        return 0.0, 0.0
+    _, there, back = instruction.args
+    itemsize = tensor.dtype.itemsize
+    forward = sum(costs.step_s(step, tensor.slots, itemsize) for step in there.steps)
+    if not tensor.requires_grad:
+        return forward, 0.0
+    return forward, sum(costs.step_s(step, tensor.slots, itemsize) for step in back.steps)
