@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ class Task:
     """One planning question: what to train, on what, with how much memory."""
 
     program: Program
-    model: ModelRef
+    model_ref: ModelRef
     cluster: Cluster
     budget_bytes: int | None
     optimizer: str
@@ -45,12 +45,20 @@ class Task:
     pins: tuple[str, ...] = ()
     literals: Mapping[str, Any] = field(default_factory=dict)
     time_limit_s: float = 30.0
-    progress: Progress | None = None
+    progress: Callable[[str], None] | None = None
+    """Told, in words, of every better answer while the solver runs."""
 
     @cached_property
     def records(self) -> Records:
         """What every op saves and costs."""
         return record(self.program, self.cluster.device.kind)
+
+    def listener(self) -> Progress | None:
+        """Return what the solver calls at each improvement."""
+        tell = self.progress
+        if tell is None:
+            return None
+        return lambda elapsed_s, best, bound: tell(f"{best * 1e3:.2f} ms a step, at best {bound * 1e3:.2f} ({elapsed_s:.1f} s)")
 
     @cached_property
     def places(self) -> list[Place]:
@@ -95,7 +103,7 @@ class Place:
     def settings(self, solver: str) -> Settings:
         """Return what the solver is told."""
         task = self.task
-        return Settings(task.budget_bytes, task.time_limit_s, self.restriction(solver), task.progress)
+        return Settings(task.budget_bytes, task.time_limit_s, self.restriction(solver), task.listener())
 
     def solve(self, solver: str) -> Answer | Infeasible:
         """Solve the task on this mesh."""
@@ -112,8 +120,8 @@ class _Found:
     price: Price
 
 
-def make_plan(task: Task, solver: str = "joint") -> Plan:
-    """Return the fastest plan of `task` that fits, among those that `solver` may choose.
+def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
+    """Return the fastest plan that fits, among those that `solver` may choose; `question` is what a `Task` holds.
 
     solver: `joint`, or one of the textbook recipes `two-stage`, `fsdp`, `megatron`, `ddp`. Raises `Refusal` when nothing
     fits, with what binds, the smallest budget that would do and the ways out; `UserError` for an unknown solver or pin.
@@ -125,12 +133,14 @@ def make_plan(task: Task, solver: str = "joint") -> Plan:
         )
     if solver not in RECIPES:
         raise UserError(f"a solver is one of {', '.join(RECIPES)}; got {solver!r}")
+    task = Task(**question)
     found = _search(task, solver)
     return _as_plan(task, solver, found, time.perf_counter() - began)
 
 
-def compare(task: Task, solvers: Sequence[str] = RECIPES) -> dict[str, Plan | Refusal]:
+def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, Plan | Refusal]:
     """Return each solver's plan, or why it has none. `joint` is never slower than the rest: it may take their answers."""
+    task = Task(**question)
     results: dict[str, Plan | Refusal] = {}
     found: dict[str, _Found] = {}
     for solver in solvers:
@@ -148,9 +158,14 @@ def compare(task: Task, solvers: Sequence[str] = RECIPES) -> dict[str, Plan | Re
     return results
 
 
-def check(task: Task, plan: Plan) -> Plan:
-    """Return `plan`, simulated and priced anew, as it stands; `Refusal` when it does not fit the task's budget."""
-    simulation, place = simulate_plan(task, plan)
+def check(
+    plan: Plan, program: Program, budget_bytes: int | None, optimizer_cost: OptimizerCost, make_optimizer: MakeOptimizer
+) -> Plan:
+    """Return `plan`, simulated and priced anew, as it stands; `Refusal` when it does not fit the budget."""
+    task = task_of(plan, program, optimizer_cost, make_optimizer)
+    task.budget_bytes = budget_bytes
+    (place,) = task.places
+    simulation = place.simulate(decisions_of(program, plan))
     predicted = _predicted(place.price(simulation), simulation)
     budget = task.budget_bytes
     if budget is not None and simulation.peak_bytes > budget:
@@ -161,10 +176,12 @@ def check(task: Task, plan: Plan) -> Plan:
     return plan.model_copy(update={"predicted": predicted, "budget_bytes": budget})
 
 
-def simulate_plan(task: Task, plan: Plan, timeline: bool = False) -> tuple[Simulation, Place]:
-    """Run a plan's step on fake tensors; with `timeline`, a point after every call."""
-    place = Place(task, task.cluster.mesh(tuple(plan.mesh.values())))
-    return place.simulate(decisions_of(task.program, plan), timeline), place
+def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_optimizer: MakeOptimizer) -> Task:
+    """Return the question that `plan` answers, on its own mesh."""
+    return Task(
+        program, plan.model, plan.cluster, plan.budget_bytes, plan.optimizer, optimizer_cost, make_optimizer,
+        mesh=tuple(plan.mesh.values()), dtype=plan.dtype, autocast=plan.autocast, literals=plan.literals,
+    )  # fmt: skip
 
 
 def _search(task: Task, solver: str) -> _Found:
@@ -224,7 +241,7 @@ def _as_plan(task: Task, solver: str, found: _Found, plan_s: float) -> Plan:
     answer, place = found.answer, found.place
     params, modules, batch = plan_sections(task.program, answer.decisions)
     return Plan(
-        model=task.model,
+        model=task.model_ref,
         fingerprint=task.program.fingerprint,
         torch_version=torch.__version__,
         batch=batch,

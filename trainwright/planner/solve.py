@@ -27,6 +27,7 @@ from .simulate import Simulation
 Simulate = Callable[[Decisions], Simulation]
 GAP = 1e-3
 MAX_CORRECTIONS = 5
+UNBOUNDED = 2**60
 CLOSE = 0.03
 """A plan whose peak is within this share of the budget is not looked at again."""
 
@@ -77,6 +78,9 @@ class Solver:
         answer = self.without_memory(settings)
         if answer is None:
             return Infeasible(("the restrictions contradict one another",), None)
+        if settings.restriction.fates:
+            budget = settings.budget_bytes if settings.budget_bytes is not None else UNBOUNDED
+            return self._within(settings, budget)
         budget = settings.budget_bytes
         if budget is None or answer.simulation.peak_bytes <= budget:
             return answer
@@ -135,7 +139,7 @@ class Solver:
         for _ in range(MAX_CORRECTIONS + 1):
             set_budget(model, memory, search.aim)
             remaining = max(1.0, deadline - time.perf_counter())
-            solution = solve_in_stages(model, sharding, settings, remaining)
+            solution = solve_in_stages(model, sharding, settings, remaining, recompute=recompute)
             if solution.values is not None:
                 search.note(self._answer(solution, read_choice(solution.values, sharding, recompute)))
             elif search.low is not None:
@@ -162,13 +166,13 @@ class Solver:
         set_budget(model, memory, math.inf)
         limit = min(10.0, settings.time_limit_s)
         least = {memory.peak: 1.0}
-        solution = solve_in_stages(model, sharding, settings, limit, least, 5e-3)
+        solution = solve_in_stages(model, sharding, settings, limit, least, 5e-3, recompute)
         if solution.values is None:
             return None
         self._row_peak = (solution.values[memory.peak] + memory.static_mib) * MIB
         self._binding_rows = _tight_rows(model, memory, solution.values)
         set_budget(model, memory, self._row_peak * 1.0001 + 1024)
-        fastest = solve_in_stages(model, sharding, settings, limit)
+        fastest = solve_in_stages(model, sharding, settings, limit, recompute=recompute)
         chosen = fastest if fastest.values is not None else solution
         assert chosen.values is not None
         answer = self._answer(chosen, read_choice(chosen.values, sharding, recompute))
@@ -203,7 +207,7 @@ class _Search:
             self.low = self.aim
             if self.best is None or answer.objective_s < self.best.objective_s:
                 self.best = answer
-            self.done = left <= CLOSE * self.budget
+            self.done = left <= CLOSE * self.budget or self.budget == UNBOUNDED
             self.aim += 0.9 * left
         else:
             self.high = self.aim
@@ -235,9 +239,10 @@ def solve_in_stages(
     time_limit_s: float | None = None,
     cost: Mapping[int, float] | None = None,
     gap: float = GAP,
+    recompute: Recompute | None = None,
 ) -> Solution:
     """LP → sharding by argmax → MIP for the rest → MIP of everything, started from that."""
-    fixed = _forbidden(sharding, settings.restriction)
+    fixed = _forbidden(sharding, settings.restriction) | _fates(recompute, settings.restriction)
     limit = settings.time_limit_s if time_limit_s is None else time_limit_s
     began = time.perf_counter()
     relaxed = model.solve(relaxed=True, fixed=fixed, cost=cost, time_limit_s=limit)
@@ -263,6 +268,24 @@ def solve_in_stages(
         bound,
         time.perf_counter() - began,
     )
+
+
+def _fates(recompute: Recompute | None, restriction: Restriction) -> dict[int, float]:
+    """The columns that pinned groups may not use: reruns of what is kept, keeping what is recomputed."""
+    fixed: dict[int, float] = {}
+    if recompute is None or not restriction.fates:
+        return fixed
+    for (decision, _), column in recompute.rerun.items():
+        if restriction.fates.get(decision) is False:
+            fixed[column] = 0.0
+    for (decision, _), column in recompute.keep_inner.items():
+        if restriction.fates.get(decision) is True:
+            fixed[column] = 0.0
+    for (stored, _), column in recompute.keep.items():
+        free = not stored.boundary and not stored.held
+        if free and restriction.fates.get(stored.source.decision) is True:
+            fixed[column] = 0.0
+    return fixed
 
 
 def _tight_rows(model: Model, memory: Memory, values: np.ndarray) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ def record(program: Program, target: Target = "cpu") -> Records:
 def whole_program(program: Program) -> LocalProgram:
     """Return the program of a mesh of one rank: every op whole, every parameter too."""
     splits = {group: (REPLICATE,) for region_class in program.classes for group in region_class.groups}
-    decisions = Decisions((1,), splits, {tensor: (REPLICATE,) for tensor in program.params})
+    decisions = Decisions((1,), splits, dict.fromkeys(program.params, (REPLICATE,)))
     return build_local(program, decisions, SimulatedCommunicator((1,)))
 
 

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..artifacts import MemoryPoint
+from ..capture._torch_private import TorchDispatchMode
 from .workspace import output_bytes, workspace_bytes
 
 Target = Literal["cpu", "gpu"]

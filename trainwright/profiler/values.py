@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..capture._torch_private import TorchDispatchMode
 from ..capture.fakes import FakeMode
 from .layouts import lay_out
 
