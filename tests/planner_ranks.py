@@ -66,8 +66,7 @@ def shard(
 ) -> Tensor:
     """Return the rank's part of a whole tensor, cut factor by factor."""
     sizes = [slot.size for slot in tensor.slots]
-    ones = [1] * (0 if sizes else 0)
-    part = whole.reshape([*sizes, *ones]) if sizes else whole
+    part = whole.reshape(sizes) if sizes else whole
     for index, size in enumerate(sizes):
         start, stop = slot_range(size, [(mesh[axis], coords[axis]) for axis in axes_of(layout, index)])
         part = part.narrow(index, start, stop - start)
@@ -89,7 +88,7 @@ def run_ranks(
             losses.append(loss)
             for key, gradient in grads.items():
                 gradients[key].append((coords, gradient))
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             errors.append(error)
             board.barrier.abort()
 

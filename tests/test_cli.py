@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -258,6 +260,24 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     writer.stdout.close()
     writer.wait(timeout=60)
     assert b"Traceback" not in writer.stderr.read()
+
+
+def test_ctrl_c_ends_it_with_a_word_and_no_process_stays() -> None:
+    command = [sys.executable, "-m", "trainwright", "calibrate", "--nproc", "2"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children: list[str] = []
+    deadline = time.monotonic() + 60
+    while len(children) < 2 and time.monotonic() < deadline:
+        time.sleep(0.2)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "interrupted" in said
+    assert "Traceback" not in said
+    assert len(children) >= 2
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
 
 
 def test_the_number_of_processes_is_the_plans(tmp_path: Path) -> None:

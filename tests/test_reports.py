@@ -276,6 +276,13 @@ def _pages(tmp_path):
     return [tmp_path / "profile.html", tmp_path / "plan.html"]
 
 
+def test_each_decision_has_its_reason(tmp_path) -> None:
+    text = _pages(tmp_path)[1].read_text(encoding="utf8")
+    costs = "compute 100 ms; communication 20 ms; would keep 18 MiB"
+    assert f"{costs}; next best b@node i@gpu: 4 ms slower" in text
+    assert "next best whole: 2 ms faster, held back by memory" in text
+
+
 def test_a_plan_alone_makes_a_page_and_a_bad_path_is_the_users_error(tmp_path) -> None:
     samples.plan().to_html(tmp_path / "alone.html")
     assert "b@node" in (tmp_path / "alone.html").read_text(encoding="utf8")

@@ -35,6 +35,8 @@ class Link(Record):
     """What one device sends over it, one direction, while all do."""
     latency_s: float = Field(ge=0)
     """Of one hop of a collective."""
+    factors: dict[str, float] = {}
+    """By how much a collective (`reduce_scatter`) takes longer here than its formula says."""
 
 
 class MeshAxis(Record):
@@ -44,6 +46,7 @@ class MeshAxis(Record):
     size: int = Field(ge=1)
     bandwidth_bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(ge=0)
+    factors: dict[str, float] = {}
 
 
 class Cluster(Artifact):
@@ -87,6 +90,7 @@ class Cluster(Artifact):
                     size=size,
                     bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in spanned),
                     latency_s=max(link.latency_s for link in spanned),
+                    factors=max(spanned, key=lambda link: link.latency_s).factors,
                 )
             )
         return tuple(axes)

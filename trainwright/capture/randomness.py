@@ -54,9 +54,24 @@ def _dropout(place: tuple[Any, ...]) -> WithState:
         generator = torch.Generator(device=x.device)
         generator.manual_seed(derived_seed(state.seed, state.step, place))
         mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-        return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0)
+        return _Masked.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0)
 
     return dropout
+
+
+class _Masked(torch.autograd.Function):
+    """`x · mask · scale`, of which the backward needs the mask alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (x * mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return (grads[0] * mask).mul_(ctx.scale), None, None
 
 
 def _attention(function: Callable[..., Any], place: tuple[Any, ...]) -> WithState:

@@ -28,7 +28,7 @@ class Communicator(Protocol):
         """Return the parts of all ranks of `axis`, stacked in front; all of one shape."""
 
     def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
-        """Return the sum over the ranks of `axis` of the own entry of the leading dim."""
+        """Return the sum over the ranks of `axis` of the own entry of the leading dim; `parts` may be overwritten."""
 
     def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` in place (`sum` or `max`) over the ranks of `axis` and return it."""
@@ -106,7 +106,8 @@ class Route:
         each = -(-whole // num)
         if whole < num * each:
             x = torch.nn.functional.pad(x, (0, 0, 0, num * each - whole))
-        parts = x.view(lead, num, each, tail).transpose(0, 1).contiguous()
+        pieces = x.view(lead, num, each, tail).transpose(0, 1)
+        parts = pieces.clone(memory_format=torch.contiguous_format) if lead == 1 else pieces.contiguous()
         return self.communicator.reduce_scatter(step.axis, parts)[:, :size]
 
     def _exchange(self, step: Step, x: Tensor, before: list[int], after: list[int]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from . import calibrate, check, demo, explain, optimizers, plan, profile, train, verify, zoo
-from .errors import status_of
+from .errors import INTERRUPTED, status_of
 
 _EPILOG = "MODEL is zoo:NAME, FILE.py:function or package.module:function. Hardware: cpu:4, 8xh200, or a JSON file."
 
@@ -37,7 +37,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    return status_of(lambda: app(given, prog_name="trainwright", standalone_mode=False))
+
+    def command() -> int | None:
+        status = app(given, prog_name="trainwright", standalone_mode=False)
+        if status == INTERRUPTED:  # newer releases of typer return it, older ones raise
+            raise KeyboardInterrupt
+        return status
+
+    return status_of(command)
 
 
 @app.callback()

@@ -17,7 +17,7 @@ from ..reports.terminal import cluster_table, compare_table, plan_table, profile
 from ..reports.units import format_bytes, format_s
 from .errors import FAILED, OK
 from .model import ModelOptions
-from .output import quiet_stdout, solver_status, status
+from .output import quiet_stdout, status
 from .progress import StepProgress
 from .ranks import run_worker
 from .train import WORKER, summary
@@ -30,7 +30,7 @@ NUM_RANKS = 2
 SETTINGS = ("n_layer=6", "n_embd=384", "n_head=6", "n_positions=256", "vocab_size=260")
 """GPT-2 in small, with a token for each byte."""
 MODEL = ModelOptions("zoo:gpt2", batch_size=8, seq_len=256, settings=list(SETTINGS))
-BUDGET_SHARES = (0.6, 0.7, 0.8, 0.9)
+BUDGET_SHARES = (0.5, 0.65, 0.8, 0.9)
 """Of what plain data parallelism takes: the budgets that are tried, until the joint plan fits."""
 LEARNING_RATE = 1e-3
 
@@ -178,7 +178,7 @@ class _Tour:
             memory=memory,
             solver=solver,
             model_ref=self._loaded.ref,
-            progress=solver_status(tell),
+            progress=tell,
         )
 
     def _tight_budget(self, ddp_peak_bytes: int) -> tuple[int, Mapping[str, Plan | Refusal]]:
@@ -194,7 +194,7 @@ class _Tour:
                     hardware=self._cluster,
                     memory=budget_bytes,
                     model_ref=self._loaded.ref,
-                    progress=solver_status(tell),
+                    progress=tell,
                 )
             if isinstance(comparison["joint"], Plan):
                 break

@@ -94,16 +94,6 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda more: shown.update(f"{text}: {more}")
 
 
-def solver_status(tell: Callable[[str], None]) -> Callable[..., None]:
-    """Return what a solver may call with the seconds it has run, its best objective and the bound, to be shown."""
-
-    def told(running_s: float, best: float, bound: float) -> None:
-        found = f", within {100 * (1 - bound / best):.1f} % of the best" if 0 < bound <= best < float("inf") else ""
-        tell(f"{running_s:.0f} s{found}")
-
-    return told
-
-
 def rows_as_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return rows of the same keys as a table."""
     from ..reports.terminal import rows_table

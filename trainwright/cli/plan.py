@@ -14,7 +14,7 @@ from ..hardware import resolve
 from ..reports.terminal import compare_table
 from .errors import FAILED, OK
 from .model import ModelOptions, takes_model
-from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, solver_status, status
+from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def plan(
     with quiet_stdout(), status(f"planning {model.spec}") as tell:
         loaded = model.load()
         remarks(loaded.notes)
-        found = ask(_Question(loaded, {**question, "progress": solver_status(tell)}, optimizers, solver))
+        found = ask(_Question(loaded, {**question, "progress": tell}, optimizers, solver))
         if output is not None and found.plan is not None:
             found.plan.to_json(output)
         if html_path is not None:

@@ -12,7 +12,7 @@ from ..artifacts import Cluster, Device, Link, UserError
 from ..launch import run_processes
 from ..launch.cores import num_cores
 from . import machine
-from .collectives import Collective, terms
+from .collectives import GLOO_FACTORS, Collective, terms
 
 Row = tuple[Collective, float, float]
 """A measured collective: kind, bytes as in `collectives.seconds`, seconds."""
@@ -80,7 +80,13 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
     )
     rows = [row for rank in ranks for row in rank["collectives"]]
     latency_s, bandwidth = fit_ring(rows, num_ranks) if rows else (0.0, device.bandwidth_bytes_per_s)
-    link = Link(name="cpu", size=num_ranks, bandwidth_bytes_per_s=_round(bandwidth), latency_s=_round(latency_s))
+    link = Link(
+        name="cpu",
+        size=num_ranks,
+        bandwidth_bytes_per_s=_round(bandwidth),
+        latency_s=_round(latency_s),
+        factors=GLOO_FACTORS,
+    )
     return Cluster(
         name=f"cpu:{num_ranks}",
         device=device,

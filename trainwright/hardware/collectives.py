@@ -34,7 +34,12 @@ def seconds(kind: Collective, axis: MeshAxis, num_bytes: float) -> float:
     if num_bytes < 0:
         raise ValueError(f"a collective needs a size of at least 0 bytes; got {num_bytes}")
     num_hops, fraction_sent = terms(kind, axis.size)
-    return num_hops * axis.latency_s + fraction_sent * num_bytes / axis.bandwidth_bytes_per_s
+    plain_s = num_hops * axis.latency_s + fraction_sent * num_bytes / axis.bandwidth_bytes_per_s
+    return plain_s * axis.factors.get(kind, 1.0)
+
+
+GLOO_FACTORS = {"reduce_scatter": 2.0}
+"""Gloo reduces and scatters by an all-reduce, which sends twice as much."""
 
 
 def terms(kind: Collective, num_ranks: int) -> tuple[int, float]:

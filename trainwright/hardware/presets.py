@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..artifacts import Cluster, Device, Link, UserError
 from ..launch.cores import num_cores
 from . import machine
+from .collectives import GLOO_FACTORS
 
 GRAMMAR = "cpu:N, [[NODESx]Nx]DEVICE such as h200, 8xh200 or 2x8xh100, or a JSON file"
 _TERA, _GIGA, _GIB = 1e12, 1e9, 2**30
@@ -84,6 +85,7 @@ def cpu_cluster(num_processes: int) -> Cluster:
         size=num_processes,
         bandwidth_bytes_per_s=_GLOO_BANDWIDTH / crowding,
         latency_s=_GLOO_LATENCY_S * crowding**2,
+        factors=GLOO_FACTORS,
     )
     return Cluster(
         name=f"cpu:{num_processes}",

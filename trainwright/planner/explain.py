@@ -52,7 +52,9 @@ def explain(plan: Plan, program: Program, key: str | None, optimizer_cost: Optim
     The next best option is the cheapest one with all other decisions held: what changing this one alone would cost in
     time. It may be free, or even gain time, where memory is what stands against it.
     """
-    costs = CostModel(plan.cluster.device, plan.cluster.mesh(tuple(plan.mesh.values())), record(program, plan.cluster.device.kind))
+    costs = CostModel(
+        plan.cluster.device, plan.cluster.mesh(tuple(plan.mesh.values())), record(program, plan.cluster.device.kind)
+    )
     problem = build_problem(program, costs, optimizer_cost)
     decisions = decisions_of(program, plan)
     options = {decision: _add_chosen(decision, decisions) for decision in problem.decisions}
@@ -155,7 +157,8 @@ def _header(plan: Plan) -> list[str]:
         f"{plan.solver.name} on {plan.cluster.name}, mesh {' x '.join(f'{name}={size}' for name, size in plan.mesh.items())}",
         f"step {_ms(found.step_s)}: compute {_ms(found.compute_s)}, communication {_ms(found.comm_s)}, "
         f"recomputation {_ms(found.recompute_s)}",
-        f"peak {found.peak_bytes / 2**20:.1f} MiB" + ("" if plan.budget_bytes is None else f" of {plan.budget_bytes / 2**20:.1f} MiB"),
+        f"peak {found.peak_bytes / 2**20:.1f} MiB"
+        + ("" if plan.budget_bytes is None else f" of {plan.budget_bytes / 2**20:.1f} MiB"),
     ]
     if plan.budget_bytes is not None:
         spare = 1 - found.peak_bytes / plan.budget_bytes

@@ -58,7 +58,9 @@ class Task:
         tell = self.progress
         if tell is None:
             return None
-        return lambda elapsed_s, best, bound: tell(f"{best * 1e3:.2f} ms a step, at best {bound * 1e3:.2f} ({elapsed_s:.1f} s)")
+        return lambda elapsed_s, best, bound: tell(
+            f"{best * 1e3:.2f} ms a step, at best {bound * 1e3:.2f} ({elapsed_s:.1f} s)"
+        )
 
     @cached_property
     def places(self) -> list[Place]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..artifacts import MemoryPoint
-from ..capture.execute import Executor
+from ..capture.execute import Call, Executor, RunState
 from ..capture.fakes import new_mode
 from ..capture.layout import local_shape
 from ..capture.local import Decisions, LocalProgram, build_local
@@ -88,8 +88,15 @@ def _fuse_attention(executor: Executor, target: Target) -> None:
     """Let attention run as the fused kernel that a GPU would take."""
     for instruction in executor.local.instructions:
         if instruction.op is not None and instruction.op.name == "scaled_dot_product_attention":
-            call, state = executor.calls[instruction.index], run_state(instruction.op, target)
-            executor.calls[instruction.index] = lambda env, _, call=call, state=state: call(env, state)
+            state = run_state(instruction.op, target)
+            executor.calls[instruction.index] = _under(executor.calls[instruction.index], state)
+
+
+def _under(call: Call, state: RunState) -> Call:
+    def run(env: dict[int, Any], _: RunState) -> None:
+        call(env, state)
+
+    return run
 
 
 def _fake_sources(local: LocalProgram) -> dict[Tensor, Any]:

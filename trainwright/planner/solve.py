@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,14 +18,15 @@ from ..capture.local import Decisions
 from .decode import Choice, decisions_from, read_choice
 from .memory import MIB, Memory, add_memory, set_budget
 from .milp import Model, Progress, Solution
-from .problem import Problem
-from .recipes import Restriction
+from .problem import Decision, Problem
+from .recipes import Restriction, restriction
 from .recompute import Recompute, add_recompute
 from .sharding import Sharding, add_sharding
 from .simulate import Simulation
+from .stages import Stages, solve_in_stages
 
 Simulate = Callable[[Decisions], Simulation]
-GAP = 1e-3
+Allowed = Mapping[Decision, frozenset[int]]
 MAX_CORRECTIONS = 5
 UNBOUNDED = 2**60
 CLOSE = 0.03
@@ -62,6 +63,18 @@ class Settings:
     time_limit_s: float = 30.0
     restriction: Restriction = field(default_factory=Restriction)
     progress: Progress | None = None
+
+    def stages(
+        self,
+        model: Model,
+        sharding: Sharding,
+        recompute: Recompute | None = None,
+        starts: Sequence[Mapping[Decision, int]] = (),
+        time_limit_s: float | None = None,
+    ) -> Stages:
+        """Return what `solve_in_stages` takes."""
+        limit = self.time_limit_s if time_limit_s is None else time_limit_s
+        return Stages(model, sharding, self.restriction, recompute, starts, self.progress, limit)
 
 
 class Solver:
@@ -108,7 +121,7 @@ class Solver:
     def without_memory(self, settings: Settings) -> Answer | None:
         """Return the fastest answer that keeps everything, whatever it holds."""
         model, sharding = self.plain()
-        solution = solve_in_stages(model, sharding, settings)
+        solution = solve_in_stages(settings.stages(model, sharding))
         if solution.values is None:
             return None
         return self._answer(solution, read_choice(solution.values, sharding, None))
@@ -134,12 +147,13 @@ class Solver:
     def _within(self, settings: Settings, budget: int) -> Answer | Infeasible:
         """Solve, simulate, and move the rows' budget until the simulated peak is within the true one."""
         model, sharding, recompute, memory = self.full()
+        starts = self.starts(settings)
         deadline = time.perf_counter() + settings.time_limit_s
         search = _Search(budget)
         for _ in range(MAX_CORRECTIONS + 1):
             set_budget(model, memory, search.aim)
             remaining = max(1.0, deadline - time.perf_counter())
-            solution = solve_in_stages(model, sharding, settings, remaining, recompute=recompute)
+            solution = solve_in_stages(settings.stages(model, sharding, recompute, starts, remaining))
             if solution.values is not None:
                 search.note(self._answer(solution, read_choice(solution.values, sharding, recompute)))
             elif search.low is not None:
@@ -164,20 +178,40 @@ class Solver:
         """Return the answer that holds least by the rows."""
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
-        limit = min(10.0, settings.time_limit_s)
-        least = {memory.peak: 1.0}
-        solution = solve_in_stages(model, sharding, settings, limit, least, 5e-3, recompute)
+        limit = min(15.0, settings.time_limit_s)
+        stages = settings.stages(model, sharding, recompute, self.starts(settings), limit)
+        stages.gap = 5e-3
+        solution = solve_in_stages(stages, {memory.peak: 1.0})
         if solution.values is None:
             return None
         self._row_peak = (solution.values[memory.peak] + memory.static_mib) * MIB
         self._binding_rows = _tight_rows(model, memory, solution.values)
+        choice = read_choice(solution.values, sharding, recompute)
+        # The same sharding, with no more recomputation than that budget asks for.
         set_budget(model, memory, self._row_peak * 1.0001 + 1024)
-        fastest = solve_in_stages(model, sharding, settings, limit, recompute=recompute)
-        chosen = fastest if fastest.values is not None else solution
-        assert chosen.values is not None
-        answer = self._answer(chosen, read_choice(chosen.values, sharding, recompute))
-        answer.objective_s = float(np.dot(model.cost, chosen.values))
+        only = {decision: frozenset([option]) for decision, option in choice.options.items()}
+        same = replace(settings, restriction=replace(settings.restriction, allowed=only))
+        fastest = solve_in_stages(same.stages(model, sharding, recompute, (), limit))
+        if fastest.values is not None:
+            solution, choice = fastest, read_choice(fastest.values, sharding, recompute)
+        answer = self._answer(solution, choice)
+        answer.objective_s = float(np.dot(model.cost, solution.values))
         return answer
+
+    def starts(self, settings: Settings) -> list[dict[Decision, int]]:
+        """Return shardings to begin from: the fastest one, data parallelism with sharded parameters, and their mixture."""
+        model, sharding = self.plain()
+        sharded = restriction(self.problem, "fsdp").allowed
+        params = {decision: options for decision, options in sharded.items() if decision.group is None}
+        found = []
+        for extra in ({}, sharded, params):
+            allowed = _both(settings.restriction.allowed, extra)
+            if all(allowed.values()):
+                narrowed = replace(settings, restriction=replace(settings.restriction, allowed=allowed))
+                solution = solve_in_stages(narrowed.stages(model, sharding))
+                if solution.values is not None:
+                    found.append(read_choice(solution.values, sharding, None).options)
+        return found
 
     _row_peak = 0.0
     _binding_rows: tuple[str, ...] = ()
@@ -218,74 +252,12 @@ class _Search:
                 self.aim = (self.low + self.high) / 2
 
 
-def _forbidden(sharding: Sharding, restriction: Restriction) -> dict[int, float]:
-    """The columns of what is not allowed, held at zero."""
-    fixed: dict[int, float] = {}
-    for decision, options in restriction.allowed.items():
-        for option, column in enumerate(sharding.choice[decision]):
-            if option not in options:
-                fixed[column] = 0.0
-    if restriction.forbids is not None:
-        for (use, native, want), column in sharding.flow.items():
-            if restriction.forbids(use, native, want):
-                fixed[column] = 0.0
-    return fixed
-
-
-def solve_in_stages(
-    model: Model,
-    sharding: Sharding,
-    settings: Settings,
-    time_limit_s: float | None = None,
-    cost: Mapping[int, float] | None = None,
-    gap: float = GAP,
-    recompute: Recompute | None = None,
-) -> Solution:
-    """LP → sharding by argmax → MIP for the rest → MIP of everything, started from that."""
-    fixed = _forbidden(sharding, settings.restriction) | _fates(recompute, settings.restriction)
-    limit = settings.time_limit_s if time_limit_s is None else time_limit_s
-    began = time.perf_counter()
-    relaxed = model.solve(relaxed=True, fixed=fixed, cost=cost, time_limit_s=limit)
-    if relaxed.values is None:
-        return relaxed
-    held = dict(fixed)
-    for columns in sharding.choice.values():
-        best = max(columns, key=lambda column: relaxed.values[column])
-        held.update({column: float(column == best) for column in columns})
-    first = model.solve(fixed=held, cost=cost, time_limit_s=limit / 2, gap=gap)
-    if first.values is not None and first.objective <= relaxed.objective * (1 + gap) + 1e-12:
-        return Solution("optimal", first.values, first.objective, relaxed.objective, time.perf_counter() - began)
-    remaining = max(1.0, limit - (time.perf_counter() - began))
-    whole = model.solve(
-        fixed=fixed, cost=cost, start=first.values, time_limit_s=remaining, gap=gap, progress=settings.progress
-    )
-    chosen = whole if whole.values is not None else first
-    bound = max(whole.bound if math.isfinite(whole.bound) else -math.inf, relaxed.objective)
-    return Solution(
-        chosen.status if chosen is whole else "feasible",
-        chosen.values,
-        chosen.objective,
-        bound,
-        time.perf_counter() - began,
-    )
-
-
-def _fates(recompute: Recompute | None, restriction: Restriction) -> dict[int, float]:
-    """The columns that pinned groups may not use: reruns of what is kept, keeping what is recomputed."""
-    fixed: dict[int, float] = {}
-    if recompute is None or not restriction.fates:
-        return fixed
-    for (decision, _), column in recompute.rerun.items():
-        if restriction.fates.get(decision) is False:
-            fixed[column] = 0.0
-    for (decision, _), column in recompute.keep_inner.items():
-        if restriction.fates.get(decision) is True:
-            fixed[column] = 0.0
-    for (stored, _), column in recompute.keep.items():
-        free = not stored.boundary and not stored.held
-        if free and restriction.fates.get(stored.source.decision) is True:
-            fixed[column] = 0.0
-    return fixed
+def _both(first: Allowed, second: Allowed) -> dict[Decision, frozenset[int]]:
+    """What two restrictions allow together."""
+    merged = dict(first)
+    for decision, options in second.items():
+        merged[decision] = merged.get(decision, options) & options
+    return merged
 
 
 def _tight_rows(model: Model, memory: Memory, values: np.ndarray) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from .decode import read_choice
 from .milp import Model
 from .recipes import Restriction
 from .sharding import add_sharding
-from .solve import Answer, Infeasible, Settings, Solver, solve_in_stages
+from .solve import Answer, Infeasible, Settings, Solver
+from .stages import solve_in_stages
 
 SHARES = (1.0, 0.5, 0.25)
 
@@ -49,7 +50,7 @@ def _first_stage(solver: Solver, settings: Settings, static_bytes: float) -> Res
         for option, column in enumerate(sharding.choice[decision])
     ]
     model.row("parameters at rest", terms, upper=static_bytes / 2.0**20)
-    solution = solve_in_stages(model, sharding, settings)
+    solution = solve_in_stages(settings.stages(model, sharding))
     if solution.values is None:
         return None
     options = read_choice(solution.values, sharding, None).options

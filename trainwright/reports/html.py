@@ -9,9 +9,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..artifacts import MemoryPoint, Plan, Profile, Refusal, Report
+from ..artifacts import MemoryPoint, OpPlan, Plan, Profile, Refusal, Report
 from ..artifacts.record import write_atomically
-from .decisions import DecisionRow, decision_rows
+from .decisions import DecisionRow, decision_rows, split_text
 from .memory_figures import breakdown_figure, memory_figure
 from .module_figures import treemap_figure
 from .page import Page, Tile, folded, grid, notes, table
@@ -28,6 +28,24 @@ class Simulated(Protocol):
     timeline: Sequence[MemoryPoint]
     breakdown: Mapping[str, int]
     peak_bytes: int
+
+
+class ExplainedRow(Protocol):
+    """What a report reads of the reason for one decision; seconds are per step, over all blocks."""
+
+    key: str
+    compute_s: float
+    comm_s: float
+    saved_bytes: int
+    next_best: str
+    next_best_extra_s: float
+
+
+class Explained(Protocol):
+    """What a report reads of the planner's explanation."""
+
+    @property
+    def rows(self) -> Sequence[Any]: ...
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -50,7 +68,7 @@ def write_plan(
     comparison: Mapping[str, Plan | Refusal] | None = None,
     profile: Profile | None = None,
     report: Report | None = None,
-    explanation: Any = None,
+    explanation: Explained | None = None,
 ) -> None:
     """Write a plan as a page: prediction, decisions, and of the rest what is given.
 
@@ -67,7 +85,7 @@ def write_plan(
     _where_section(page, plan, profile)
     if comparison:
         _comparison_section(page, comparison, plan.budget_bytes)
-    _decisions_section(page, plan, _reasons(explanation))
+    _decisions_section(page, plan, _reasons(plan, explanation))
     _notes_section(page, (*plan.notes, *plan.solver.notes))
     page.section("How it was made", _made_table(plan))
     write_atomically(Path(path), page.html())
@@ -212,10 +230,20 @@ def _chips(split: str) -> str:
     return "".join(f'<span class="chip">{escape(part)}</span>' for part in split.split())
 
 
-def _reasons(explanation: Any) -> dict[str, str]:
-    """The reason for each op by its key, as far as the explanation has one."""
-    rows = getattr(explanation, "rows", None) or ()
-    return {row.key: row.why for row in rows if getattr(row, "why", "")}
+def _reasons(plan: Plan, explanation: Explained | None) -> dict[str, str]:
+    """The reason for each op by its key: what it costs, and what the next best would."""
+    return {row.key: _reason(plan, row) for row in explanation.rows} if explanation is not None else {}
+
+
+def _reason(plan: Plan, row: ExplainedRow) -> str:
+    parts = [f"compute {format_s(row.compute_s)}", f"communication {format_s(row.comm_s)}"]
+    parts.append(f"would keep {format_bytes(row.saved_bytes)}")
+    if row.next_best:
+        other = split_text(plan, OpPlan(split=tuple(row.next_best.split())))
+        extra_s = row.next_best_extra_s
+        verdict = f"{format_s(extra_s)} slower" if extra_s > 0 else f"{format_s(-extra_s)} faster, held back by memory"
+        parts.append(f"next best {other}: {verdict}" if extra_s else f"as fast: {other}")
+    return "; ".join(parts)
 
 
 def _module_table(profile: Profile) -> str:

@@ -88,13 +88,21 @@ def rows_table(rows: Iterable[Mapping[str, Any]]) -> str:
         return "none"
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for key in rows[0]:
-        numbers = all(isinstance(row[key], int | float) or row[key] is None for row in rows)
+        numbers = all(_is_number(row[key]) or row[key] is None for row in rows)
         table.add_column(
             key.replace("num_params", "parameters").replace("_", " "), justify="right" if numbers else "left"
         )
     for row in rows:
         table.add_row(*(_cell(key, value) for key, value in row.items()))
     return _rendered(table)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _cell(key: str, value: Any) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +20,8 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 class MeshCommunicator:
     """The `Communicator` of this rank."""
 
+    SETTLE_S = 3e-4
+
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self.device_mesh = device_mesh
         self.mesh = tuple(device_mesh.shape)
@@ -23,31 +29,57 @@ class MeshCommunicator:
         assert found is not None, "this rank is not part of the mesh"
         self.coords = tuple(found)
         self.groups = [device_mesh.get_group(axis) for axis in range(len(self.mesh))]
+        self._settles = False
+
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Let the backend's threads drop their tensors before this one goes on.
+
+        Else a tensor may be freed on such a thread, where the allocator's records do not see it.
+        """
+        self._settles = True
+        try:
+            yield
+        finally:
+            self._settles = False
+
+    def _settle(self) -> None:
+        if self._settles:
+            time.sleep(self.SETTLE_S)
 
     def all_gather(self, axis: int, part: Tensor) -> Tensor:
         """Return the parts of all ranks of `axis`, stacked in front."""
         gathered = part.new_empty((self.mesh[axis], *part.shape))
         if part.numel():
             all_gather_flat(gathered.view(-1), part.view(-1), group=self.groups[axis])
+            self._settle()
         return gathered
 
     def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
-        """Return the sum over the ranks of `axis` of the own entry of the leading dim."""
+        """Return the sum over the ranks of `axis` of the own entry of the leading dim.
+
+        Gloo's own reduce-scatter is an all-reduce of a copy; done in place here, it takes no copy.
+        """
+        if not parts.is_cuda:
+            return self.all_reduce(axis, parts)[self.coords[axis]].clone()
         own = parts.new_empty(parts.shape[1:])
         if parts.numel():
             reduce_scatter_flat(own.view(-1), parts.view(-1), group=self.groups[axis])
+            self._settle()
         return own
 
     def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` in place over the ranks of `axis`."""
         if tensor.numel() and self.mesh[axis] > 1:
             dist.all_reduce(tensor, OPS[op], group=self.groups[axis])
+            self._settle()
         return tensor
 
     def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Exchange runs of `flat` along `axis`."""
         received = flat.new_empty(sum(receive))
         dist.all_to_all_single(received, flat, receive, send, group=self.groups[axis])
+        self._settle()
         return received
 
 

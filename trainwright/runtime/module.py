@@ -136,8 +136,8 @@ class ParallelModule(nn.Module):
         gpu = plan.cluster.device.kind == "gpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         self.device_mesh: DeviceMesh = make_mesh(plan.mesh, self.device.type)
-        communicator = MeshCommunicator(self.device_mesh)
-        self._local: LocalProgram = build_local(program, decisions, communicator)
+        self.communicator = MeshCommunicator(self.device_mesh)
+        self._local: LocalProgram = build_local(program, decisions, self.communicator)
         self._executor = Executor(self._local)
         self._inputs = {tensor.key: tensor for tensor in program.inputs}
         self._params: dict[ProgramTensor, nn.Parameter] = {}

@@ -99,8 +99,9 @@ def _peak_of(module: ParallelModule, optimizer: torch.optim.Optimizer, one_step:
         return _gpu_peak(module)
     held = [*module.parameters(), *module.buffers(), *_states(optimizer)]
     static = storage_bytes(held)
-    peak = static + (measure(one_step, num_steps).peak_delta_bytes if num_steps else 0)
-    return _largest(peak)
+    with module.communicator.settling():
+        delta = measure(one_step, num_steps).peak_delta_bytes if num_steps else 0
+    return _largest(static + delta)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -208,7 +208,8 @@ def _measured_peaks(
     part = plan.shard_batch(as_batch(batch))
     optimizer = make_optimizer(module.parameters())
     static = static_bytes(module)
-    record = measure(lambda: train_step(module, optimizer, part), num_steps=2)
+    with module.communicator.settling():
+        record = measure(lambda: train_step(module, optimizer, part), num_steps=2)
     timer = Timer()
     for _ in range(3):
         with timer:
