@@ -30,7 +30,7 @@ test-all: lint
 	$(BIN)/python -m pytest
 
 bench: setup
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.profiler.peaks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

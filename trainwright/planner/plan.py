@@ -1,4 +1,4 @@
-"""`make_plan`, `compare` and `check`: from a program and a cluster to a plan that fits, with the reasons when none does."""
+"""`make_plan`, `compare` and `check`: from a program and a cluster to a plan that fits, or to why there is none."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ class _Builder:
             result.append(decision)
             source = Source(first, decision, list(options))
             self.sources[first] = source
-            self.twins.update({tensor: first for tensor in tied})
+            self.twins.update(dict.fromkeys(tied, first))
         return result
 
     def _add_param_option(self, decision: Decision, tensor: Tensor, layout: Layout) -> None:
@@ -367,7 +367,8 @@ class _Builder:
 
     def _any_output(self, decision: Decision, tensor: Tensor) -> bool:
         op, outputs = tensor.producer, {id(found) for found in self.program.outputs}
-        assert op is not None and decision.region_class is not None
+        assert op is not None
+        assert decision.region_class is not None
         place = op.outputs.index(tensor)
         return any(id(member.ops[op.position].outputs[place]) in outputs for member in decision.region_class.members)
 

@@ -146,7 +146,7 @@ class _Builder:
             converted = []
             for native in others:
                 converted.append(self._add_convert(use, native, want, supply[native]))
-            self.model.row(EXISTS, ones(converted) + [(on, -count)], upper=0.0)
+            self.model.row(EXISTS, [*ones(converted), (on, -count)], upper=0.0)
 
     def _may_matter(self, use: Use) -> bool:
         return any(any(demand.saves) or self._can_rerun(demand.decision) for demand in use.demands)

@@ -1,4 +1,4 @@
-"""One solve in stages: LP → the sharding by argmax → MIP for the rest → MIP of everything, started from the best so far.
+"""One solve in stages: LP → the sharding by argmax → MIP for the rest → MIP of everything, from the best so far.
 
 The relaxation's bound is weak where memory binds, but its sharding is nearly always right. Where the relaxation itself
 takes too long, shardings that are known to be good (`starts`) take its place.

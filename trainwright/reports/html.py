@@ -207,9 +207,9 @@ def _decisions_section(page: Page, plan: Plan, reasons: Mapping[str, str]) -> No
         summary = f"<code>{escape(block)}</code>" if block else escape("outside of the blocks")
         parts.append(folded(f"{summary}<small>{len(rows)} ops</small>", _decision_table(rows, reasons), is_open=True))
     lead = (
-        "For each op the loop that each mesh axis splits (batch@gpu), how its parameters are stored between steps "
-        "(S0@gpu: along their first dim, over that axis), and the fate of what its backward needs. Repeated blocks "
-        "are written once."
+        "For each op the loop that each mesh axis splits (b0@gpu: the batch; h: heads; o, i: outputs or inputs of a "
+        "product; d0, d1, …: a dim of an elementwise op), how its parameters are stored between steps (S0@gpu: along "
+        "their first dim), and the fate of what its backward needs. Repeated blocks are written once."
     )
     page.section("Decisions", *parts, lead=lead)
 

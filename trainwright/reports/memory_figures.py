@@ -114,7 +114,7 @@ def _peak_trace(points: Sequence[tuple[int, MemoryPoint]], peak_bytes: int, scal
         ],
         "hovertemplate": "<b>%{customdata[2]}</b> after %{customdata[0]}<br>%{customdata[1]}<extra></extra>",
         "text": [f"  peak {format_bytes(peak_bytes)}  " if place == at else "" for place in range(len(points))],
-        "textposition": "middle right" if at < 0.8 * len(points) else "middle left",
+        "textposition": "bottom right" if at < 0.8 * len(points) else "bottom left",
         "marker": {"color": BUDGET, "size": [9 if place == at else 0 for place in range(len(points))], "opacity": 1},
         "cliponaxis": False,
     }

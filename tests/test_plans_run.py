@@ -1,0 +1,78 @@
+"""Every solver's plan for every tiny model of the zoo: the same maths as one process, in the memory promised."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+import trainwright as tw
+from tests.pool import Pool
+from trainwright.capture.export import capture
+from trainwright.capture.program import build_program
+
+MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "t5-tiny", "mixtral-tiny"]
+PEAK_BAR = 0.02
+
+
+@cache
+def planned(model: str, solver: str, mesh: tuple[int, ...], share: float | None) -> tw.Plan:
+    """A plan; `share` is its budget as a share of what plain data parallelism takes."""
+    loaded = tw.load_model(f"zoo:{model}")
+    num_ranks = 1
+    for size in mesh:
+        num_ranks *= size
+    question = {"hardware": f"cpu:{num_ranks}", "mesh": mesh, "model_ref": loaded.ref}
+    memory = None
+    if share is not None:
+        memory = int(share * planned(model, "ddp", mesh, None).predicted.peak_bytes)
+    return tw.plan(loaded.model, loaded.batch, solver=solver, memory=memory, **question)
+
+
+def check(pool: Pool, model: str, plan: tw.Plan, dtype: str = "float64") -> None:
+    payload = {"spec": f"zoo:{model}", "options": {}}
+    results = pool.run("trainwright.cli.workers:verify", timeout_s=280, model=payload, plan=plan.to_json(), dtype=dtype)
+    report = tw.Report.model_validate(results[0])
+    assert report.passed, report
+    assert len(report.peak_bytes) == plan.num_ranks
+    assert max(report.peak_bytes) == pytest.approx(plan.predicted.peak_bytes, rel=PEAK_BAR)
+    assert plan.budget_bytes is None or max(report.peak_bytes) <= plan.budget_bytes
+    assert sum(plan.predicted.comm_bytes.values()) > 0
+
+
+@pytest.mark.parametrize("solver", tw.SOLVERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_on_two_ranks(pool2: Pool, model: str, solver: str) -> None:
+    check(pool2, model, planned(model, solver, (2,), None))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tight_joint_plan(pool2: Pool, model: str) -> None:
+    check(pool2, model, planned(model, "joint", (2,), 0.8))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_in_single_precision(pool2: Pool, model: str) -> None:
+    check(pool2, model, planned(model, "joint", (2,), None), dtype="fp32")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_on_two_axes(pool4: Pool, model: str) -> None:
+    check(pool4, model, planned(model, "joint", (2, 2), 0.8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron", "two-stage"])
+@pytest.mark.parametrize("mesh", [(2, 2), (4,)], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_on_four_ranks(pool4: Pool, model: str, mesh: tuple[int, ...], solver: str) -> None:
+    check(pool4, model, planned(model, solver, mesh, None))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_op_of_the_zoo_is_merely_gathered(model: str) -> None:
+    loaded = tw.load_model(f"zoo:{model}")
+    program = build_program(capture(loaded.model, loaded.batch))
+    unknown = {op.name for op in program.ops if not op.constant and not op.signature.known}
+    assert not unknown
+    assert len(program.ops) > 20
