@@ -13,7 +13,9 @@ from trainwright.capture.program import build_program
 from trainwright.runtime.verify import verify
 
 
-def random_plan(model: str, mesh: list[int], seed: int, recompute: float = 0.5, dtype: str = "float64") -> dict[str, Any]:
+def random_plan(
+    model: str, mesh: list[int], seed: int, recompute: float = 0.5, dtype: str = "float64"
+) -> dict[str, Any]:
     """Verify a plan drawn from the whole strategy space."""
     meta_model, meta_batch = zoo.build(model, device="meta")
     program = build_program(capture(meta_model, meta_batch))

@@ -17,9 +17,18 @@ from trainwright.capture.program import Program
 def cluster(num_ranks: int) -> Cluster:
     """A machine of `num_ranks` CPU processes; its speeds do not matter."""
     device = Device(
-        name="cpu", kind="cpu", memory_bytes=2**34, flops_per_s={"fp32": 1e10}, bandwidth_bytes_per_s=1e10, launch_s=1e-6
+        name="cpu",
+        kind="cpu",
+        memory_bytes=2**34,
+        flops_per_s={"fp32": 1e10},
+        bandwidth_bytes_per_s=1e10,
+        launch_s=1e-6,
     )
-    return Cluster(name="test", device=device, links=(Link(name="host", size=num_ranks, bandwidth_bytes_per_s=1e9, latency_s=1e-4),))
+    return Cluster(
+        name="test",
+        device=device,
+        links=(Link(name="host", size=num_ranks, bandwidth_bytes_per_s=1e9, latency_s=1e-4),),
+    )
 
 
 def plan_of(program: Program, decisions: Decisions, literals: dict[str, Any] | None = None) -> Plan:
@@ -41,7 +50,9 @@ def plan_of(program: Program, decisions: Decisions, literals: dict[str, Any] | N
     )
 
 
-def random_decisions(program: Program, mesh: tuple[int, ...], seed: int, recompute: float = 0.5, idle: float = 0.2) -> Decisions:
+def random_decisions(
+    program: Program, mesh: tuple[int, ...], seed: int, recompute: float = 0.5, idle: float = 0.2
+) -> Decisions:
     """Draw a strategy for every group, a layout for every parameter, and a fate for every value."""
     draw = random.Random(seed)
     decisions = Decisions(mesh, {}, {})
@@ -63,7 +74,9 @@ def random_decisions(program: Program, mesh: tuple[int, ...], seed: int, recompu
     return decisions
 
 
-def _draw_fates(program: Program, region_class: Any, group: Any, decisions: Decisions, draw: random.Random, share: float) -> None:
+def _draw_fates(
+    program: Program, region_class: Any, group: Any, decisions: Decisions, draw: random.Random, share: float
+) -> None:
     rerun = draw.randint(0, region_class.multiplicity) if draw.random() < share else 0
     for member in region_class.members[:rerun]:
         for twin in group.ops:

@@ -67,7 +67,9 @@ def test_imports_point_one_way() -> None:
 
 
 def test_the_layering_check_finds_a_planted_fault() -> None:
-    assert layering_faults(ROOT / "ops" / "planted.py", "from ..planner import solve") == [f"{Path('ops/planted.py')} imports planner"]
+    assert layering_faults(ROOT / "ops" / "planted.py", "from ..planner import solve") == [
+        f"{Path('ops/planted.py')} imports planner"
+    ]
     assert layering_faults(ROOT / "artifacts" / "planted.py", "from ..runtime import module")
 
 

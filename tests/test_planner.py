@@ -1,4 +1,4 @@
-"""The planner against oracles: brute force over all options, its own prices read off the local program, real gradients."""
+"""The planner against oracles: brute force, its own prices read off the local program, real gradients."""
 
 from __future__ import annotations
 

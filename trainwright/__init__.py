@@ -75,7 +75,14 @@ def profile(
     make, label = _optimizer(optimizer)
     cluster = _cluster(hardware) if hardware is not None else None
     return run(
-        model, batch, loss_fn=loss_fn, make_optimizer=make, optimizer=label, autocast=autocast, hardware=cluster, name=name
+        model,
+        batch,
+        loss_fn=loss_fn,
+        make_optimizer=make,
+        optimizer=label,
+        autocast=autocast,
+        hardware=cluster,
+        name=name,
     )
 
 
@@ -179,7 +186,9 @@ def verify(model_fn: Callable[[], Any], plan: Plan, *, dtype: str = "float64", s
     return run(model_fn, plan, dtype=dtype, seed=seed, make_optimizer=make)
 
 
-def calibrate(num_processes: int | None = None, quick: bool = False, progress: Callable[[str], None] | None = None) -> Cluster:
+def calibrate(
+    num_processes: int | None = None, quick: bool = False, progress: Callable[[str], None] | None = None
+) -> Cluster:
     """Measure this machine; the result is a cluster to plan for."""
     from .hardware import calibrate as run
 

@@ -78,12 +78,16 @@ class Cluster(Artifact):
                 f"{'x'.join(map(str, shape))} has {math.prod(shape)}; choose sizes whose product is {self.num_devices}"
             )
         as_links = shape == tuple(link.size for link in self.links if link.size > 1)
-        names = [link.name for link in self.links if link.size > 1] if as_links else [f"a{i}" for i in range(len(shape))]
+        names = (
+            [link.name for link in self.links if link.size > 1] if as_links else [f"a{i}" for i in range(len(shape))]
+        )
         inner = self.num_devices
         axes = []
         for name, size in zip(names, shape):
             outer, inner = inner, inner // size
-            spanned = [link for link, stride, span in self._strides() if stride < outer and span > inner] or [self.links[-1]]
+            spanned = [link for link, stride, span in self._strides() if stride < outer and span > inner] or [
+                self.links[-1]
+            ]
             axes.append(
                 MeshAxis(
                     name=name,

@@ -149,7 +149,9 @@ class Plan(Artifact):
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"a plan in JSON is needed; {where} is not JSON (line {error.lineno}: {error.msg})") from None
+            raise UserError(
+                f"a plan in JSON is needed; {where} is not JSON (line {error.lineno}: {error.msg})"
+            ) from None
         version = data.get("format_version") if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise UserError(

@@ -74,7 +74,9 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(f"a writable path is needed; {path} cannot be written ({error.strerror}); choose another") from None
+        raise UserError(
+            f"a writable path is needed; {path} cannot be written ({error.strerror}); choose another"
+        ) from None
 
 
 def as_text(value: Any) -> str:

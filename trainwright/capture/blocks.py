@@ -99,8 +99,10 @@ def _block_containers(paths: Sequence[str], below: str | None = None) -> set[str
             covered = sum(any(before in inner for before, _, _ in _numbered(path)) for path in inside)
             if inner and covered >= len(inside) - 2:
                 found |= inner
-        if len(members) >= 2 and num_ops >= MIN_OPS_PER_BLOCK * len(members) and not any(
-            other.startswith(prefix + ".") for other in found
+        if (
+            len(members) >= 2
+            and num_ops >= MIN_OPS_PER_BLOCK * len(members)
+            and not any(other.startswith(prefix + ".") for other in found)
         ):
             found.add(prefix)
     return found

@@ -50,7 +50,7 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
         key = span([tensor.key for tensor in tied])
         entry = _entry(plan.params, key, "params")
         layout = parse_layout(_per_axis(entry.layout, mesh, key), tied[0].slots, key)
-        decisions.params.update({tensor: layout for tensor in tied})
+        decisions.params.update(dict.fromkeys(tied, layout))
     for region_class in program.classes:
         for group in region_class.groups:
             key = group_key(region_class, group)
@@ -59,7 +59,9 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
             decisions.recomputed |= _recomputed(region_class, group, entry, key)
     for tensor in program.inputs:
         batch_entry = _entry(plan.batch, tensor.key, "batch")
-        decisions.inputs[tensor] = parse_layout(_per_axis(batch_entry.layout, mesh, tensor.key), tensor.slots, tensor.key)
+        decisions.inputs[tensor] = parse_layout(
+            _per_axis(batch_entry.layout, mesh, tensor.key), tensor.slots, tensor.key
+        )
     return decisions
 
 
@@ -94,7 +96,11 @@ def span(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     rows = [re.split(r"(\d+)", name) for name in names]
-    differing = [k for k in range(len(rows[0])) if len({row[k] for row in rows}) > 1] if len({len(r) for r in rows}) == 1 else []
+    differing = (
+        [k for k in range(len(rows[0])) if len({row[k] for row in rows}) > 1]
+        if len({len(r) for r in rows}) == 1
+        else []
+    )
     if len(differing) == 1 and rows[0][differing[0]].isdigit():
         at = differing[0]
         return "".join(rows[0][:at]) + "{" + ranges(int(row[at]) for row in rows) + "}" + "".join(rows[0][at + 1 :])
@@ -154,7 +160,11 @@ def _op_plan(region_class: RegionClass, group: Group, decisions: Decisions) -> O
     count = region_class.multiplicity
     found: dict[str, str] = {}
     for name, op, suffix in _fates(group):
-        members = [m for m, region in enumerate(region_class.members) if region.ops[op.position].key + suffix in decisions.recomputed]
+        members = [
+            m
+            for m, region in enumerate(region_class.members)
+            if region.ops[op.position].key + suffix in decisions.recomputed
+        ]
         if members:
             found[name] = "all" if len(members) == count else ranges(members)
     return OpPlan(split=split, recomputed=found)
@@ -176,7 +186,9 @@ def _split_of(group: Group, names: Sequence[str], key: str) -> tuple[int, ...]:
     loops = {loop.name: index for index, loop in enumerate(group.loops) if not loop.whole}
     for name in names:
         if name != "-" and name not in loops:
-            raise UserError(f"a loop of {key} is needed; {name!r} cannot be split; one of -, {', '.join(loops)} would do")
+            raise UserError(
+                f"a loop of {key} is needed; {name!r} cannot be split; one of -, {', '.join(loops)} would do"
+            )
     return tuple(loops.get(name, -1) for name in names)
 
 
@@ -188,5 +200,7 @@ def _per_axis(entries: Sequence[str], mesh: Sequence[int], key: str) -> Sequence
 
 def _entry(section: dict, key: str, name: str):
     if key not in section:
-        raise UserError(f"a plan for every part of the model is needed; {name} lacks {key}; plan anew, or restore the entry")
+        raise UserError(
+            f"a plan for every part of the model is needed; {name} lacks {key}; plan anew, or restore the entry"
+        )
     return section[key]

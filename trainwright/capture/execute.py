@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +45,9 @@ class Executor:
 
     def run(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> list[Any]:
         """Return the flat outputs, given the rank's part of every parameter, buffer, batch entry and constant."""
-        env: dict[int, Any] = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
+        env: dict[int, Any] = {
+            index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources
+        }
         memories: dict[int, _RegionMemory] = {}
         for region, start, stop in self.segments:
             rerun = self.reruns.get(region) if torch.is_grad_enabled() else None
@@ -63,7 +64,9 @@ class Executor:
             for value in self.frees[index]:
                 del env[value]
 
-    def _forward_watched(self, env: dict[int, Any], start: int, stop: int, state: RunState, memory: _RegionMemory) -> None:
+    def _forward_watched(
+        self, env: dict[int, Any], start: int, stop: int, state: RunState, memory: _RegionMemory
+    ) -> None:
         for value in memory.rerun.sources:
             if value in env and value not in memory.sources:
                 memory.sources[value] = env[value].detach()
@@ -300,7 +303,7 @@ class _RegionMemory:
     def _release(self, saved: _Saved, place: tuple[int, int]) -> None:
         tensor = saved.tensor
         assert tensor is not None
-        saved.size, saved.stride, saved.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        saved.size, saved.stride, saved.offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         saved.memory, saved.place, saved.tensor = self, place, None
         self.waiting[place] += 1
 

@@ -230,7 +230,9 @@ def _refuse_mixed_gradients(group: Group) -> None:
                     loop.whole = True
 
 
-def _connect(op: Op, tensor: Tensor, dims: tuple[tuple[str, ...], ...], union: _Union, whole: set, connect: bool) -> None:
+def _connect(
+    op: Op, tensor: Tensor, dims: tuple[tuple[str, ...], ...], union: _Union, whole: set, connect: bool
+) -> None:
     """Tie the loops of `op` to the slots of one of its tensors; a loop whose factors do not match the dim stays whole."""
     slot = 0
     for own, dim in zip(tensor.dims, dims):

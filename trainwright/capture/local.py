@@ -116,7 +116,14 @@ class _Builder:
         loss = self._whole(self.program.loss)
         outputs = [self._output(found, loss) for found in self.program.outputs]
         return LocalProgram(
-            self.program, self.decisions, self.communicator, self.values, self.instructions, sources, outputs, loss.index
+            self.program,
+            self.decisions,
+            self.communicator,
+            self.values,
+            self.instructions,
+            sources,
+            outputs,
+            loss.index,
         )
 
     def _value(self, key: str, tensor: Tensor, layout: Layout) -> Value:
@@ -130,7 +137,10 @@ class _Builder:
         return instruction
 
     def _constant(self, op: Op) -> None:
-        inputs = [self._wanted(tensor, self.replicated, self.replicated, -1, f"{op.key}.in{i}") for i, tensor in enumerate(op.inputs)]
+        inputs = [
+            self._wanted(tensor, self.replicated, self.replicated, -1, f"{op.key}.in{i}")
+            for i, tensor in enumerate(op.inputs)
+        ]
         outputs = [self._value(tensor.key, tensor, self.replicated) for tensor in op.outputs]
         self.native.update({value.tensor: value for value in outputs})
         args, kwargs = _fill(op.node, inputs)
@@ -208,7 +218,11 @@ class _Builder:
             return Ref(loss.index)
         native = self.native[found]
         if any(at < REPLICATE for at in native.layout):
-            return Ref(self._wanted(found, gradient_layout(native.layout), gradient_layout(native.layout), -1, f"{found.key}.sum").index)
+            return Ref(
+                self._wanted(
+                    found, gradient_layout(native.layout), gradient_layout(native.layout), -1, f"{found.key}.sum"
+                ).index
+            )
         return Ref(native.index)
 
 
@@ -224,7 +238,11 @@ def _fill(node: fx.Node, inputs: Sequence[Value]) -> tuple[tuple[Any, ...], dict
         if isinstance(tree, fx.Node):
             return Ref(next(queue).index)
         if isinstance(tree, (list, tuple)):
-            return type(tree)(walk(item) for item in tree) if type(tree) in (list, tuple) else [walk(item) for item in tree]
+            return (
+                type(tree)(walk(item) for item in tree)
+                if type(tree) in (list, tuple)
+                else [walk(item) for item in tree]
+            )
         if isinstance(tree, dict):
             return {key: walk(item) for key, item in tree.items()}
         return tree

@@ -19,10 +19,22 @@ from .factors import Factor, leaves, unify, whole
 from .groups import Group, build_groups
 from .layout import Layout, Slot
 
-
 UNDIFFERENTIABLE = frozenset(
-    """detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty bernoulli
-    one_hot""".split()
+    [
+        "detach",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "bernoulli",
+        "one_hot",
+    ]
 )
 """Ops whose results autograd does not follow."""
 
@@ -128,7 +140,9 @@ class Program:
         digest = hashlib.sha256()
         for tensor in self.tensors:
             if tensor.role != "op":
-                digest.update(repr((tensor.role, tensor.key, tensor.shape, str(tensor.dtype), tensor.requires_grad)).encode())
+                digest.update(
+                    repr((tensor.role, tensor.key, tensor.shape, str(tensor.dtype), tensor.requires_grad)).encode()
+                )
         for op in self.ops:
             digest.update(repr((op.key, op.name, [t.shape for t in op.outputs])).encode())
         return digest.hexdigest()[:16]
@@ -211,7 +225,7 @@ class _Builder:
                     unify(factors, [factor for name in dim for factor in loops[name]])
         values = node.meta["val"]
         many = isinstance(values, (tuple, list))
-        found = [value for value in (values if many else [values])]
+        found = list(values) if many else [values]
         keys = [f"{node.meta['key']}.out{index or ''}" for index in range(len(found))]
         outputs = [
             self._tensor(key, value, "op", [[f for name in dim for f in loops[name]] for dim in dims])
@@ -247,9 +261,8 @@ def op_name(target: Any) -> str:
 
 
 def _call_of(node: fx.Node) -> Call:
-    def spec(item: fx.Node) -> TensorSpec:
-        value = item.meta["val"]
-        return _spec(value)
+    def spec(item: fx.Node) -> Any:
+        return _spec(item.meta["val"])
 
     args = fx.map_arg(node.args, spec)
     kwargs = fx.map_arg(node.kwargs, spec)

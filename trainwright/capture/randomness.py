@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from .local import Instruction
 
 WithState = Callable[..., Any]
-DRAWING = {"rand_like", "randn_like", "bernoulli", "randint_like", "rrelu", "alpha_dropout", "feature_dropout", "rand", "randn"}
+DRAWING = {
+    "rand_like",
+    "randn_like",
+    "bernoulli",
+    "randint_like",
+    "rrelu",
+    "alpha_dropout",
+    "feature_dropout",
+    "rand",
+    "randn",
+}
 
 
 def derived_seed(*parts: Any) -> int:

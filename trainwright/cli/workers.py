@@ -102,7 +102,7 @@ class _Metrics:
 
     def __init__(self, path: str, append: bool) -> None:
         try:
-            self.file = Path(path).open("a" if append else "w", encoding="utf8")
+            self.file = Path(path).open("a" if append else "w", encoding="utf8")  # noqa: SIM115 - open for the run
         except OSError as error:
             raise UserError(f"a writable file is needed for --metrics; {path} is not ({error.strerror})") from None
 

@@ -1,6 +1,18 @@
 """What each op is: loops, local shapes, FLOPs. One file an op family, one entry an op."""
 
-from . import attention, convolution, elementwise, embedding, indexing, loss, matmul, norms, recurrent, reductions, views
+from . import (
+    attention,
+    convolution,
+    elementwise,
+    embedding,
+    indexing,
+    loss,
+    matmul,
+    norms,
+    recurrent,
+    reductions,
+    views,
+)
 from .registry import RULES, OpRule, find, rule, signature_of
 from .signature import Call, Dims, Signature, TensorSpec
 

@@ -41,10 +41,24 @@ def convolution(call: Call) -> Signature | None:
 
 @rule(
     *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices"),
-    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool1d"),
+    *(
+        "adaptive_avg_pool1d",
+        "adaptive_avg_pool2d",
+        "adaptive_avg_pool3d",
+        "adaptive_max_pool2d",
+        "adaptive_max_pool1d",
+    ),
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d"),
     *("upsample_nearest_exact1d", "upsample_nearest_exact2d", "pixel_shuffle", "pixel_unshuffle", "reflection_pad1d"),
-    *("reflection_pad2d", "replication_pad1d", "replication_pad2d", "im2col", "col2im", "_adaptive_avg_pool2d", "channel_shuffle"),
+    *(
+        "reflection_pad2d",
+        "replication_pad1d",
+        "replication_pad2d",
+        "im2col",
+        "col2im",
+        "_adaptive_avg_pool2d",
+        "channel_shuffle",
+    ),
 )
 def pooling(call: Call) -> Signature | None:
     """`n c * -> n c *`: samples, and channels where their number stays, are loops."""

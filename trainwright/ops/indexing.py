@@ -44,7 +44,11 @@ def index(call: Call) -> Signature | None:
     source, *indices = call.inputs
     places = call.arg(1, "indices", [])
     used = [k for k, entry in enumerate(places) if entry is not None]
-    if not used or used != list(range(used[0], used[0] + len(used))) or any(str(s.dtype) == "torch.bool" for s in indices):
+    if (
+        not used
+        or used != list(range(used[0], used[0] + len(used)))
+        or any(str(s.dtype) == "torch.bool" for s in indices)
+    ):
         return None
     builder = SignatureBuilder()
     rank = max(len(spec.shape) for spec in indices)
@@ -52,7 +56,8 @@ def index(call: Call) -> Signature | None:
     middle = out[used[0] : used[0] + rank]
     loops = tuple(builder.loop(f"n{k}", n) for k, n in enumerate(middle))
     dims = tuple(
-        builder.loop(f"x{k}", n, whole=True) if k in used else builder.loop(f"d{k}", n) for k, n in enumerate(source.shape)
+        builder.loop(f"x{k}", n, whole=True) if k in used else builder.loop(f"d{k}", n)
+        for k, n in enumerate(source.shape)
     )
     ins = [dims]
     for spec in indices:

@@ -16,7 +16,14 @@ MEAN, SUM = 1, 2
 
 def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
     names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    values = {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0, **dict(zip(names, args)), **kwargs}
+    values = {
+        "weight": None,
+        "reduction": MEAN,
+        "ignore_index": -100,
+        "label_smoothing": 0.0,
+        **dict(zip(names, args)),
+        **kwargs,
+    }
     if not ctx.split("t", "s0", "s1", "s2", "v"):
         return target, args, kwargs
     samples = ctx.group_of("t", "s0", "s1", "s2") if ctx.split("t", "s0", "s1", "s2") else None

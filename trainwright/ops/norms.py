@@ -30,7 +30,7 @@ def softmax(call: Call) -> Signature:
     shape, out = call.inputs[0].shape, call.outputs[0].shape
     dim = call.arg(1, "dim", -1)
     axes = {axis % len(shape) for axis in ([dim] if isinstance(dim, int) else dim)}
-    dims = same_dims(shape, builder, whole=axes)
+    dims = same_dims(shape, builder, whole=sorted(axes))
     if len(out) == len(shape):
         outs = tuple(dims[k] if n == shape[k] else () for k, n in enumerate(out))
     else:
@@ -58,7 +58,9 @@ def _local_batch_norm(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwa
     for size in shape[2:]:
         count *= size
 
-    def synchronized(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, *rest):
+    def synchronized(
+        x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, *rest
+    ):
         if not training:
             return target(x, weight, bias, mean, var, training, momentum, eps, *rest)
         return partial.batch_norm_over(group, count, x, weight, bias, mean, var, momentum, eps)

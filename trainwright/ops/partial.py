@@ -86,7 +86,9 @@ class _VocabCrossEntropy(torch.autograd.Function):
     """Per-sample cross-entropy of logits whose classes are split: three small reductions, no gather."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: AxisGroup, start: int, stop: int, ignore: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: AxisGroup, start: int, stop: int, ignore: int
+    ) -> Tensor:
         if stop > start:
             peak = logits.amax(dim=-1)
         else:

@@ -11,8 +11,10 @@ from .signature import Call, Signature, SignatureBuilder
 if TYPE_CHECKING:
     from .local import LocalContext
 
-SignatureRule = Callable[[Call], Signature]
-LocalRule = Callable[["LocalContext", Any, tuple[Any, ...], dict[str, Any]], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+SignatureRule = Callable[[Call], Signature | None]
+LocalRule = Callable[
+    ["LocalContext", Any, tuple[Any, ...], dict[str, Any]], tuple[Any, tuple[Any, ...], dict[str, Any]]
+]
 Kind = Literal["heavy", "elementwise", "view"]
 
 
@@ -31,7 +33,9 @@ class OpRule:
 RULES: dict[str, OpRule] = {}
 
 
-def rule(*names: str, kind: Kind = "heavy", localize: LocalRule | None = None) -> Callable[[SignatureRule], SignatureRule]:
+def rule(
+    *names: str, kind: Kind = "heavy", localize: LocalRule | None = None
+) -> Callable[[SignatureRule], SignatureRule]:
     """Register the decorated signature rule for the ATen ops `names` (without namespace and overload)."""
 
     def register(function: SignatureRule) -> SignatureRule:

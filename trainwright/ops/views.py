@@ -58,7 +58,7 @@ def permute(call: Call) -> Signature:
     """`d0 d1 d2 -> d2 d0 d1`."""
     builder = SignatureBuilder()
     dims = same_dims(call.inputs[0].shape, builder)
-    return builder.build([dims], [tuple(dims[axis % len(dims)] for axis in call.arg(1, "dims"))])
+    return builder.build([dims], [tuple(dims[axis % len(dims)] for axis in call.arg(1, "dims", ()))])
 
 
 @rule("transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T", "adjoint", kind="view")
@@ -143,7 +143,7 @@ def cut(call: Call) -> Signature:
 def _local_sections(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Equal sections of a dim whose minor factors are split: each section shrinks alike."""
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    sections = args[1] if len(args) > 1 else kwargs.get("split_size", kwargs.get("split_sizes"))
+    sections: Any = args[1] if len(args) > 1 else kwargs.get("split_size", kwargs.get("split_sizes"))
     dim %= len(ctx.global_shape(0))
     share = (ctx.in_shape(0)[dim], ctx.global_shape(0)[dim])
     if isinstance(sections, int):
@@ -223,7 +223,20 @@ def stack(call: Call) -> Signature:
     return builder.build([outs[:dim] + outs[dim + 1 :] for _ in call.inputs], [outs])
 
 
-@rule("flip", "roll", "tril", "triu", "cumsum", "cumprod", "logcumsumexp", "diff", "sort", "argsort", "topk", kind="elementwise")
+@rule(
+    "flip",
+    "roll",
+    "tril",
+    "triu",
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "diff",
+    "sort",
+    "argsort",
+    "topk",
+    kind="elementwise",
+)
 def along_dims(call: Call) -> Signature:
     """Works along some dims, which stay whole; the others pass."""
     builder = SignatureBuilder()
@@ -232,7 +245,9 @@ def along_dims(call: Call) -> Signature:
     ins = tuple(builder.loop(f"x{k}" if k in dims else f"d{k}", n, whole=k in dims) for k, n in enumerate(shape))
     outs = [
         tuple(
-            builder.loop(f"y{j}_{k}" if k in dims and n != shape[k] else (f"x{k}" if k in dims else f"d{k}"), n, whole=k in dims)
+            builder.loop(
+                f"y{j}_{k}" if k in dims and n != shape[k] else (f"x{k}" if k in dims else f"d{k}"), n, whole=k in dims
+            )
             for k, n in enumerate(spec.shape)
         )
         for j, spec in enumerate(call.outputs)

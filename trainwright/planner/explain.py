@@ -152,8 +152,9 @@ def _fates(plan: Plan, decision: Decision) -> str:
 
 def _header(plan: Plan) -> list[str]:
     found = plan.predicted
+    mesh = " x ".join(f"{name}={size}" for name, size in plan.mesh.items())
     lines = [
-        f"{plan.solver.name} on {plan.cluster.name}, mesh {' x '.join(f'{name}={size}' for name, size in plan.mesh.items())}",
+        f"{plan.solver.name} on {plan.cluster.name}, mesh {mesh}",
         f"step {_ms(found.step_s)}: compute {_ms(found.compute_s)}, communication {_ms(found.comm_s)}, "
         f"recomputation {_ms(found.recompute_s)}",
         f"peak {found.peak_bytes / 2**20:.1f} MiB"

@@ -125,8 +125,8 @@ class _Found:
 def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
     """Return the fastest plan that fits, among those that `solver` may choose; `question` is what a `Task` holds.
 
-    solver: `joint`, or one of the textbook recipes `two-stage`, `fsdp`, `megatron`, `ddp`. Raises `Refusal` when nothing
-    fits, with what binds, the smallest budget that would do and the ways out; `UserError` for an unknown solver or pin.
+    solver: `joint`, or one of the textbook recipes `two-stage`, `fsdp`, `megatron`, `ddp`. Raises `Refusal` when
+    nothing fits, with what binds, the smallest budget that would do and the ways out; `UserError` for an unknown solver or pin.
     """
     began = time.perf_counter()
     if solver == "pipeline":
@@ -141,7 +141,7 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
 
 
 def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, Plan | Refusal]:
-    """Return each solver's plan, or why it has none. `joint` is never slower than the rest: it may take their answers."""
+    """Return each solver's plan, or why it has none; `joint`, the last, may take an answer of the others."""
     task = Task(**question)
     results: dict[str, Plan | Refusal] = {}
     found: dict[str, _Found] = {}
@@ -220,11 +220,13 @@ def _why_not(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible
     smallest = failure.smallest.simulation
     more = smallest.peak_bytes - budget
     shape = "x".join(str(axis.size) for axis in place.axes)
+    other = "" if solver == "joint" else ", or --solver joint"
+    where = f"{task.cluster.name} (mesh {shape})"
     parts = [
-        f"a plan within {size_text(budget)} a device is needed; {solver} has none on {task.cluster.name} (mesh {shape})",
+        f"a plan within {size_text(budget)} a device is needed; {solver} has none on {where}",
         f"what binds is {' and '.join(failure.binding)}",
         f"the smallest budget that would do is {size_text(smallest.peak_bytes)}",
-        f"try {size_text(more)} more{_smaller_batch(task, smallest, budget)}{'' if solver == 'joint' else ', or --solver joint'}",
+        f"try {size_text(more)} more{_smaller_batch(task, smallest, budget)}{other}",
     ]
     return "; ".join(parts)
 

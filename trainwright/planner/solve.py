@@ -92,8 +92,7 @@ class Solver:
         if answer is None:
             return Infeasible(("the restrictions contradict one another",), None)
         if settings.restriction.fates:
-            budget = settings.budget_bytes if settings.budget_bytes is not None else UNBOUNDED
-            return self._within(settings, budget)
+            return self._within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
         budget = settings.budget_bytes
         if budget is None or answer.simulation.peak_bytes <= budget:
             return answer
@@ -193,13 +192,13 @@ class Solver:
         same = replace(settings, restriction=replace(settings.restriction, allowed=only))
         fastest = solve_in_stages(same.stages(model, sharding, recompute, (), limit))
         if fastest.values is not None:
-            solution, choice = fastest, read_choice(fastest.values, sharding, recompute)
+            return self._answer(fastest, read_choice(fastest.values, sharding, recompute))
         answer = self._answer(solution, choice)
         answer.objective_s = float(np.dot(model.cost, solution.values))
         return answer
 
     def starts(self, settings: Settings) -> list[dict[Decision, int]]:
-        """Return shardings to begin from: the fastest one, data parallelism with sharded parameters, and their mixture."""
+        """Return shardings to begin from: the fastest one, that of `fsdp`, and their mixture."""
         model, sharding = self.plain()
         sharded = restriction(self.problem, "fsdp").allowed
         params = {decision: options for decision, options in sharded.items() if decision.group is None}

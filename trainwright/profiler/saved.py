@@ -97,8 +97,10 @@ def record(program: Program, target: Target = "cpu") -> Records:
 
 def whole_program(program: Program) -> LocalProgram:
     """Return the program of a mesh of one rank: every op whole, every parameter too."""
-    splits = {group: (REPLICATE,) for region_class in program.classes for group in region_class.groups}
-    decisions = Decisions((1,), splits, dict.fromkeys(program.params, (REPLICATE,)))
+    decisions = Decisions((1,), {}, {})
+    decisions.params.update(dict.fromkeys(program.params, (REPLICATE,)))
+    for region_class in program.classes:
+        decisions.splits.update(dict.fromkeys(region_class.groups, (REPLICATE,)))
     return build_local(program, decisions, SimulatedCommunicator((1,)))
 
 

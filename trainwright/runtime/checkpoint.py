@@ -30,7 +30,12 @@ def save(folder: str | Path, step: int, module: ParallelModule, optimizer: torch
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(temporary))
     dist.barrier()
     if dist.get_rank() == 0:
-        position = {"step": step, "num_steps": module.num_steps, "seed": module.seed, "fingerprint": module.plan.fingerprint}
+        position = {
+            "step": step,
+            "num_steps": module.num_steps,
+            "seed": module.seed,
+            "fingerprint": module.plan.fingerprint,
+        }
         (temporary / "position.json").write_text(json.dumps(position), encoding="utf8")
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
@@ -57,7 +62,9 @@ def load_latest(folder: str | Path, module: ParallelModule, optimizer: torch.opt
     """
     found = _complete(Path(folder))
     if not found:
-        raise UserError(f"a checkpoint to resume from is needed; {folder} has none; check the path, or leave out --resume")
+        raise UserError(
+            f"a checkpoint to resume from is needed; {folder} has none; check the path, or leave out --resume"
+        )
     position = json.loads((found[-1] / "position.json").read_text(encoding="utf8"))
     model_state, optimizer_state = get_state_dict(module, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}

@@ -86,6 +86,8 @@ class MeshCommunicator:
 def make_mesh(mesh: dict[str, int], device_type: str) -> DeviceMesh:
     """Return the device mesh of a plan over the ranks that exist."""
     if not dist.is_initialized():
-        raise RuntimeError("a process group is needed; run under torchrun, or inside trainwright.launch.process_group()")
+        raise RuntimeError(
+            "a process group is needed; run under torchrun, or inside trainwright.launch.process_group()"
+        )
     ranks = torch.arange(dist.get_world_size()).reshape(tuple(mesh.values()))
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(mesh))

@@ -95,7 +95,8 @@ def _shared_seed(seed: int | None) -> int:
 def plan_batch(plan: Plan) -> Any:
     """Return a batch of the plan's shapes on the meta device, as the model is called."""
     entries: dict[str, Any] = {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta") for name, entry in plan.batch.items()
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+        for name, entry in plan.batch.items()
     }
     tree: dict[str, Any] = {}
     for name, value in {**entries, **plan.literals}.items():

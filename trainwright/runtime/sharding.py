@@ -29,7 +29,9 @@ class Storage:
     """The rank's part in the user's number of dims, as the step wants it."""
 
 
-def storage_of(shape: Sequence[int], slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]) -> Storage:
+def storage_of(
+    shape: Sequence[int], slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]
+) -> Storage:
     """Return how a tensor of global `shape` in `layout` is stored on the rank at `coords`."""
     apart = {slots[at].dim for at in layout if at >= 0 and not _is_plain(slots, at, layout, mesh)}
     stored: list[int] = []
@@ -55,7 +57,9 @@ def _is_plain(slots: Sequence[Slot], at: int, layout: Layout, mesh: Sequence[int
     return len(peers) == 1 or slots[at].size % parts == 0
 
 
-def own_part(full: torch.Tensor, slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]) -> torch.Tensor:
+def own_part(
+    full: torch.Tensor, slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]
+) -> torch.Tensor:
     """Return a copy of the rank's part of `full`, in as many dims as `full` has."""
     part = full.reshape([slot.size for slot in slots]) if slots else full
     for index, slot in enumerate(slots):

@@ -80,7 +80,9 @@ def _next(source: Iterator[Any], step: int) -> Any:
     try:
         return next(source)
     except StopIteration:
-        raise UserError(f"data for every step is needed; it ended before step {step}; give more, or fewer steps") from None
+        raise UserError(
+            f"data for every step is needed; it ended before step {step}; give more, or fewer steps"
+        ) from None
 
 
 def _event(plan: Plan, step: int, steps: int, loss: float, step_s: float, peak_bytes: int) -> dict[str, Any]:
@@ -91,7 +93,9 @@ def _event(plan: Plan, step: int, steps: int, loss: float, step_s: float, peak_b
     }  # fmt: skip
 
 
-def _peak_of(module: ParallelModule, optimizer: torch.optim.Optimizer, one_step: Callable[[], None], num_steps: int) -> int:
+def _peak_of(
+    module: ParallelModule, optimizer: torch.optim.Optimizer, one_step: Callable[[], None], num_steps: int
+) -> int:
     """Run the first steps under the allocator's records; return the largest rank's peak."""
     if module.device.type == "cuda":
         for _ in range(num_steps):
@@ -119,7 +123,9 @@ def _largest(value: int) -> int:
     return int(held.item())
 
 
-def text_batches(plan: Plan, paths: Sequence[str], first_step: int = 0, vocab_size: int | None = None) -> Iterator[dict[str, Tensor]]:
+def text_batches(
+    plan: Plan, paths: Sequence[str], first_step: int = 0, vocab_size: int | None = None
+) -> Iterator[dict[str, Tensor]]:
     """Yield batches of consecutive bytes of the files, for a causal language model; the same on every rank.
 
     Each batch is `input_ids` and equal `labels` in the plan's shape; the text starts again at its end. `UserError` when a
@@ -127,13 +133,19 @@ def text_batches(plan: Plan, paths: Sequence[str], first_step: int = 0, vocab_si
     """
     entry = plan.batch.get("input_ids")
     if entry is None or len(entry.shape) != 2:
-        raise UserError(f"a causal language model is needed for --data; this batch has {', '.join(plan.batch)}; leave it out")
+        raise UserError(
+            f"a causal language model is needed for --data; this batch has {', '.join(plan.batch)}; leave it out"
+        )
     if vocab_size is not None and vocab_size < 256:
-        raise UserError(f"a vocabulary of at least 256 is needed to read bytes; this model has {vocab_size}; enlarge it")
+        raise UserError(
+            f"a vocabulary of at least 256 is needed to read bytes; this model has {vocab_size}; enlarge it"
+        )
     try:
         text = b"".join(Path(path).read_bytes() for path in paths)
     except OSError as error:
-        raise UserError(f"readable files are needed for --data; {error.filename} cannot be read ({error.strerror})") from None
+        raise UserError(
+            f"readable files are needed for --data; {error.filename} cannot be read ({error.strerror})"
+        ) from None
     size = entry.shape[0] * entry.shape[1]
     if len(text) < size:
         raise UserError(f"at least {size} bytes of text are needed for one batch; the files have {len(text)}; add more")
@@ -144,7 +156,12 @@ def text_batches(plan: Plan, paths: Sequence[str], first_step: int = 0, vocab_si
     while True:
         start = (step % num_batches) * size
         ids = tokens[start : start + size].long().reshape(entry.shape)
-        batch = {"input_ids": ids, "labels": ids.clone(), **{name: _ones(plan, name) for name in extra}, **plan.literals}
+        batch = {
+            "input_ids": ids,
+            "labels": ids.clone(),
+            **{name: _ones(plan, name) for name in extra},
+            **plan.literals,
+        }
         yield {name: value for name, value in batch.items() if name in plan.batch or name in plan.literals}
         step += 1
 

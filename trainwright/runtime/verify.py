@@ -41,7 +41,12 @@ class Result:
 
 
 def verify(
-    model_fn: Callable[[], Any], plan: Plan, *, dtype: str = "float64", make_optimizer: MakeOptimizer | None = None, seed: int = 0
+    model_fn: Callable[[], Any],
+    plan: Plan,
+    *,
+    dtype: str = "float64",
+    make_optimizer: MakeOptimizer | None = None,
+    seed: int = 0,
 ) -> Report:
     """Compare a plan's loss and gradients, dropout off, with one process's; a collective call on the plan's ranks.
 
@@ -143,7 +148,7 @@ def _single_process(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> R
     model, batch = _as_double(model, batch)
     alone = unsplit(program, len(decisions.mesh))
     executor = Executor(build_local(program, alone, SimulatedCommunicator(alone.mesh)))
-    named = {name: leaf for name, leaf in flatten_batch(batch)[0]}
+    named = dict(flatten_batch(batch)[0])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers()) | named
     sources = {t: t.value if t.role == "const" else tensors[t.key] for t in program.tensors if t.role != "op"}
     flat = executor.run(sources, RunState(dropout=False))
@@ -155,7 +160,7 @@ def _single_process(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> R
 def unsplit(program: Program, num_axes: int) -> Decisions:
     """Return the decisions of one process: nothing split, everything kept."""
     splits = {group: (-1,) * num_axes for region_class in program.classes for group in region_class.groups}
-    return Decisions((1,) * num_axes, splits, {tensor: (-1,) * num_axes for tensor in program.params})
+    return Decisions((1,) * num_axes, splits, dict.fromkeys(program.params, (-1,) * num_axes))
 
 
 class _NoDropout(TorchFunctionMode):

@@ -59,7 +59,7 @@ class _Initialiser:
             reset()
         owner = _initialising_ancestor(self.model, path)
         if owner is not None:
-            owner._init_weights(module)  # Hugging Face's own rule for one module
+            owner._init_weights(module)  # type: ignore[operator]  # Hugging Face's own rule for one module
         elif not callable(reset) and real:
             raise UserError(
                 f"values for {path or 'the model'} are needed; {type(module).__name__} on the meta device has no "
@@ -89,8 +89,8 @@ def _materialised(module: nn.Module, own: dict[str, Tensor]) -> Iterator[dict[st
             (module._parameters if name in module._parameters else module._buffers)[name] = tensor  # type: ignore[assignment]
         yield real
     finally:
-        for name, tensor in saved.items():
-            (module._parameters if name in module._parameters else module._buffers)[name] = tensor  # type: ignore[assignment]
+        for name, original in saved.items():
+            (module._parameters if name in module._parameters else module._buffers)[name] = original  # type: ignore[assignment]
 
 
 def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str]) -> Reader:
@@ -101,7 +101,7 @@ def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str]) -> Reade
         raise UserError(f"weights in safetensors files are needed; {path} has none; check the path")
     try:
         handles = [safe_open(str(file), framework="pt") for file in files]
-        where = {name: handle for handle in handles for name in handle.keys()}
+        where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - a handle is no dict
     except Exception as error:
         raise UserError(f"weights in safetensors files are needed; {path} cannot be read ({error})") from None
     names: dict[str, list[str]] = {}
@@ -115,7 +115,9 @@ def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str]) -> Reade
         if stored is None and name in buffers and not buffers[name].is_meta:
             return buffers[name]
         if stored is None:
-            raise UserError(f"weights for every parameter are needed; {path} lacks {name}; use this model's own weights")
+            raise UserError(
+                f"weights for every parameter are needed; {path} lacks {name}; use this model's own weights"
+            )
         value = where[stored].get_tensor(stored)
         if value.shape != shapes[name]:
             raise UserError(f"{name} of shape {list(shapes[name])} is needed; {path} has {list(value.shape)}")
