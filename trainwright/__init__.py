@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import hardware as _hardware  # imported before the verb of that name, which then stands in its place
 from .artifacts import Cluster, ModelRef, Plan, Profile, Refusal, Report, UserError
 from .cli.sizes import parse_bytes
 
@@ -39,9 +40,7 @@ def hardware(text: str | Cluster) -> Cluster:
     """
     if isinstance(text, Cluster):
         return text
-    from .hardware import resolve
-
-    return resolve(text)
+    return _hardware.resolve(text)
 
 
 def load_model(spec: str, **options: Any) -> Any:
@@ -167,7 +166,7 @@ def simulate_plan(plan: Plan, model: nn.Module, batch: Any, *, loss_fn: LossFn |
 
     program = _program(model, batch, loss_fn, plan.autocast)
     make, _ = _optimizer(plan.optimizer)
-    return simulate(program, decisions_of(program, plan), make)
+    return simulate(program, decisions_of(program, plan), make, target=plan.cluster.device.kind, timeline=True)
 
 
 def parallelize(model: nn.Module, plan: Plan, weights: Any = None, *, loss_fn: LossFn | None = None, seed: int | None = None
@@ -190,9 +189,7 @@ def calibrate(
     num_processes: int | None = None, quick: bool = False, progress: Callable[[str], None] | None = None
 ) -> Cluster:
     """Measure this machine; the result is a cluster to plan for."""
-    from .hardware import calibrate as run
-
-    return run(num_processes, quick=quick, progress=progress)
+    return _hardware.calibrate(num_processes, quick=quick, progress=progress)
 
 
 def full_state_dict(model: ParallelModule) -> dict[str, Tensor]:

@@ -126,7 +126,8 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
     """Return the fastest plan that fits, among those that `solver` may choose; `question` is what a `Task` holds.
 
     solver: `joint`, or one of the textbook recipes `two-stage`, `fsdp`, `megatron`, `ddp`. Raises `Refusal` when
-    nothing fits, with what binds, the smallest budget that would do and the ways out; `UserError` for an unknown solver or pin.
+    nothing fits, with what binds, the smallest budget that would do and the ways out; `UserError` for an unknown solver
+    or pin.
     """
     began = time.perf_counter()
     if solver == "pipeline":

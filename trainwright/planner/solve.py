@@ -94,6 +94,7 @@ class Solver:
         if settings.restriction.fates:
             return self._within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
         budget = settings.budget_bytes
+        self._floor_s = answer.objective_s * (1 - (answer.gap or 0.0))
         if budget is None or answer.simulation.peak_bytes <= budget:
             return answer
         if not settings.restriction.recompute:
@@ -128,7 +129,7 @@ class Solver:
     def _answer(self, solution: Solution, choice: Choice) -> Answer:
         decisions = decisions_from(self.problem, choice)
         simulation = self.simulate(decisions)
-        gap = solution.gap if math.isfinite(solution.gap) else None
+        gap = min(solution.gap, 1 - self._floor_s / solution.objective if solution.objective > 0 else math.inf)
         return Answer(choice, decisions, simulation, solution.status, gap, solution.objective, solution.solve_s)
 
     # Within a budget
@@ -212,6 +213,8 @@ class Solver:
                     found.append(read_choice(solution.values, sharding, None).options)
         return found
 
+    _floor_s = 0.0
+    """What the sharding alone takes at least: a bound where the whole problem gives none."""
     _row_peak = 0.0
     _binding_rows: tuple[str, ...] = ()
 
