@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import typer
@@ -48,7 +47,7 @@ def run_worker(worker: str, payload: dict[str, Any], plan: Plan, nproc: int | No
 
 
 def _on_existing_ranks(worker: str, payload: dict[str, Any], plan: Plan, on_event: OnEvent) -> Any:
-    from ..launch import process_group
+    from ..launch import listening, process_group
     from ..launch.worker import load
 
     num_ranks = int(os.environ["WORLD_SIZE"])
@@ -57,7 +56,9 @@ def _on_existing_ranks(worker: str, payload: dict[str, Any], plan: Plan, on_even
             f"{plan.num_ranks} ranks are needed for this plan; torchrun started {num_ranks}; "
             f"start {plan.num_ranks}, or plan for {num_ranks}"
         )
-    with process_group(_device(plan, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))), _listening(on_event):
+    device = _device(plan, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+    heard = on_event if is_first_rank() else _ignore
+    with process_group(device), listening(heard):
         return load(worker)(**payload)
 
 
@@ -87,24 +88,5 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-class _Direct:
-    """Stands where a rank that we started has its pipe: events go straight to the listener of this process."""
-
-    def __init__(self, on_event: OnEvent) -> None:
-        self._on_event = on_event
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._on_event(message["event"])
-
-
-@contextlib.contextmanager
-def _listening(on_event: OnEvent) -> Iterator[None]:
-    """Hand what this rank emits to `on_event`, if it is the one that speaks."""
-    from ..launch import worker
-
-    before = worker._channel
-    worker._channel = _Direct(on_event) if is_first_rank() else None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        worker._channel = before
+def _ignore(event: dict[str, Any]) -> None:
+    """Events of ranks that do not speak."""
