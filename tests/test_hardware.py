@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import os
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright import hardware
 from trainwright.artifacts import Cluster, MeshAxis, UserError
 from trainwright.hardware.calibrate import fit_ring
 from trainwright.hardware.collectives import terms
+
+hardware = importlib.import_module("trainwright.hardware")  # the facade's verb has the same name
 
 # Names.
 

@@ -206,6 +206,8 @@ def _names(text: str) -> list[str]:
 
 
 def _solver(name: str) -> str:
+    if name.lower() in ("pipeline", "pp"):
+        raise UserError(f"pipeline parallelism is not supported yet; {', '.join(SOLVERS)} are; try joint")
     if name not in SOLVERS:
         raise UserError(f"a solver is needed, one of {', '.join(SOLVERS)}; got {name!r}")
     return name

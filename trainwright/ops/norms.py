@@ -62,7 +62,7 @@ def _local_batch_norm(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwa
         x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, *rest
     ):
         if not training:
-            return target(x, weight, bias, mean, var, training, momentum, eps, *rest)
+            return target(x, weight, bias, mean, var, training, momentum, eps, False)
         return partial.batch_norm_over(group, count, x, weight, bias, mean, var, momentum, eps)
 
     return synchronized, tuple(values[name] for name in names[:8] if name in values), {}

@@ -16,6 +16,7 @@ from ..capture.decide import decisions_of, plan_sections
 from ..capture.local import Decisions
 from ..capture.program import Program
 from ..profiler.saved import Records, record
+from .budget import budget_for, usable_bytes
 from .costs import CostModel, OptimizerCost
 from .meshes import mesh_shapes
 from .milp import Progress
@@ -105,7 +106,8 @@ class Place:
     def settings(self, solver: str) -> Settings:
         """Return what the solver is told."""
         task = self.task
-        return Settings(task.budget_bytes, task.time_limit_s, self.restriction(solver), task.listener())
+        usable = None if task.budget_bytes is None else usable_bytes(task.budget_bytes)
+        return Settings(usable, task.time_limit_s, self.restriction(solver), task.listener())
 
     def solve(self, solver: str) -> Answer | Infeasible:
         """Solve the task on this mesh."""
@@ -171,10 +173,12 @@ def check(
     simulation = place.simulate(decisions_of(program, plan))
     predicted = _predicted(place.price(simulation), simulation)
     budget = task.budget_bytes
-    if budget is not None and simulation.peak_bytes > budget:
+    if budget is not None and simulation.peak_bytes > usable_bytes(budget):
+        more = budget_for(simulation.peak_bytes) - budget
         raise Refusal(
-            f"a peak of at most {size_text(budget)} is needed; this plan's is {size_text(simulation.peak_bytes)}, at "
-            f"{simulation.peak_at}; {size_text(simulation.peak_bytes - budget)} more would do, or recompute more"
+            f"a peak of at most {size_text(usable_bytes(budget))} is needed; this plan's is "
+            f"{size_text(simulation.peak_bytes)}, at {simulation.peak_at}; a budget of {size_text(more, up=True)} more "
+            "would do, or recompute more"
         )
     return plan.model_copy(update={"predicted": predicted, "budget_bytes": budget})
 
@@ -219,15 +223,15 @@ def _why_not(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible
     )
     assert failure.smallest is not None
     smallest = failure.smallest.simulation
-    more = smallest.peak_bytes - budget
+    least = budget_for(smallest.peak_bytes)
     shape = "x".join(str(axis.size) for axis in place.axes)
     other = "" if solver == "joint" else ", or --solver joint"
     where = f"{task.cluster.name} (mesh {shape})"
     parts = [
         f"a plan within {size_text(budget)} a device is needed; {solver} has none on {where}",
         f"what binds is {' and '.join(failure.binding)}",
-        f"the smallest budget that would do is {size_text(smallest.peak_bytes)}",
-        f"try {size_text(more)} more{_smaller_batch(task, smallest, budget)}{other}",
+        f"the smallest budget that would do is {size_text(least, up=True)}",
+        f"try {size_text(least - budget, up=True)} more{_smaller_batch(task, smallest, budget)}{other}",
     ]
     return "; ".join(parts)
 
@@ -264,11 +268,11 @@ def _as_plan(task: Task, solver: str, found: _Found, plan_s: float) -> Plan:
             gap=answer.gap,
             solve_s=round(answer.solve_s, 3),
             plan_s=round(plan_s, 3),
-            notes=tuple(place.restriction(solver).notes),
+            notes=tuple(answer.notes),
         ),
         params=params,
         modules=modules,
-        notes=tuple(task.program.captured.notes),
+        notes=(*task.program.captured.notes, *answer.notes),
     )
 
 
@@ -285,13 +289,14 @@ def _predicted(costs: Price, simulation: Simulation) -> Predicted:
     )
 
 
-def size_text(num_bytes: float) -> str:
-    """Write bytes for people.
+def size_text(num_bytes: float, up: bool = False) -> str:
+    """Write bytes for people, to the nearest hundredth or, with `up`, to the next one.
 
-    >>> size_text(1536 * 2**20), size_text(2**20)
-    ('1.50 GiB', '1.00 MiB')
+    >>> size_text(1536 * 2**20), size_text(2**20), size_text(2**20 + 1, up=True)
+    ('1.50 GiB', '1.00 MiB', '1.01 MiB')
     """
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.2f} {unit}"
+            shown = math.ceil(100 * num_bytes / size) / 100 if up else num_bytes / size
+            return f"{shown:.2f} {unit}"
     return f"{num_bytes:.0f} B"

@@ -2,7 +2,8 @@
 
 ddp         the batch split over all axes, parameters everywhere, everything kept
 fsdp        the batch split over all axes, parameters sharded over all (ZeRO-3), recomputation chosen optimally
-megatron    the last axis splits weights, heads and vocabulary with all-reduces, the others the batch
+megatron    the last axis splits weights, heads and vocabulary with all-reduces, the others the batch; an op that the
+            textbook has no rule for takes data parallelism, and a note says which
 two-stage   first the fastest sharding whose parameters take a share of the budget, then recomputation for it
 joint       nothing restricted
 """
@@ -18,6 +19,8 @@ from .problem import Decision, Problem, Use, Want
 from .strategies import batch_loop, is_busy, token_loops
 
 RECIPES = ("ddp", "fsdp", "megatron", "two-stage", "joint")
+_WITH_RULE = {"linear", "linear_io", "mm", "addmm", "bmm", "baddbmm", "matmul", "scaled_dot_product_attention"}
+"""The ops of the textbook: columns, rows, heads, experts."""
 
 
 @dataclass(eq=False)
@@ -26,7 +29,7 @@ class Restriction:
 
     allowed: dict[Decision, frozenset[int]] = field(default_factory=dict)
     forbids: Callable[[Use, tuple[int, ...], Want], bool] | None = None
-    """Whether a change of layout is out of the question."""
+    """Whether a change of layout is out of the question, as long as there is an answer without it."""
     recompute: bool = True
     fates: dict[Decision, bool] = field(default_factory=dict)
     """Pinned groups: whether all instances recompute (True) or keep (False) what they leave."""
@@ -68,27 +71,53 @@ def _rest(problem: Problem, sharded: bool) -> dict[Decision, frozenset[int]]:
 
 def _megatron(problem: Problem) -> Restriction:
     found = Restriction(recompute=False)
-    last = len(problem.mesh) - 1
+    without_rule = []
     for decision in problem.groups:
-        assert decision.group is not None
-        batch, tokens = batch_loop(decision.group, problem.samples), token_loops(decision.group, problem.program)
-        outer = tuple(batch if size > 1 else REPLICATE for size in problem.mesh[:last])
-        fitting = [k for k, split in enumerate(decision.options) if split[:last] == outer and split[last] not in tokens]
-        if is_busy(decision.group, problem.costs.records):
-            fitting = [k for k in fitting if decision.options[k][last] >= 0]
-        if not fitting:
-            fitting = [_batch_option(problem, decision)]
-            found.notes.append(f"{decision.key} has nothing to split as Megatron does and takes data parallelism")
-        found.allowed[decision] = frozenset(fitting)
+        options = _tensor_parallel(problem, decision)
+        if not options:
+            options = [_batch_option(problem, decision)]
+            without_rule.append(decision)
+        found.allowed[decision] = frozenset(options)
+    last = len(problem.mesh) - 1
     for decision in problem.params:
         rest = [k for k, layout in enumerate(decision.options) if all(at == REPLICATE for at in layout[:last])]
         found.allowed[decision] = frozenset(rest)
-    if not found.notes:
-        found.forbids = lambda use, native, want: not _all_reduces(problem, use, native, want, last)
+    if without_rule:
+        _allow_samples_between(problem, found)
+        keys = ", ".join(decision.key for decision in without_rule)
+        found.notes.append(f"Megatron has no rule for these, which take data parallelism: {keys}")
+    else:
+        found.forbids = lambda use, native, want: not _all_reduces(use, native, want, last)
     return found
 
 
-def _all_reduces(problem: Problem, use: Use, native: tuple[int, ...], want: Want, axis: int) -> bool:
+def _allow_samples_between(problem: Problem, found: Restriction) -> None:
+    """What stands between two ops that split the samples may split them too, and need not gather them."""
+    for decision in problem.groups:
+        if not _is_busy(problem, decision):
+            found.allowed[decision] |= {_batch_option(problem, decision)}
+
+
+def _tensor_parallel(problem: Problem, decision: Decision) -> list[int]:
+    """The options that split the samples over the outer axes, and over the last one what Megatron does; maybe none."""
+    group, last = decision.group, len(problem.mesh) - 1
+    assert group is not None
+    batch, tokens = batch_loop(group, problem.samples), token_loops(group, problem.program)
+    outer = tuple(batch if size > 1 else REPLICATE for size in problem.mesh[:last])
+    fitting = [k for k, split in enumerate(decision.options) if split[:last] == outer and split[last] not in tokens]
+    if not _is_busy(problem, decision):
+        return fitting
+    records = problem.costs.records
+    busy = {op.name for op in group.ops if any(call.flops for call in records[op].forward)}
+    return [k for k in fitting if decision.options[k][last] >= 0] if busy <= _WITH_RULE else []
+
+
+def _is_busy(problem: Problem, decision: Decision) -> bool:
+    assert decision.group is not None
+    return is_busy(decision.group, problem.costs.records)
+
+
+def _all_reduces(use: Use, native: tuple[int, ...], want: Want, axis: int) -> bool:
     """Whether an activation changes its layout along `axis` by all-reduces alone, in both directions."""
     if use.source.is_param or not use.tensor.requires_grad:
         return True

@@ -89,8 +89,19 @@ class Solver:
         """Return the fastest answer whose simulated peak is within the budget."""
         began = time.perf_counter()
         answer = self.without_memory(settings)
+        if answer is None and settings.restriction.forbids is not None:
+            settings = replace(settings, restriction=_loosened(settings.restriction))
+            answer = self.without_memory(settings)
         if answer is None:
             return Infeasible(("the restrictions contradict one another",), None)
+        found = self._under_budget(answer, settings)
+        if isinstance(found, Answer):
+            found.notes = settings.restriction.notes
+            found.solve_s = time.perf_counter() - began
+        return found
+
+    def _under_budget(self, answer: Answer, settings: Settings) -> Answer | Infeasible:
+        """Take `answer`, which no memory row has seen, if it fits; or look for one that does."""
         if settings.restriction.fates:
             return self._within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
         budget = settings.budget_bytes
@@ -99,10 +110,7 @@ class Solver:
             return answer
         if not settings.restriction.recompute:
             return Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
-        found = self._within(settings, budget)
-        if isinstance(found, Answer):
-            found.solve_s = time.perf_counter() - began
-        return found
+        return self._within(settings, budget)
 
     def lower_bound_s(self) -> float:
         """Return seconds that no answer on this mesh can beat, whatever the budget."""
@@ -260,6 +268,12 @@ def _both(first: Allowed, second: Allowed) -> dict[Decision, frozenset[int]]:
     for decision, options in second.items():
         merged[decision] = merged.get(decision, options) & options
     return merged
+
+
+def _loosened(given: Restriction) -> Restriction:
+    """The restriction with every change of layout allowed, and a note of it."""
+    note = "the recipe's own changes of layout lead to no plan for this model; gathers and scatters are allowed"
+    return replace(given, forbids=None, notes=[*given.notes, note])
 
 
 def _tight_rows(model: Model, memory: Memory, values: np.ndarray) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ def reader(model: nn.Module, weights: str | os.PathLike[str] | None, aliases: di
     Raises `UserError` when the file lacks a name or has another shape.
     """
     if weights is not None:
-        return _file_reader(model, Path(weights), aliases)
+        return _file_reader(model, Path(weights), aliases, _Initialiser(model, seed))
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     if any(tensor.is_meta for tensor in tensors.values()):
         return _Initialiser(model, seed).read
@@ -93,7 +93,7 @@ def _materialised(module: nn.Module, own: dict[str, Tensor]) -> Iterator[dict[st
             (module._parameters if name in module._parameters else module._buffers)[name] = original  # type: ignore[assignment]
 
 
-def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str]) -> Reader:
+def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str], initialiser: _Initialiser) -> Reader:
     from safetensors import safe_open
 
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -112,8 +112,8 @@ def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str]) -> Reade
 
     def read(name: str) -> Tensor:
         stored = next((n for n in (name, *names.get(name, [])) if n in where), None)
-        if stored is None and name in buffers and not buffers[name].is_meta:
-            return buffers[name]
+        if stored is None and name in buffers:  # one that is not saved with a model, such as rotary frequencies
+            return initialiser.read(name) if buffers[name].is_meta else buffers[name]
         if stored is None:
             raise UserError(
                 f"weights for every parameter are needed; {path} lacks {name}; use this model's own weights"

@@ -1,0 +1,30 @@
+"""What of a memory budget a plan may fill, and what it leaves to what no simulation of tensors sees."""
+
+from __future__ import annotations
+
+RESERVE_BYTES = 4096
+RESERVE_DIVISOR = 1000
+"""A plan leaves 4 KiB, or a thousandth of the budget where that is more.
+
+Real ranks take up to 2 KB beside the tensors that the simulation follows (scalars that the step makes, states of random
+generators), and the measured peak is to stay under the budget always.
+"""
+
+
+def usable_bytes(budget_bytes: int) -> int:
+    """Return the largest simulated peak that is taken to fit in `budget_bytes`.
+
+    >>> usable_bytes(1_000_000), usable_bytes(80 * 2**30) == 80 * 2**30 - 80 * 2**30 // 1000
+    (995904, True)
+    """
+    return budget_bytes - max(RESERVE_BYTES, budget_bytes // RESERVE_DIVISOR)
+
+
+def budget_for(peak_bytes: int) -> int:
+    """Return the smallest budget in which a simulated peak of `peak_bytes` fits.
+
+    >>> [usable_bytes(budget_for(peak)) >= peak > usable_bytes(budget_for(peak) - 1) for peak in (0, 995_904, 10**10)]
+    [True, True, True]
+    """
+    share = max(0, peak_bytes - 1) // (RESERVE_DIVISOR - 1)
+    return peak_bytes + max(RESERVE_BYTES, share)
