@@ -15,6 +15,7 @@ from ..artifacts import Cluster, MeshAxis, ModelRef, Plan, Predicted, Refusal, S
 from ..capture.decide import decisions_of, plan_sections
 from ..capture.local import Decisions
 from ..capture.program import Program
+from ..hardware import machine
 from ..profiler.saved import Records, record
 from .budget import budget_for, usable_bytes
 from .costs import CostModel, OptimizerCost
@@ -54,6 +55,13 @@ class Task:
         """What every op saves and costs."""
         return record(self.program, self.cluster.device.kind)
 
+    @cached_property
+    def num_threads(self) -> int | None:
+        """With how many threads a rank will run, where the ranks are processes of this machine."""
+        if self.cluster.device.kind != "cpu" or self.cluster.fingerprint != machine.fingerprint():
+            return None
+        return machine.threads_each(self.cluster.num_devices)
+
     def listener(self) -> Progress | None:
         """Return what the solver calls at each improvement."""
         tell = self.progress
@@ -90,8 +98,11 @@ class Place:
 
     def simulate(self, decisions: Decisions, timeline: bool = False) -> Simulation:
         """Run the fullest rank's step on fake tensors."""
-        target = self.task.cluster.device.kind
-        return simulate(self.task.program, decisions, self.task.make_optimizer, target=target, timeline=timeline)
+        task = self.task
+        target = task.cluster.device.kind
+        return simulate(
+            task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads
+        )
 
     def price(self, simulation: Simulation) -> Price:
         """Price what was simulated."""

@@ -6,7 +6,8 @@ right shapes. The optimizer's states are made first, so one step is the steady s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +52,25 @@ def simulate(
     target: Target = "cpu",
     coords: Sequence[int] | None = None,
     timeline: bool = False,
+    num_threads: int | None = None,
 ) -> Simulation:
-    """Run the step of the rank at `coords` (by default the first, which holds most) and follow its memory."""
+    """Run the step of the rank at `coords` (by default the first, which holds most) and follow its memory.
+
+    num_threads: with how many threads the rank's CPU kernels will run, where that is known; their workspaces depend on
+    it.
+    """
+    with _threads(num_threads):
+        return _simulate(program, decisions, make_optimizer, target, coords, timeline)
+
+
+def _simulate(
+    program: Program,
+    decisions: Decisions,
+    make_optimizer: MakeOptimizer,
+    target: Target,
+    coords: Sequence[int] | None,
+    timeline: bool,
+) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
     local = build_local(program, decisions, communicator)
     executor = Executor(local)
@@ -82,6 +100,19 @@ def simulate(
         executor,
         tracker.timeline,
     )
+
+
+@contextmanager
+def _threads(num_threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if num_threads is None or num_threads == before:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _fuse_attention(executor: Executor, target: Target) -> None:
