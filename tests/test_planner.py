@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from trainwright.capture.local import build_local
 from trainwright.capture.program import build_program
 from trainwright.capture.reshard import SimulatedCommunicator
 from trainwright.hardware import resolve
+from trainwright.launch.cores import num_cores
 from trainwright.planner import RECIPES, check, compare, explain, make_plan
 from trainwright.planner.budget import budget_for, usable_bytes
 from trainwright.planner.decode import Choice, decisions_from
 from trainwright.planner.plan import Task
 from trainwright.planner.price import price
+from trainwright.planner.simulate import Simulation
 from trainwright.planner.solve import Answer, Infeasible
 from trainwright.profiler.saved import whole_program
 
@@ -264,6 +267,48 @@ def test_a_plan_reads_back_as_the_same_decisions():
     assert check(plan, program, 1_400_000, optim.record("adamw"), make_optimizer).predicted == plan.predicted
     with pytest.raises(Refusal, match="peak of at most"):
         check(plan, program, 1_000_000, optim.record("adamw"), make_optimizer)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet-tiny"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum"])
+def test_the_peak_is_that_of_two_whole_steps(monkeypatch, name, optimizer):
+    program = tiny_program(name)
+    (place,) = task(program, make_optimizer=lambda params: optim.create(optimizer, params)).places
+    answer = place.solve("ddp")
+    module, peaks = sys.modules[Simulation.__module__], []
+    run_step = module._step
+
+    def run_two_steps(executor, sources, optimizer, tracker):
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            run_step(executor, sources, optimizer, tracker)
+            peaks.append(tracker.peak_bytes)
+
+    monkeypatch.setattr(module, "_warm_up", lambda optimizer, tracker: None)
+    monkeypatch.setattr(module, "_step", run_two_steps)
+    assert place.simulate(answer.decisions).peak_bytes == answer.simulation.peak_bytes
+    assert peaks[0] < peaks[1], "the first step holds no states"
+
+
+def test_the_simulation_knows_how_many_threads_a_rank_has():
+    before = torch.get_num_threads()
+    seen = []
+
+    def recording(params):
+        seen.append(torch.get_num_threads())
+        return make_optimizer(params)
+
+    cluster = resolve("cpu:64")
+    found = task(blocks_program(2), cluster=cluster, mesh=(64,), make_optimizer=recording)
+    elsewhere = task(blocks_program(2), cluster=cluster.model_copy(update={"fingerprint": "other"}), mesh=(64,))
+    assert elsewhere.num_threads is None
+    try:
+        torch.set_num_threads(3)
+        found.places[0].solve("ddp")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {max(1, num_cores() // 64)}
 
 
 def test_a_refusal_says_what_binds_and_what_would_do():

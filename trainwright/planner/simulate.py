@@ -1,7 +1,9 @@
 """Running one rank's step of a plan on fake tensors: the peak that a plan promises is this one.
 
 The local program is the very one that the runtime runs, recomputation included; collectives only give results of the
-right shapes. The optimizer's states are made first, so one step is the steady state; its peak is also the first one's.
+right shapes. What is promised is the peak over two whole steps, the first of which begins without optimizer state. That
+is the second one's peak, which holds all that the first one does, and the states throughout: so the states are made
+first, and one step is run.
 """
 
 from __future__ import annotations
