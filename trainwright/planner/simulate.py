@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts import MemoryPoint
+from ..artifacts import MemoryPoint, UserError
+from ..capture._torch_private import VALUE_NEEDED
 from ..capture.execute import Call, Executor, RunState
 from ..capture.fakes import new_mode
 from ..capture.layout import local_shape
@@ -149,7 +150,13 @@ def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
     for param in params:
         param.grad = torch.empty_like(param)
     with tracker.phase("update"):
-        optimizer.step()
+        try:
+            optimizer.step()
+        except VALUE_NEEDED:
+            raise UserError(
+                f"an optimizer that decides by shapes alone is needed to plan; {type(optimizer).__name__} reads the values "
+                "of its tensors; choose another, such as adamw or sgd"
+            ) from None
     optimizer.zero_grad(set_to_none=True)
 
 
