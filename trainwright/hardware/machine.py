@@ -17,13 +17,6 @@ def memory_bytes() -> int:
     return min(physical, int(limit)) if limit.isdigit() else physical
 
 
-def threads_each(num_processes: int) -> int:
-    """Return with how many threads each of `num_processes` ranks runs here: its share of the cores, or fewer if so set."""
-    share = max(1, num_cores() // num_processes)
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return min(share, int(wanted)) if wanted.isdigit() and int(wanted) > 0 else share
-
-
 def cpu_name() -> str:
     """Return the processor's name as the system states it."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()

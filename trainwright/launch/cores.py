@@ -16,3 +16,10 @@ def num_cores() -> int:
     if len(quota) == 2 and quota[0].isdigit():
         allowed = min(allowed, max(1, round(int(quota[0]) / int(quota[1]))))
     return allowed
+
+
+def threads_each(num_processes: int) -> int:
+    """Return with how many threads each of `num_processes` ranks runs: its share of the cores, or fewer if so set."""
+    share = max(1, num_cores() // num_processes)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(share, int(wanted)) if wanted.isdigit() and int(wanted) > 0 else share

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Self
 
-from .cores import num_cores
+from .cores import threads_each
 from .group import DeviceType
 from .worker import CHANNEL_VARIABLE
 from .worker import main as serve
@@ -149,7 +149,7 @@ class Workers:
 
     def _start(self, index: int, device: DeviceType) -> _Rank:
         read_end, write_end = os.pipe()
-        num_threads = _threads_per_process(self.num_processes)
+        num_threads = threads_each(self.num_processes)
         process = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps([path or os.getcwd() for path in sys.path])],
             stdin=subprocess.PIPE,
@@ -342,13 +342,6 @@ def _own_type(types: list[list[str]]) -> type[Exception] | None:
         return None
     found = getattr(importlib.import_module(module), name, None)
     return found if isinstance(found, type) and issubclass(found, Exception) else None
-
-
-def _threads_per_process(num_processes: int) -> int:
-    """Share the cores out; a smaller number that the user has set holds."""
-    share = max(1, num_cores() // num_processes)
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return min(share, int(wanted)) if wanted.isdigit() and int(wanted) > 0 else share
 
 
 def _environment(index: int, num_processes: int, num_threads: int) -> dict[str, str]:

@@ -15,7 +15,7 @@ from ..artifacts import Cluster, MeshAxis, ModelRef, Plan, Predicted, Refusal, S
 from ..capture.decide import decisions_of, plan_sections
 from ..capture.local import Decisions
 from ..capture.program import Program
-from ..hardware import machine
+from ..hardware import machine, threads_each
 from ..profiler.saved import Records, record
 from .budget import budget_for, usable_bytes
 from .costs import CostModel, OptimizerCost
@@ -60,7 +60,7 @@ class Task:
         """With how many threads a rank will run, where the ranks are processes of this machine."""
         if self.cluster.device.kind != "cpu" or self.cluster.fingerprint != machine.fingerprint():
             return None
-        return machine.threads_each(self.cluster.num_devices)
+        return threads_each(self.cluster.num_devices)
 
     def listener(self) -> Progress | None:
         """Return what the solver calls at each improvement."""
