@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 import trainwright as tw
 from tests.pool import Pool
@@ -71,6 +72,19 @@ def test_on_two_axes(pool4: Pool, model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_on_four_ranks(pool4: Pool, model: str, mesh: tuple[int, ...], solver: str) -> None:
     check(pool4, model, planned(model, solver, mesh, None))
+
+
+def test_an_op_without_a_rule_is_gathered_and_said_to_be() -> None:
+    class Distances(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cdist(self.linear(x), x.new_ones(3, 6)).pow(2).mean()
+
+    plan = tw.plan(Distances(), (torch.ones(8, 4),), hardware="cpu:2")
+    assert any("cdist" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("model", MODELS)

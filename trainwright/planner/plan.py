@@ -283,7 +283,7 @@ def _as_plan(task: Task, solver: str, found: _Found, plan_s: float) -> Plan:
         ),
         params=params,
         modules=modules,
-        notes=(*task.program.captured.notes, *answer.notes),
+        notes=(*task.program.captured.notes, *_gathered(task.program), *answer.notes),
     )
 
 
@@ -311,3 +311,11 @@ def size_text(num_bytes: float, up: bool = False) -> str:
             shown = math.ceil(100 * num_bytes / size) / 100 if up else num_bytes / size
             return f"{shown:.2f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def _gathered(program: Program) -> tuple[str, ...]:
+    """A note on the ops that no rule describes."""
+    names = sorted({op.name for op in program.ops if not op.constant and not op.signature.known})
+    if not names:
+        return ()
+    return (f"no rule describes {', '.join(names)}: every rank runs it on whole, gathered tensors",)
