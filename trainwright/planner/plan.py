@@ -17,7 +17,7 @@ from ..capture.local import Decisions
 from ..capture.program import Program
 from ..hardware import machine, threads_each
 from ..profiler.saved import Records, record
-from .budget import budget_for, usable_bytes
+from .budget import budget_for, divisor_for, usable_bytes
 from .costs import CostModel, OptimizerCost
 from .meshes import mesh_shapes
 from .milp import Progress
@@ -117,7 +117,9 @@ class Place:
     def settings(self, solver: str) -> Settings:
         """Return what the solver is told."""
         task = self.task
-        usable = None if task.budget_bytes is None else usable_bytes(task.budget_bytes)
+        usable = (
+            None if task.budget_bytes is None else usable_bytes(task.budget_bytes, _divisor(task.program, task.cluster))
+        )
         return Settings(usable, task.time_limit_s, self.restriction(solver), task.listener())
 
     def solve(self, solver: str) -> Answer | Infeasible:
@@ -184,10 +186,10 @@ def check(
     simulation = place.simulate(decisions_of(program, plan))
     predicted = _predicted(place.price(simulation), simulation)
     budget = task.budget_bytes
-    if budget is not None and simulation.peak_bytes > usable_bytes(budget):
-        more = budget_for(simulation.peak_bytes) - budget
+    if budget is not None and simulation.peak_bytes > usable_bytes(budget, _divisor(program, plan.cluster)):
+        more = budget_for(simulation.peak_bytes, _divisor(program, plan.cluster)) - budget
         raise Refusal(
-            f"a peak of at most {size_text(usable_bytes(budget))} is needed; this plan's is "
+            f"a peak of at most {size_text(usable_bytes(budget, _divisor(program, plan.cluster)))} is needed; this plan's is "
             f"{size_text(simulation.peak_bytes)}, at {simulation.peak_at}; a budget of {size_text(more, up=True)} more "
             "would do, or recompute more"
         )
@@ -234,7 +236,7 @@ def _why_not(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible
     )
     assert failure.smallest is not None
     smallest = failure.smallest.simulation
-    least = budget_for(smallest.peak_bytes)
+    least = budget_for(smallest.peak_bytes, _divisor(task.program, task.cluster))
     shape = "x".join(str(axis.size) for axis in place.axes)
     other = "" if solver == "joint" else ", or --solver joint"
     where = f"{task.cluster.name} (mesh {shape})"
@@ -319,3 +321,8 @@ def _gathered(program: Program) -> tuple[str, ...]:
     if not names:
         return ()
     return (f"no rule describes {', '.join(names)}: every rank runs it on whole, gathered tensors",)
+
+
+def _divisor(program: Program, cluster: Cluster) -> int:
+    """The share of a budget that this program leaves on this cluster."""
+    return divisor_for((op.name for op in program.ops), cluster.device.kind)
