@@ -149,12 +149,11 @@ def broadcast_dims(shape: Sequence[int], out: Sequence[int], builder: SignatureB
     )
 
 
-def regroup(source: Sequence[int], target: Sequence[int]) -> tuple[dict[str, int], Dims, Dims, set[str]] | None:
+def regroup(source: Sequence[int], target: Sequence[int]) -> tuple[dict[str, int], Dims, Dims] | None:
     """Find the common factors of two shapes of equal size, as `reshape` needs them.
 
-    Returns (loop sizes, dims of the source, dims of the target, whole loops). Where the two shapes have no common
-    refinement (6×4 → 8×3) the dims concerned become one whole run that belongs to no splittable loop: `None`
-    is returned, and the caller treats them as opaque.
+    Returns (loop sizes, dims of the source, dims of the target). Where the two shapes have no common
+    refinement (6×4 → 8×3) `None` is returned, and the caller treats the dims as opaque.
 
     >>> regroup((8, 768), (8, 12, 64))[1]
     (('r0',), ('r1', 'r2'))
@@ -177,4 +176,4 @@ def regroup(source: Sequence[int], target: Sequence[int]) -> tuple[dict[str, int
                 stack.pop()
     order = {name: f"r{len(sizes) - 1 - index}" for index, name in enumerate(sizes)}
     renamed = [tuple(tuple(order[name] for name in dim) for dim in side) for side in dims]
-    return {order[name]: size for name, size in reversed(sizes.items())}, renamed[0], renamed[1], set()
+    return {order[name]: size for name, size in reversed(sizes.items())}, renamed[0], renamed[1]

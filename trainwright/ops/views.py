@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from .local import LocalContext, local_size, replace_arg
@@ -42,7 +43,7 @@ def reshape(call: Call) -> Signature | None:
     if rest is None:
         ins, outs = builder.opaque("i", source[lead:]), builder.opaque("o", target[lead:])
     else:
-        sizes, ins, outs, _ = rest
+        sizes, ins, outs = rest
         builder.sizes.update(sizes)
     return builder.build([head + ins], [head + outs])
 
@@ -115,12 +116,9 @@ def expand(call: Call) -> Signature:
 @rule("expand_as", kind="view")
 def expand_as(call: Call) -> Signature:
     """As `expand`; the second tensor lends its shape, and is split as the output is."""
-    builder = SignatureBuilder()
-    shape, out = call.inputs[0].shape, call.outputs[0].shape
-    offset = len(out) - len(shape)
-    outs = same_dims(out, builder)
-    ins = tuple(outs[offset + dim] if size == out[offset + dim] else () for dim, size in enumerate(shape))
-    return builder.build([ins, outs], [outs])
+    found = expand(call)
+    assert found is not None
+    return replace(found, inputs=(*found.inputs, found.outputs[0]))
 
 
 @rule("slice", "select", "narrow", "slice_copy", "select_copy", kind="view")

@@ -24,13 +24,13 @@ from ..capture.program import Program, build_program
 from ..capture.program import Tensor as ProgramTensor
 from ..capture.reshard import Route
 from ..capture.transition import transition
+from ..profiler.step import DTYPES
 from .batch import check_part
 from .communicator import MeshCommunicator, make_mesh
 from .sharding import as_dtensor, as_parameter, own_part, storage_of
 from .weights import reader
 
 LossFn = Callable[[Any, Any], Tensor]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass
