@@ -21,11 +21,20 @@ MAY_IMPORT = {
     "planner": {"planner", "artifacts", "capture", "ops", "profiler", "hardware"},
     "runtime": {"runtime", "artifacts", "ops", "capture", "launch", "profiler"},
     "reports": {"reports", "artifacts"},
-    "optim": {"optim", "artifacts"},
+    "numerics": {"numerics"},
+    "nn": {"nn", "artifacts"},
+    "optim": {"optim", "artifacts", "numerics"},
+    "schedules": {"schedules", "artifacts", "numerics"},
+    "selection": {"selection", "artifacts", "numerics"},
+    "solvers": {"solvers", "artifacts", "numerics"},
 }
 THIN = {("artifacts", "reports"), ("artifacts", "runtime")}
 """Imports inside a method of an artifact that only passes the call on."""
-PRIVATE_TORCH = re.compile(r"\btorch(\.\w+)*\._(?!_)\w+|from torch(\.\w+)*\._\w+ import|from torch\S* import .*\b_\w+")
+DOCUMENTED = r"foreach_\w+"
+"""Underscored, but in torch's public documentation: the operations on lists of tensors."""
+PRIVATE_TORCH = re.compile(
+    rf"\btorch(\.\w+)*\._(?!_|{DOCUMENTED})\w+|from torch(\.\w+)*\._\w+ import|from torch\S* import .*\b_\w+"
+)
 
 
 def sources() -> list[Path]:

@@ -1,0 +1,1 @@
+"""What optimizers, schedules and solvers share: Hessian-vector products, Lanczos, line search, quantisation."""

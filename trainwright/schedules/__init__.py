@@ -1,0 +1,1 @@
+"""Learning rates, momenta and batch sizes over a run, one schedule a file."""

@@ -1,0 +1,1 @@
+"""Which examples to train on: weighted subsets, one selector a file."""

@@ -1,0 +1,212 @@
+"""`drive`: the one loop of every iterative solver: limits, tolerances, NaN and divergence, callbacks, history, progress.
+
+An algorithm gives `step(state) -> state` (a new state; what an old state holds is not written to) and
+`measure(state) -> Measured`; it counts its oracle calls in a `Counts`. Formula → function:
+
+    residual ≤ max(atol, rtol · residual at the start)  → CONVERGED      `_Loop.verdict`
+    residual > divergence · residual at the start        → DIVERGED       `_Loop.verdict`
+    residual or objective not finite                     → NOT_FINITE     `_Loop.verdict`
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from ..artifacts import UserError
+from .outcome import Status
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How far a state is: `residual` (≥ 0, what the tolerance is held against; NaN where it is not known) and the objective."""
+
+    residual: float
+    fun: float = math.nan
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """More columns for the history."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop. `rtol` is relative to the residual at the start; both tolerances 0: run all iterations."""
+
+    max_iterations: int
+    rtol: float = 0.0
+    atol: float = 0.0
+    max_evaluations: int | None = None
+    """Of the count named `nfev`."""
+    max_seconds: float | None = None
+    divergence: float = 1e12
+    check_every: int = 1
+    """Steps between two measurements; the last state is always measured."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_iterations", 0), ("rtol", 0.0), ("atol", 0.0), ("check_every", 1), ("divergence", 1.0)):
+            value = getattr(self, name)
+            if not value >= low:
+                raise UserError(f"{name} of at least {low} is needed; got {value}; give such a value")
+
+
+class Counts(Counter[str]):
+    """Oracle calls by name, as the theory counts them: `counts.add(nsfo=2)`; `nfev` is what `max_evaluations` limits."""
+
+    def add(self, **calls: int) -> None:
+        self.update(calls)
+
+
+@dataclass(frozen=True)
+class Moment(Generic[State]):
+    """What a callback sees: `callback(moment)` returning True stops the run."""
+
+    nit: int
+    state: State
+    measured: Measured
+    counts: Mapping[str, int]
+    seconds: float
+
+
+Callback = Callable[[Moment[Any]], bool | None]
+
+
+@dataclass(frozen=True)
+class Run(Generic[State]):
+    """How the loop ended: the last finite state, the best one by residual (by objective where there is no residual)."""
+
+    last: State
+    best: State
+    measured: Measured
+    best_measured: Measured
+    status: Status
+    nit: int
+    counts: Counts
+    history: dict[str, list[float]]
+
+    @property
+    def message(self) -> str:
+        return self.status.value
+
+
+def drive(
+    state: State,
+    step: Callable[[State], State],
+    measure: Callable[[State], Measured],
+    limits: Limits,
+    *,
+    counts: Counts | None = None,
+    callback: Callback | None = None,
+    keep_history: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Run[State]:
+    """Step until a tolerance or a limit is met; see the module's description.
+
+    `step` may raise `Ended(status)` where it cannot go on (a breakdown, no descent): the state before it stands.
+    `progress` gets a line at most once a second. A `KeyboardInterrupt` ends the run as STOPPED with the best so far.
+
+    >>> halve = lambda x: x / 2
+    >>> run = drive(8.0, halve, lambda x: Measured(residual=abs(x)), Limits(100, rtol=1e-3))
+    >>> run.status.name, run.nit, run.last
+    ('CONVERGED', 10, 0.0078125)
+    """
+    loop: _Loop[State] = _Loop(limits, counts if counts is not None else Counts(), callback, keep_history, progress)
+    return loop.run(state, step, measure)
+
+
+class Ended(Exception):
+    """Raised by a step that cannot go on, with the `Status` that says why."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status.value)
+        self.status = status
+
+
+class _Loop(Generic[State]):
+    def __init__(self, limits: Limits, counts: Counts, callback: Callback | None, keep_history: bool,
+                 progress: Callable[[str], None] | None) -> None:  # fmt: skip
+        self.limits, self.counts, self.callback, self.progress = limits, counts, callback, progress
+        self.keep_history = keep_history
+        self.history: dict[str, list[float]] = {}
+        self.start = self.told = time.monotonic()
+
+    def run(self, state: State, step: Callable[[State], State], measure: Callable[[State], Measured]) -> Run[State]:
+        nit = 0
+        measured = best_measured = measure(state)
+        self.first = measured.residual
+        last = best = state
+        status = self.verdict(nit, state, measured)
+        while status is None:
+            try:
+                state = step(state)
+            except Ended as ended:
+                status = ended.status
+                break
+            except KeyboardInterrupt:
+                status = Status.STOPPED
+                break
+            nit += 1
+            if nit % self.limits.check_every and nit < self.limits.max_iterations and not self._out_of_budget():
+                continue
+            found = measure(state)
+            status = self.verdict(nit, state, found)
+            if status in (Status.NOT_FINITE, Status.DIVERGED):
+                break
+            last, measured = state, found
+            if _better(found, best_measured):
+                best, best_measured = state, found
+        return Run(last, best, measured, best_measured, status, nit, self.counts, self.history)
+
+    def verdict(self, nit: int, state: State, measured: Measured) -> Status | None:
+        """Return why to stop at this state, or `None`; the history and the callback see it first."""
+        self._record(nit, measured)
+        limits, residual = self.limits, measured.residual
+        if math.isinf(residual) or math.isinf(measured.fun) or (math.isnan(residual) and math.isnan(measured.fun)):
+            return Status.NOT_FINITE
+        if math.isnan(residual) and not math.isnan(self.first):
+            return Status.NOT_FINITE
+        if residual > limits.divergence * max(self.first, 1e-300):
+            return Status.DIVERGED
+        if (limits.rtol > 0 or limits.atol > 0) and residual <= max(limits.atol, limits.rtol * self.first):
+            return Status.CONVERGED
+        moment = Moment(nit, state, measured, self.counts, time.monotonic() - self.start)
+        if self.callback is not None and self.callback(moment):
+            return Status.STOPPED
+        return self._limit(nit)
+
+    def _limit(self, nit: int) -> Status | None:
+        limits = self.limits
+        if limits.max_evaluations is not None and self.counts["nfev"] >= limits.max_evaluations:
+            return Status.MAX_EVALUATIONS
+        if limits.max_seconds is not None and time.monotonic() - self.start >= limits.max_seconds:
+            return Status.MAX_SECONDS
+        if nit >= limits.max_iterations:
+            return Status.MAX_ITERATIONS if limits.rtol > 0 or limits.atol > 0 else Status.COMPLETED
+        return None
+
+    def _out_of_budget(self) -> bool:
+        return self._limit(0) is not None if self.limits.max_iterations > 0 else True
+
+    def _record(self, nit: int, measured: Measured) -> None:
+        if self.keep_history:
+            row = {
+                "nit": nit,
+                "residual": measured.residual,
+                "fun": measured.fun,
+                "seconds": time.monotonic() - self.start,
+            }
+            for name, value in {**row, **measured.extra, **self.counts}.items():
+                self.history.setdefault(name, []).append(float(value))
+        if self.progress is not None and time.monotonic() - self.told >= 1.0:
+            self.told = time.monotonic()
+            self.progress(f"iteration {nit}: residual {measured.residual:.3g}, objective {measured.fun:.6g}")
+
+
+def _better(one: Measured, other: Measured) -> bool:
+    if math.isnan(one.residual) or math.isnan(other.residual):
+        return one.fun < other.fun or math.isnan(other.fun)
+    return one.residual < other.residual
