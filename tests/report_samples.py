@@ -8,33 +8,57 @@ from trainwright.artifacts import (
     BatchEntry,
     Cluster,
     Device,
+    Fit,
     Link,
     MemoryPoint,
     ModelRef,
     ModuleCost,
+    OpCost,
     OpPlan,
     ParamPlan,
     Plan,
     Predicted,
     Profile,
     Refusal,
+    Remedy,
     Report,
     SolverInfo,
+    SweepPoint,
 )
 
 MIB = 2**20
 EVIL = '</script><img src=x onerror="window.hacked=1"><b>x</b>'
 
 
-def profile() -> Profile:
+def profile(**changes: object) -> Profile:
     """Two blocks alike and one that differs; 100 MiB of parameters; a peak of 900 MiB at event 30."""
     block = {"type": "Block", "num_params": 10, "param_bytes": 40 * MIB, "saved_bytes": 100 * MIB, "num_ops": 5}
     inner = {"type": "Linear", "num_params": 8, "param_bytes": 30 * MIB, "saved_bytes": 40 * MIB, "num_ops": 2}
+    block |= {"at_peak_bytes": {"param": 30 * MIB, "saved": 160 * MIB}, "forward_s": 0.01, "backward_s": 0.02}
+    inner |= {"at_peak_bytes": {"param": 30 * MIB, "saved": 60 * MIB}, "forward_s": 0.004, "backward_s": 0.01}
+    whole = {"param": 100 * MIB, "optimizer": 200 * MIB, "saved": 540 * MIB, "other": 60 * MIB}
     modules = [
         ModuleCost(
-            path="", type="Net", num_params=30, param_bytes=100 * MIB, saved_bytes=350 * MIB, forward_flops=10**9
+            path="",
+            type="Net",
+            num_params=30,
+            param_bytes=100 * MIB,
+            saved_bytes=350 * MIB,
+            forward_flops=10**9,
+            forward_s=0.04,
+            backward_s=0.08,
+            at_peak_bytes=whole,
         ),
-        ModuleCost(path="h", type="ModuleList", num_params=25, param_bytes=95 * MIB, saved_bytes=250 * MIB),
+        ModuleCost(
+            path="h",
+            type="ModuleList",
+            num_params=25,
+            param_bytes=95 * MIB,
+            saved_bytes=250 * MIB,
+            forward_s=0.03,
+            backward_s=0.06,
+            at_peak_bytes={"param": 90 * MIB, "saved": 480 * MIB},
+        ),
         ModuleCost(path="h.0", **block),
         ModuleCost(path="h.0.fc", **inner),
         ModuleCost(path="h.1", **block),
@@ -43,24 +67,78 @@ def profile() -> Profile:
         ModuleCost(path="h.2.fc", **inner),
         ModuleCost(path="head", type=f"Head{EVIL}", num_params=5, param_bytes=5 * MIB, num_ops=1),
     ]
-    return Profile(
-        model=f"net {EVIL}",
-        num_params=30,
-        param_bytes=100 * MIB,
-        grad_bytes=100 * MIB,
-        optimizer_bytes=200 * MIB,
-        saved_bytes=350 * MIB,
-        peak_bytes=900 * MIB,
-        peak_at="backward: aten.mm.default in head",
-        forward_flops=2 * 10**12,
-        backward_flops=4 * 10**12,
-        other_flops=10**9,
-        num_ops=60,
-        capture_s=None,
-        profile_s=0.5,
-        modules=tuple(modules),
-        timeline=tuple(timeline()),
-        notes=(f"autocast to {EVIL}",),
+    fields = {
+        "model": f"net {EVIL}",
+        "num_params": 30,
+        "param_bytes": 100 * MIB,
+        "grad_bytes": 100 * MIB,
+        "optimizer_bytes": 200 * MIB,
+        "saved_bytes": 350 * MIB,
+        "peak_bytes": 900 * MIB,
+        "peak_at": "backward: aten.mm.default in head",
+        "breakdown": whole,
+        "forward_flops": 2 * 10**12,
+        "backward_flops": 4 * 10**12,
+        "other_flops": 10**9,
+        "num_ops": 60,
+        "capture_s": None,
+        "profile_s": 0.5,
+        "modules": tuple(modules),
+        "ops": ops(),
+        "timeline": tuple(timeline()),
+        "notes": (f"autocast to {EVIL}",),
+    }
+    return Profile(**{**fields, **changes})
+
+
+def asked_profile() -> Profile:
+    """The profile with a predicted time, and with answers to `--fits 800MiB` and `--sweep batch-size`."""
+    timed = tuple(point.model_copy(update={"time_s": 0.002}) for point in timeline())
+    return profile(step_s=0.12, timeline=timed, fit=fit(), sweep=sweep())
+
+
+def ops() -> tuple[OpCost, ...]:
+    return (
+        OpCost(op="aten.mm", path="h.*.fc", phase="backward", calls=6, flops=3 * 10**12, moved_bytes=MIB, time_s=0.05),
+        OpCost(
+            op="aten.mul", path=f"h.* {EVIL}", phase="forward", calls=90, flops=10, moved_bytes=9 * MIB, time_s=0.02
+        ),
+    )
+
+
+def fit() -> Fit:
+    """900 MiB do not fit into 800 MiB; a batch of 3 does."""
+    return Fit(
+        budget_bytes=800 * MIB,
+        fits=False,
+        remedies=(
+            Remedy(name=f"autocast {EVIL}", peak_bytes=850 * MIB, saving_bytes=50 * MIB, fits=False, step_s=0.06),
+            Remedy(
+                name="batch size 3",
+                peak_bytes=700 * MIB,
+                saving_bytes=200 * MIB,
+                fits=True,
+                step_s=0.09,
+                options=("--batch-size 3",),
+            ),
+        ),
+        not_tried=(f"gradient checkpointing: {EVIL}",),
+        largest_that_fits={"batch-size": 3},
+    )
+
+
+def sweep() -> tuple[SweepPoint, ...]:
+    return tuple(
+        SweepPoint(
+            axis="batch-size",
+            value=size,
+            peak_bytes=(300 + 150 * size) * MIB,
+            saved_bytes=90 * size * MIB,
+            forward_flops=size * 10**11,
+            backward_flops=size * 2 * 10**11,
+            step_s=0.03 * size,
+        )
+        for size in (1, 2, 3, 4, 8)
     )
 
 

@@ -70,7 +70,10 @@ def test_the_recipes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_fastest_of_several_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MODEL, "--hardware", "cpu:2", "--optimizer", "adamw,sgd", "--json", "-"]) == 0
-    assert Plan.parse(capsys.readouterr().out).optimizer in ("adamw", "sgd")
+    plan = Plan.parse(capsys.readouterr().out)
+    assert plan.optimizer in ("adamw", "sgd")
+    other = {"adamw": "sgd", "sgd": "adamw"}[plan.optimizer]
+    assert any(f"{plan.optimizer} was chosen" in note and other in note for note in plan.notes)
 
 
 def test_a_plan_is_checked_without_solving(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

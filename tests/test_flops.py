@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from profiler_models import cnn, gru, mlp, tied
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainwright.capture import zoo
+from trainwright.capture.fakes import fake_like, faked, new_mode
+from trainwright.hardware import resolve
 from trainwright.ops.flops import bytes_moved, flops, is_convolution, is_heavy, moves_nothing
+from trainwright.profiler import profile
+from trainwright.profiler.gpu import GpuForms
+from trainwright.profiler.step import reference_step
 
 aten = torch.ops.aten
+H200 = resolve("h200")
 
 
 class Sum(TorchDispatchMode):
@@ -148,3 +156,73 @@ def test_kinds():
     assert moves_nothing(aten.detach.default)
     assert not moves_nothing(aten.add_.Tensor)
     assert not moves_nothing(aten.relu_.default)
+
+
+def zoo_model(name):
+    def build():
+        model, batch = zoo.build(name)
+        return model, batch, None
+
+    build.__name__ = name
+    return build
+
+
+TINY = [zoo_model(name) for name in zoo.names() if name.endswith("-tiny")]
+
+
+def counted_by_torch(model, batch, loss_fn) -> int:
+    """The FLOPs of a step on fakes, in the kernels of a GPU, by torch's own counter."""
+    mode = new_mode()
+    with faked(model, mode) as copy:
+        optimizer = torch.optim.SGD(copy.train().parameters(), lr=0.1, foreach=False)
+        given = batch.values() if isinstance(batch, dict) else batch
+        fakes = [fake_like(value, mode) if isinstance(value, torch.Tensor) else value for value in given]
+        faked_batch = dict(zip(batch, fakes)) if isinstance(batch, dict) else tuple(fakes)
+        with mode, FlopCounterMode(display=False) as counter, GpuForms():
+            reference_step(copy, optimizer, faked_batch, loss_fn)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("build", [*TINY, mlp, cnn, gru, tied], ids=lambda build: build.__name__)
+def test_whole_models_count_as_in_torch_attention_included(build):
+    model, batch, loss_fn = build()
+    found = profile(model, batch, loss_fn=loss_fn, hardware=H200, timeline=False)
+    assert found.forward_flops + found.backward_flops == counted_by_torch(model, batch, loss_fn) > 0
+
+
+def test_a_layer_of_gpt2_by_hand():
+    """b 4, s 32, d 48, 2 layers, vocabulary 331: 24 d² + 4 s d FLOPs a token and layer, 2 d v for the head."""
+    model, batch = zoo.build("gpt2-tiny")
+    tokens, width, length, vocabulary = 4 * 32, 48, 32, 331
+    per_token = 2 * (24 * width**2 + 4 * length * width) + 2 * width * vocabulary
+    found = profile(model, batch, hardware=H200)
+    assert found.forward_flops == tokens * per_token
+    attention = 2 * 4 * length * width
+    assert found.backward_flops == tokens * (2 * (per_token - attention) + attention * 5 // 2)
+
+
+BYTES = {
+    "mm": (lambda x: x @ torch.empty(5, 7), 4 * (12 * 5 + 5 * 7 + 12 * 7)),
+    "addmm": (lambda x: torch.addmm(torch.empty(7), x, torch.empty(5, 7)), 4 * (7 + 12 * 5 + 5 * 7 + 12 * 7)),
+    "transposed operand": (lambda x: x.t() @ x, 4 * (60 + 60 + 25)),
+    "softmax": (lambda x: x.softmax(-1), 4 * (60 + 60)),
+    "to bf16": (lambda x: x.to(torch.bfloat16), 4 * 60 + 2 * 60),
+    "layer norm": (lambda x: F.layer_norm(x, (5,)), 4 * (60 + 60 + 12 + 12)),
+    "mean of rows": (lambda x: x.mean(0), 4 * (60 + 5)),
+    "comparison": (lambda x: x > 0, 4 * 60 + 60),
+    "where": (lambda x: torch.where(torch.ones(12, 5, dtype=torch.bool), x, x), 60 + 60 + 4 * 60 * 3),
+    "gathered columns": (lambda x: x.index_select(1, torch.tensor([0, 2])), 4 * (24 + 24)),
+    "convolution": (lambda x: F.conv1d(x[None], torch.empty(3, 12, 2)), 4 * (60 + 72 + 12)),
+    "cross entropy": (
+        lambda x: F.cross_entropy(x, torch.zeros(12, dtype=torch.long)),
+        4 * (60 + 60) + (4 * 60 + 8 * 12 + 4 + 4) + 8 * 12,
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "moved"), BYTES.values(), ids=BYTES)
+def test_bytes_read_and_written_by_hand(call, moved):
+    x = torch.randn(12, 5)
+    with Sum() as found:
+        call(x)
+    assert found.moved == moved

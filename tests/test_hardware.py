@@ -164,12 +164,17 @@ def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> No
     begin = time.monotonic()
     cluster = hardware.calibrate(2, quick=True, progress=told.append)
     assert time.monotonic() - begin < 60
-    assert told == ["matrix products", "convolutions", "memory", "collectives"]
+    assert told == ["matrix products", "convolutions", "memory", "kernels", "collectives"]
     cluster.to_json(tmp_path / "here.json")
     assert hardware.resolve(str(tmp_path / "here.json")) == cluster
     assert cluster.num_devices == 2
     assert cluster.fingerprint == hardware.resolve("cpu:2").fingerprint
     device = cluster.device
+    assert {"mm fp32", "bmm fp32", "convolution fp32", "attention_causal fp32", "gelu fp32", "mul_ fp32"} <= set(
+        device.kernels
+    )
+    assert all(row[-1] > 1e6 for rows in device.kernels.values() for row in rows)
+    assert device.overheads.module_s > 0
     assert set(device.flops_per_s) == {"fp64", "fp32", "bf16", "fp16"}
     assert 1e8 < device.flops_per_s["fp64"] < device.flops_per_s["fp32"] < 1e13
     assert 1e8 < device.bandwidth_bytes_per_s < 1e12

@@ -9,23 +9,29 @@ from html.parser import HTMLParser
 
 import plotly.graph_objects as go
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import report_samples as samples
 from tests.report_samples import MIB
 from trainwright.artifacts import MemoryPoint, ModuleCost, OpPlan, ParamPlan, UserError
 from trainwright.reports.decisions import decision_rows
-from trainwright.reports.html import write_plan, write_profile
+from trainwright.reports.fold import folded_rows
+from trainwright.reports.html import write_plan
+from trainwright.reports.html_profile import write_profile
 from trainwright.reports.memory_figures import breakdown_figure, memory_figure, thinned
-from trainwright.reports.module_figures import treemap_figure
+from trainwright.reports.module_figures import modules_figure
+from trainwright.reports.peak_figures import peak_figure, peak_parts
+from trainwright.reports.question_figures import fit_figure, sweep_figure
 from trainwright.reports.recipe_figures import measured_figure, peaks_figure, step_times_figure
 from trainwright.reports.terminal import (
     cluster_table,
     compare_table,
     plan_table,
-    profile_table,
     report_table,
     rows_table,
 )
+from trainwright.reports.terminal_profile import profile_table
 from trainwright.reports.tree import module_rows
 from trainwright.reports.units import format_bytes, format_flops, format_s
 
@@ -198,12 +204,91 @@ def test_a_budget_far_above_the_peak_does_not_flatten_the_chart() -> None:
 
 
 def test_the_treemap_adds_up() -> None:
-    figure = treemap_figure(samples.profile().modules)
-    assert set(figure["menu"]) == {"saved bytes", "parameter bytes", "FLOPs", "ops"}
-    assert sum(figure["menu"]["saved bytes"]["values"][0]) == 350 * MIB
+    figure = modules_figure(samples.profile().modules)
+    areas, forms = figure["menus"]
+    assert list(areas) == ["alive at the peak", "time", "FLOPs", "parameter bytes", "saved bytes", "ops"]
+    assert sum(areas["saved bytes"]["values"][0]) == 350 * MIB
+    assert sum(areas["alive at the peak"]["values"][0]) == 900 * MIB
+    assert sum(areas["time"]["values"][0]) == pytest.approx(0.12)
+    assert set(forms) == {"treemap", "icicle"}
     (trace,) = figure["data"]
     assert set(trace["parents"]) - {""} <= set(trace["ids"])
     assert len(set(trace["ids"])) == len(trace["ids"])
+
+
+def test_small_modules_are_one_row_that_says_so() -> None:
+    modules = [ModuleCost(path="", param_bytes=1000, num_params=4)]
+    modules += [
+        ModuleCost(path=f"m{place}", param_bytes=size, num_params=1) for place, size in enumerate([5, 900, 4, 91])
+    ]
+    modules += [ModuleCost(path="m0.inner", param_bytes=5)]
+    rows = folded_rows(module_rows(modules))
+    assert [row.name for row in rows] == ["", "m1", "m3", "(3 smaller)"]
+    assert rows[-1].num_folded == 3
+    assert rows[-1].cost.param_bytes == 9, "the one inside of another is not counted twice"
+    assert [row.name for row in folded_rows(module_rows(modules[:3]))] == ["", "m0", "m1"], "one row is not folded"
+
+
+def test_siblings_are_sorted_within_their_parent() -> None:
+    costs = {"": 100, "a": 30, "a.x": 10, "a.y": 20, "b": 70}
+    modules = [ModuleCost(path=path, forward_flops=cost, param_bytes=-cost) for path, cost in costs.items()]
+    rows = folded_rows(module_rows(modules), "flops")
+    assert [row.label for row in rows] == ["", "b", "a", "a.y", "a.x"]
+    with pytest.raises(UserError, match="memory, time, flops, params; got 'size'"):
+        folded_rows(module_rows(modules), "size")
+    with pytest.raises(UserError, match="add --hardware"):
+        folded_rows(module_rows(modules), "time")
+
+
+@given(st.data())
+def test_the_parts_of_the_peak_are_all_of_it(data: st.DataObject) -> None:
+    """Random trees in which each module holds what those in it hold, and something of its own."""
+    paths = [""]
+    for _ in range(data.draw(st.integers(0, 12))):
+        above = data.draw(st.sampled_from(paths))
+        paths.append(f"{above}.m{len(paths)}".strip("."))
+    own = {
+        path: data.draw(st.dictionaries(st.sampled_from(["param", "saved", "x"]), st.integers(1, 99))) for path in paths
+    }
+    modules = []
+    for path in paths:
+        inside = [own[each] for each in paths if each == path or not path or each.startswith(f"{path}.")]
+        alive = {key: sum(each.get(key, 0) for each in inside) for key in ("param", "saved", "x")}
+        modules.append(ModuleCost(path=path, num_ops=len(modules), at_peak_bytes=alive))
+    parts = peak_parts(modules, limit=data.draw(st.integers(1, 14)))
+    for key in ("param", "saved", "x"):
+        assert sum(part.alive[key] for part in parts) == modules[0].at_peak_bytes[key]
+    assert [part.num_bytes for part in parts] == sorted((part.num_bytes for part in parts), reverse=True)
+    assert len({part.label for part in parts}) == len(parts)
+
+
+def test_the_table_answers_what_was_asked() -> None:
+    text = profile_table(samples.asked_profile(), depth=2)
+    for part in ("does NOT fit into 800 MiB: 100 MiB too much", "batch size 3", "-25.0 %", "not tried: gradient"):
+        assert part in text, part
+    assert "largest batch size that fits: 3" in text
+    lines = [line.split() for line in text.splitlines() if line.strip()[:2] in ("3 ", "4 ")]
+    assert [line[-1] for line in lines] == ["yes", "no"]
+    fits = samples.fit().model_copy(update={"fits": True, "budget_bytes": 1000 * MIB, "remedies": ()})
+    assert "fits into 1000 MiB: 100 MiB to spare" in profile_table(samples.profile(fit=fits))
+    none = samples.fit().model_copy(update={"remedies": samples.fit().remedies[:1], "largest_that_fits": {}})
+    text = profile_table(samples.profile(fit=none, sweep=samples.sweep()))
+    assert "trainwright plan" in text
+    assert "no size that was tried fits" in text
+
+
+def test_the_table_says_what_it_leaves_out() -> None:
+    text = profile_table(samples.profile(), depth=1)
+    assert "blocks of equal cost" in text
+    assert "--depth 2" in text
+    assert "1 rows of" not in text, "nothing is folded here"
+
+
+def test_a_narrow_terminal_gets_fewer_columns(monkeypatch) -> None:
+    wide = profile_table(samples.profile())
+    monkeypatch.setattr("trainwright.reports.terminal_profile.width", lambda: 80)
+    assert "ModuleList" in wide
+    assert "ModuleList" not in profile_table(samples.profile())
 
 
 def test_plotly_accepts_every_figure() -> None:
@@ -212,7 +297,13 @@ def test_plotly_accepts_every_figure() -> None:
         memory_figure(samples.timeline(), 900 * MIB, 1000 * MIB),
         memory_figure([], 0, None),
         breakdown_figure({"param": 3, "elsewhere": 4}),
-        treemap_figure(samples.profile().modules),
+        modules_figure(samples.profile().modules),
+        *_forms(modules_figure(samples.profile().modules)),
+        peak_figure(samples.profile().modules),
+        peak_figure([]),
+        fit_figure(samples.profile(), samples.fit()),
+        sweep_figure(samples.sweep(), 800 * MIB),
+        sweep_figure(samples.sweep()[:1], None),
         step_times_figure(samples.comparison()),
         peaks_figure(samples.comparison(), 1000 * MIB),
         measured_figure(samples.report()),
@@ -221,6 +312,12 @@ def test_plotly_accepts_every_figure() -> None:
         go.Figure(data=figure["data"], layout=figure["layout"])
     with pytest.raises(ValueError, match="stackgrup"):
         go.Figure(data=[{**figures[0]["data"][0], "stackgrup": 1}])
+
+
+def _forms(figure):
+    """The figure in each form that its buttons give it."""
+    (trace,) = figure["data"]
+    return [{**figure, "data": [{**trace, "type": form}]} for form in figure["menus"][1]]
 
 
 def test_the_infeasible_are_hatched_with_the_reason() -> None:
@@ -263,7 +360,7 @@ def test_the_data_of_a_page_is_json(tmp_path) -> None:
 
 
 def _pages(tmp_path):
-    write_profile(samples.profile(), tmp_path / "profile.html")
+    write_profile(samples.asked_profile(), tmp_path / "profile.html")
     write_plan(
         samples.plan(),
         tmp_path / "plan.html",

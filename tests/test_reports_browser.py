@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import report_samples as samples
-from trainwright.reports.html import write_plan, write_profile
+from trainwright.reports.html import write_plan
+from trainwright.reports.html_profile import write_profile
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -28,6 +29,7 @@ def browser() -> Iterator[object]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     write_profile(samples.profile(), folder / "profile.html")
+    write_profile(samples.asked_profile(), folder / "asked.html")
     write_plan(
         samples.plan(),
         folder / "plan.html",
@@ -37,7 +39,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         report=samples.report(),
         explanation=samples.explanation(),
     )
-    return {name: folder / f"{name}.html" for name in ("profile", "plan")}
+    return {name: folder / f"{name}.html" for name in ("profile", "asked", "plan")}
 
 
 class Opened:
@@ -63,9 +65,9 @@ class Opened:
         self.page.close()
 
 
-@pytest.mark.parametrize("width", [1200, 800])
+@pytest.mark.parametrize("width", [1200, 480])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("name", "num_charts"), [("profile", 2), ("plan", 6)])
+@pytest.mark.parametrize(("name", "num_charts"), [("profile", 4), ("asked", 6), ("plan", 6)])
 def test_every_chart_is_drawn_and_nothing_complains(browser, pages, name, num_charts, scheme, width) -> None:
     with Opened(browser, pages[name], width, scheme) as opened:
         drawn = opened.page.eval_on_selector_all(
@@ -111,6 +113,65 @@ def test_the_buttons_change_what_the_treemap_shows(browser, pages) -> None:
         opened.page.get_by_text("100 MiB").first.wait_for()
         assert opened.page.get_by_role("button", name="parameter bytes").get_attribute("aria-pressed") == "true"
         assert opened.page.get_by_role("button", name="saved bytes").get_attribute("aria-pressed") == "false"
+        assert opened.problems == []
+
+
+def test_treemap_and_icicle_are_two_forms_of_one_chart(browser, pages) -> None:
+    with Opened(browser, pages["asked"]) as opened:
+        opened.page.get_by_role("button", name="time", exact=True).click()
+        opened.page.get_by_role("button", name="icicle").click()
+        opened.page.locator(".iciclelayer .slice").first.wait_for()
+        assert opened.page.locator(".treemaplayer .slice").count() == 0
+        opened.page.locator(".iciclelayer").get_by_text("120 ms").wait_for()
+        pressed = opened.page.locator("button[aria-pressed=true]").all_text_contents()
+        assert pressed == ["time", "icicle"], "each group of buttons has one that is pressed"
+        assert opened.problems == []
+
+
+def test_hovering_a_module_at_the_peak_names_category_and_size(browser, pages) -> None:
+    with Opened(browser, pages["profile"]) as opened:
+        place = opened.page.locator(".chart").nth(2)
+        place.scroll_into_view_if_needed()
+        bar = place.locator(".bars .point path").first.bounding_box()
+        opened.page.mouse.move(bar["x"] + bar["width"] / 2, bar["y"] + bar["height"] / 2)
+        opened.page.locator(".hoverlayer").get_by_text(" MiB of ").first.wait_for()
+        assert opened.problems == []
+
+
+def test_the_budget_and_the_largest_that_fits_are_told(browser, pages) -> None:
+    with Opened(browser, pages["asked"]) as opened:
+        opened.page.get_by_text("does not fit into 800 MiB").wait_for()
+        opened.page.get_by_text("The largest that fits: 3.").wait_for()
+        opened.page.get_by_text("budget 800 MiB").first.wait_for()
+        assert opened.page.get_by_text("--batch-size 3").is_visible()
+        assert opened.problems == []
+
+
+def test_a_line_of_the_sweep_can_be_hidden(browser, pages) -> None:
+    with Opened(browser, pages["asked"]) as opened:
+        place = opened.page.locator(".chart").nth(1)
+        assert place.locator(".scatterlayer .trace").count() == 3
+        place.locator(".legendtoggle").nth(1).click()
+        opened.page.wait_for_function("document.querySelectorAll('.chart')[1].data[1].visible === 'legendonly'")
+        assert place.locator(".scatterlayer .trace").count() == 2
+        assert opened.problems == []
+
+
+def test_the_hottest_ops_sort_by_any_column(browser, pages) -> None:
+    with Opened(browser, pages["asked"]) as opened:
+        table = opened.page.locator("table.sortable").last
+
+        def first_ops() -> list[str]:
+            return [text.split("<")[0].strip() for text in table.locator("tbody tr td:first-child").all_text_contents()]
+
+        assert first_ops() == ["mm", "mul"]
+        table.get_by_text("calls").click()
+        assert first_ops() == ["mul", "mm"], "the most calls first"
+        table.get_by_text("calls").click()
+        assert first_ops() == ["mm", "mul"], "the fewest first"
+        assert table.locator("th[aria-sort=ascending]").text_content() == "calls"
+        table.get_by_text("bytes moved").press("Enter")
+        assert first_ops() == ["mul", "mm"], "by keyboard"
         assert opened.problems == []
 
 

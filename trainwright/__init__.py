@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import hardware as _hardware  # imported before the verb of that name, which then stands in its place
-from .artifacts import Cluster, ModelRef, Plan, Profile, Refusal, Report, UserError
+from .artifacts import Cluster, Difference, ModelRef, Plan, Profile, Refusal, Report, UserError, diff
 from .cli.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -57,32 +57,41 @@ def profile(
     loss_fn: LossFn | None = None,
     optimizer: Any = "adamw",
     autocast: str | None = None,
+    accumulate: int = 1,
     hardware: str | Cluster | None = None,
     name: str = "",
+    capture: bool | None = None,
+    run: bool = False,
 ) -> Profile:
-    """Return what one training step of `model` on `batch` costs; no memory is allocated and no kernel run.
+    """Return what one training step of `model` on `batch` costs, whose memory is not taken and which is not run.
 
-    optimizer: a name, or a function from parameters to an optimizer. hardware: predict its time and its differences.
+    optimizer: a name, or a function from parameters to an optimizer. accumulate: micro-batches (each like `batch`) to a
+    step. hardware: predict its time and its differences. capture: can the model be captured, hence planned? None: asked
+    where that is quick. run: if the forward asks for values, run two real steps of a copy instead.
 
     >>> import torch
     >>> found = profile(torch.nn.Linear(4, 2), (torch.ones(3, 4),), loss_fn=lambda out, batch: out.sum())
     >>> found.num_params, found.param_bytes
     (10, 40)
     """
-    from .profiler import profile as run
+    from .profiler import profile as follow
 
     make, label = _optimizer(optimizer)
     cluster = _cluster(hardware) if hardware is not None else None
-    return run(
+    found = follow(
         model,
         batch,
         loss_fn=loss_fn,
         make_optimizer=make,
         optimizer=label,
         autocast=autocast,
+        accumulate=accumulate,
         hardware=cluster,
         name=name,
+        capture=capture,
+        run=run,
     )
+    return _with_extra_passes(found, cluster) if isinstance(optimizer, str) else found
 
 
 def plan(
@@ -166,7 +175,8 @@ def simulate_plan(plan: Plan, model: nn.Module, batch: Any, *, loss_fn: LossFn |
 
     program = _program(model, batch, loss_fn, plan.autocast)
     make, _ = _optimizer(plan.optimizer)
-    return simulate(program, decisions_of(program, plan), make, target=plan.cluster.device.kind, timeline=True)
+    return simulate(program, decisions_of(program, plan), make, target=plan.cluster.device.kind, timeline=True,
+                    optimizer_cost=_optimizer_cost(plan.optimizer))  # fmt: skip
 
 
 def parallelize(model: nn.Module, plan: Plan, weights: Any = None, *, loss_fn: LossFn | None = None, seed: int | None = None
@@ -179,10 +189,12 @@ def parallelize(model: nn.Module, plan: Plan, weights: Any = None, *, loss_fn: L
 
 def verify(model_fn: Callable[[], Any], plan: Plan, *, dtype: str = "float64", seed: int = 0) -> Report:
     """Compare a plan's loss, gradients and peak with one process's; see `trainwright.runtime.verify`."""
+    from . import optim
     from .runtime import verify as run
 
-    make, _ = _optimizer(plan.optimizer)
-    return run(model_fn, plan, dtype=dtype, seed=seed, make_optimizer=make)
+    optim.check_plannable(plan.optimizer)
+    return run(model_fn, plan, dtype=dtype, seed=seed,
+               make_optimizer=lambda params: optim.create(plan.optimizer, params))  # fmt: skip
 
 
 def calibrate(
@@ -252,9 +264,33 @@ def _optimizer(optimizer: Any) -> tuple[Callable[[Any], Any], str]:
     if not isinstance(optimizer, str):
         return optimizer, getattr(optimizer, "__name__", "custom")
     from . import optim
+    from .optim.declared import DeclaredStep
 
-    name = optim.record(optimizer).name
-    return (lambda params: optim.create(name, params)), name
+    entry = optim.record(optimizer)
+    if entry.needs_values:
+        return (lambda params: DeclaredStep(params, entry)), entry.name
+    return (lambda params: optim.create(entry.name, params)), entry.name
+
+
+def _with_extra_passes(found: Profile, cluster: Cluster | None) -> Profile:
+    """Add what the stand-in for a method that reads values did not run: its further passes and its update."""
+    from . import optim
+
+    entry = optim.record(found.optimizer)
+    if not entry.needs_values:
+        return found
+    note = (
+        f"{entry.name} takes {entry.num_passes:.3g} forward and backward passes a step on average; bytes are those of one and of "
+        "what it declares, without the graph of a Hessian-vector product"
+    )
+    update: dict[str, Any] = {"notes": (*found.notes, note)}
+    whole = found.modules[0]
+    if cluster is not None and found.step_s is not None:
+        pass_s = (whole.forward_s or 0.0) + (whole.backward_s or 0.0)
+        moved = 2 * found.param_bytes + found.grad_bytes + 2 * found.optimizer_bytes
+        update_s = moved / cluster.device.bandwidth_bytes_per_s
+        update["step_s"] = found.step_s + (entry.num_passes - 1) * pass_s + update_s
+    return found.model_copy(update=update)
 
 
 def _optimizer_cost(name: str) -> Any:
@@ -282,6 +318,7 @@ def _dtype_name(model: nn.Module) -> str:
 __all__ = [
     "SOLVERS",
     "Cluster",
+    "Difference",
     "ModelRef",
     "Plan",
     "Profile",
@@ -291,6 +328,7 @@ __all__ = [
     "calibrate",
     "check",
     "compare",
+    "diff",
     "explain",
     "full_state_dict",
     "hardware",

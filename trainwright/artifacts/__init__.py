@@ -1,8 +1,9 @@
 """Frozen, validated data that the verbs pass to one another: Profile, Cluster, Plan, Report."""
 
-from .cluster import Cluster, Device, Link, MeshAxis
+from .cluster import Cluster, Device, Link, MeshAxis, Overheads
+from .difference import Difference, diff
 from .plan import BatchEntry, ModelRef, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
-from .profile import MemoryPoint, ModuleCost, Profile
+from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError
 from .report import Report
 
@@ -11,19 +12,26 @@ __all__ = [
     "BatchEntry",
     "Cluster",
     "Device",
+    "Difference",
+    "Fit",
     "Link",
     "MemoryPoint",
     "MeshAxis",
     "ModelRef",
     "ModuleCost",
+    "OpCost",
     "OpPlan",
+    "Overheads",
     "ParamPlan",
     "Plan",
     "Predicted",
     "Profile",
     "Record",
     "Refusal",
+    "Remedy",
     "Report",
     "SolverInfo",
+    "SweepPoint",
     "UserError",
+    "diff",
 ]

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from .record import Artifact, Record, UserError
+
+KernelRow = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=2)]
+"""Sizes, then the work per second that was reached: FLOPs of a product, bytes of anything else."""
+
+
+class Overheads(Record):
+    """What a step takes beyond its kernels as measured, in seconds: for each op of a phase, for each call of a module."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """The engine calls kernels from C++, so that this may be negative."""
+    update_s: float = 0.0
+    module_s: float = 0.0
 
 
 class Device(Record):
@@ -24,6 +37,11 @@ class Device(Record):
     """Device memory, reads and writes together."""
     launch_s: float = Field(ge=0)
     """Floor of one op."""
+    blas_workspace_bytes: int = Field(default=0, ge=0)
+    """What the library of matrix products keeps for each thread that calls it."""
+    kernels: dict[str, tuple[KernelRow, ...]] = {}
+    """Measured kernels, `"mm fp32"`: rows; where there are any, they tell the time instead of the rates above."""
+    overheads: Overheads = Overheads()
 
 
 class Link(Record):

@@ -139,7 +139,9 @@ class Plan(Artifact):
                 rows = [f"  {as_text(name)}: {as_text(_compact(entry))}" for name, entry in value.items()]
                 lines.append(f' "{key}": {{\n' + ",\n".join(rows) + "\n }")
             elif key in ("cluster", "predicted", "solver"):
-                lines.append(f' "{key}": ' + json.dumps(value, ensure_ascii=False, indent=1).replace("\n", "\n "))
+                value, tables = _without_tables(value)
+                text = json.dumps(value, ensure_ascii=False, indent=1).replace("\n", "\n ")
+                lines.append(f' "{key}": {text.replace(_TABLES, tables)}')
             else:
                 lines.append(f' "{key}": {as_text(value)}')
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -166,6 +168,19 @@ class Plan(Artifact):
             problem = error.errors()[0]
             place = ".".join(str(part) for part in problem["loc"])
             raise UserError(f"a valid plan is needed; {where} is not one: {place}: {problem['msg']}") from None
+
+
+_TABLES = '"(tables)"'
+
+
+def _without_tables(value: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Put a mark in place of a cluster's measured kernels, and return them as text, a line a kernel."""
+    device = value.get("device", {})
+    if not device.get("kernels"):
+        return value, ""
+    rows = [f"   {as_text(name)}: {as_text(table)}" for name, table in device["kernels"].items()]
+    marked = {**value, "device": {**device, "kernels": _TABLES.strip('"')}}
+    return marked, "{\n" + ",\n".join(rows) + "\n  }"
 
 
 def _compact(entry: dict[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,8 @@ def _first_problem(error: ValidationError) -> str:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader never sees half of it; `UserError` when that cannot be done."""
+    if path.is_dir():
+        raise UserError(f"a writable path is needed; {path} cannot be written (it is a directory); name a file in it")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf8")

@@ -26,12 +26,21 @@ OUR_ROOT = str(Path(__file__).parent.parent)
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
+NO_MEMORY = (".numpy() is not supported for tensor subclasses", "access data pointer of Tensor")
+"""What torch says where a tensor without memory is asked for its memory."""
 MISCOUNTED = re.compile(r"takes .*positional arguments? but")
+
+
+class ValuesNeeded(UserError):
+    """The forward asks for the data's values (`if x.sum() > 0`, `.item()`), which tensors without memory lack."""
 
 
 @contextmanager
 def explained(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Turn whatever torch.export raises into a `UserError` that names the user's line and a remedy."""
+    """Turn whatever a run on fakes raises into a `UserError` that names the user's line, its module, and a remedy.
+
+    It is a `ValuesNeeded` where the model would run on real tensors.
+    """
     try:
         with _quiet():
             yield
@@ -41,7 +50,7 @@ def explained(model: nn.Module, batch: Any) -> Iterator[None]:
         found = _user_error_within(error)
         if found is not None:
             raise found from None
-        raise UserError(explain(error, model, batch)) from None
+        raise _kind(error)(explain(error, model, batch)) from None
 
 
 @contextmanager
@@ -94,7 +103,7 @@ def _quiet() -> Iterator[None]:
 def explain(error: Exception, model: nn.Module, batch: Any) -> str:
     """Return *what is needed, what was found, what to try* for an export that failed."""
     text = _text(error)
-    where = user_line(error) or type(model).__name__
+    where = (user_line(error) or type(model).__name__) + _in_module(error, model)
     if (
         "unexpected keyword argument" in text
         or ("missing" in text and "required positional argument" in text)
@@ -111,9 +120,14 @@ def explain(error: Exception, model: nn.Module, batch: Any) -> str:
             f"a batch and an output of tensors, tuples, dicts and dataclasses are needed; {_first_line(text)}; "
             "return those, or only the loss"
         )
+    if op := re.search(r"no fake impl registered for <CustomOpDef\(([^)]+)\)>", text):
+        return (
+            f"an op whose result has a known shape is needed; {op[1]}, called at {where}, has no fake implementation; "
+            "register one with torch.library.register_fake"
+        )
     if _is_data_dependent(error, text):
         return (
-            f"a forward whose shapes and branches do not depend on the data's values is needed; {where} does; "
+            f"a forward whose shapes and branches do not depend on the data's values is needed; {where} asks for a value; "
             "use torch.where or masks in place of `if`, `.item()` and boolean indexing"
         )
     return (
@@ -122,11 +136,11 @@ def explain(error: Exception, model: nn.Module, batch: Any) -> str:
     )
 
 
-def data_dependent(stack: str) -> UserError:
+def data_dependent(stack: str) -> ValuesNeeded:
     """The error for an op whose output's shape depends on values, at the source line `stack`."""
-    return UserError(
+    return ValuesNeeded(
         "a forward whose shapes and branches do not depend on the data's values is needed; "
-        f"this line depends: {stack}; "
+        f"{stack} asks for a value; "
         "use torch.where, masks or padding in place of `.item()`, boolean indexing and nonzero"
     )
 
@@ -177,13 +191,30 @@ def innermost_line(stack_trace: str) -> str:
     return f"{theirs[-1][0]}:{theirs[-1][1]} ({theirs[-1][2].strip()})" if theirs else ""
 
 
+def _kind(error: Exception) -> type[UserError]:
+    text = _text(error)
+    return ValuesNeeded if _is_data_dependent(error, text) or "no fake impl registered" in text else UserError
+
+
 def _is_data_dependent(error: BaseException, text: str) -> bool:
     names = {type(each).__name__ for each in _chain(error)}
     return bool(
-        names & {"GuardOnDataDependentSymNode", "DataDependentOutputException", "UserErrorType"}
+        names & {"GuardOnDataDependentSymNode", "UserErrorType"}
+        or any(isinstance(each, private.VALUE_NEEDED) for each in _chain(error))
         or "data-dependent" in text.lower()
         or "unbacked" in text
+        or any(words in text for words in NO_MEMORY)
     )
+
+
+def _in_module(error: BaseException, model: nn.Module) -> str:
+    """Return ` in encoder.layers.3`: the innermost module whose forward was running, by its path in `model`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    running = [frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
+    root = next((module for module in running if type(module) is type(model)), None)  # a copy of the user's
+    paths = {} if root is None else {id(module): path for path, module in root.named_modules()}
+    path = next((paths[id(module)] for module in reversed(running) if id(module) in paths), "")
+    return f" in {path}" if path else ""
 
 
 def _user_error_within(error: BaseException) -> UserError | None:

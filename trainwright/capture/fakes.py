@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import _torch_private as private
 
 FakeMode = private.FakeTensorMode
+_SMALL_BYTES = 16 * 2**20
 
 
 def new_mode() -> FakeMode:
@@ -55,12 +56,18 @@ def _stand_ins(model: nn.Module, mode: FakeMode) -> dict[int, Any]:
         for attribute in vars(module).values():
             # a plain attribute keeps its value: the export lifts it as a constant
             if isinstance(attribute, Tensor) and attribute.device.type != "meta":
-                memo[id(attribute)] = attribute.detach()
+                memo[id(attribute)] = _own(attribute)
             elif isinstance(attribute, Tensor):
                 memo[id(attribute)] = fake_like(attribute, mode)
     for tensor in [*model.parameters(), *model.buffers()]:
         memo[id(tensor)] = fake_like(tensor, mode)
     return memo
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return the tensor's values, cut off from the user's where a forward might count in them (`self.calls += 1`)."""
+    is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+    return tensor.detach().clone() if is_small and tensor.layout is torch.strided else tensor.detach()
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..artifacts import Cluster, Plan, Profile, Refusal, Report
-from ..reports.terminal import cluster_table, compare_table, plan_table, profile_table, report_table
+from ..reports.terminal import cluster_table, compare_table, plan_table, report_table
+from ..reports.terminal_profile import profile_table
 from ..reports.units import format_bytes, format_s
 from .errors import FAILED, OK
 from .model import ModelOptions

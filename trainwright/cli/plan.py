@@ -12,6 +12,7 @@ import typer
 from ..artifacts import Plan, Refusal, UserError
 from ..hardware import resolve
 from ..reports.terminal import compare_table
+from ..reports.units import format_s
 from .errors import FAILED, OK
 from .model import ModelOptions, takes_model
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
@@ -133,8 +134,23 @@ def _ask_for_plan(question: _Question) -> _Found:
     if not fitting:
         raise next(refusal for refusal in plans.values() if isinstance(refusal, Refusal))
     best = min(fitting, key=lambda plan: plan.predicted.step_s)
-    beside = compare_table(plans) + "\n" if len(plans) > 1 else ""
-    return _Found(beside + best.table(), best.to_json, best)
+    if len(plans) == 1:
+        return _Found(best.table(), best.to_json, best)
+    best = best.model_copy(update={"notes": (*best.notes, _why_this(best, plans))})
+    return _Found(compare_table(plans) + "\n" + best.table(), best.to_json, best)
+
+
+def _why_this(best: Plan, plans: Mapping[str, Plan | Refusal]) -> str:
+    """Say which optimizer was chosen, and what the others would have cost."""
+    others = [
+        f"{name} {format_s(found.predicted.step_s)}" if isinstance(found, Plan) else f"{name} does not fit"
+        for name, found in plans.items()
+        if found is not best and not (isinstance(found, Plan) and found.optimizer == best.optimizer)
+    ]
+    return (
+        f"{best.optimizer} was chosen for its step, {format_s(best.predicted.step_s)}, the fastest that fits; "
+        f"{', '.join(others)}; steps to a loss are not compared"
+    )
 
 
 def _plan(question: _Question, optimizer: str) -> Plan:

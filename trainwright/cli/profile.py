@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
 
+from ..artifacts import Profile, UserError
+from ..reports.measures import SORTABLE
+from ..reports.units import format_bytes
+from .errors import FAILED, OK
+from .fits import answer_fits
 from .model import ModelOptions, takes_model
-from .output import HtmlOption, JsonOption, answer, quiet_stdout, remarks, status
+from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
+from .sizes import parse_bytes
+from .sweep import Sweep, SweepRun, parse_sweep
+from .variants import Variants
+
+_TRACE_HARDWARE = "cpu:1"
 
 
 @takes_model
@@ -17,25 +28,88 @@ def profile(
     hardware: Annotated[
         str | None, typer.Option(metavar="H", help="One device of it is modelled and the step's time predicted.")
     ] = None,
+    accumulate: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches to a step, each the batch.")] = 1,
+    fits: Annotated[
+        str | None, typer.Option(metavar="M", help="Does it fit into 24GiB? If not, what would make it fit?")
+    ] = None,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="WHAT", help="batch-size or seq-len; or with values, batch-size=1,2,4.")
+    ] = None,
     depth: Annotated[int, typer.Option(metavar="N", min=0, help="Levels of modules in the table.")] = 2,
+    sort: Annotated[str | None, typer.Option(metavar="BY", help=f"Sort the modules by {', '.join(SORTABLE)}.")] = None,
     json_path: JsonOption = None,
     html_path: HtmlOption = None,
-) -> None:
-    """Predict memory, FLOPs and, with --hardware, time of a training step. Nothing is run, no memory taken."""
-    with quiet_stdout(), status(f"profiling {model.spec}"):
+    trace_path: Annotated[
+        str | None,
+        typer.Option("--trace", metavar="FILE", help="Write the step for Perfetto; without --hardware, cpu:1's."),
+    ] = None,
+    capture: Annotated[
+        bool | None,
+        typer.Option("--capture/--no-capture", help="Capture the graph that a plan needs; default: where quick."),
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="If the forward asks for the data's values, run two real steps instead.")
+    ] = False,
+) -> int:
+    """Predict memory, FLOPs and, with --hardware, time of a training step. Nothing is run, no memory taken.
+
+    Exit status 1 when --fits is given and the step does not fit.
+    """
+    budget_bytes = None if fits is None else parse_bytes(fits)
+    asked = None if sweep is None else parse_sweep(sweep)
+    if trace_path is not None and hardware is None:
+        hardware = _TRACE_HARDWARE
+        remark(f"note: there is no --hardware; the times are predicted for {hardware}")
+    _check_sort(sort, hardware)
+    with quiet_stdout(), status(f"profiling {model.spec}") as tell:
         import trainwright as tw
 
-        loaded = model.load()
+        loaded = model.load("cpu" if run else "meta")
+        remarks(loaded.notes)
+        how: dict[str, Any] = {"optimizer": optimizer, "autocast": model.autocast, "hardware": hardware, "run": run}
+        how["accumulate"] = accumulate
         found = tw.profile(
-            loaded.model,
-            loaded.batch,
-            loss_fn=loaded.loss_fn,
-            optimizer=optimizer,
-            autocast=model.autocast,
-            hardware=hardware,
-            name=loaded.ref.name,
+            loaded.model, loaded.batch, loss_fn=loaded.loss_fn, name=loaded.ref.name, capture=capture, **how
         )
+        if budget_bytes is not None or asked is not None:
+            say = tell if sys.stderr.isatty() else lambda text: remark(f"profiling with {text}")
+            found = _answered(Variants(model, loaded, found, how, say), budget_bytes, asked)
         if html_path is not None:
             found.to_html(html_path)
-    remarks(loaded.notes)
-    answer(found.table(depth), found.to_json, json_path)
+        if trace_path is not None:
+            found.to_trace(trace_path)
+    answer(found.table(depth, sort), found.to_json, json_path)
+    return _verdict(found)
+
+
+def _answered(variants: Variants, budget_bytes: int | None, asked: Sweep | None) -> Profile:
+    """Return the profile with the answers to `--fits` and `--sweep`."""
+    run = None if asked is None else SweepRun(variants, asked)
+    fit = None if budget_bytes is None else answer_fits(variants, budget_bytes)
+    if fit is not None and run is not None:
+        largest = run.largest_that_fits(fit.budget_bytes)
+        fit = fit.model_copy(update={"largest_that_fits": {} if largest is None else {run.sweep.axis: largest}})
+    points = () if run is None else run.points
+    notes = (*variants.base.notes, *variants.notes)
+    return variants.base.model_copy(update={"fit": fit, "sweep": points, "notes": notes})
+
+
+def _check_sort(sort: str | None, hardware: str | None) -> None:
+    if sort is not None and sort not in SORTABLE:
+        raise UserError(f"--sort needs one of {', '.join(SORTABLE)}; got {sort!r}; choose one of them")
+    if sort == "time" and hardware is None:
+        raise UserError("--sort time needs the hardware whose time is meant; got none; add --hardware H")
+
+
+def _verdict(profile: Profile) -> int:
+    if profile.fit is None or profile.fit.fits:
+        return OK
+    budget_bytes = profile.fit.budget_bytes
+    helping = next(
+        (remedy.name for remedy in profile.fit.remedies if remedy.fits), "`trainwright plan` over several devices"
+    )
+    remark(
+        f"error: a peak of at most {format_bytes(budget_bytes)} is needed; the step's is "
+        f"{format_bytes(profile.peak_bytes)}, {format_bytes(profile.peak_bytes - budget_bytes)} more; try {helping}"
+    )
+    return FAILED

@@ -38,8 +38,11 @@ def train(
     metrics: Annotated[str | None, typer.Option(metavar="F.jsonl", help="Write a line of JSON per step.")] = None,
 ) -> None:
     """Train the model as planned, on processes started here or on the ranks that torchrun started."""
+    from ..optim import check_plannable
+
     _check_checkpoint(checkpoint, checkpoint_every, resume)
     plan = Plan.from_json(plan_path)
+    check_plannable(optimizer or plan.optimizer)
     model = as_planned(plan, model)
     payload = {
         "model": model.payload(),

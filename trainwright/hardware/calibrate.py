@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from ..artifacts import Cluster, Device, Link, UserError
+from ..artifacts import Cluster, Device, Link, Overheads, UserError
 from ..launch import run_processes
 from ..launch.cores import num_cores
 from . import machine
@@ -77,6 +78,13 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
         conv_flops_per_s=_median_by_dtype(ranks, "conv"),
         bandwidth_bytes_per_s=_round(statistics.median(rank["bandwidth"] for rank in ranks)),
         launch_s=_round(statistics.median(rank["launch_s"] for rank in ranks)),
+        kernels=_kernels([rank["kernels"] for rank in ranks]),
+        overheads=Overheads(
+            **{
+                name: _round(statistics.median(rank["overheads"][name] for rank in ranks))
+                for name in ranks[0]["overheads"]
+            }
+        ),
     )
     rows = [row for rank in ranks for row in rank["collectives"]]
     latency_s, bandwidth = fit_ring(rows, num_ranks) if rows else (0.0, device.bandwidth_bytes_per_s)
@@ -98,6 +106,17 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
 
 def _median_by_dtype(ranks: list[dict[str, Any]], what: str) -> dict[str, float]:
     return {dtype: _round(statistics.median(rank[what][dtype] for rank in ranks)) for dtype in ranks[0][what]}
+
+
+def _kernels(tables: list[list[list[Any]]]) -> dict[str, tuple[tuple[float, ...], ...]]:
+    """The median over the ranks of each measured kernel, which also serves one that came up twice."""
+    found: dict[str, dict[tuple[int, ...], list[float]]] = {}
+    for name, dtype, dims, work_per_s in itertools.chain.from_iterable(tables):
+        found.setdefault(f"{name} {dtype}", {}).setdefault(tuple(dims), []).append(work_per_s)
+    return {
+        key: tuple((*dims, _round(statistics.median(values))) for dims, values in rows.items())
+        for key, rows in found.items()
+    }
 
 
 def _source(num_ranks: int, quick: bool) -> str:

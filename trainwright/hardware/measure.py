@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..launch import emit
+from . import kernels
 
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CONV_DTYPES = ("fp64", "fp32", "bf16")
@@ -18,7 +19,8 @@ def measure(quick: bool) -> dict[str, Any]:
     """Return this rank's rates and its timings of collectives; runs on every rank at once, in the group.
 
     `matmul` and `conv`: FLOP/s by dtype; `bandwidth`: bytes read and written per second; `launch_s`: one small op;
-    `collectives`: rows [kind, bytes as in `collectives.seconds`, seconds].
+    `kernels`: rows as `kernels.rates` gives them, and `overheads`; `collectives`: rows [kind, bytes as in
+    `collectives.seconds`, seconds].
     """
     budget_s = 0.06 if quick else 0.6
     emit({"progress": "matrix products"})
@@ -27,9 +29,19 @@ def measure(quick: bool) -> dict[str, Any]:
     conv = {dtype: _conv_rate(_DTYPES[dtype], budget_s) for dtype in _CONV_DTYPES}
     emit({"progress": "memory"})
     bandwidth, launch_s = _bandwidth(budget_s), _launch_s()
+    emit({"progress": "kernels"})
+    beyond, table = kernels.overheads(_seconds), kernels.rates(quick, _seconds)
     emit({"progress": "collectives"})
     rows = list(_collective_rows(quick))
-    return {"matmul": matmul, "conv": conv, "bandwidth": bandwidth, "launch_s": launch_s, "collectives": rows}
+    return {
+        "matmul": matmul,
+        "conv": conv,
+        "bandwidth": bandwidth,
+        "launch_s": launch_s,
+        "kernels": table,
+        "overheads": beyond,
+        "collectives": rows,
+    }
 
 
 def _matmul_rate(dtype: str, quick: bool, budget_s: float) -> float:

@@ -96,6 +96,13 @@ def cpu_cluster(num_processes: int) -> Cluster:
     )
 
 
+# What torch gives cuBLAS where CUBLAS_WORKSPACE_CONFIG is not set: `:4096:2:16:8`, 32 MiB from Hopper on; hipBLAS on an
+# MI300X gets 128 MiB.
+_BLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 2**10
+_HOPPER_BLAS_WORKSPACE_BYTES = 32 * 2**20
+_MI300_BLAS_WORKSPACE_BYTES = 128 * 2**20
+
+
 @dataclass(frozen=True)
 class _Sheet:
     """A vendor's data sheet: dense (not sparse) TFLOP/s by dtype, GB/s; and the memory that a program sees, in GiB."""
@@ -111,6 +118,7 @@ class _Sheet:
     """GB/s of one device's share of its node's network, one direction, as collectives reach it."""
     host: float
     """GB/s from device to pinned host memory, one direction, as copies reach it."""
+    blas_workspace: int = _BLAS_WORKSPACE_BYTES
     matmul_fraction: float = 0.75
     """Of the sheet's rate that large matrix products reach: cuBLAS gets 0.80 at 8192³ in bf16 on an H200."""
 
@@ -127,11 +135,22 @@ _SHEETS = {
     "v100-16gb": _Sheet(15.7, 900, _VOLTA, link=120, link_us=3, network=10, host=11),
     "a100": _Sheet(79.1, 2039, _AMPERE, link=240, link_us=2, network=22, host=22),
     "a100-40gb": _Sheet(39.4, 1555, _AMPERE, link=240, link_us=2, network=22, host=22),
-    "h100": _Sheet(79.1, 3350, _HOPPER, link=360, link_us=2, network=45, host=45),
-    "h100-pcie": _Sheet(
-        79.1, 2000, {"fp64": 51.0, "fp32": 51.0, "bf16": 756.0, "fp16": 756.0}, link=40, link_us=5, network=22, host=45
+    "h100": _Sheet(
+        79.1, 3350, _HOPPER, link=360, link_us=2, network=45, host=45, blas_workspace=_HOPPER_BLAS_WORKSPACE_BYTES
     ),
-    "h200": _Sheet(139.8, 4800, _HOPPER, link=360, link_us=2, network=45, host=45),
+    "h100-pcie": _Sheet(
+        79.1,
+        2000,
+        {"fp64": 51.0, "fp32": 51.0, "bf16": 756.0, "fp16": 756.0},
+        link=40,
+        link_us=5,
+        network=22,
+        host=45,
+        blas_workspace=_HOPPER_BLAS_WORKSPACE_BYTES,
+    ),
+    "h200": _Sheet(
+        139.8, 4800, _HOPPER, link=360, link_us=2, network=45, host=45, blas_workspace=_HOPPER_BLAS_WORKSPACE_BYTES
+    ),
     "b200": _Sheet(
         178.3,
         7700,
@@ -140,6 +159,7 @@ _SHEETS = {
         link_us=2,
         network=45,
         host=50,
+        blas_workspace=_HOPPER_BLAS_WORKSPACE_BYTES,
     ),
     "rtx4090": _Sheet(
         23.6, 1008, {"fp64": 1.3, "fp32": 82.6, "bf16": 165.2, "fp16": 165.2}, link=12, link_us=8, network=11, host=22
@@ -155,6 +175,7 @@ _SHEETS = {
         link_us=4,
         network=45,
         host=45,
+        blas_workspace=_MI300_BLAS_WORKSPACE_BYTES,
         matmul_fraction=0.5,
     ),
 }
@@ -189,6 +210,7 @@ def _sheet_device(name: str, sheet: _Sheet) -> Device:
         flops_per_s=rates,
         bandwidth_bytes_per_s=_BANDWIDTH_FRACTION * sheet.bandwidth * _GIGA,
         launch_s=_GPU_LAUNCH_S,
+        blas_workspace_bytes=sheet.blas_workspace,
     )
 
 

@@ -10,12 +10,95 @@ from typing import Any
 import torch
 
 from ..artifacts import UserError
-from . import torch_optimizers
+from . import (
+    adabelief,
+    adadagrad,
+    adahessian,
+    adam8bit,
+    adan,
+    clipped,
+    diffgrad,
+    frugal_record,
+    grad_norm_newton,
+    lamb8bit,
+    mfac,
+    sgdsai,
+    sophia,
+    sso,
+    torch_optimizers,
+)
+from .adabelief import AdaBelief
+from .adadagrad import AdAdaGrad, AdAdaGradNorm
+from .adahessian import AdaHessian
+from .adam8bit import Adam8bit, AdamW8bit, SGD8bit
+from .adan import Adan
+from .base import Method, how_keywords
+from .clipped import ClippedAdam, ClippedSGD
+from .diffgrad import DiffGrad
+from .eight_bit import eight_bit_groups
+from .frugal import FRUGAL
+from .grad_norm_newton import GradNormSmoothNewton
+from .lamb8bit import LAMB8bit
+from .mfac import MFAC
+from .mfac_inverse import MFACInverse, pruning_stages
 from .record import ExtraPass, OptimizerRecord, StateTensor
+from .sgdsai import SGDSaI
+from .sharpness import directional_sharpness
+from .sophia import SophiaG, SophiaH, sampled_cross_entropy
+from .sso import SSO
 
-__all__ = ["ExtraPass", "OptimizerRecord", "StateTensor", "create", "names", "record", "table"]
+__all__ = [
+    "FRUGAL",
+    "MFAC",
+    "SSO",
+    "AdAdaGrad",
+    "AdAdaGradNorm",
+    "AdaBelief",
+    "AdaHessian",
+    "Adam8bit",
+    "AdamW8bit",
+    "Adan",
+    "ClippedAdam",
+    "ClippedSGD",
+    "DiffGrad",
+    "ExtraPass",
+    "GradNormSmoothNewton",
+    "LAMB8bit",
+    "MFACInverse",
+    "OptimizerRecord",
+    "SGD8bit",
+    "SGDSaI",
+    "SophiaG",
+    "SophiaH",
+    "StateTensor",
+    "check_plannable",
+    "create",
+    "directional_sharpness",
+    "eight_bit_groups",
+    "names",
+    "pruning_stages",
+    "record",
+    "sampled_cross_entropy",
+    "table",
+]
 
-_RECORDS = {entry.name: entry for entry in torch_optimizers.records()}
+_OWN = (
+    adabelief.RECORD,
+    adan.RECORD,
+    diffgrad.RECORD,
+    *adadagrad.RECORDS,
+    *adam8bit.RECORDS,
+    *clipped.RECORDS,
+    frugal_record.RECORD,
+    lamb8bit.RECORD,
+    sgdsai.RECORD,
+    adahessian.RECORD,
+    grad_norm_newton.RECORD,
+    mfac.RECORD,
+    *sophia.RECORDS,
+    sso.RECORD,
+)
+_RECORDS = {entry.name: entry for entry in (*torch_optimizers.records(), *_OWN)}
 
 
 def create(name: str, params: Iterable[Any], lr: float | None = None, **options: Any) -> torch.optim.Optimizer:
@@ -30,11 +113,11 @@ def create(name: str, params: Iterable[Any], lr: float | None = None, **options:
     0.9
     """
     entry = record(name)
-    accepted = inspect.signature(entry.cls).parameters
+    accepted = _accepted(entry.cls)
     if unknown := [key for key in options if key not in accepted]:
         known = ", ".join(key for key in accepted if key not in ("params", "lr"))
         raise UserError(f"an option of {entry.name} is needed; got {', '.join(unknown)}; it knows {known}")
-    one_by_one = {key: False for key in ("foreach", "fused") if key in accepted}
+    one_by_one: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in accepted}
     given = {} if lr is None else {"lr": lr}
     try:
         return entry.cls(params, **{**one_by_one, **entry.defaults, **given, **options})
@@ -56,13 +139,30 @@ def record(name: str) -> OptimizerRecord:
     raise UserError(f"the name of an optimizer is needed; got {name!r}; {advice}")
 
 
+def check_plannable(name: str) -> None:
+    """Raise `UserError` where the optimizer `name` cannot train a planned model: its step takes more than gradients.
+
+    >>> check_plannable("adamw")
+    """
+    entry = record(name)
+    if entry.needs_loss:
+        passes = " and ".join(map(str, entry.extra_passes))
+        raise UserError(
+            f"an optimizer that steps on gradients alone is needed to run a plan; {entry.name} takes the loss with its graph "
+            f"({passes}), and the collectives of a planned model have no second derivative; take adamw, or call "
+            "its step(closure) in a loop of your own"
+        )
+
+
 def names() -> tuple[str, ...]:
     """Return the names of all optimizers."""
     return tuple(_RECORDS)
 
 
 def table() -> list[dict[str, str]]:
-    """Return a row an optimizer: name, bytes of state per parameter in fp32 and bf16, what it reads, what it does."""
+    """Return a row an optimizer: name, bytes of state per parameter in fp32 and bf16, passes a step, what it reads, what it
+    does, and its paper.
+    """
     shape = (4096, 4096)
     num_params = shape[0] * shape[1]
     return [
@@ -70,12 +170,20 @@ def table() -> list[dict[str, str]]:
             "name": entry.name,
             "state B/param fp32": f"{entry.state_bytes(shape, 'fp32') / num_params:.3g}",
             "state B/param bf16": f"{entry.state_bytes(shape, 'bf16') / num_params:.3g}",
+            "passes": f"{entry.num_passes:.3g}",
             "reads": entry.reads,
             "what it does": entry.summary,
             "paper": entry.paper,
         }
         for entry in _RECORDS.values()
     ]
+
+
+def _accepted(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
+    """Return the names of a class's settings."""
+    own = inspect.signature(cls).parameters
+    shared = how_keywords() if issubclass(cls, Method) else ()
+    return (*(name for name, kind in own.items() if kind.kind is not inspect.Parameter.VAR_KEYWORD), *shared)
 
 
 def _key(name: str) -> str:

@@ -3,29 +3,38 @@
     step        closure, checks, then each group                      `Method.step`
     gather      parameters with gradients → batches of equal step      `Method._batches`
     update      in place on lists of tensors, in the working dtype     `Method._update`, the algorithm
-    write back  where the working copy is not the parameter itself     `_Batch.write_back`
+    write back  where the working copy is not the parameter itself     `Batch.write_back`
 
-The same update runs in three forms: one parameter at a time (`foreach=False`), whole lists (`foreach=True`), or one
-parameter at a time compiled into a single pass over memory (`fused=True`).
+The same update runs in three forms: one parameter at a time (`foreach=False`), whole lists (`foreach=True`; `None` is
+that on a GPU alone), or one parameter at a time compiled into a single pass over memory (`fused=True`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..artifacts import UserError
+from .batch import Batch, Lists, plain, working_dtype
+from .compiled import Update, compiled
 
-Lists = dict[str, list[Tensor]]
-Update = Callable[[list[Tensor], list[Tensor], Lists, Any, Any, dict[str, Any]], None]
-_NARROW = (torch.bfloat16, torch.float16)
+__all__ = [
+    "Lists",
+    "Method",
+    "Tensors",
+    "add_quotients",
+    "check_common",
+    "check_dense",
+    "check_range",
+    "how_keywords",
+    "plain",
+    "working_dtype",
+]
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class Method(torch.optim.Optimizer):
@@ -36,14 +45,25 @@ class Method(torch.optim.Optimizer):
     in place, `grads` may not be written to, `states` holds a list a name, `step` counts from 1 (a float, or a tensor
     without dimensions when compiled or capturable, like `lr`) and `options` is the group's other settings.
     Parameters may be real or complex (taken as pairs of reals), sharded (`DTensor`: each rank updates its shard) and
-    of low precision (updated in fp32, then rounded).
+    of low precision (updated in fp32, then rounded). With `fused` the settings are compiled in, all but lr: a schedule
+    that changes another every step (OneCycleLR's momentum) costs a program a step, and after eight is not compiled. A
+    capturable step takes one parameter after the other, whatever `foreach` says.
     """
 
     _state_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], **how: Any) -> None:
-        """`how`: maximize, foreach, capturable, fused."""
+        """`how`: maximize, foreach, capturable (the step is counted on the parameter's device), fused."""
         super().__init__(params, {**defaults, **_checked_how(how)})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own, each as checked as the constructor's."""
+        settings = {**self.defaults, **param_group} if isinstance(param_group, dict) else self.defaults
+        self._check_settings(settings)
+        super().add_param_group(param_group)
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        """Raise `UserError` for a group's settings out of range."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -60,10 +80,14 @@ class Method(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                _check_gradient(param, type(self).__name__)
+                check_dense(param.grad, type(self).__name__)
+        self._prepare()
         for group in self.param_groups:
             self._step_group(group)
         return loss
+
+    def _prepare(self) -> None:
+        """Read all gradients together, where a method needs that before the first update."""
 
     @staticmethod
     def _update(
@@ -80,124 +104,134 @@ class Method(torch.optim.Optimizer):
         """Return the states that the group's settings call for."""
         return self._state_names
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-        update = _compiled(type(self)._update) if group["fused"] else type(self)._update
-        for batch in self._batches(group):
-            step, lr = batch.step, group["lr"]
-            if group["fused"]:
-                step, lr = _as_scalar(step), _as_scalar(lr)
-            batch.run(update, step, lr, options)
+    def _names_of(self, param: Tensor, group: dict[str, Any]) -> Iterable[str]:
+        """Return the states of one parameter that reach `_update`, and without which it cannot go on."""
+        return self._names(group)
 
-    def _batches(self, group: dict[str, Any]) -> Iterator[_Batch]:
+    def _step_group(self, group: dict[str, Any]) -> None:
+        options = self._options(group)
+        update = self._fused_update() if group["fused"] else type(self)._update
+        for batch in self._batches(group):
+            update(batch.params, batch.grads, batch.states, *_scalars(batch.step, group), options)
+            batch.write_back()
+            del batch  # its working copies go before the next ones come
+
+    def _fused_update(self) -> Update:
+        """Return `_update` as a single pass over memory."""
+        return compiled(type(self)._update)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return what `_update` gets beside the learning rate: the group's settings, and what a method adds."""
+        return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[Batch]:
         """Yield what one update takes: one parameter, or with `foreach` all of one device, dtype and step."""
-        together: dict[Any, _Batch] = defaultdict(_Batch)
-        for index, param in enumerate(group["params"]):
+        together: dict[Any, Batch] = {}
+        for param in group["params"]:
             if param.grad is None:
                 continue
             step = self._advance(param, group)
-            if not group["foreach"]:
-                key: Any = index
+            names = tuple(self._names_of(param, group))
+            if _in_lists(param, group):
+                key = (param.device, param.dtype, step, names)
+                together.setdefault(key, Batch(step)).add(param, self.state[param], names, group)
             else:
-                key = (param.device, param.dtype, step if isinstance(step, float) else None)
-            together[key].add(param, self.state[param], self._names(group), step, group["maximize"])
-            if not group["foreach"]:
-                yield together.pop(key)
-        yield from together.values()
+                alone = Batch(step)
+                alone.add(param, self.state[param], names, group)
+                yield alone
+                del alone
+        for key in list(together):
+            yield together.pop(key)
 
     def _advance(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
         """Count the step of one parameter, from 1; its state is made at its first gradient."""
+        state = self._state_of(param, group)
+        state["step"] += 1
+        # In fp32, 1 - beta2**step would keep four digits.
+        return state["step"].double() if group["capturable"] else state["step"].item()
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[param]
         if not state:
+            new = self._new_state(param, group)
             device = param.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state.update(self._new_state(param, group))
-        state["step"] += 1
-        return state["step"] if group["capturable"] else state["step"].item()
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device=device)
+            state.update(new)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same method, in the dtypes it was saved in; `UserError`, with nothing changed, if not."""
-        self._check_state_dict(state_dict)
-        super().load_state_dict(state_dict)
-        for param, saved in self._saved_states(state_dict):
-            for name, value in saved.items():
-                if isinstance(value, Tensor) and name != "step":
-                    # torch casts floating state to the parameter's dtype, which would round an fp32 state of bf16.
-                    self.state[param][name] = value.detach().clone().to(device=param.device)
+        given: dict[str, Any] = {}
 
-    def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for param, key in zip(group["params"], saved["params"], strict=True):
+        def check(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+            self._check_state_dict(found)
+            given.update(found)
+            # torch would cast every tensor to its parameter's dtype, which rounds fp32 and widens bytes.
+            return {**found, "state": {}}
+
+        last = self.register_load_state_dict_pre_hook(check)  # sees what earlier hooks made of it
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        for group, param, saved in self._saved_states(given):
+            self.state[param] = {name: _restored(name, value, param, group) for name, value in saved.items()}
+
+    def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
+        """Yield the group (as saved, with its defaults), the parameter and the state of each that has one."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            for param, key in zip(group["params"], saved["params"]):
                 if key in state_dict["state"]:
-                    yield param, state_dict["state"][key]
+                    yield {**self.defaults, **saved}, param, state_dict["state"][key]
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        owner = type(self).__name__
         if {"state", "param_groups"} - set(state_dict):
             raise UserError(
-                f"{type(self).__name__} needs a state dict with `state` and `param_groups`; got {sorted(state_dict)}; "
+                f"{owner} needs a state dict with `state` and `param_groups`; got {sorted(state_dict)}; "
                 "give what state_dict() returned"
             )
-        known = {"step", *self._state_keys()}
-        for saved in state_dict["state"].values():
-            if strange := sorted(set(saved) - known):
+        for group, param, state in self._saved_states(state_dict):
+            self._check_state(param, group, state)
+        for saved in state_dict["param_groups"]:
+            if unset := sorted(set(self.defaults) - set(_HOW) - set(saved)):
                 raise UserError(
-                    f"{type(self).__name__} needs its own state, {', '.join(sorted(known))}; got {', '.join(strange)}; "
-                    "load it into the optimizer that saved it"
+                    f"{owner} needs groups with its own settings; {', '.join(unset)} is missing; "
+                    "load the state into the optimizer that saved it"
                 )
-            if missing := sorted(set(self._state_names) - set(saved)):
-                raise UserError(
-                    f"{type(self).__name__} needs its own state; {', '.join(missing)} is missing; "
-                    "load a state saved by the same optimizer with the same options"
-                )
+
+    def _check_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
+        owner, known = type(self).__name__, {"step", *self._state_keys()}
+        if strange := sorted(set(saved) - known):
+            raise UserError(
+                f"{owner} needs its own state, {', '.join(sorted(known))}; got {', '.join(strange)}; "
+                "load it into the optimizer that saved it"
+            )
+        if missing := sorted({"step", *self._names_of(param, group)} - set(saved)):
+            raise UserError(
+                f"{owner} needs its own state; {', '.join(missing)} is missing; "
+                "load a state saved by the same optimizer with the same options"
+            )
 
     def _state_keys(self) -> tuple[str, ...]:
         """Return every key that a parameter's state may have beside `step`."""
         return self._state_names
 
 
-@dataclass
-class _Batch:
-    """Tensors that one update takes, and where its results go back."""
+def add_quotients(params: Tensors, numerators: Tensors, denominators: Tensors, scale: float | Tensor) -> None:
+    """params ← params + scale · numerators / denominators, in one pass where `scale` is a number.
 
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    states: Lists = field(default_factory=dict)
-    step: float | Tensor = 0.0
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """(parameter, its working copy), where they differ."""
-
-    def add(self, param: Tensor, state: dict[str, Tensor], names: tuple[str, ...], step: Any, maximize: bool) -> None:
-        assert param.grad is not None
-        own, grad, dtype = plain(param), plain(param.grad), working_dtype(param.dtype)
-        working = _real(own)
-        if working.dtype != dtype and not own.is_complex():
-            working = own.to(dtype)
-            self.copies.append((own, working))
-        grad = _real(grad).to(working.dtype)
-        self.params.append(working)
-        self.grads.append(-grad if maximize else grad)
-        for name in names:
-            self.states.setdefault(name, []).append(_real(plain(state[name])))
-        self.step = step
-
-    def run(self, update: Update, step: Any, lr: Any, options: dict[str, Any]) -> None:
-        update(self.params, self.grads, self.states, step, lr, options)
-        for param, working in self.copies:
-            param.copy_(working)
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """Return the shard that this rank holds of a `DTensor`, sharing its memory; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a parameter is updated and its state kept: fp32 at least.
-
-    >>> working_dtype(torch.bfloat16), working_dtype(torch.float64)
-    (torch.float32, torch.float64)
+    >>> params = [torch.ones(2)]
+    >>> add_quotients(params, [torch.tensor([1.0, 2.0])], [torch.full((2,), 4.0)], -2.0)
+    >>> params
+    [tensor([0.5000, 0.0000])]
     """
-    return torch.float32 if dtype in _NARROW else dtype
+    if isinstance(scale, Tensor):
+        updates = torch._foreach_div(numerators, denominators)
+        torch._foreach_mul_(updates, scale)
+        torch._foreach_add_(params, updates)
+    else:
+        torch._foreach_addcdiv_(params, numerators, denominators, scale)
 
 
 def check_range(owner: str, **values: tuple[Any, str, Callable[[Any], bool]]) -> None:
@@ -226,60 +260,55 @@ def check_common(
         check_range(owner, **{f"betas[{index}]": (beta, "in [0, 1)", lambda value: 0.0 <= value < 1.0)})
 
 
-_HOW = {"maximize": False, "foreach": False, "capturable": False, "fused": False}
+_HOW: dict[str, bool | None] = {"maximize": False, "foreach": None, "capturable": False, "fused": False}
 _NOT_OPTIONS = {"params", "lr", "initial_lr", "param_names", *_HOW}
+
+
+def how_keywords() -> tuple[str, ...]:
+    """Return the keywords that every method takes beside its own settings."""
+    return tuple(_HOW)
+
+
+def _in_lists(param: Tensor, group: dict[str, Any]) -> bool:
+    """Whether the parameter is updated together with others: not while steps are counted where no one reads them."""
+    if group["fused"] or group["capturable"]:
+        return False
+    return bool(param.is_cuda if group["foreach"] is None else group["foreach"])
 
 
 def _checked_how(how: dict[str, Any]) -> dict[str, Any]:
     if unknown := set(how) - set(_HOW):
         raise TypeError(f"unexpected option {', '.join(sorted(unknown))}; there are {', '.join(_HOW)}")
-    chosen = {name: bool(how.get(name)) for name in _HOW}
+    chosen = {name: default if how.get(name) is None else bool(how[name]) for name, default in _HOW.items()}
     if chosen["foreach"] and chosen["fused"]:
         raise UserError("one form of the step is needed; got foreach=True and fused=True; choose one")
     return chosen
 
 
-def _check_gradient(param: Tensor, owner: str) -> None:
-    if param.grad is not None and param.grad.layout is not torch.strided:
+def check_dense(grad: Tensor | None, owner: str) -> None:
+    """Raise `UserError` for a sparse gradient."""
+    if grad is not None and grad.layout is not torch.strided:
         raise UserError(
-            f"{owner} needs dense gradients; got layout {param.grad.layout}; use sparse=False in the embedding, "
+            f"{owner} needs dense gradients; got layout {grad.layout}; use sparse=False in the embedding, "
             "or torch.optim.SparseAdam for its weight"
         )
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _restored(name: str, value: Any, param: Tensor, group: dict[str, Any]) -> Any:
+    """Return a saved value as it was, on the device where it is kept."""
+    if not isinstance(value, Tensor):
+        return value
+    on_host = name == "step" and not group["capturable"]
+    return value.detach().clone().to(device="cpu" if on_host else param.device)
 
 
-def _as_scalar(value: Any) -> Tensor:
-    """A tensor without dimensions, so that a new value is no new program."""
+def _scalars(step: float | Tensor, group: dict[str, Any]) -> tuple[Any, Any]:
+    """Return step and learning rate as tensors where a new value may be no new program, else as numbers."""
+    lr = group["lr"]
+    if group["fused"]:
+        return _as_tensor(step), _as_tensor(lr)
+    return step, lr.item() if isinstance(lr, Tensor) and not group["capturable"] else lr
+
+
+def _as_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-
-
-@functools.cache
-def _compiled(update: Update) -> Update:
-    return _by_flat_tensors(torch.compile(update, dynamic=True))
-
-
-def _by_flat_tensors(update: Update) -> Update:
-    """Give the compiled update flat views, so that one program serves tensors of every shape."""
-
-    def run(
-        params: list[Tensor], grads: list[Tensor], states: Lists, step: Any, lr: Any, options: dict[str, Any]
-    ) -> None:
-        if not all(
-            tensor.is_contiguous() for tensor in (*params, *grads, *(t for own in states.values() for t in own))
-        ):
-            return update(params, grads, states, step, lr, options)
-        flat = [tensor.view(-1) for tensor in params]
-        update(
-            flat,
-            [tensor.view(-1) for tensor in grads],
-            {name: [tensor.view(-1) for tensor in own] for name, own in states.items()},
-            step,
-            lr,
-            options,
-        )
-        return None
-
-    return run

@@ -12,10 +12,14 @@ from typing import Any, Literal
 
 import torch
 
+from .batch import working_dtype
+
 Shape = tuple[int, ...]
 Options = Mapping[str, Any]
 Temporaries = Callable[[Shape, int, Options], int]
 Reads = Literal["element", "block", "row", "matrix", "model"]
+_PASSES = {"forward": 1 / 3, "gradient": 1.0, "hessian_vector": 2.0}
+"""What a pass costs, in forward and backward passes: a backward is two forwards, a product two gradients."""
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,13 +33,21 @@ class StateTensor:
     dtype: torch.dtype | None = None
     """`None`: the parameter's own, or for a `number` what torch keeps numbers in."""
     number: bool = False
+    wide: bool = False
+    """Kept in fp32 where the parameter is bf16 or fp16."""
 
     def num_bytes(self, shape: Shape, dtype: torch.dtype, options: Options) -> int:
         """Return the bytes kept for one parameter."""
         own = self.shape(shape, options)
+        return 0 if own is None else math.prod(own) * self.dtype_for(dtype).itemsize
+
+    def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the tensor's dtype for a parameter of `dtype`."""
         if self.number:
             dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        return 0 if own is None else math.prod(own) * (self.dtype or dtype).itemsize
+        if self.wide:
+            dtype = working_dtype(dtype)
+        return self.dtype or dtype
 
 
 @dataclass(frozen=True)
@@ -46,13 +58,19 @@ class ExtraPass:
     count: int = 1
     every: int = 1
 
+    def __str__(self) -> str:
+        what = f"{self.count} more {self.kind.replace('_', '-')} pass{'es' if self.count > 1 else ''}"
+        return f"{what} every {self.every} steps" if self.every > 1 else f"{what} a step"
+
 
 @dataclass(frozen=True)
 class OptimizerRecord:
     """An optimizer's class and what it declares.
 
     `reads` is the largest piece of a parameter that one updated element depends on, hence where a shard may be cut:
-    `element` anywhere, `row` between rows, `matrix` not within the last two dims, `model` not at all.
+    `element` anywhere, `block` between blocks of 256 consecutive elements, `row` between rows, `matrix` not within the
+    last two dims, `model` not at all. A number summed or counted over the whole model is no such piece: the method adds
+    it up over the ranks itself.
     """
 
     name: str
@@ -65,9 +83,31 @@ class OptimizerRecord:
     """Keywords given to `cls` unless the user says otherwise."""
     reads: Reads = "element"
     extra_passes: tuple[ExtraPass, ...] = ()
+    whole_state: bool = False
+    """Whether the state of a piece that a shard cuts is kept whole on every rank."""
     paper: str = ""
     departs: str = ""
     """Where it departs from the paper."""
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether a step takes the loss with its graph from a closure, and not gradients alone."""
+        return bool(self.extra_passes)
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether a step cannot be followed on shapes alone: it takes the loss, or reads numbers of the whole model."""
+        return self.needs_loss or self.reads == "model"
+
+    @property
+    def num_passes(self) -> float:
+        """Forward and backward passes that a step takes on average, a Hessian-vector product counted as two more.
+
+        >>> from trainwright.optim import record
+        >>> record("adamw").num_passes
+        1.0
+        """
+        return 1.0 + sum(_PASSES[extra.kind] * extra.count / extra.every for extra in self.extra_passes)
 
     def state_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
         """Return the bytes that the optimizer keeps for a parameter of `shape`, from its first step on.
@@ -107,3 +147,30 @@ def per_element(name: str, option: str | None = None) -> StateTensor:
 def scalar(name: str) -> StateTensor:
     """A number kept as a tensor: fp32 whatever the parameter's dtype, fp64 where that is torch's default."""
     return StateTensor(name, lambda shape, options: (), number=True)
+
+
+def kept(name: str, option: str | None = None) -> StateTensor:
+    """A state of the parameter's own shape, in fp32 for bf16 and fp16; with `option`, only where that option is set."""
+    return StateTensor(name, lambda shape, options: shape if option is None or options.get(option) else None, wide=True)
+
+
+STEP = StateTensor("step", lambda shape, options: (), dtype=torch.float32)
+"""The count of steps that every method of ours keeps for each parameter."""
+
+
+def list_temporaries(num_copies: int | Callable[[Options], int]) -> Temporaries:
+    """Temporaries of a method of ours whose update holds `num_copies` of the parameter at once.
+
+    Beside them: of a parameter in bf16 or fp16 the working copies of itself and its gradient, of any other the negated
+    gradient where it is maximised.
+
+    >>> list_temporaries(2)((10,), 4, {}), list_temporaries(2)((10,), 2, {})
+    (80, 160)
+    """
+
+    def temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
+        copies = num_copies(options) if callable(num_copies) else num_copies
+        copies += 2 if element_bytes < 4 else int(bool(options.get("maximize")))
+        return copies * math.prod(shape) * max(element_bytes, 4)
+
+    return temporaries

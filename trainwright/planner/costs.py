@@ -18,7 +18,7 @@ import torch
 
 from ..artifacts import Device, MeshAxis
 from ..capture.groups import Group, Split
-from ..capture.layout import Layout, Slot, fraction, local_shape, slot_range
+from ..capture.layout import REPLICATE, Layout, Slot, fraction, local_shape, slot_range
 from ..capture.program import Op, Tensor
 from ..capture.transition import gradient_layout, step_bytes, transition
 from ..hardware.collectives import seconds
@@ -28,6 +28,18 @@ from ..profiler.saved import Records
 
 class OptimizerCost(Protocol):
     """What the planner asks of an optimizer: `trainwright.optim` records answer it."""
+
+    @property
+    def reads(self) -> str:
+        """The largest piece that one updated element depends on: element, block, row, matrix or model."""
+
+    @property
+    def whole_state(self) -> bool:
+        """Whether the state of a piece that a shard cuts is kept whole on every rank."""
+
+    @property
+    def num_passes(self) -> float:
+        """Forward and backward passes that a step takes on average."""
 
     def state_bytes(self, shape: Sequence[int], dtype: Any) -> int:
         """Bytes that it keeps for a parameter of `shape`."""
@@ -43,6 +55,8 @@ class CostModel:
     device: Device
     axes: tuple[MeshAxis, ...]
     records: Records
+    num_passes: float = 1.0
+    """Forward and backward passes to a step: an optimizer may take more than one."""
     _inner: dict[tuple[Op, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
@@ -69,8 +83,8 @@ class CostModel:
         num_bytes = step_bytes(step, slots, itemsize, self.mesh)
         copy_s = 2 * num_bytes / self.device.bandwidth_bytes_per_s + self.device.launch_s
         if step.kind == "slice":
-            return copy_s / self.mesh[step.axis]
-        return seconds(step.kind, self.axes[step.axis], num_bytes) + copy_s
+            return self.num_passes * copy_s / self.mesh[step.axis]
+        return self.num_passes * (seconds(step.kind, self.axes[step.axis], num_bytes) + copy_s)
 
     def edge_s(self, tensor: Tensor, native: Layout, forward: Layout, gradient: Layout) -> tuple[float, float] | None:
         """Return the seconds (forward, backward) to serve a want from `native`; `None` where no way leads."""
@@ -88,7 +102,8 @@ class CostModel:
         touched, written = self._byte_shares(group, op, split)
         forward_share = written if op.name == "embedding" else touched
         forward = sum(call.seconds(self.device, work, forward_share) for call in record.forward)
-        return forward, sum(call.seconds(self.device, work, touched) for call in record.backward)
+        backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
+        return self.num_passes * forward, self.num_passes * backward
 
     def work_share(self, group: Group, op: Op, split: Split) -> float:
         """Return the share of the op's loop nest that the fullest rank runs."""
@@ -116,18 +131,41 @@ class CostModel:
             return 0.0, 0.0
         key = (op, split)
         if key not in self._inner:
-            self._inner[key] = inner_seconds(self, group, op, split)
+            forward, backward = inner_seconds(self, group, op, split)
+            self._inner[key] = self.num_passes * forward, self.num_passes * backward
         return self._inner[key]
 
     def optimizer_s(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> float:
-        """Return the seconds of the update of one parameter: it reads and writes parameter, gradient and state."""
-        own = self.local_bytes(tensor, layout)
-        state = optimizer.state_bytes(self.local_shape(tensor, layout), tensor.dtype)
+        """Return the seconds of the update of one parameter: it reads and writes parameter, gradient and state.
+
+        Where the layout cuts pieces that the optimizer reads whole, each rank gathers and updates them whole.
+        """
+        pieces = whole_pieces(tensor, layout, optimizer.reads)
+        own = self.local_bytes(tensor, pieces)
+        state = optimizer.state_bytes(self.local_shape(tensor, pieces), tensor.dtype)
         launches = 1 + 4 * (state > own // 2)
-        return (3 * own + 2 * state) / self.device.bandwidth_bytes_per_s + launches * self.device.launch_s
+        update_s = (3 * own + 2 * state) / self.device.bandwidth_bytes_per_s + launches * self.device.launch_s
+        return update_s + self.move_s(tensor, layout, pieces) / self.num_passes
+
+    def state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
+        """Return the bytes of optimizer state that a rank keeps for a parameter."""
+        kept = whole_pieces(tensor, layout, optimizer.reads) if optimizer.whole_state else layout
+        return optimizer.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
+
+    def step_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
+        """Return the peak bytes of a parameter's update: those of the step, and of what it gathers for it."""
+        pieces = whole_pieces(tensor, layout, optimizer.reads)
+        held = optimizer.step_temporary_bytes(self.local_shape(tensor, pieces), tensor.dtype)
+        return held if pieces == layout else held + self.local_bytes(tensor, pieces)
 
     def local_shape(self, tensor: Tensor, layout: Layout) -> tuple[int, ...]:
         return local_shape(tensor.shape, tensor.slots, layout, self.mesh, None)
+
+
+def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:
+    """Return the layout, as little gathered as can be, in which no piece that an optimizer reads is cut."""
+    cut = {"row": 1, "matrix": len(tensor.shape) - 2, "model": 0}.get(reads, len(tensor.shape))
+    return tuple(REPLICATE if at >= 0 and tensor.slots[at].dim >= cut else at for at in layout)
 
 
 class TimedAxes:

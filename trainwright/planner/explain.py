@@ -53,7 +53,8 @@ def explain(plan: Plan, program: Program, key: str | None, optimizer_cost: Optim
     time. It may be free, or even gain time, where memory is what stands against it.
     """
     device = plan.cluster.device
-    costs = CostModel(device, plan.cluster.mesh(tuple(plan.mesh.values())), record(program, device.kind))
+    axes = plan.cluster.mesh(tuple(plan.mesh.values()))
+    costs = CostModel(device, axes, record(program, device.kind), optimizer_cost.num_passes)
     problem = build_problem(program, costs, optimizer_cost)
     decisions = decisions_of(program, plan)
     options = {decision: _add_chosen(decision, decisions) for decision in problem.decisions}

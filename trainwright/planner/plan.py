@@ -88,8 +88,9 @@ class Place:
     @cached_property
     def problem(self) -> Problem:
         """The options and their costs."""
-        costs = CostModel(self.task.cluster.device, self.axes, self.task.records)
-        return build_problem(self.task.program, costs, self.task.optimizer_cost)
+        task = self.task
+        costs = CostModel(task.cluster.device, self.axes, task.records, task.optimizer_cost.num_passes)
+        return build_problem(task.program, costs, task.optimizer_cost)
 
     @cached_property
     def solver(self) -> Solver:
@@ -101,8 +102,9 @@ class Place:
         task = self.task
         target = task.cluster.device.kind
         return simulate(
-            task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads
-        )
+            task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,
+            optimizer_cost=task.optimizer_cost,
+        )  # fmt: skip
 
     def price(self, simulation: Simulation) -> Price:
         """Price what was simulated."""
@@ -285,7 +287,7 @@ def _as_plan(task: Task, solver: str, found: _Found, plan_s: float) -> Plan:
         ),
         params=params,
         modules=modules,
-        notes=(*task.program.captured.notes, *_gathered(task.program), *answer.notes),
+        notes=(*task.program.captured.notes, *_gathered(task.program), *_passes(task), *answer.notes),
     )
 
 
@@ -321,6 +323,17 @@ def _gathered(program: Program) -> tuple[str, ...]:
     if not names:
         return ()
     return (f"no rule describes {', '.join(names)}: every rank runs it on whole, gathered tensors",)
+
+
+def _passes(task: Task) -> tuple[str, ...]:
+    """A note on an optimizer whose step takes more than one forward and backward pass."""
+    num_passes = task.optimizer_cost.num_passes
+    if num_passes == 1.0:
+        return ()
+    return (
+        f"{task.optimizer} takes {num_passes:.3g} forward and backward passes a step on average, which the times count; the "
+        "peak is that of one pass and the declared state, without the graph of a Hessian-vector product",
+    )
 
 
 def _divisor(program: Program, cluster: Cluster) -> int:

@@ -279,11 +279,10 @@ class _Builder:
         return result
 
     def _add_param_option(self, decision: Decision, tensor: Tensor, layout: Layout) -> None:
-        own, shape = self.costs.local_bytes(tensor, layout), self.costs.local_shape(tensor, layout)
         trained = tensor.requires_grad
-        decision.rest_bytes.append(own)
-        decision.state_bytes.append(self.optimizer.state_bytes(shape, tensor.dtype) if trained else 0)
-        decision.step_bytes.append(self.optimizer.step_temporary_bytes(shape, tensor.dtype) if trained else 0)
+        decision.rest_bytes.append(self.costs.local_bytes(tensor, layout))
+        decision.state_bytes.append(self.costs.state_bytes(tensor, layout, self.optimizer) if trained else 0)
+        decision.step_bytes.append(self.costs.step_bytes(tensor, layout, self.optimizer) if trained else 0)
         decision.forward_s.append(0.0)
         decision.backward_s.append(self.costs.optimizer_s(tensor, layout, self.optimizer) if trained else 0.0)
         decision.inner_comm_s.append((0.0, 0.0))

@@ -8,6 +8,7 @@ first, and one step is run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from ..capture.program import Program, Tensor
 from ..capture.reshard import SimulatedCommunicator
 from ..profiler.saved import run_state
 from ..profiler.tracker import MemoryTracker, Target
+from .costs import OptimizerCost, whole_pieces
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -56,14 +58,16 @@ def simulate(
     coords: Sequence[int] | None = None,
     timeline: bool = False,
     num_threads: int | None = None,
+    optimizer_cost: OptimizerCost | None = None,
 ) -> Simulation:
     """Run the step of the rank at `coords` (by default the first, which holds most) and follow its memory.
 
     num_threads: with how many threads the rank's CPU kernels will run, where that is known; their workspaces depend on
-    it.
+    it. optimizer_cost: what the optimizer declares; what it gathers because shards cut the pieces that it reads is counted
+    by that, since the step itself sees one rank's part as if it were whole.
     """
     with _threads(num_threads):
-        return _simulate(program, decisions, make_optimizer, target, coords, timeline)
+        return _simulate(program, decisions, make_optimizer, target, coords, timeline, optimizer_cost)
 
 
 def _simulate(
@@ -73,6 +77,7 @@ def _simulate(
     target: Target,
     coords: Sequence[int] | None,
     timeline: bool,
+    optimizer_cost: OptimizerCost | None,
 ) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
     local = build_local(program, decisions, communicator)
@@ -87,12 +92,17 @@ def _simulate(
             tracker.watch(params, "param")
             tracker.watch([value for tensor, value in sources.items() if tensor.role == "buffer"], "buffer")
             tracker.watch([value for tensor, value in sources.items() if tensor.role in ("input", "const")], "input")
+            gathered = _Gathered.of(local, optimizer_cost)
+            state = torch.empty(gathered.state_bytes, dtype=torch.uint8)
+            tracker.watch([state], "optimizer")
+            _hold_while_stepping(optimizer, gathered.step_bytes)
             _warm_up(optimizer, tracker)
             tracker.reset_peak()
             tracker.keep_timeline = timeline
             communicator.num_bytes.clear()
             communicator.num_calls.clear()
             _step(executor, sources, optimizer, tracker)
+            del state
     return Simulation(
         tracker.peak_bytes,
         tracker.peak_at,
@@ -103,6 +113,32 @@ def _simulate(
         executor,
         tracker.timeline,
     )
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """What the optimizer keeps and holds beyond the rank's own part, where shards cut the pieces that it reads."""
+
+    state_bytes: int = 0
+    step_bytes: int = 0
+
+    @classmethod
+    def of(cls, local: LocalProgram, cost: OptimizerCost | None) -> _Gathered:
+        if cost is None:
+            return cls()
+        mesh, coords = local.communicator.mesh, local.communicator.coords
+        state = step = 0
+        for tensor, index in local.sources.items():
+            own = local.values[index].layout
+            whole = whole_pieces(tensor, own, cost.reads)
+            if tensor.role != "param" or not tensor.requires_grad or whole == own:
+                continue
+            shapes = [local_shape(tensor.shape, tensor.slots, layout, mesh, coords) for layout in (whole, own)]
+            if cost.whole_state:
+                state += cost.state_bytes(shapes[0], tensor.dtype) - cost.state_bytes(shapes[1], tensor.dtype)
+            more, less = (cost.step_temporary_bytes(shape, tensor.dtype) for shape in shapes)
+            step = max(step, math.prod(shapes[0]) * tensor.dtype.itemsize + more - less)
+        return cls(max(0, state), max(0, step))
 
 
 @contextmanager
@@ -142,6 +178,12 @@ def _fake_sources(local: LocalProgram) -> dict[Tensor, Any]:
         value = torch.empty(shape, dtype=tensor.dtype)
         sources[tensor] = nn.Parameter(value, tensor.requires_grad) if tensor.role == "param" else value
     return sources
+
+
+def _hold_while_stepping(optimizer: torch.optim.Optimizer, num_bytes: int) -> None:
+    held: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: held.append(torch.empty(num_bytes, dtype=torch.uint8)))
+    optimizer.register_step_post_hook(lambda *_: held.clear())
 
 
 def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 _STEP = "trainwright::step"
+_FORWARD = "trainwright::forward"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class AllocatorRecord:
     num_steps: int
     num_missed_frees: int
     """Blocks that another thread released unrecorded, found when their address was handed out again."""
+    kept_bytes: tuple[int, ...] = ()
+    """Of each marked forward (`ForwardMarks`), in order: what it allocated and was still alive at its end."""
 
     @property
     def peak_delta_bytes(self) -> int:
@@ -60,6 +64,26 @@ class AllocatorRecord:
         before = [event.live_bytes for event in self.events if event.step < index]
         during = [event.live_bytes for event in self.events if event.step == index]
         return max([before[-1] if before else 0, *during])
+
+
+class ForwardMarks:
+    """The observer of a `reference_step` that is measured: it marks the forward in the allocator's records.
+
+    >>> weight = torch.ones(100, requires_grad=True)
+    >>> def step():
+    ...     with ForwardMarks().phase("forward"):
+    ...         kept = weight.exp().sin()
+    ...     kept.sum().backward()
+    >>> measure(step, num_steps=1).kept_bytes
+    (800,)
+    """
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """Return what to run a phase under."""
+        return torch.profiler.record_function(_FORWARD) if name == "forward" else nullcontext()
+
+    def mark_forward_end(self) -> None:
+        """Do nothing: the phase's own end is the mark."""
 
 
 def measure(step: Callable[[], Any], num_steps: int = 2) -> AllocatorRecord:
@@ -104,7 +128,7 @@ def _trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf8"))["traceEvents"]
-    return [event for event in events if event.get("name") in ("[memory]", _STEP)]
+    return [event for event in events if event.get("name") in ("[memory]", _STEP, _FORWARD)]
 
 
 def _replay(trace: list[dict[str, Any]], num_steps: int) -> AllocatorRecord:
@@ -112,19 +136,38 @@ def _replay(trace: list[dict[str, Any]], num_steps: int) -> AllocatorRecord:
     starts = sorted(event["ts"] for event in trace if event["name"] == _STEP and event.get("ph") == "X")
     records = [event for event in trace if event["name"] == "[memory]" and event["args"].get("Device Type") == 0]
     records.sort(key=lambda event: (event["ts"], event["args"].get("Ev Idx", 0)))
-    blocks: dict[int, int] = {}
+    blocks: dict[int, tuple[int, float]] = {}
+    forwards = _Forwards(trace, blocks)
     events: list[AllocatorEvent] = []
     live = num_missed = step = 0
     for record in records:
-        num_bytes, address = int(record["args"]["Bytes"]), record["args"]["Addr"]
-        while step + 1 < len(starts) and record["ts"] >= starts[step + 1]:
+        num_bytes, address, time = int(record["args"]["Bytes"]), record["args"]["Addr"], record["ts"]
+        forwards.close(time)
+        while step + 1 < len(starts) and time >= starts[step + 1]:
             step += 1
         if num_bytes >= 0:
-            stale = blocks.pop(address, 0)
+            stale, _ = blocks.pop(address, (0, 0.0))
             num_missed += stale > 0
             live += num_bytes - stale
-            blocks[address] = num_bytes
+            blocks[address] = (num_bytes, time)
         elif address in blocks:
-            live -= blocks.pop(address)
+            live -= blocks.pop(address)[0]
         events.append(AllocatorEvent(num_bytes, live, step))
-    return AllocatorRecord(tuple(events), num_steps, num_missed)
+    forwards.close(float("inf"))
+    return AllocatorRecord(tuple(events), num_steps, num_missed, tuple(forwards.kept_bytes))
+
+
+class _Forwards:
+    """Sums up, at the end of each marked forward, the blocks that it allocated; `blocks` is address → (size, time)."""
+
+    def __init__(self, trace: list[dict[str, Any]], blocks: dict[int, tuple[int, float]]) -> None:
+        marks = [event for event in trace if event["name"] == _FORWARD and event.get("ph") == "X"]
+        self._open = sorted((event["ts"], event["ts"] + event["dur"]) for event in marks)[::-1]
+        self._blocks = blocks
+        self.kept_bytes: list[int] = []
+
+    def close(self, now: float) -> None:
+        """Sum up the forwards that ended before `now`."""
+        while self._open and self._open[-1][1] < now:
+            start, _ = self._open.pop()
+            self.kept_bytes.append(sum(size for size, born in self._blocks.values() if born >= start))

@@ -1,7 +1,8 @@
-"""Where a CPU kernel lays out its result in another way than its fake one says.
+"""Where a CPU kernel lays out its result in another way, or in another type, than its fake one says.
 
 A wrong layout costs a copy further on (`reshape`, `contiguous`) that the real step does not make, or hides one that it
-makes. The entries were found by running each op, fake and real, on all orders of its argument's dims.
+makes. The entries were found by running each op, fake and real, on all orders of its argument's dims. Statistics that
+norms keep for their backward are as wide as their parameters, not as their input.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ aten = torch.ops.aten
 
 def lay_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     """Return the fake result `out` of `func(*args)`, its first tensor laid out as the CPU kernel does it."""
+    if func in _STATISTICS:
+        out = _typed_statistics(args, out, _STATISTICS[func])
+    if func is aten.mkldnn_rnn_layer_backward.default:
+        return (*out[:4], torch.empty_like(out[4]), *out[5:])  # the two biases' gradients do not share memory
     strides_like = _FIRST_OUTPUT.get(func)
     if strides_like is None:
         return out
@@ -27,6 +32,12 @@ def lay_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     if first.stride() == model.stride():
         return out
     return model if isinstance(out, Tensor) else (model, *out[1:])
+
+
+def _typed_statistics(args: tuple[Any, ...], out: Any, parameters: slice) -> Any:
+    """Mean and deviation in the type of the norm's parameters, where it has any."""
+    dtype = next((tensor.dtype for tensor in args[parameters] if tensor is not None), args[0].dtype)
+    return out if dtype is out[1].dtype else (out[0], *(tensor.to(dtype) for tensor in out[1:]))
 
 
 def _contiguous(args: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -60,3 +71,9 @@ _FIRST_OUTPUT: dict[Any, Callable[[tuple[Any, ...], Tensor], Tensor]] = {
     aten.native_batch_norm_backward.default: _image_like(1),
     aten.hardswish_backward.default: _as_argument(0),
 }
+_STATISTICS = {
+    aten.native_layer_norm.default: slice(2, 4),
+    aten.native_batch_norm.default: slice(1, 5),
+    aten.native_group_norm.default: slice(1, 3),
+}
+"""Norms, and where their parameters and running statistics stand among the arguments."""

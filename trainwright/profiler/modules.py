@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +56,30 @@ class ModuleTrace:
             self._enter(self._stack[-1])
 
         return hook
+
+
+def block_patterns(model: nn.Module) -> dict[str, str]:
+    """Map each module's path to one in which the numbers of repeated blocks are `*`.
+
+    Numbered modules are blocks where all of them in one place are of one type; those of a `Sequential` of different
+    ones keep their numbers.
+
+    >>> linear, relu = nn.Linear(2, 2), nn.ReLU()
+    >>> block_patterns(nn.Sequential(nn.Sequential(linear, relu), nn.Sequential(linear, relu)))["1.0"]
+    '*.0'
+    """
+    types = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
+    numbered: dict[str, list[type[nn.Module]]] = defaultdict(list)
+    for path, kind in types.items():
+        above, _, last = path.rpartition(".")
+        if last.isdigit():
+            numbered[above].append(kind)
+    patterns = {"": ""}
+    for path in types:
+        above, _, last = path.rpartition(".")
+        alike = last.isdigit() and len(numbered[above]) > 1 and len(set(numbered[above])) == 1
+        patterns[path] = f"{patterns[above]}.{'*' if alike else last}".lstrip(".")
+    return patterns
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..artifacts import Cluster, Device, ModuleCost, Profile
+from ..artifacts import Cluster, Profile, UserError
 from ..capture.export import as_batch
-from ..capture.export_errors import explained
+from ..capture.export_errors import ValuesNeeded, explained
 from ..capture.fakes import FakeMode, fake_like, faked, new_mode
-from ..ops.flops import flops
-from .modules import ModuleTrace
-from .step import DTYPES, LossFn, reference_step
-from .time import op_seconds
-from .tracker import MemoryTracker
+from .graph import MAX_FORWARD_OPS, not_tried, try_capture
+from .run import MakeOptimizer, Question, Run, tensors_of
+from .step import DTYPES, LossFn
 from .values import KnownValues, keeps_values
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def profile(
@@ -34,17 +30,26 @@ def profile(
     make_optimizer: MakeOptimizer | None = None,
     optimizer: str = "adamw",
     autocast: str | None = None,
+    accumulate: int = 1,
     hardware: Cluster | None = None,
     name: str = "",
+    capture: bool | None = False,
     capture_s: float | None = None,
     timeline: bool = True,
+    run: bool = False,
 ) -> Profile:
     """Predict memory, FLOPs and time of a steady-state training step without running it or taking its memory.
 
-    Two steps of `reference_step` run on fake CPU tensors; the second one is reported. `model` (on any device, meta
+    `reference_step` runs on fake CPU tensors, as the second of a training would. `model` (on any device, meta
     included) and `batch` are not touched. `make_optimizer(params)` defaults to AdamW; `optimizer` is its name in the
-    report. `autocast` is a dtype name (`"bf16"`). With `hardware` the step's time is predicted on one of its devices,
-    and a GPU's differences from the CPU are modelled. `UserError` when the model cannot run without values.
+    report. `autocast` is a dtype name (`"bf16"`); `accumulate` micro-batches like `batch` make one step. With
+    `hardware` the step's time is predicted on one of its devices, and a GPU's differences from the CPU are modelled.
+
+    capture: also capture the model as a graph, as a plan needs it; `capture_s` is then how long that took, and where it
+    fails a note says why. None: where the forward has few enough ops. `capture_s` hands over an earlier capture's time.
+    run: if the model cannot run without values, run two real steps of a copy of it instead, and take their figures.
+
+    Raises `UserError` when the model does not run on the batch; `ValuesNeeded`, with the line, when it asks for values.
 
     >>> costs = profile(nn.Linear(30, 20, bias=False), (torch.zeros(10, 30),), loss_fn=lambda out, batch: out.sum())
     >>> costs.num_params, costs.forward_flops, costs.backward_flops
@@ -54,158 +59,106 @@ def profile(
     """
     start = time.perf_counter()
     device = hardware.device if hardware is not None else None
-    mode = new_mode()
-    batch = as_batch(batch)
-    with faked(model, mode) as copy, explained(model, batch):
-        run = _Run(copy.train(), _fake_batch(batch, mode), loss_fn, autocast, device, timeline)
-        with KnownValues(mode):
-            run.go(make_optimizer or _adamw)
+    make = make_optimizer or _adamw
+    question = Question(model, as_batch(batch), loss_fn, autocast, accumulate, device, timeline)
+    found, notes = _followed(question, make, run)
+    profile_s = time.perf_counter() - start
+    if capture or (capture is None and capture_s is None):
+        capture_s, note = _captured(question, found, is_asked=bool(capture))
+        notes += note
     return Profile(
         model=name or type(model).__name__,
         dtype=_dtype_name(model),
         optimizer=optimizer,
         target=device.name if device is not None else "cpu",
         num_params=sum(param.numel() for param in model.parameters()),
-        grad_bytes=run.grad_bytes,
-        optimizer_bytes=run.optimizer_bytes,
-        param_bytes=run.static["param"],
-        buffer_bytes=run.static["buffer"],
-        saved_bytes=run.tracker.saved_bytes,
-        peak_bytes=run.tracker.peak_bytes,
-        peak_at=run.tracker.peak_at,
-        forward_flops=run.costs.total("forward", "heavy"),
-        backward_flops=run.costs.total("backward", "heavy"),
-        other_flops=run.costs.total(None, "other"),
-        num_ops=run.tracker.num_ops,
-        step_s=run.costs.step_s if device is not None else None,
+        grad_bytes=found.grad_bytes,
+        optimizer_bytes=found.optimizer_bytes,
+        param_bytes=found.static["param"],
+        buffer_bytes=found.static["buffer"],
+        saved_bytes=found.tracker.saved_bytes,
+        peak_bytes=found.tracker.peak_bytes,
+        peak_at=found.tracker.peak_at,
+        breakdown=found.breakdown(),
+        reserved_bytes=found.reserved_bytes,
+        forward_flops=found.totals.total("forward", "heavy"),
+        backward_flops=found.totals.total("backward", "heavy"),
+        other_flops=found.totals.total(None, "other"),
+        num_ops=found.tracker.num_ops,
+        step_s=found.totals.step_s if device is not None else None,
         capture_s=capture_s,
-        profile_s=time.perf_counter() - start,
-        modules=run.modules(),
-        timeline=tuple(run.tracker.timeline),
-        notes=() if autocast is None else (f"autocast to {autocast}",),
+        profile_s=profile_s,
+        modules=found.modules(),
+        ops=found.totals.hottest(found.model),
+        timeline=found.timed_timeline(),
+        notes=tuple(notes),
     )
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What the calls of one module (not those below it) cost in one phase."""
-
-    heavy: int = 0
-    other: int = 0
-    num_ops: int = 0
-
-
-class _Costs:
-    """FLOPs, ops and seconds, by module and phase."""
-
-    def __init__(self, device: Device | None) -> None:
-        self.device = device
-        self.clear()
-
-    def clear(self) -> None:
-        self.tallies: dict[tuple[str, str], _Tally] = defaultdict(_Tally)
-        self.step_s = 0.0
-
-    def add(self, phase: str, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        heavy, other = flops(func, args, kwargs, out)
-        tally = self.tallies[phase, path]
-        tally.heavy += heavy
-        tally.other += other
-        tally.num_ops += 1
-        if self.device is not None:
-            self.step_s += op_seconds(self.device, func, args, kwargs, out)
-
-    def total(self, phase: str | None, what: str) -> int:
-        return sum(getattr(tally, what) for key, tally in self.tallies.items() if phase in (None, key[0]))
+def _followed(question: Question, make_optimizer: MakeOptimizer, may_run: bool) -> tuple[Run, list[str]]:
+    """Return the step as it was followed, and what a reader of its figures has to know."""
+    notes = [] if question.autocast is None else [f"autocast to {question.autocast}"]
+    if question.accumulate > 1:
+        notes.append(f"{question.accumulate} micro-batches, each like the batch, before the update")
+    try:
+        found = _on_fakes(question, make_optimizer)
+    except ValuesNeeded as error:
+        if not may_run:
+            raise ValuesNeeded(f"{error}; or say run=True (--run), which runs two real steps on this machine") from None
+        found = _for_real(question, make_optimizer)
+        notes.append(f"found by running two real steps, since {_found(error)}; a step on other data may differ")
+    return found, notes + _notes_on_values(found.values)
 
 
-class _Run:
-    """The two fake steps of one profile, and what they left behind."""
-
-    def __init__(self, model, batch, loss_fn, autocast, device: Device | None, timeline: bool) -> None:
-        self.model, self.batch, self.loss_fn, self.autocast = model, batch, loss_fn, autocast
-        self.costs = _Costs(device)
-        self.tracker = MemoryTracker(device.kind if device else "cpu", on_op=self._on_op)
-        self.timeline = timeline
-        self.trace = ModuleTrace(model, self._enter)
-        self.static: dict[str, int] = {}
-        self.grad_bytes = self.optimizer_bytes = 0
-        self.saved_by_path: dict[str, int] = {}
-
-    def go(self, make_optimizer: MakeOptimizer) -> None:
-        optimizer = make_optimizer(self.model.parameters())
-        with self.tracker:
-            self.tracker.watch(_tensors(self.batch), "input")
-            self.tracker.watch(self.model.parameters(), "param")
-            self.tracker.watch(self.model.buffers(), "buffer")
-            self.static = self.tracker.live_breakdown
-            self._step(optimizer)
-            self.tracker.reset_peak()
-            self.tracker.keep_timeline = self.timeline
-            self.costs.clear()
-            self._step(optimizer)
-
-    def modules(self) -> tuple[ModuleCost, ...]:
-        """Return each module's cost, all below it included, in the model's order."""
-        below = _Rollup(self.costs.tallies, self.saved_by_path)
-        return tuple(
-            ModuleCost(
-                path=path,
-                type=type(module).__name__,
-                num_params=sum(param.numel() for param in module.parameters()),
-                param_bytes=sum(param.numel() * param.element_size() for param in module.parameters()),
-                saved_bytes=below.saved[path],
-                forward_flops=below.flops["forward", path],
-                backward_flops=below.flops["backward", path],
-                num_ops=below.num_ops[path],
-            )
-            for path, module in self.model.named_modules()
+def _notes_on_values(values: KnownValues | None) -> list[str]:
+    notes = []
+    if values is not None and values.num_drawn:
+        notes.append(
+            f"{values.num_drawn} single random numbers were drawn, on which the forward may branch (dropped layers); "
+            "another step may take other branches"
         )
-
-    # What the step tells its observer
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self._enter("")
-        with self.tracker.phase(name):
-            yield
-
-    def mark_forward_end(self) -> None:
-        self.tracker.mark_forward_end()
-        self.saved_by_path = self.tracker.saved_by_path()
-
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        reference_step(self.model, optimizer, self.batch, self.loss_fn, autocast=self.autocast, observer=self)
-        alive = self.tracker.live_breakdown
-        self.grad_bytes, self.optimizer_bytes = alive["grad"], alive["optimizer"]
-
-    def _enter(self, path: str) -> None:
-        self.tracker.path = path
-
-    def _on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self.costs.add(self.tracker.current_phase, self.tracker.path, func, args, kwargs, out)
+    if values is not None and values.num_stood_in:
+        notes.append(f"the optimizer asked for {values.num_stood_in} numbers that only a real step has; taken as 1")
+    return notes
 
 
-class _Rollup:
-    """Sums over each module and all below it."""
-
-    def __init__(self, tallies: dict[tuple[str, str], _Tally], saved: dict[str, int]) -> None:
-        self.flops: dict[tuple[str, str], int] = defaultdict(int)
-        self.num_ops: dict[str, int] = defaultdict(int)
-        self.saved: dict[str, int] = defaultdict(int)
-        for (phase, path), tally in tallies.items():
-            for above in _ancestors(path):
-                self.flops[phase, above] += tally.heavy
-                self.num_ops[above] += tally.num_ops
-        for path, num_bytes in saved.items():
-            for above in _ancestors(path):
-                self.saved[above] += num_bytes
+def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:
+    mode = new_mode()
+    model, batch = question.model, question.batch
+    with faked(model, mode) as stand_in, explained(model, batch):
+        values = KnownValues(mode)
+        found = Run(replace(question, model=stand_in.train(), batch=_fake_batch(batch, mode)), values)
+        with values:
+            found.go(make_optimizer)
+    return found
 
 
-def _ancestors(path: str) -> list[str]:
-    """Return the path and all above it: `a.b` → `a.b`, `a`, and the root (empty)."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+def _for_real(question: Question, make_optimizer: MakeOptimizer) -> Run:
+    """Run a copy of the model: the user's weights, batch and random numbers stay as they are."""
+    tensors = [*question.model.parameters(), *question.model.buffers(), *tensors_of(question.batch)]
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        raise UserError(
+            "a model and a batch with values are needed to run them; some are on the meta device; build them on the cpu"
+        )
+    with torch.random.fork_rng(), explained(question.model, question.batch):
+        model = copy.deepcopy(question.model).train()
+        found = Run(replace(question, model=model, batch=_own_batch(question.batch)))
+        found.go(make_optimizer, rehearse=False)
+    return found
+
+
+def _found(error: ValuesNeeded) -> str:
+    """The middle of *what is needed; what was found; what to try*."""
+    needed, _, rest = str(error).partition("; ")
+    return rest.partition("; ")[0] or needed
+
+
+def _captured(question: Question, found: Run, is_asked: bool) -> tuple[float | None, list[str]]:
+    num_forward = found.totals.total("forward", "num_ops")
+    if not is_asked and num_forward > MAX_FORWARD_OPS:
+        return None, [not_tried(num_forward)]
+    seconds, reason = try_capture(question.model, question.batch, question.loss_fn, question.autocast)
+    return seconds, [] if reason is None else [reason]
 
 
 def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -225,14 +178,15 @@ def _fake_batch(value: Any, mode: FakeMode) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _own_batch(value: Any) -> Any:
+    """Return a copy of the batch, its tensors' values included."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _own_batch(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)([_own_batch(item) for item in value])
+    return value
 
 
 def _dtype_name(model: nn.Module) -> str:

@@ -20,7 +20,9 @@ from ..capture.local import Decisions, Instruction, LocalProgram, build_local
 from ..capture.program import Op, Program, Tensor
 from ..capture.reshard import SimulatedCommunicator
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
-from .time import rate
+from ..ops.kernels import Kernel, kernel_of
+from .kernel_time import table_of
+from .time import dtype_name, rate
 from .tracker import MemoryTracker, Target
 
 
@@ -32,9 +34,14 @@ class CallCost:
     num_bytes: int
     dtype: torch.dtype
     convolution: bool = False
+    kernel: Kernel | None = None
 
     def seconds(self, device: Device, flop_share: float, byte_share: float) -> float:
-        """Return the roofline time of a rank's share of the call."""
+        """Return the time of a rank's share of the call: its share of the kernel's where that was measured, or a roofline."""
+        if device.kernels and self.kernel is not None:
+            whole_s = table_of(device).seconds(self.kernel, dtype_name(self.dtype))
+            if whole_s is not None:
+                return whole_s * (flop_share if self.flops else byte_share)
         rates = device.conv_flops_per_s if self.convolution and device.conv_flops_per_s else device.flops_per_s
         compute_s = self.flops * flop_share / rate(rates, self.dtype) if self.flops else 0.0
         return max(compute_s, self.num_bytes * byte_share / device.bandwidth_bytes_per_s) + device.launch_s
@@ -191,7 +198,8 @@ class _Counter:
         heavy, _ = flops(func, args, kwargs, out)
         first = next((t for t in (out, *(out if isinstance(out, (tuple, list)) else ()), *args) if _is_float(t)), None)
         dtype = torch.float32 if first is None else first.dtype
-        self.calls.append(CallCost(heavy, bytes_moved(func, args, out), dtype, is_convolution(func)))
+        kernel = kernel_of(func, args, kwargs, out)
+        self.calls.append(CallCost(heavy, bytes_moved(func, args, out), dtype, is_convolution(func), kernel))
 
 
 def _is_float(value: Any) -> bool:

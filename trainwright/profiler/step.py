@@ -31,6 +31,7 @@ def reference_step(
     loss_fn: LossFn | None = None,
     *,
     autocast: str | None = None,
+    accumulate: int = 1,
     observer: Observer | None = None,
 ) -> Tensor:
     """Run one training step as an ordinary script would, and return the loss (its graph is spent).
@@ -39,20 +40,27 @@ def reference_step(
     the optimizer is done, as they do in a script. `batch` is a dict (`model(**batch)`) or a tuple (`model(*batch)`);
     the loss is `loss_fn(output, batch)`, `output.loss`, `output["loss"]`, or a scalar returned.
 
+    With `accumulate` above 1, `batch` is one micro-batch, run that many times before the update, its loss divided by
+    their number; what one of them put out lives until the next one's takes its name.
+
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> reference_step(model, optimizer, (torch.ones(3, 2),), lambda out, batch: out.sum()).shape
     torch.Size([])
     """
+    if accumulate < 1:
+        raise UserError(f"a number of micro-batches of 1 or more is needed; got {accumulate}; leave it out for one")
     optimizer.zero_grad(set_to_none=True)
-    with _phase(observer, "forward"):
-        with _autocast(autocast):
-            out = model(**batch) if isinstance(batch, Mapping) else model(*as_batch(batch))
-            loss = _scalar(find_loss(out) if loss_fn is None else loss_fn(out, batch))
-        if observer is not None:
-            observer.mark_forward_end()
-    with _phase(observer, "backward"):
-        loss.backward()
+    for _ in range(accumulate):
+        with _phase(observer, "forward"):
+            with _autocast(autocast):
+                out = model(**batch) if isinstance(batch, Mapping) else model(*as_batch(batch))
+                loss = _scalar(find_loss(out) if loss_fn is None else loss_fn(out, batch))
+                loss = loss if accumulate == 1 else loss / accumulate
+            if observer is not None:
+                observer.mark_forward_end()
+        with _phase(observer, "backward"):
+            loss.backward()
     with _phase(observer, "update"):
         optimizer.step()
     return loss

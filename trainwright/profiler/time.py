@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..artifacts import Device
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
+from ..ops.kernels import kernel_of
+from .kernel_time import table_of
 
 _RATE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NARROWER = {"fp16": "bf16", "bf16": "fp16"}
@@ -30,6 +32,12 @@ def op_seconds(
     """
     if moves_nothing(func):
         return 0.0
+    if device.kernels:
+        measured_s = table_of(device).seconds(
+            kernel_of(func, args, kwargs, out), dtype_name(dtype or _dtype_of(out) or _dtype_of(args))
+        )
+        if measured_s is not None:
+            return measured_s
     heavy, other = flops(func, args, kwargs, out)
     compute_s = 0.0
     if heavy or other:
@@ -52,6 +60,11 @@ def rate(rates: dict[str, float], dtype: torch.dtype) -> float:
     if not known:
         raise ValueError("a device needs a rate in `flops_per_s` for at least one dtype; got none")
     return min(known)
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Return the name under which rates of this dtype stand."""
+    return _RATE_NAMES.get(dtype, "fp32") if dtype is not None else "fp32"
 
 
 def _dtype_of(value: Any) -> torch.dtype | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,10 @@ from torch import Tensor
 
 from ..artifacts import MemoryPoint
 from ..capture._torch_private import TorchDispatchMode
+from .caching import CachingAllocator
+from .generator_states import seen_generator_states
+from .gpu_workspace import gpu_workspace_bytes
+from .values import DEVICE_OF
 from .workspace import output_bytes, workspace_bytes
 
 Target = Literal["cpu", "gpu"]
@@ -40,6 +44,8 @@ class _Storage:
     category: str
     phase: int
     """The phase (counted from 0) in which it appeared."""
+    born: int
+    """The op, counted from 1, that made it."""
     path: str
     reference: Any
     """The weak reference whose callback ends the entry; it must live as long as the entry."""
@@ -74,6 +80,8 @@ class MemoryTracker(TorchDispatchMode):
         if target not in ("cpu", "gpu"):
             raise ValueError(f"a target is cpu or gpu; got {target!r}")
         self.target: Target = target
+        self.allocator: CachingAllocator | None = None
+        """Hears of every allocation and release, where set."""
         self.path = ""
         """The module that is running, set by the caller; it names the peak and each storage's origin."""
         self.live_bytes = 0
@@ -90,7 +98,15 @@ class MemoryTracker(TorchDispatchMode):
         self._by_category = dict.fromkeys(CATEGORIES, 0)
         self._ignored: set[int] = set()
         self._peak_call: tuple[str, Any, str] = ("", None, "")
+        self._peak_workspace = 0
+        self._changes: list[tuple[str, str, int]] = []
+        """With the timeline: module, category and bytes of each change since `_base`."""
+        self._base: dict[tuple[str, str], int] = {}
+        self._num_changes_at_peak = self._peak_op = 0
+        self._saved_at_peak: dict[str, int] = {}
+        """By module, what was `other` at a peak in the forward and turned out to be saved."""
         self._hooks: list[Any] = []
+        self._generator_states = ExitStack()
 
     # What the caller says
 
@@ -112,6 +128,17 @@ class MemoryTracker(TorchDispatchMode):
                     self._count(storage, category)
         self._raise_peak(0, None)
 
+    def hold(self, num_bytes: int) -> None:
+        """Count what a library allocates once and keeps, such as a workspace."""
+        key = -1 - len(self._storages)
+        num_bytes = self._rounded(num_bytes)
+        self._storages[key] = _Storage(num_bytes, "other", len(self._phases) - 1, self.num_ops, "", None)
+        self.live_bytes += num_bytes
+        self._by_category["other"] += num_bytes
+        self._note("", "other", num_bytes)
+        if self.allocator is not None:
+            self.allocator.allocate(key, num_bytes)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Mark what runs inside as `forward`, `backward` or `update`; what `update` leaves is optimizer state."""
@@ -126,6 +153,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def mark_forward_end(self) -> int:
         """Say that the forward has ended; return its `saved_bytes`: what it allocated and is still alive."""
+        self._count_as_saved_since_birth()
         self._move_born_in_phase("other", "saved")
         born = len(self._phases) - 1
         self.saved_bytes = sum(entry.num_bytes for entry in self._storages.values() if entry.phase == born)
@@ -135,7 +163,17 @@ class MemoryTracker(TorchDispatchMode):
         """Forget the peak, the timeline and the count of ops so far: the next step is measured by itself."""
         self.num_ops = self.peak_bytes = 0
         self.timeline = []
+        self._changes, self._base = [], self._by_place()
         self._raise_peak(0, None)
+
+    def place(self, tensors: Iterable[Tensor], path: str) -> None:
+        """Say which module `tensors` belong to, where that is not the one that was running when they appeared."""
+        for storage in (storage for tensor in tensors for storage in _storages(tensor)):
+            entry = self._storages.get(id(storage))
+            if entry is not None:
+                self._note(entry.path, entry.category, -entry.num_bytes)
+                entry.path = path
+                self._note(entry.path, entry.category, entry.num_bytes)
 
     # What the tracker answers
 
@@ -145,7 +183,7 @@ class MemoryTracker(TorchDispatchMode):
         phase, func, path = self._peak_call
         if func is None:
             return phase
-        return f"{phase}: {_op_name(func)}" + (f" in {path}" if path else "")
+        return f"{phase}: {op_name(func)}" + (f" in {path}" if path else "")
 
     @property
     def live_breakdown(self) -> dict[str, int]:
@@ -160,9 +198,23 @@ class MemoryTracker(TorchDispatchMode):
                 totals[entry.path] = totals.get(entry.path, 0) + entry.num_bytes
         return totals
 
+    def peak_by_place(self) -> dict[tuple[str, str], int]:
+        """Return what is alive at the peak by (module, category); the timeline must have been kept since `reset_peak`."""
+        totals = dict(self._base)
+        for path, category, num_bytes in self._changes[: self._num_changes_at_peak]:
+            totals[path, category] = totals.get((path, category), 0) + num_bytes
+        for path, num_bytes in self._saved_at_peak.items():
+            totals[path, "other"] -= num_bytes
+            totals[path, "saved"] = totals.get((path, "saved"), 0) + num_bytes
+        place = (self._peak_call[2], "other")
+        totals[place] = totals.get(place, 0) + self._peak_workspace
+        return {place: num_bytes for place, num_bytes in totals.items() if num_bytes}
+
     # The dispatch mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE_OF and (device := getattr(args[0], "fake_device", None)) is not None:
+            return device
         kwargs = kwargs or {}
         if func.namespace in _NOT_OPS:
             return func(*args, **kwargs)
@@ -173,7 +225,7 @@ class MemoryTracker(TorchDispatchMode):
         is_new = self._count_outputs(out)
         if self.target == "cpu":
             self._correct(out, output_bytes(func, args, out))
-        workspace = workspace_bytes(func, args, kwargs, out) if self.target == "cpu" else 0
+        workspace = self._workspace(func, args, kwargs, out)
         if (is_new or workspace) and not self._is_in_place_without_tracker(func, args):
             self._raise_peak(workspace, func)
         if self.keep_timeline:
@@ -182,11 +234,22 @@ class MemoryTracker(TorchDispatchMode):
             self._on_op(func, args, kwargs, out)
         return out
 
+    def __enter__(self):
+        self._generator_states.enter_context(seen_generator_states(self._note_new))
+        return super().__enter__()
+
     def __exit__(self, *exc_info):
+        self._generator_states.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         return super().__exit__(*exc_info)
+
+    def _note_new(self, tensor: Tensor) -> None:
+        """Count a tensor of the host that did not come through the dispatcher."""
+        if self.target == "cpu":
+            self._count_new(tensor)
+            self._raise_peak(0, None)
 
     def _is_in_place_without_tracker(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether the engine, which allocates here because a dispatch mode is on, would else write in place.
@@ -199,6 +262,15 @@ class MemoryTracker(TorchDispatchMode):
             return False
         return isinstance(args[0], Tensor) and not args[0]._is_view()
 
+    def _workspace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+        if self.target == "cpu":
+            return workspace_bytes(func, args, kwargs, out)
+        num_bytes = gpu_workspace_bytes(func, args, out)
+        if num_bytes and self.allocator is not None:
+            self.allocator.allocate("workspace", num_bytes)
+            self.allocator.free("workspace")
+        return num_bytes
+
     def _count_outputs(self, out: Any) -> bool:
         if isinstance(out, Tensor):
             return self._count_new(out)
@@ -208,6 +280,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _count_new(self, tensor: Tensor) -> bool:
         is_new = False
+        if self.target == "gpu" and self.current_phase == "update" and tensor.dim() == 0 and type(tensor) is Tensor:
+            return False  # an optimizer's counters stay on the host
         for storage in _storages(tensor):
             if id(storage) not in self._storages and id(storage) not in self._ignored:
                 is_new = self._count(storage, "other")
@@ -223,9 +297,13 @@ class MemoryTracker(TorchDispatchMode):
         num_bytes = self._rounded(storage.nbytes())
         # The id stays with the storage for its whole life, and the callback ends the entry before it can be reused.
         reference = weakref.ref(storage, lambda _: self._release(key))
-        self._storages[key] = _Storage(num_bytes, category, len(self._phases) - 1, self.path, reference)
+        phase = len(self._phases) - 1
+        self._storages[key] = _Storage(num_bytes, category, phase, self.num_ops, self.path, reference)
         self.live_bytes += num_bytes
         self._by_category[category] += num_bytes
+        self._note(self.path, category, num_bytes)
+        if self.allocator is not None:
+            self.allocator.allocate(key, num_bytes)
         return num_bytes > 0
 
     def _correct(self, out: Any, true_bytes: dict[int, int]) -> None:
@@ -235,23 +313,56 @@ class MemoryTracker(TorchDispatchMode):
                 entry = self._storages[id(storage)]
                 self.live_bytes += num_bytes - entry.num_bytes
                 self._by_category[entry.category] += num_bytes - entry.num_bytes
+                self._note(entry.path, entry.category, num_bytes - entry.num_bytes)
                 entry.num_bytes = num_bytes
 
     def _release(self, key: int) -> None:
         entry = self._storages.pop(key)
         self.live_bytes -= entry.num_bytes
         self._by_category[entry.category] -= entry.num_bytes
+        self._note(entry.path, entry.category, -entry.num_bytes)
+        if self.allocator is not None:
+            self.allocator.free(key)
 
     def _move(self, entry: _Storage, category: str) -> None:
         self._by_category[entry.category] -= entry.num_bytes
         self._by_category[category] += entry.num_bytes
+        self._note(entry.path, entry.category, -entry.num_bytes)
+        self._note(entry.path, category, entry.num_bytes)
         entry.category = category
+
+    def _note(self, path: str, category: str, num_bytes: int) -> None:
+        if self.keep_timeline:
+            self._changes.append((path, category, num_bytes))
+
+    def _by_place(self) -> dict[tuple[str, str], int]:
+        totals: dict[tuple[str, str], int] = {}
+        for entry in self._storages.values():
+            totals[entry.path, entry.category] = totals.get((entry.path, entry.category), 0) + entry.num_bytes
+        return totals
 
     def _move_born_in_phase(self, source: str, category: str) -> None:
         born = len(self._phases) - 1
         for entry in self._storages.values():
             if entry.phase == born and entry.category == source:
                 self._move(entry, category)
+
+    def _count_as_saved_since_birth(self) -> None:
+        """Correct the categories of the forward so far: what it leaves for the backward was saved from the beginning."""
+        phase, is_peak = len(self._phases) - 1, self._peak_call[0] == self.current_phase
+        saved_since: dict[int, int] = {}
+        for entry in self._storages.values():
+            if entry.phase == phase and entry.category == "other":
+                saved_since[entry.born] = saved_since.get(entry.born, 0) + entry.num_bytes
+                if is_peak and entry.born <= self._peak_op:
+                    self.peak_breakdown["other"] -= entry.num_bytes
+                    self.peak_breakdown["saved"] += entry.num_bytes
+                    self._saved_at_peak[entry.path] = self._saved_at_peak.get(entry.path, 0) + entry.num_bytes
+        saved = 0
+        for place, point in enumerate(self.timeline):
+            saved += saved_since.get(place + 1, 0)
+            sizes = {"saved_bytes": point.saved_bytes + saved, "other_bytes": point.other_bytes - saved}
+            self.timeline[place] = point.model_copy(update=sizes)
 
     def _ignore(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -275,12 +386,14 @@ class MemoryTracker(TorchDispatchMode):
             self.peak_breakdown = dict(self._by_category)
             self.peak_breakdown["other"] += workspace
             self._peak_call = (self.current_phase, func, self.path)
+            self._peak_workspace, self._num_changes_at_peak = workspace, len(self._changes)
+            self._peak_op, self._saved_at_peak = self.num_ops, {}
 
     def _point(self, func: Any) -> MemoryPoint:
         by = self._by_category
         return MemoryPoint.model_construct(
             phase=self.current_phase,
-            op=_op_name(func),
+            op=op_name(func),
             path=self.path,
             live_bytes=self.live_bytes,
             param_bytes=by["param"],
@@ -306,5 +419,6 @@ def _is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def _op_name(func: Any) -> str:
+def op_name(func: Any) -> str:
+    """Return an op's name without its overload: `aten.mm`."""
     return str(getattr(func, "overloadpacket", func))

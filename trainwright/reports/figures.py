@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 Figure = dict[str, Any]
-"""`data` and `layout`, as plotly.js takes them, and for some charts a `menu` of what else they can show."""
+"""`data` and `layout`, as plotly.js takes them, and for some charts `menus` of what else they can show."""
 
 COLORS = {
     "param": "#4477aa",
@@ -16,6 +16,8 @@ COLORS = {
 }
 """By category of memory, in the order in which they are stacked."""
 BUDGET, MEASURED, INFEASIBLE = "#bb3344", "#33997f", "#99a3ad"
+TEXT_ROOM = 1.35
+"""How much longer than its longest bar an axis is, so that the number behind the bar has room."""
 _KIB = 1024
 
 

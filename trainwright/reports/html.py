@@ -1,4 +1,4 @@
-"""Profiles and plans as HTML files that stand alone."""
+"""Plans as HTML files that stand alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Protocol
 from ..artifacts import MemoryPoint, OpPlan, Plan, Profile, Refusal, Report
 from ..artifacts.record import write_atomically
 from .decisions import DecisionRow, decision_rows, split_text
-from .memory_figures import breakdown_figure, memory_figure
-from .module_figures import treemap_figure
+from .memory_figures import breakdown_figure
+from .module_figures import modules_figure
 from .page import Page, Tile, folded, grid, notes, table
 from .recipe_figures import measured_figure, peaks_figure, step_times_figure
-from .tree import module_rows, short_op
-from .units import format_bytes, format_count, format_flops, format_ratio, format_s
+from .sections import memory_section, notes_section
+from .units import format_bytes, format_ratio, format_s
 
-__all__ = ["write_plan", "write_profile"]
+__all__ = ["write_plan"]
 
 
 class Simulated(Protocol):
@@ -48,19 +48,6 @@ class Explained(Protocol):
     def rows(self) -> Sequence[Any]: ...
 
 
-def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write what a step costs, and where, as a page: memory over the step, modules by size."""
-    subtitle = f"{profile.dtype} · {profile.optimizer} · one steady-state step on {profile.target}"
-    page = Page(profile.model or "a model", subtitle, _profile_tiles(profile))
-    if profile.timeline:
-        _memory_section(page, profile.timeline, profile.peak_bytes, None)
-    if profile.modules:
-        page.section("Where it goes", page.chart(treemap_figure(profile.modules), "modules by size"))
-        page.section("Modules", folded("All modules", _module_table(profile)))
-    _notes_section(page, profile.notes)
-    write_atomically(Path(path), page.html())
-
-
 def write_plan(
     plan: Plan,
     path: str | os.PathLike[str],
@@ -81,30 +68,17 @@ def write_plan(
     if report is not None:
         _measured_section(page, report)
     if simulation is not None and simulation.timeline:
-        _memory_section(page, simulation.timeline, simulation.peak_bytes, plan.budget_bytes)
+        memory_section(page, simulation.timeline, simulation.peak_bytes, plan.budget_bytes)
     _where_section(page, plan, profile)
     if comparison:
         _comparison_section(page, comparison, plan.budget_bytes)
     _decisions_section(page, plan, _reasons(plan, explanation))
-    _notes_section(page, (*plan.notes, *plan.solver.notes))
+    notes_section(page, (*plan.notes, *plan.solver.notes))
     page.section("How it was made", _made_table(plan))
     write_atomically(Path(path), page.html())
 
 
 # Headers
-
-
-def _profile_tiles(profile: Profile) -> list[Tile]:
-    tiles = [
-        Tile("peak of a step", format_bytes(profile.peak_bytes), short_op(profile.peak_at)),
-        Tile("saved for the backward", format_bytes(profile.saved_bytes)),
-        Tile("parameters", format_count(profile.num_params), format_bytes(profile.param_bytes)),
-        Tile("forward and backward", format_flops(profile.forward_flops + profile.backward_flops)),
-        Tile("ops of a step", format_count(profile.num_ops)),
-    ]
-    if profile.step_s is not None:
-        tiles.insert(1, Tile("step", format_s(profile.step_s), "predicted, one device"))
-    return tiles
 
 
 def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
@@ -136,21 +110,12 @@ def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
 # Sections
 
 
-def _memory_section(page: Page, timeline: Sequence[MemoryPoint], peak_bytes: int, budget_bytes: int | None) -> None:
-    figure = memory_figure(timeline, peak_bytes, budget_bytes)
-    page.section(
-        "Memory over the step",
-        page.chart(figure, "memory alive over the step, by category"),
-        lead="What is alive after each op, by what it is for. Hover for op and module; click a name to hide it.",
-    )
-
-
 def _where_section(page: Page, plan: Plan, profile: Profile | None) -> None:
     parts = []
     if plan.predicted.breakdown:
         parts.append(page.chart(breakdown_figure(plan.predicted.breakdown), "memory at the peak, by category"))
     if profile is not None and profile.modules:
-        parts.append(page.chart(treemap_figure(profile.modules), "modules by size"))
+        parts.append(page.chart(modules_figure(profile.modules), "modules by size"))
     if parts:
         beside = "; beside it the modules, on one device." if len(parts) > 1 else "."
         lead = f"What is alive at the peak, on the rank that holds most{beside}"
@@ -246,19 +211,6 @@ def _reason(plan: Plan, row: ExplainedRow) -> str:
     return "; ".join(parts)
 
 
-def _module_table(profile: Profile) -> str:
-    rows = []
-    for row in module_rows(profile.modules):
-        cost = row.cost
-        kind = escape(cost.type) + (f" ×{row.count}" if row.count > 1 else "")
-        name = f"<code>{escape(row.label or '(all)')}</code>"
-        sizes = (format_count(cost.num_params), format_bytes(cost.param_bytes), format_bytes(cost.saved_bytes))
-        work = (format_flops(cost.forward_flops), format_flops(cost.backward_flops), str(cost.num_ops))
-        rows.append((name, kind, *sizes, *work))
-    columns = ("module", "type", "parameters", "bytes", "saved", "forward", "backward", "ops")
-    return table(columns, rows, numbers=range(2, 8))
-
-
 def _made_table(plan: Plan) -> str:
     rows = [("fingerprint", plan.fingerprint), ("torch", plan.torch_version), ("hardware", plan.cluster.source)]
     batch = ", ".join(f"{name} {list(entry.shape)} {entry.dtype}" for name, entry in plan.batch.items())
@@ -268,8 +220,3 @@ def _made_table(plan: Plan) -> str:
     for name, num_bytes in plan.predicted.comm_bytes.items():
         rows.append((f"{name}, each rank", f"{format_bytes(num_bytes)} a step"))
     return table(("", ""), [(escape(name), f"<code>{escape(value)}</code>") for name, value in rows if value])
-
-
-def _notes_section(page: Page, texts: Sequence[str]) -> None:
-    if texts:
-        page.section("Notes", notes(texts))

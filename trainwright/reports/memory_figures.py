@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 
 from ..artifacts import MemoryPoint
-from .figures import BUDGET, COLORS, Figure, unit_of
+from .figures import BUDGET, COLORS, TEXT_ROOM, Figure, unit_of
 from .tree import short_op
 from .units import category_name, format_bytes
 
@@ -66,10 +66,12 @@ def breakdown_figure(breakdown: Mapping[str, int]) -> Figure:
         "x": [size / scale for _, size in shown],
         "marker": {"color": [COLORS.get(key, COLORS["other"]) for key, _ in shown]},
         "text": [format_bytes(size) for _, size in shown],
-        "textposition": "auto",
+        "textposition": "outside",
+        "cliponaxis": False,
         "hovertemplate": "%{y}: %{text}<extra></extra>",
     }
-    layout = {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": {"automargin": True}}
+    longest = max((size for _, size in shown), default=1) / scale
+    layout = {"xaxis": {"title": {"text": unit}, "range": [0, TEXT_ROOM * longest]}, "yaxis": {"automargin": True}}
     return {"data": [bar], "layout": {**layout, "margin": {"t": 10, "r": 20, "l": 20, "b": 50}, "height": 400}}
 
 

@@ -12,26 +12,19 @@ from typing import Any
 
 from ..artifacts import ModuleCost
 from .figures import Figure
-from .tree import ModuleRow, module_rows
-from .units import format_bytes, format_count, format_flops
-
-_AREAS = {
-    "saved bytes": (lambda cost: cost.saved_bytes, format_bytes),
-    "parameter bytes": (lambda cost: cost.param_bytes, format_bytes),
-    "FLOPs": (lambda cost: cost.forward_flops + cost.backward_flops, format_flops),
-    "ops": (lambda cost: cost.num_ops, lambda count: f"{format_count(count)} ops"),
-}
-
+from .measures import MEASURES
+from .tree import ModuleRow, children_of, module_rows
 
 _PALETTE = ["#4477aa", "#33997f", "#8866aa", "#bb7733", "#cc6677", "#668844", "#557788", "#997755"]
 _ROOT = "(all)"
 
 
-def treemap_figure(modules: Iterable[ModuleCost]) -> Figure:
-    """Return the modules as a treemap; `menu` holds what its area can show, for the page's buttons."""
-    nodes = _treemap_nodes(module_rows(modules))
-    menu = {name: _treemap_values(nodes, read, shown) for name, (read, shown) in _AREAS.items()}
-    menu = {name: values for name, values in menu.items() if any(values["values"][0])}
+def modules_figure(modules: Iterable[ModuleCost]) -> Figure:
+    """Return the modules as a treemap or an icicle; `menus` holds what its area can show, and its two forms."""
+    nodes = _nodes(module_rows(modules))
+    areas = {measure.label: _values(nodes, measure.read, measure.shown) for measure in MEASURES.values()}
+    areas = {name: values for name, values in areas.items() if any(values["values"][0])}
+    forms = {form: {"type": [form]} for form in ("treemap", "icicle")}
     trace = {
         "type": "treemap",
         "ids": [node.id for node in nodes],
@@ -42,12 +35,13 @@ def treemap_figure(modules: Iterable[ModuleCost]) -> Figure:
         "hovertemplate": "<b>%{customdata[1]}</b><br>%{customdata[2]}<br>%{customdata[0]}<extra></extra>",
         "maxdepth": 4,
         "tiling": {"pad": 2},
-        "marker": {"cornerradius": 3},
+        "root": {"color": "rgba(128,128,128,0.15)"},
     }
-    if menu:
-        trace |= {key: value[0] for key, value in next(iter(menu.values())).items()}
-    layout = {"margin": {"t": 10, "r": 10, "l": 10, "b": 10}, "height": 440, "treemapcolorway": _PALETTE}
-    return {"data": [trace], "layout": layout, "menu": menu}
+    if areas:
+        trace |= {key: value[0] for key, value in next(iter(areas.values())).items()}
+    colors = {"treemapcolorway": _PALETTE, "iciclecolorway": _PALETTE}
+    layout = {"margin": {"t": 10, "r": 10, "l": 10, "b": 10}, "height": 440, **colors}
+    return {"data": [trace], "layout": layout, "menus": [areas, forms]}
 
 
 @dataclass(frozen=True)
@@ -62,21 +56,30 @@ class _Node:
     itself: bool = False
 
 
-def _treemap_nodes(rows: Sequence[ModuleRow]) -> list[_Node]:
-    labels = {row.label for row in rows}
-    parents = {row.label: _nearest_parent(row.label, labels) for row in rows}
+def _nodes(rows: Sequence[ModuleRow]) -> list[_Node]:
+    children = children_of(rows)
+    parents = {child.label: label for label, below in children.items() for child in below}
     nodes = []
     for row in rows:
-        below = tuple(other for other in rows if parents[other.label] == row.label)
+        below = tuple(children[row.label])
         own_id, above = row.label or _ROOT, parents[row.label]
         times = f" ×{row.count}" if row.count > 1 else ""
         nodes.append(_Node(own_id, "" if above is None else above or _ROOT, (row.name or _ROOT) + times, row, below))
         if below:
-            nodes.append(_Node(f"{own_id} itself", own_id, "itself", row, below, itself=True))
+            nodes.append(
+                _Node(
+                    f"{own_id} itself",
+                    own_id,
+                    "itself" if row.label else "(outside of modules)",
+                    row,
+                    below,
+                    itself=True,
+                )
+            )
     return nodes
 
 
-def _treemap_values(nodes: Sequence[_Node], read: Any, shown: Any) -> dict[str, Any]:
+def _values(nodes: Sequence[_Node], read: Any, shown: Any) -> dict[str, Any]:
     """What `Plotly.restyle` takes: the area of each rectangle that has none inside, and the texts of all."""
     wholes = [read(node.row.cost) for node in nodes]
     rests = [max(0, whole - sum(read(row.cost) for row in node.below)) for node, whole in zip(nodes, wholes)]
@@ -86,11 +89,3 @@ def _treemap_values(nodes: Sequence[_Node], read: Any, shown: Any) -> dict[str, 
         for node, whole, rest in zip(nodes, wholes, rests)
     ]
     return {"values": [areas], "customdata": [texts]}
-
-
-def _nearest_parent(label: str, labels: set[str]) -> str | None:
-    """The module that holds this one, of those that have a row; `None` for the root."""
-    if not label:
-        return None
-    parent = label.rpartition(".")[0]
-    return parent if not parent or parent in labels else _nearest_parent(parent, labels)

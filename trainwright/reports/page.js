@@ -20,7 +20,7 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family, size: 13, color: theme.font }, hoverlabel: theme.hover, autosize: true,
     });
-    for (const name of ["xaxis", "yaxis"]) {
+    for (const name of ["xaxis", "yaxis", "yaxis2"]) {
       if (layout[name]) layout[name] = { ...theme.axis, ...layout[name] };
     }
     return layout;
@@ -42,10 +42,35 @@
   for (const button of document.querySelectorAll("[data-menu]")) {
     button.addEventListener("click", () => {
       press(button);
-      Plotly.restyle(button.dataset.chart, figures[button.dataset.chart].menu[button.dataset.menu]);
+      const { chart, menu, choice } = button.dataset;
+      Plotly.restyle(chart, figures[chart].menus[menu][choice]);
     });
   }
   for (const group of document.querySelectorAll(".menu")) press(group.firstElementChild);
+
+  const valueOf = (row, place) => {
+    const number = row.cells[place].querySelector("data");
+    return number ? Number(number.value) : row.cells[place].textContent;
+  };
+
+  const sortBy = (table, head) => {
+    const place = head.cellIndex;
+    const down = head.getAttribute("aria-sort") !== "descending";
+    const rows = [...table.tBodies[0].rows].sort((a, b) => {
+      const [x, y] = [valueOf(a, place), valueOf(b, place)];
+      const order = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y));
+      return down ? -order : order;
+    });
+    for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    table.tBodies[0].append(...rows);
+  };
+
+  for (const head of document.querySelectorAll("table.sortable th")) {
+    head.tabIndex = 0;
+    head.addEventListener("click", () => sortBy(head.closest("table"), head));
+    head.addEventListener("keydown", (event) => { if (event.key === "Enter") head.click(); });
+  }
 
   document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
   systemDark.addEventListener("change", (event) => setTheme(event.matches));

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import zip_longest
@@ -43,11 +43,8 @@ class Page:
         """Keep a plotly figure and return its place in the page; `label` is what a screen reader says."""
         name = f"chart{len(self._figures)}"
         self._figures[name] = figure
-        buttons = "".join(
-            f'<button type="button" data-chart="{name}" data-menu="{escape(choice)}">{escape(choice)}</button>'
-            for choice in figure.get("menu", {})
-        )
-        menu = f'<div class="menu" role="group">{buttons}</div>' if buttons else ""
+        groups = [_menu(name, place, choices) for place, choices in enumerate(figure.get("menus", [])) if choices]
+        menu = f'<div class="menus">{"".join(groups)}</div>' if groups else ""
         place = f'<div id="{name}" class="chart" role="figure" aria-label="{escape(label)}"></div>'
         return f'<div class="card">{menu}{place}</div>'
 
@@ -84,8 +81,12 @@ def table(
     rows: Iterable[Sequence[str]],
     numbers: Sequence[int] = (),
     remarks: Iterable[str] = (),
+    sortable: bool = False,
 ) -> str:
-    """Return an HTML table; cells are HTML. The columns `numbers` stand to the right, a remark under its row."""
+    """Return an HTML table; cells are HTML. The columns `numbers` stand to the right, a remark under its row.
+
+    sortable: a click on a column's name sorts by it; cells of `number` by their value. Not together with remarks.
+    """
     right = [' class="number"' if place in numbers else "" for place in range(len(columns))]
     head = "".join(f"<th{align}>{escape(column)}</th>" for column, align in zip(columns, right))
     body = "".join(
@@ -93,7 +94,14 @@ def table(
         + _remark(remark, len(columns))
         for row, remark in zip_longest(rows, remarks, fillvalue="")
     )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = ' class="sortable"' if sortable else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def number(value: float, shown: Callable[[float], str], of: float = 0) -> str:
+    """Return the cell of a number that a table can be sorted by; with `of`, a bar under it says how much of that."""
+    bar = f' class="bar" style="--share:{100 * min(1.0, value / of):.1f}%"' if of else ""
+    return f'<data value="{value!r}"{bar}>{escape(shown(value))}</data>'
 
 
 def folded(summary: str, content: str, is_open: bool = False) -> str:
@@ -109,6 +117,16 @@ def notes(texts: Iterable[str]) -> str:
 
 def _remark(text: str, num_columns: int) -> str:
     return f'<tr class="remark"><td colspan="{num_columns}">{text}</td></tr>' if text else ""
+
+
+def _menu(chart: str, place: int, choices: Iterable[str]) -> str:
+    """Buttons of which one is pressed: what a chart shows."""
+    buttons = "".join(
+        f'<button type="button" data-chart="{chart}" data-menu="{place}" data-choice="{escape(choice)}">'
+        f"{escape(choice)}</button>"
+        for choice in choices
+    )
+    return f'<div class="menu" role="group">{buttons}</div>'
 
 
 def _tile(tile: Tile) -> str:

@@ -1,50 +1,33 @@
-"""Profiles, plans and reports as text for the terminal."""
+"""Plans, reports and clusters as text for the terminal."""
 
 from __future__ import annotations
 
-import io
-import re
-import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
-from rich.padding import Padding
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..artifacts import Cluster, Plan, Profile, Refusal, Report
+from ..artifacts import Cluster, Plan, Refusal, Report
 from .decisions import DecisionRow, decision_rows
-from .tree import ModuleRow, module_rows, short_op
+from .text import note_lines, plain_table, rendered, title_line
 from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
-__all__ = ["cluster_table", "compare_table", "plan_table", "profile_table", "report_table", "rows_table"]
-
-_MAX_WIDTH, _FILE_WIDTH = 140, 150
-
-
-def profile_table(profile: Profile, depth: int = 2) -> str:
-    """Return what a step costs, and a tree of modules of `depth` levels."""
-    title = _title(profile.model, profile.dtype, profile.optimizer, f"one step on {profile.target}")
-    rows = [row for row in module_rows(profile.modules, depth) if row.cost.num_ops or row.cost.num_params]
-    parts: list[RenderableType] = [title, _memory_of(profile), _work_of(profile)]
-    if rows:
-        parts.append(_module_table(rows))
-    return _rendered(*parts, *_notes(profile.notes))
+__all__ = ["cluster_table", "compare_table", "plan_table", "report_table", "rows_table"]
 
 
 def plan_table(plan: Plan) -> str:
     """Return the prediction and the decisions of a plan."""
     mesh = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    title = _title(plan.model.name, f"on {plan.cluster.name}", f"mesh {mesh}", plan.optimizer, plan.dtype)
-    return _rendered(title, _prediction_of(plan), _decision_table(decision_rows(plan)), *_notes(plan.notes))
+    title = title_line(plan.model.name, f"on {plan.cluster.name}", f"mesh {mesh}", plan.optimizer, plan.dtype)
+    return rendered(title, _prediction_of(plan), _decision_table(decision_rows(plan)), *note_lines(plan.notes))
 
 
 def compare_table(plans: Mapping[str, Plan | Refusal]) -> str:
     """Return what each recipe reaches, one row a recipe; the fastest is marked."""
-    table = _table("", "step", "compute", "comm exposed", "recompute", "peak", "planned in", "")
+    table = plain_table("", "step", "compute", "comm exposed", "recompute", "peak", "planned in", "")
     feasible = [found for found in plans.values() if isinstance(found, Plan)]
     fastest = min((plan.predicted.step_s for plan in feasible), default=None)
     for name, found in plans.items():
@@ -53,7 +36,7 @@ def compare_table(plans: Mapping[str, Plan | Refusal]) -> str:
         else:
             table.add_row(name, *["–"] * 6, Text("does not fit", style="red"))
     refused = [(name, found) for name, found in plans.items() if isinstance(found, Refusal)]
-    return _rendered(table, *(Text(f"{name} does not fit: {found}") for name, found in refused))
+    return rendered(table, *(Text(f"{name} does not fit: {found}") for name, found in refused))
 
 
 def report_table(report: Report) -> str:
@@ -61,12 +44,12 @@ def report_table(report: Report) -> str:
     verdict = "verified" if report.passed else "NOT the same as one process"
     style = "bold green" if report.passed else "bold red"
     title = Text(f"{verdict}: {report.num_ranks} ranks against one process, in {report.dtype}", style=style)
-    return _rendered(title, _error_table(report), _measured_table(report), *_notes(report.notes))
+    return rendered(title, _error_table(report), _measured_table(report), *note_lines(report.notes))
 
 
 def cluster_table(cluster: Cluster) -> str:
     """Return the devices and links of a cluster."""
-    device, table = cluster.device, _table("", "rate", "")
+    device, table = cluster.device, plain_table("", "rate", "")
     table.add_row("devices", str(cluster.num_devices), device.name)
     table.add_row("memory each", format_bytes(device.memory_bytes), "")
     for dtype, rate in device.flops_per_s.items():
@@ -78,7 +61,7 @@ def cluster_table(cluster: Cluster) -> str:
     for link in cluster.links:
         speed = f"{format_bytes(link.bandwidth_bytes_per_s)}/s"
         table.add_row(f"link {link.name}", speed, f"{link.size} sharing, {format_s(link.latency_s)} a hop")
-    return _rendered(_title(cluster.name, cluster.source), table)
+    return rendered(title_line(cluster.name, cluster.source), table)
 
 
 def rows_table(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -94,7 +77,7 @@ def rows_table(rows: Iterable[Mapping[str, Any]]) -> str:
         )
     for row in rows:
         table.add_row(*(_cell(key, value) for key, value in row.items()))
-    return _rendered(table)
+    return rendered(table)
 
 
 def _is_number(value: Any) -> bool:
@@ -111,44 +94,9 @@ def _cell(key: str, value: Any) -> str:
     return format_count(value) if key == "num_params" else str(value)
 
 
-def _memory_of(profile: Profile) -> Table:
-    table = _table("memory", "", "", header=False)
-    table.add_row("parameters", format_bytes(profile.param_bytes), f"{format_count(profile.num_params)} parameters")
-    if profile.buffer_bytes:
-        table.add_row("buffers", format_bytes(profile.buffer_bytes), "")
-    table.add_row("gradients", format_bytes(profile.grad_bytes), "")
-    table.add_row("optimizer", format_bytes(profile.optimizer_bytes), profile.optimizer)
-    table.add_row("saved", format_bytes(profile.saved_bytes), "alive when the forward has ended")
-    at = f"in {short_op(profile.peak_at)}" if profile.peak_at else ""
-    table.add_row(Text("peak", style="bold"), Text(format_bytes(profile.peak_bytes), style="bold"), at)
-    return table
-
-
-def _work_of(profile: Profile) -> Table:
-    table = _table("work", "", "", header=False)
-    table.add_row("forward", format_flops(profile.forward_flops), "")
-    table.add_row("backward", format_flops(profile.backward_flops), "")
-    table.add_row("other", format_flops(profile.other_flops), f"{profile.num_ops} ops in all")
-    if profile.step_s is not None:
-        table.add_row("step", format_s(profile.step_s), "predicted, one device")
-    return table
-
-
-def _module_table(rows: list[ModuleRow]) -> Table:
-    table = _table("module", "type", "parameters", "bytes", "saved", "forward", "backward", "ops", left=2)
-    for row in rows:
-        cost = row.cost
-        name = "  " * row.level + (row.name or "(all)")
-        kind = cost.type + (f" ×{row.count}" if row.count > 1 else "")
-        numbers = (format_count(cost.num_params), format_bytes(cost.param_bytes), format_bytes(cost.saved_bytes))
-        work = (format_flops(cost.forward_flops), format_flops(cost.backward_flops), str(cost.num_ops))
-        table.add_row(Text(name), Text(kind, style="dim"), *numbers, *work)
-    return table
-
-
 def _prediction_of(plan: Plan) -> Table:
     predicted, solver = plan.predicted, plan.solver
-    table = _table("prediction", "", "", header=False)
+    table = plain_table("prediction", "", "", header=False)
     parts = [("compute", predicted.compute_s), ("communication exposed", predicted.exposed_comm_s)]
     parts += [("recomputation", predicted.recompute_s), ("transfers", predicted.transfer_s)]
     spent = ", ".join(f"{name} {format_s(seconds)}" for name, seconds in parts if seconds)
@@ -171,7 +119,7 @@ def _largest(breakdown: Mapping[str, int]) -> str:
 
 
 def _decision_table(rows: list[DecisionRow]) -> Table:
-    table = _table("op", "split", "parameters at rest", "what the backward needs", left=4)
+    table = plain_table("op", "split", "parameters at rest", "what the backward needs", left=4)
     block = None
     for row in rows:
         if row.block != block and row.block:
@@ -192,7 +140,7 @@ def _compared(name: str, plan: Plan, fastest: float | None) -> list[RenderableTy
 
 
 def _error_table(report: Report) -> Table:
-    table = _table("", "largest relative difference", "allowed", "")
+    table = plain_table("", "largest relative difference", "allowed", "")
     table.add_row("loss", f"{report.max_relative_error_loss:.1e}", f"{report.bar_loss:.1e}", "")
     worst = Text(report.worst_gradient)
     table.add_row("gradients", f"{report.max_relative_error_gradient:.1e}", f"{report.bar_gradient:.1e}", worst)
@@ -200,7 +148,7 @@ def _error_table(report: Report) -> Table:
 
 
 def _measured_table(report: Report) -> Table:
-    table = _table("", "predicted", "measured", "difference", "")
+    table = plain_table("", "predicted", "measured", "difference", "")
     for rank, peak in enumerate(report.peak_bytes):
         predicted, over = report.predicted_peak_bytes, report.budget_bytes is not None and peak > report.budget_bytes
         room = "" if report.budget_bytes is None else f"budget {format_bytes(report.budget_bytes)}"
@@ -211,32 +159,3 @@ def _measured_table(report: Report) -> Table:
         predicted_s, step_s = report.predicted_step_s, report.step_s
         table.add_row("step", format_s(predicted_s), format_s(step_s), format_ratio(step_s, predicted_s), "")
     return table
-
-
-def _table(*columns: str, header: bool = True, left: int = 1) -> Table:
-    """A plain table: the first `left` columns and the last unnamed one to the left, numbers to the right."""
-    table = Table(box=SIMPLE_HEAD if header else None, pad_edge=False, show_header=header, padding=(0, 2, 0, 0))
-    for place, column in enumerate(columns):
-        is_remark = place == len(columns) - 1 and not column
-        table.add_column(column, justify="left" if place < left or is_remark else "right", overflow="fold")
-    return table
-
-
-def _title(*parts: str) -> Text:
-    first, *rest = (part for part in parts if part)
-    return Text.assemble((first, "bold"), *(f" · {part}" for part in rest))
-
-
-def _notes(notes: Iterable[str]) -> list[RenderableType]:
-    return [Text(f"note: {note}", style="dim") for note in notes]
-
-
-def _rendered(*parts: RenderableType) -> str:
-    """Render for the terminal there is, or for a file: wide, and without colours."""
-    to_terminal = sys.stdout.isatty()
-    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) if to_terminal else _FILE_WIDTH
-    console = Console(file=io.StringIO(), width=width, force_terminal=to_terminal, highlight=False)
-    for place, part in enumerate(parts):
-        console.print(Padding(part, (int(place > 0 and isinstance(part, Table) and part.box is None), 0, 0, 0)))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in lines).strip("\n")) + "\n"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..artifacts import ModuleCost
+
+BLOCK_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""The number of a block in a path."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,8 @@ class ModuleRow:
     """The root is 0; the number of a block is no level of its own."""
     count: int
     cost: ModuleCost
+    num_folded: int = 0
+    """For a row that stands for several small modules: how many rows it hides."""
 
     @property
     def name(self) -> str:
@@ -40,9 +46,18 @@ def module_rows(modules: Iterable[ModuleCost], depth: int | None = None) -> list
     grouped: dict[str, list[ModuleCost]] = defaultdict(list)
     for module in modules:
         grouped[names[module.path]].append(module)
-    rows = [ModuleRow(label, _level(label), len(members), _sum(label, members)) for label, members in grouped.items()]
+    rows = [ModuleRow(label, _level(label), len(members), sum_of(label, members)) for label, members in grouped.items()]
     rows = [row for row, following in zip(rows, [*rows[1:], None]) if not _is_repeated(row, following)]
     return [row for row in rows if depth is None or row.level <= depth]
+
+
+def children_of(rows: Sequence[ModuleRow]) -> dict[str | None, list[ModuleRow]]:
+    """Return the rows that lie directly in each row, by its label; those in none stand under `None`."""
+    labels = {row.label for row in rows}
+    below: dict[str | None, list[ModuleRow]] = defaultdict(list)
+    for row in rows:
+        below[_nearest_parent(row.label, labels)].append(row)
+    return below
 
 
 def short_op(name: str) -> str:
@@ -73,13 +88,18 @@ def _collapsed_names(modules: list[ModuleCost]) -> dict[str, str]:
 
 def _signatures(modules: list[ModuleCost]) -> dict[str, tuple[object, ...]]:
     """What two modules have in common when they cost the same, all below them included."""
-    own = {module.path: tuple(module.model_dump(exclude={"path"}).values()) for module in modules}
+    own = {module.path: _comparable(module, {"path"}) for module in modules}
     below: dict[str, list[tuple[str, object]]] = defaultdict(list)
     for path, costs in own.items():
         parts = path.split(".") if path else []
         for level in range(len(parts)):
             below[".".join(parts[:level])].append((".".join(parts[level:]), costs))
     return {path: (*costs, tuple(below[path])) for path, costs in own.items()}
+
+
+def _comparable(cost: ModuleCost, exclude: set[str]) -> tuple[object, ...]:
+    """A cost without what differs between equal blocks: what is alive just then, and the rounding of seconds."""
+    return tuple(cost.model_dump(exclude={*exclude, "at_peak_bytes", "forward_s", "backward_s"}).values())
 
 
 def _runs(numbers: list[int], signature) -> list[list[int]]:  # type: ignore[no-untyped-def]
@@ -102,7 +122,7 @@ def _is_repeated(row: ModuleRow, following: ModuleRow | None) -> bool:
     """Whether the next row, the blocks of this container, says all that this one does."""
     if following is None or not row.label or following.label.rpartition(".")[0] != row.label:
         return False
-    same = following.cost.model_dump(exclude={"path", "type"}) == row.cost.model_dump(exclude={"path", "type"})
+    same = _comparable(following.cost, {"path", "type"}) == _comparable(row.cost, {"path", "type"})
     return same and _is_number(following.label.rpartition(".")[2])
 
 
@@ -116,7 +136,22 @@ def _level(label: str) -> int:
     return sum(place == 0 or not _is_number(part) for place, part in enumerate(parts))
 
 
-def _sum(label: str, members: list[ModuleCost]) -> ModuleCost:
+def _nearest_parent(label: str, labels: set[str]) -> str | None:
+    """The module that holds this one, of those that have a row; `None` for the root."""
+    if not label:
+        return None
+    parent = label.rpartition(".")[0]
+    return parent if not parent or parent in labels else _nearest_parent(parent, labels)
+
+
+def sum_of(label: str, members: Sequence[ModuleCost], kind: str = "") -> ModuleCost:
+    """Return the cost of several modules together."""
     numbers = ("num_params", "param_bytes", "saved_bytes", "forward_flops", "backward_flops", "num_ops")
-    sums = {name: sum(getattr(member, name) for member in members) for name in numbers}
-    return ModuleCost(path=label, type=members[0].type, **sums)
+    sums: dict[str, Any] = {name: sum(getattr(member, name) for member in members) for name in numbers}
+    for name in ("forward_s", "backward_s"):
+        known = [seconds for member in members if (seconds := getattr(member, name)) is not None]
+        sums[name] = sum(known) if known else None
+    alive: Counter[str] = Counter()
+    for member in members:
+        alive.update(member.at_peak_bytes)
+    return ModuleCost(path=label, type=kind or members[0].type, at_peak_bytes=dict(alive), **sums)

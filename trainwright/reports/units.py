@@ -82,6 +82,15 @@ def category_name(key: str) -> str:
     return _CATEGORY_NAMES.get(key, key)
 
 
+def axis_name(axis: str) -> str:
+    """Return how an axis of a sweep is called in a report.
+
+    >>> axis_name("batch-size"), axis_name("seq-len")
+    ('batch size', 'sequence length')
+    """
+    return axis.replace("-", " ").replace("seq len", "sequence length")
+
+
 def _scaled(value: float, units: tuple[str, ...], step: int) -> str:
     for unit in units[:-1]:
         if abs(value) < step - 0.5:

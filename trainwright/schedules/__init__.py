@@ -1,1 +1,25 @@
 """Learning rates, momenta and batch sizes over a run, one schedule a file."""
+
+from .batch_size import AdaptiveBatchSize, GrowingBatchSampler
+from .gradient_noise import GradientNoise, measure_noise
+from .gradient_norms import GradientNormLog
+from .lanczos_lr import LanczosLR, batch_curvature
+from .linear import LinearDecay, ScheduledFactors
+from .refined import RefinedSchedule, refined_weights, schedule_of_weights
+from .sample_gradients import sample_gradients
+
+__all__ = [
+    "AdaptiveBatchSize",
+    "GradientNoise",
+    "GradientNormLog",
+    "GrowingBatchSampler",
+    "LanczosLR",
+    "LinearDecay",
+    "RefinedSchedule",
+    "ScheduledFactors",
+    "batch_curvature",
+    "measure_noise",
+    "refined_weights",
+    "sample_gradients",
+    "schedule_of_weights",
+]

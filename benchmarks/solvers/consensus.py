@@ -1,0 +1,150 @@
+"""Global test functions at equal evaluations: CBO and consensus hopping against pycma, nevergrad and scipy.
+
+    python -m benchmarks.solvers.consensus [--quick]
+
+Peers that are not installed are left out of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+from scipy.optimize import differential_evolution
+
+from benchmarks.solvers.record import write
+from trainwright.solvers.consensus import CBO, ConsensusHopping, minimize
+
+Function = Callable[[np.ndarray], np.ndarray]
+LOW, HIGH, SHIFT = -3.0, 5.0, 0.4
+
+
+def rastrigin(x: np.ndarray) -> np.ndarray:
+    x = x - SHIFT
+    return (x**2 - 10 * np.cos(2 * np.pi * x) + 10).sum(-1)
+
+
+def ackley(x: np.ndarray) -> np.ndarray:
+    x = x - SHIFT
+    root, waves = np.sqrt((x**2).mean(-1)), np.cos(2 * np.pi * x).mean(-1)
+    return 20 - 20 * np.exp(-0.2 * root) + np.e - np.exp(waves)
+
+
+def rosenbrock(x: np.ndarray) -> np.ndarray:
+    return (100 * (x[..., 1:] - x[..., :-1] ** 2) ** 2 + (1 - x[..., :-1]) ** 2).sum(-1)
+
+
+def consensus(function: Function, num_dims: int, budget: int, seed: int) -> float:
+    num = 50 * num_dims
+    return float(_ours(function, num_dims, budget, seed, CBO(), num))
+
+
+def hopping(function: Function, num_dims: int, budget: int, seed: int) -> float:
+    num = 20 * num_dims
+    decay = 0.01 ** (10 / max(10, budget // num))
+    return float(
+        _ours(function, num_dims, budget, seed, ConsensusHopping(0.6, 100.0, decay=decay, decay_every=10), num)
+    )
+
+
+def _ours(function: Function, num_dims: int, budget: int, seed: int, method: CBO | ConsensusHopping, num: int) -> float:
+    bounds = np.tile([LOW, HIGH], (num_dims, 1))
+    return minimize(
+        function, bounds, method=method, num_particles=num, max_iterations=budget // num - 1, seed=seed
+    ).best_fun
+
+
+def pycma(function: Function, num_dims: int, budget: int, seed: int) -> float:
+    import cma
+
+    start = np.random.default_rng(seed).uniform(LOW, HIGH, num_dims)
+    options = {"bounds": [LOW, HIGH], "maxfevals": budget, "seed": seed + 1, "verbose": -9}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return float(cma.fmin(lambda x: float(function(np.asarray(x))), start, 2.0, options, restarts=9, bipop=True)[1])
+
+
+def nevergrad(function: Function, num_dims: int, budget: int, seed: int) -> float:
+    import nevergrad as ng
+
+    space = ng.p.Array(shape=(num_dims,), lower=LOW, upper=HIGH)
+    space.random_state.seed(seed)
+    optimizer = ng.optimizers.NGOpt(space, budget=budget)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = optimizer.minimize(lambda x: float(function(x)))
+    return float(function(found.value))
+
+
+def evolution(function: Function, num_dims: int, budget: int, seed: int) -> float:
+    size = 15
+    found = differential_evolution(
+        lambda x: function(x.T), [(LOW, HIGH)] * num_dims, maxiter=budget // (size * num_dims) - 1, popsize=size, tol=0.0,
+        rng=seed, polish=False, vectorized=True, updating="deferred",
+    )  # fmt: skip
+    return float(found.fun)
+
+
+METHODS = {
+    "CBO": consensus,
+    "consensus hopping": hopping,
+    "pycma (BIPOP)": pycma,
+    "nevergrad (NGOpt)": nevergrad,
+    "scipy differential evolution": evolution,
+}
+FUNCTIONS = {"Rastrigin": rastrigin, "Ackley": ackley, "Rosenbrock": rosenbrock}
+
+
+def available() -> dict[str, Callable[[Function, int, int, int], float]]:
+    """Return the methods whose packages are there."""
+    found = dict(METHODS)
+    for package, name in (("cma", "pycma (BIPOP)"), ("nevergrad", "nevergrad (NGOpt)")):
+        try:
+            __import__(package)
+        except ImportError:
+            del found[name]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two seeds, two dimensions")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    seeds = range(2 if quick else 5)
+    sections = {}
+    for num_dims, budget in ((2, 10_000),) if quick else ((2, 10_000), (10, 100_000)):
+        rows = []
+        for name, function in FUNCTIONS.items():
+            for method, run in available().items():
+                if method.startswith("nevergrad") and budget > 20_000:
+                    continue  # its own work takes minutes there
+                began = time.perf_counter()
+                ends = [run(function, num_dims, budget, seed) for seed in seeds]
+                seconds = (time.perf_counter() - began) / len(ends)
+                hits = sum(end < 1e-2 for end in ends)
+                rows.append(
+                    {
+                        "function": name,
+                        "method": method,
+                        "median of the ends": float(median(ends)),
+                        "below 0.01": f"{hits}/{len(ends)}",
+                        "seconds a run": seconds,
+                    }
+                )
+        sections[f"{num_dims} dimensions, {budget} evaluations, {len(seeds)} seeds"] = rows
+    remarks = [
+        "The end is the best value met; the minimum is 0, at 0.4 (Rosenbrock: 1) in the box [-3, 5].",
+        "CBO: defaults, 50 particles a dimension; hopping: noise 0.6 falling to 0.006, 20 a dimension. Not tuned per function.",
+        "pycma polishes to rounding; CBO stops at the ensemble's resolution. nevergrad is left out at 100,000 evaluations.",
+    ]
+    write("solvers-consensus", sections, remarks, packages=("cma", "nevergrad"), keep=not quick)
+
+
+if __name__ == "__main__":
+    main()

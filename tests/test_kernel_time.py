@@ -1,0 +1,112 @@
+"""Kernels by name and size, and their seconds from those that were measured."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.artifacts import Cluster, Device, Link, UserError
+from trainwright.ops.kernels import Kernel, family, kernel_of
+from trainwright.profiler import op_seconds
+from trainwright.profiler.kernel_time import KernelTable
+
+aten = torch.ops.aten
+
+
+def device(kernels: dict[str, list[list[float]]]) -> Device:
+    return Device(name="x", kind="cpu", memory_bytes=1, flops_per_s={"fp32": 1e9}, bandwidth_bytes_per_s=1e9, launch_s=1e-6,
+                  kernels=kernels)  # fmt: skip
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "out", "name", "dims", "work"),
+    [
+        (aten.mm.default, (empty(3, 5), empty(5, 7)), empty(3, 7), "mm", (3, 5, 7), 210),
+        (aten.addmm.default, (empty(7), empty(3, 5), empty(5, 7)), empty(3, 7), "mm", (3, 5, 7), 210),
+        (aten.bmm.default, (empty(2, 3, 5), empty(2, 5, 7)), empty(2, 3, 7), "bmm", (2, 3, 5, 7), 420),
+        (aten.baddbmm.default, (empty(2, 3, 7), empty(2, 3, 5), empty(2, 5, 7)), empty(2, 3, 7), "bmm", (2, 3, 5, 7), 420),
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            (empty(2, 4, 8, 16), empty(2, 4, 9, 16), empty(2, 4, 9, 16), 0.0, True),
+            (empty(2, 4, 8, 16), empty(2, 4, 8)),
+            "attention_causal",
+            (8, 8, 9, 16),
+            4 * 8 * 8 * 9 * 16,
+        ),
+        (
+            aten.convolution.default,
+            (empty(2, 6, 9, 9), empty(8, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 2),
+            empty(2, 8, 9, 9),
+            "convolution",
+            (162, 6, 8, 9),
+            2 * 27 * 2 * 8 * 81,
+        ),
+        (
+            aten.convolution_backward.default,
+            (empty(2, 6, 9, 9), empty(2, 6, 9, 9), empty(6, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 6,
+             [False, True, False]),
+            (None, empty(6, 1, 3, 3), None),
+            "depthwise_backward_weight",
+            (162, 6, 6, 9),
+            2 * 9 * 2 * 6 * 81,
+        ),
+        (aten.gelu.default, (empty(10),), empty(10), "gelu", (80,), 80),
+        (aten.clone.default, (empty(4, 6).t(),), empty(6, 4), "clone_strided", (192,), 192),
+        (aten.clone.default, (empty(4, 6),), empty(4, 6), "clone", (192,), 192),
+    ],
+)  # fmt: skip
+def test_a_call_is_its_kernel(func, args, out, name, dims, work) -> None:
+    assert kernel_of(func, args, {}, out) == Kernel(name, dims, work)
+
+
+@pytest.mark.parametrize(("name", "stand_in"), [("sub", "mul"), ("_foreach_add_", "mul_"), ("mean", "sum"),
+                                                 ("copy__strided", "clone_strided")])  # fmt: skip
+def test_a_kernel_that_was_not_measured_has_a_family(name: str, stand_in: str) -> None:
+    assert family(name) == stand_in
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 5000), st.floats(1e6, 1e12)), min_size=1, max_size=8,
+                unique_by=lambda row: (row[0], row[1])))  # fmt: skip
+def test_a_measured_size_gives_back_its_rate_and_others_stay_between(rows: list[tuple[int, int, float]]) -> None:
+    table = KernelTable(device({"k fp32": [list(row) for row in rows]}))
+    rates = [row[2] for row in rows]
+    for one, other, rate in rows:
+        near = [row for row in rows if math.log(row[0] / one) ** 2 + math.log(row[1] / other) ** 2 < 0.05]
+        if len(near) == 1:
+            assert table.seconds(Kernel("k", (one, other), 10**6), "fp32") == pytest.approx(1e6 / rate, rel=0.2)
+    between = 1e6 / table.seconds(Kernel("k", (77, 3), 10**6), "fp32")
+    assert min(rates) * (1 - 1e-9) <= between <= max(rates) * (1 + 1e-9)
+
+
+def test_a_sibling_dtype_and_a_family_stand_in_and_nothing_else_does() -> None:
+    table = KernelTable(device({"mul fp32": [[8.0, 1e9]], "mm bf16": [[1.0, 1.0, 1.0, 1e10]]}))
+    assert table.seconds(Kernel("sub", (100,), 1000), "bf16") == pytest.approx(1e-6)
+    assert table.seconds(Kernel("mm", (1, 1, 1), 1000), "fp16") == pytest.approx(1e-7)
+    assert table.seconds(Kernel("mm", (1, 1, 1), 1000), "fp32") is None
+
+
+def test_time_comes_from_the_table_where_there_is_one() -> None:
+    a, b = torch.empty(30, 50, device="meta"), torch.empty(50, 70, device="meta")
+    measured = device({"mm fp32": [[30.0, 50.0, 70.0, 1e6]]})
+    assert op_seconds(measured, aten.mm.default, (a, b), {}, a @ b) == pytest.approx(0.21)
+    assert op_seconds(device({}), aten.mm.default, (a, b), {}, a @ b) == pytest.approx(2.11e-4)
+    assert op_seconds(measured, aten.exp.default, (a,), {}, a) == pytest.approx(12000 / 1e9 + 1e-6)
+
+
+@pytest.mark.parametrize("rows", [[[1.0]], [[-1.0, 2.0]], [["x", 1.0]]])
+def test_a_table_that_makes_no_sense_is_refused(rows: list[list[float]]) -> None:
+    good = Cluster(name="x", device=device({"mm fp32": [[1.0, 1.0, 1.0, 1.0]]}),
+                   links=(Link(name="l", size=1, bandwidth_bytes_per_s=1, latency_s=0),))  # fmt: skip
+    text = good.to_json().replace("[\n     1.0,\n     1.0,\n     1.0,\n     1.0\n    ]", json.dumps(rows[0]))
+    assert json.dumps(rows[0]) in text
+    with pytest.raises(UserError, match="kernels"):
+        Cluster.parse(text)

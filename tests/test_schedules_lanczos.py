@@ -1,0 +1,190 @@
+"""Rates from the batch Hessian: the random-matrix formula, the exact stability law, and Polyak's heavy ball."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainwright.artifacts import UserError
+from trainwright.schedules import LanczosLR, batch_curvature
+
+
+def draws(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def quadratic(spectrum: Tensor) -> tuple[nn.Parameter, Callable[[], Tensor]]:
+    weight = nn.Parameter(torch.ones_like(spectrum))
+    return weight, lambda: (spectrum * weight**2).sum() / 2
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "formula"), [(2, 34.6), (6, 22.1), (24, 17.4), (60, 16.4), (240, 16.0), (2400, 15.8)]
+)
+def test_the_largest_eigenvalue_of_a_spiked_wigner_matrix(batch_size: int, formula: float) -> None:
+    num_params, spike = 600, 15.81
+    raw = torch.randn(num_params, num_params, generator=draws(0), dtype=torch.float64)
+    noise = (raw + raw.T) / 2**0.5
+    spiked = noise / batch_size**0.5
+    spiked[0, 0] += spike
+    predicted = batch_curvature(spike, 1.0, num_params, batch_size)
+    assert predicted == pytest.approx(formula, abs=0.06)
+    assert float(torch.linalg.eigvalsh(spiked)[-1]) == pytest.approx(predicted, rel=0.03)
+
+
+def test_a_batch_of_all_the_data_has_its_curvature() -> None:
+    assert batch_curvature(3.0, 5.0, 100, 50, 50) == 3.0
+    assert batch_curvature(-10.0, 1.0, 100, 4) == -12.5
+
+
+@pytest.mark.parametrize(("batch_size", "largest"), [(1, 0.0196), (4, 0.0762), (16, 0.2735), (64, 0.7758)])
+def test_the_rate_from_a_batch_is_stable_by_the_exact_law(batch_size: int, largest: float) -> None:
+    """On least squares with N(0, I_P) inputs, a batch B is stable in mean square if lr < 2B / (B + P + 1)."""
+    assert 2 * batch_size / (batch_size + 101) == pytest.approx(largest, abs=6e-5)
+    weight = nn.Parameter(torch.ones(100, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    inputs = torch.randn(10, batch_size, 100, generator=draws(1), dtype=torch.float64)
+
+    def rates(safety: float) -> list[float]:
+        schedule = LanczosLR(optimizer, rule="plain", safety=safety, num_lanczos=20)
+        found = []
+        for batch in inputs:
+            schedule.measure(lambda batch=batch: ((batch @ weight) ** 2).mean() / 2)
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    assert all(largest / 3 < rate < 2 * largest for rate in rates(1.0))
+    assert all(rate < largest for rate in rates(0.5))
+
+
+def test_one_step_of_the_exact_law_shrinks_below_it_and_grows_above() -> None:
+    for batch_size, below, above in [(1, 0.996, 1.004), (4, 0.986, 1.018), (16, 0.949, 1.059), (64, 0.859, 1.166)]:
+        largest = 2 * batch_size / (batch_size + 101)
+        for share, factor in [(0.9, below), (1.1, above)]:
+            lr = share * largest
+            assert 1 - 2 * lr + lr**2 * (batch_size + 101) / batch_size == pytest.approx(factor, abs=6e-3)
+            inputs = torch.randn(4000, batch_size, 100, generator=draws(2))
+            weight = torch.full((100,), 0.1)
+            moved = weight - lr * ((inputs @ weight)[..., None] * inputs).mean(1)
+            assert float(moved.square().sum(1).mean()) == pytest.approx(factor, abs=0.02)
+
+
+def test_polyak_on_a_quadratic_by_hand_and_against_descent() -> None:
+    spectrum = torch.linspace(0.01, 1, 100, dtype=torch.float64)
+    weight, loss = quadratic(spectrum)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    schedule = LanczosLR(optimizer, num_lanczos=100, lower="smallest", safety=1.0, interval=10**6)
+    schedule.measure(loss)
+    group = optimizer.param_groups[0]
+    assert group["lr"] == pytest.approx(3.3058, abs=5e-5)
+    assert group["momentum"] == pytest.approx(0.6694, abs=5e-5)
+    plain, plain_loss = quadratic(spectrum)
+    descent = torch.optim.SGD([plain], lr=0.1)
+    LanczosLR(descent, num_lanczos=100, rule="plain", lower="smallest", safety=1.0).measure(plain_loss)
+    for _ in range(200):
+        for param, method in ((weight, optimizer), (plain, descent)):
+            param.grad = spectrum * param.detach()
+            method.step()
+        schedule.step()
+    assert group["lr"] == pytest.approx(3.3058, abs=5e-5)
+    assert float(weight.detach().norm()) < 1e-13
+    assert 1e-3 < float(plain.detach().norm()) < 1
+
+
+def test_a_negative_outlier_bounds_the_rate_too() -> None:
+    weight, loss = quadratic(torch.tensor([-8.0, 1.0, 2.0]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    LanczosLR(optimizer, rule="plain", safety=1.0, lower="smallest", num_lanczos=3).measure(loss)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2 / 9, rel=1e-5)
+
+
+def test_the_mean_curvature_weighs_the_spectrum_as_the_start_does() -> None:
+    spectrum = torch.cat([torch.zeros(198), torch.tensor([10.0, 20.0])]).double()
+    weight, loss = quadratic(spectrum)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = LanczosLR(optimizer, num_lanczos=3, safety=0.5)
+    found = schedule.measure(loss)
+    mean = float((found.weights * found.ritz_values.abs()).sum())
+    assert schedule.curvatures == pytest.approx((20.0, mean))
+    assert 0 < mean < 1
+    upper, low = 20.0**0.5, mean**0.5
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * (2 / (upper + low)) ** 2)
+    assert optimizer.param_groups[0]["momentum"] == pytest.approx(((upper - low) / (upper + low)) ** 2)
+
+
+def test_warm_up_smoothing_the_cap_and_tensor_rates() -> None:
+    weight, _ = quadratic(torch.ones(2, dtype=torch.float64))
+    optimizer = torch.optim.SGD([{"params": [weight]}], lr=torch.tensor(0.7, dtype=torch.float64), foreach=False)
+    schedule = LanczosLR(
+        optimizer,
+        num_warmup_steps=3,
+        smoothing=0.75,
+        max_momentum=0.3,
+        safety=1.0,
+        lower="smallest",
+        num_lanczos=2,
+        interval=2,
+    )
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.7 / 4)
+    assert schedule.due
+    schedule.measure(lambda: (torch.tensor([1.0, 4.0]).double() * weight**2).sum() / 2)
+    assert schedule.due  # step 0 itself; after it the interval counts
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx((2 / 3) ** 2 / 4)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    schedule.step()
+    assert not schedule.due
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx((2 / 3) ** 2 / 2)
+    schedule.measure(lambda: (torch.tensor([5.0, 400.0]).double() * weight**2).sum() / 2)
+    assert schedule.curvatures == pytest.approx((0.75 * 4 + 100, 0.75 + 1.25))
+    assert optimizer.param_groups[0]["momentum"] == 0.3
+    assert not weight.grad.any()
+
+
+def test_a_resumed_run_measures_with_the_same_starts() -> None:
+    spectrum = torch.linspace(0.1, 30, 40, dtype=torch.float64)
+
+    def run(num_steps: int, state: Any = None) -> tuple[list[float], Any]:
+        weight, loss = quadratic(spectrum)
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        schedule = LanczosLR(optimizer, interval=2, num_lanczos=3)
+        if state is not None:
+            weight.data.copy_(state[0])
+            optimizer.load_state_dict(state[1])
+            schedule.load_state_dict(state[2])
+        seen = []
+        for _ in range(num_steps):
+            if schedule.due:
+                schedule.measure(loss)
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+            schedule.step()
+        return seen, copy.deepcopy((weight.detach(), optimizer.state_dict(), schedule.state_dict()))
+
+    whole, _ = run(8)
+    assert len(set(whole)) == 4
+    first, state = run(3)
+    assert first + run(5, state)[0] == whole
+
+
+def test_bad_settings_are_named() -> None:
+    weight, loss = quadratic(torch.ones(2))
+    sgd = torch.optim.SGD([weight], lr=0.1)
+    with pytest.raises(UserError, match="interval and num_lanczos of at least 1"):
+        LanczosLR(sgd, interval=0)
+    with pytest.raises(UserError, match="rule polyak or plain"):
+        LanczosLR(sgd, rule="adam")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="heavy-ball momentum is needed"):
+        LanczosLR(torch.optim.Adam([weight]))
+    with pytest.raises(UserError, match="a loss with curvature is needed"):
+        LanczosLR(sgd).measure(lambda: weight.sum())
+    with pytest.raises(UserError, match="batch_size ≤ num_samples"):
+        batch_curvature(1.0, 1.0, 10, 20, 10)
+    assert float(loss().detach()) == 1.0

@@ -1,0 +1,240 @@
+"""Bilevel solvers on problems whose hypergradient has a closed form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainwright.artifacts import UserError
+from trainwright.solvers.bilevel import BOREP, BSVRB, bilevel
+from trainwright.solvers.bilevel.problem import Blocks
+from trainwright.solvers.outcome import Status
+from trainwright.solvers.values import Packing
+
+
+class Quadratics:
+    """g_i = y'A_i y/2 - y'B_i x, f_i = |y - c_i|²/2 + .05 |x|², with additive noise on every oracle."""
+
+    def __init__(self, num_blocks: int = 20, dx: int = 5, dy: int = 6, noise: float = 0.3) -> None:
+        generator = torch.Generator().manual_seed(3)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        roots = draw(num_blocks, dy, dy)
+        self.A = 0.1 * roots @ roots.mT + 0.6 * torch.eye(dy, dtype=torch.float64)
+        self.B, self.c, self.noise = draw(num_blocks, dy, dx) / 2, draw(num_blocks, dy) + 1.0, noise
+        self.x0, self.y0 = 2.0 + draw(dx), draw(num_blocks, dy)
+
+    def sample(self, blocks: Tensor, generator: torch.Generator) -> Any:
+        shape = (len(blocks), self.c.shape[1])
+        x_shape = (len(blocks), self.x0.shape[0])
+        return tuple(
+            self.noise * torch.randn(*of, generator=generator, dtype=torch.float64) for of in (shape, shape, x_shape)
+        )
+
+    def lower(self, x: Tensor, y: Tensor, blocks: Tensor, batch: Any) -> Tensor:
+        A, B = self.A[blocks], self.B[blocks]
+        value = torch.einsum("ia,iab,ib->i", y, A, y) / 2 - torch.einsum("ia,iax,x->i", y, B, x)
+        return value if batch is None else value + (y * batch[0]).sum(1)
+
+    def upper(self, x: Tensor, y: Tensor, blocks: Tensor, batch: Any) -> Tensor:
+        value = (y - self.c[blocks]).square().sum(1) / 2 + 0.05 * x.square().sum()
+        return value if batch is None else value + (y * batch[1]).sum(1) + (x * batch[2]).sum(1)
+
+    def hypergradient(self, x: Tensor) -> Tensor:
+        y = torch.linalg.solve(self.A, torch.einsum("iax,x->ia", self.B, x))
+        v = torch.linalg.solve(self.A, y - self.c)
+        return torch.einsum("iax,ia->ix", self.B, v).mean(0) + 0.1 * x
+
+    def grad_norm(self, x: Tensor) -> float:
+        return float(self.hypergradient(x).norm())
+
+    def run(self, method: Any, num_steps: int, noisy: bool = True, **options: Any) -> Any:
+        return bilevel(self.upper, self.lower, self.x0, self.y0, method=method, sample=self.sample if noisy else None,
+                       max_iterations=num_steps, grad_norm=self.grad_norm, keep_history=True, **options)  # fmt: skip
+
+
+def tail(result: Any) -> float:
+    """The mean gradient norm of the last fifth of the run."""
+    norms = result.history["residual"]
+    return sum(norms[-len(norms) // 5 :]) / (len(norms) // 5)
+
+
+def test_derivatives_are_those_of_the_closed_form() -> None:
+    problem = Quadratics()
+    packing, x = Packing.of(problem.x0)
+    blocks = torch.tensor([3, 0, 7])
+    oracle = Blocks(problem.upper, problem.lower, packing, 20)
+    here = oracle.at(x, problem.y0[blocks], blocks, None)
+    y, A, B = problem.y0[blocks], problem.A[blocks], problem.B[blocks]
+    torch.testing.assert_close(
+        here.lower_y.detach(), torch.einsum("iab,ib->ia", A, y) - torch.einsum("iax,x->ia", B, x)
+    )
+    torch.testing.assert_close(here.hessians(), A)
+    v = torch.ones(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(here.hessian_times(v), A.sum(2))
+    torch.testing.assert_close(here.hypergradient(v), 0.1 * x + torch.einsum("iax,ia->ix", B, v).mean(0))
+    assert dict(oracle.counts) == {"nsfo": 6, "nhvp": 3 * 6 + 3 + 3, "nfev": 30}
+
+
+@pytest.mark.parametrize(("version", "bar"), [(1, 1e-4), (2, 1e-4)])
+def test_without_noise_and_with_all_blocks_the_gradient_vanishes(version: Any, bar: float) -> None:
+    method = BSVRB(
+        step_x=0.03, step_y=0.3, num_sampled=20, version=version, alpha=0.1, beta=0.1, gamma=0.9, curvature_floor=0.5
+    )
+    result = Quadratics().run(method, 1500, noisy=False)
+    assert result.history["residual"][-1] < bar * result.history["residual"][0]
+
+
+def direction_error(problem: Quadratics, method: BSVRB, num_steps: int) -> float:
+    """The mean distance of the method's direction from the true hypergradient, once under way."""
+    errors: list[float] = []
+
+    def look(moment: Any) -> None:
+        if moment.nit > num_steps // 3:
+            errors.append(float((moment.state.direction - problem.hypergradient(moment.state.old_x)).norm()))
+
+    problem.run(method, num_steps, check_every=3, callback=look)
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize(("version", "alpha", "gamma", "bar"), [(1, 0.1, 0.9, 0.4), (2, 0.5, 0.5, 0.65)])
+def test_the_direction_is_nearer_to_the_hypergradient_than_plain_sampling(
+    version: Any, alpha: float, gamma: float, bar: float
+) -> None:
+    problem, common = (
+        Quadratics(),
+        {"step_x": 0.003, "step_y": 0.1, "num_sampled": 5, "version": version, "curvature_floor": 0.5},
+    )
+    plain = direction_error(problem, BSVRB(**common, alpha=1.0, beta=1.0, gamma=0.0), 240)
+    ours = direction_error(problem, BSVRB(**common, alpha=alpha, beta=0.1, gamma=gamma), 240)
+    assert ours <= bar * plain
+
+
+def test_trackers_with_all_blocks_are_storms() -> None:
+    problem = Quadratics()
+    packing, x = Packing.of(problem.x0)
+    oracle = Blocks(problem.upper, problem.lower, packing, 20)
+    method = BSVRB(step_x=0.01, step_y=0.1, num_sampled=20, version=2, alpha=0.3)
+    assert method.correction(20) == pytest.approx(0.7)
+    generator, state = torch.Generator().manual_seed(0), method.start(oracle, x, problem.y0)
+    expected = None
+    for _ in range(4):
+        before = generator.get_state()
+        new_state = method.step(oracle, state, problem.sample, generator)
+        generator.set_state(before)
+        order = torch.randperm(20, generator=generator)
+        batch = problem.sample(order, generator)
+        new, old = (
+            oracle.at(a, b[order], order, batch).lower_y.detach()
+            for a, b in ((state.x, state.y), (state.old_x, state.old_y))
+        )
+        back = torch.argsort(order)
+        expected = new[back] if expected is None else new[back] + 0.7 * (expected - old[back])
+        torch.testing.assert_close(new_state.slopes, expected)
+        state = new_state
+
+
+def test_only_chosen_blocks_move_in_version_two() -> None:
+    problem = Quadratics()
+    result = problem.run(BSVRB(step_x=0.01, step_y=0.1, num_sampled=3, version=2), 1)
+    assert int((result.y != problem.y0).any(1).sum()) == 3
+    assert result.nsfo == 12
+    assert result.nhvp == 9
+
+
+class Steep:
+    """G = y'Ay/2 - y'Bx, F = Σ cosh(y - s) + .02 Σ cosh x: smoothness that grows with the gradient."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.A = torch.diag(torch.linspace(1.0, 3.0, 8, dtype=torch.float64))
+        self.B = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]
+        self.s = 0.3 * torch.randn(8, generator=generator, dtype=torch.float64)
+        self.x0 = torch.full((8,), 4.0, dtype=torch.float64)
+
+    def sample(self, blocks: Tensor, generator: torch.Generator) -> Tensor:
+        return 1 + 0.1 * torch.randn(8, generator=generator, dtype=torch.float64)
+
+    def lower(self, x: Tensor, y: Tensor, blocks: Tensor, batch: Any) -> Tensor:
+        return (torch.einsum("ia,ab,ib->i", y, self.A, y) / 2 - torch.einsum("ia,ab,b->i", y, self.B, x)) * batch.mean()
+
+    def upper(self, x: Tensor, y: Tensor, blocks: Tensor, batch: Any) -> Tensor:
+        return ((y - self.s).cosh() * batch).sum(1) + 0.02 * x.cosh().sum()
+
+    def grad_norm(self, x: Tensor) -> float:
+        y = torch.linalg.solve(self.A, self.B @ x)
+        return float((self.B.T @ torch.linalg.solve(self.A, (y - self.s).sinh()) + 0.02 * x.sinh()).norm())
+
+    def run(self, num_steps: int, **options: Any) -> Any:
+        method = BOREP(step_y=0.2, step_z=0.1, **{"step_x": 0.01, **options})
+        return bilevel(self.upper, self.lower, self.x0, torch.zeros(1, 8, dtype=torch.float64), method=method, sample=self.sample,
+                       max_iterations=num_steps, grad_norm=self.grad_norm, keep_history=True)  # fmt: skip
+
+
+def test_normalised_steps_cross_where_plain_ones_overflow() -> None:
+    problem = Steep()
+    assert problem.grad_norm(problem.x0) > 4.0
+    ours = problem.run(1600, step_x=0.02, decay=0.9985)
+    assert tail(ours) <= 1.0
+    for step_x in (1e-1, 1e-2, 1e-4, 1e-5):
+        plain = problem.run(800, step_x=step_x, normalised=False)
+        ended = plain.history["residual"][-1]
+        assert plain.status is not Status.COMPLETED or not ended < 4.0, step_x
+
+
+def test_step_length_is_the_step_size_whatever_the_gradient() -> None:
+    problem = Steep()
+    result = problem.run(1)
+    assert float((result.x - problem.x0).norm()) == pytest.approx(0.01, rel=1e-9)
+
+
+def test_a_mapping_and_a_run_without_the_true_gradient() -> None:
+    lower = lambda x, y, blocks, batch: ((y - x["a"] - x["b"]) ** 2).sum(1)  # noqa: E731
+    upper = lambda x, y, blocks, batch: ((y - 3) ** 2).sum(1) + (x["b"] ** 2).sum()  # noqa: E731
+    start = {"a": torch.ones(1, dtype=torch.float64), "b": torch.ones(1, dtype=torch.float64)}
+    method = BOREP(step_x=0.05, step_y=0.3, step_z=0.3, decay=0.99)
+    result = bilevel(upper, lower, start, torch.zeros(1, 1, dtype=torch.float64), method=method, max_iterations=600)
+    assert float(result.x["a"]) == pytest.approx(3.0, abs=0.05)
+    assert float(result.x["b"]) == pytest.approx(0.0, abs=0.05)
+
+
+def test_a_seed_repeats_the_run() -> None:
+    method = BSVRB(step_x=0.01, step_y=0.1, num_sampled=5)
+    one, two, other = (Quadratics().run(method, 20, seed=seed).x for seed in (4, 4, 5))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("options", [{"step_x": 0.0}, {"num_sampled": 0}, {"version": 3}, {"alpha": 0.0}, {"beta": 1.5},
+                                     {"gamma": -1.0}, {"curvature_floor": 0.0}, {"v_bound": 0.0}, {"step_v": 0.0}])  # fmt: skip
+def test_settings_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="BSVRB needs"):
+        BSVRB(**{"step_x": 0.1, "step_y": 0.1, "num_sampled": 1, **options})
+
+
+@pytest.mark.parametrize(
+    "options", [{"step_x": -1.0}, {"momentum": 1.0}, {"period": 0}, {"radius": 0.0}, {"decay": 0.0}]
+)
+def test_settings_of_borep_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="BOREP needs"):
+        BOREP(**{"step_x": 0.1, "step_y": 0.1, "step_z": 0.1, **options})
+
+
+def test_oracles_of_a_wrong_shape_and_too_many_blocks_are_refused() -> None:
+    problem, method = Quadratics(), BSVRB(step_x=0.01, step_y=0.1, num_sampled=5)
+    whole = lambda x, y, blocks, batch: (y**2).sum()  # noqa: E731
+    with pytest.raises(UserError, match="one differentiable value a block"):
+        bilevel(problem.upper, whole, problem.x0, problem.y0, method=method, max_iterations=1)
+    with pytest.raises(UserError, match="num_sampled of at most the 20 blocks"):
+        problem.run(BSVRB(step_x=0.01, step_y=0.1, num_sampled=21), 1)
+    with pytest.raises(UserError, match=r"y0 of shape \[blocks"):
+        bilevel(problem.upper, problem.lower, problem.x0, torch.zeros(3), method=method, max_iterations=1)
+
+
+def test_divergence_ends_with_a_status_and_the_best_iterate() -> None:
+    problem = Quadratics()
+    result = problem.run(BSVRB(step_x=5.0, step_y=50.0, num_sampled=5, version=1, gamma=4.2, alpha=0.1), 2000)
+    assert result.status in (Status.DIVERGED, Status.NOT_FINITE)
+    assert bool(result.x.isfinite().all())

@@ -1,0 +1,115 @@
+"""`kernel_of`: which kernel an ATen call runs, by what its speed depends on; what `calibrate` measures and time is told by.
+
+products        mm [m, k, n], bmm [b, m, k, n]              work: FLOPs
+convolutions    [positions, c_in, c_out, area of the kernel]  work: FLOPs; those with one channel a group apart
+attention       [b·h, s_q, s_k, d], causal ones apart       work: FLOPs of the full square
+anything else   [bytes read and written]                     work: those bytes; strided copies apart
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .flops import bytes_moved, flops, is_convolution, is_heavy
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kind of kernel, the sizes that its speed depends on, and its work in FLOPs (products) or bytes (the rest)."""
+
+    name: str
+    dims: tuple[int, ...]
+    work: int
+
+
+def kernel_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Kernel:
+    """Return the kernel of the call `out = func(*args, **kwargs)`; only shapes and strides are read.
+
+    >>> a, b = torch.zeros(3, 5), torch.zeros(5, 7)
+    >>> kernel_of(torch.ops.aten.mm.default, (a, b), {}, a @ b)
+    Kernel(name='mm', dims=(3, 5, 7), work=210)
+    >>> kernel_of(torch.ops.aten.mul.Tensor, (a, a), {}, a * a)
+    Kernel(name='mul', dims=(180,), work=180)
+    """
+    if is_heavy(func):
+        work = flops(func, args, kwargs, out)[0]
+        name = _packet_name(func)
+        if is_convolution(func):
+            return Kernel(*_convolution(name, args, out), work)
+        if "attention" in name:
+            return Kernel(*_attention(name, args, kwargs), work)
+        return Kernel(*_product(name, args, out), work)
+    num_bytes = bytes_moved(func, args, out)
+    name = _packet_name(func)
+    return Kernel(name + "_strided" if name in _COPIES and _is_strided(args, out) else name, (num_bytes,), num_bytes)
+
+
+def family(name: str) -> str:
+    """Return the kernel that stands for one that was not measured: of the same kind, by its name.
+
+    >>> family("sub"), family("addcdiv_"), family("amax")
+    ('mul', 'mul_', 'sum')
+    """
+    if name.endswith("_strided"):
+        return "clone_strided"
+    if name.endswith("_") and not name.startswith("__"):
+        return "mul_"
+    if name.startswith(_REDUCTIONS):
+        return "sum"
+    return "mul"
+
+
+def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, tuple[int, ...]]:
+    if "rnn" in name:
+        return name, (args[0].shape[0], args[0].shape[1], args[2].shape[-1])
+    if not isinstance(out, Tensor) or out.dim() < 2:
+        return "mm", (1, max(args[0].numel(), 1), 1)
+    left = args[1] if name.startswith(("add", "badd")) else args[0]
+    inner = left.shape[-1]
+    if "bmm" in name:
+        return "bmm", (out.shape[0], out.shape[1], inner, out.shape[2])
+    columns = out.shape[-1]
+    return "mm", (out.numel() // max(columns, 1), inner, columns)
+
+
+def _convolution(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, tuple[int, ...]]:
+    backward = "backward" in name
+    grad_or_out = args[0] if backward else out
+    weight, groups = (args[2], args[9]) if backward else (args[1], args[8] if len(args) > 8 else 1)
+    kind = "depthwise" if groups > 1 and weight.shape[1] == 1 else "convolution"
+    if backward:
+        kind += "_backward" if args[10][0] else "_backward_weight"
+    positions = grad_or_out.shape[0] * math.prod(grad_or_out.shape[2:])
+    return kind, (positions, weight.shape[1] * groups, weight.shape[0], math.prod(weight.shape[2:]))
+
+
+def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    backward = "backward" in name
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    place = 7 if backward else 4
+    causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
+    kind = "attention_backward" if backward else "attention"
+    kind += "_causal" if causal is True else ""
+    return kind, (math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1])
+
+
+def _packet_name(func: Any) -> str:
+    return str(getattr(func, "overloadpacket", func).__name__)
+
+
+def _is_strided(args: tuple[Any, ...], out: Any) -> bool:
+    """Whether a copy reads or writes memory out of order."""
+    tensors = [value for value in (*args[:2], out) if isinstance(value, Tensor) and value.dim() > 1]
+    return any(not value.is_contiguous() and 0 not in value.stride() for value in tensors)
+
+
+_COPIES = {"clone", "copy_", "_to_copy", "_reshape_copy", "contiguous"}
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "var", "std", "norm", "linalg_vector_norm", "argmax", "all", "any",
+               "nll_loss")  # fmt: skip

@@ -1,0 +1,53 @@
+"""Stand-ins for methods whose step takes the loss: what they hold, without what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .record import OptimizerRecord
+
+
+class DeclaredStep(torch.optim.Optimizer):
+    """Keep and allocate what a record declares, parameter after parameter, and update nothing.
+
+    Profiles and plans follow a step's memory on gradients alone; a method whose step takes the loss with its graph is
+    followed by this in its place. The graph of a Hessian-vector product is not part of what a record declares.
+
+    >>> from trainwright import optim
+    >>> weight = torch.nn.Parameter(torch.ones(4))
+    >>> weight.grad = torch.ones(4)
+    >>> optimizer = DeclaredStep([weight], optim.record("adamw"))
+    >>> optimizer.step()
+    >>> sum(tensor.nbytes for tensor in optimizer.state[weight].values())
+    36
+    """
+
+    def __init__(self, params: Iterable[Any], entry: OptimizerRecord) -> None:
+        super().__init__(params, {})
+        self._entry = entry
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Hold the state from the first call on, and each parameter's temporaries for a moment."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._hold(param)
+        return None if closure is None else closure()
+
+    def _hold(self, param: Tensor) -> None:
+        shape, entry = tuple(param.shape), self._entry
+        if not self.state[param]:
+            for index, state in enumerate(entry.states):
+                own = state.shape(shape, entry.defaults)
+                if own is None:
+                    continue
+                # Counts and other numbers are kept on the host.
+                device = "cpu" if own == () != shape else param.device
+                kept = torch.empty(own, dtype=state.dtype_for(param.dtype), device=device)
+                self.state[param][f"{index}.{state.name}"] = kept
+        torch.empty(entry.step_temporary_bytes(shape, param.dtype), dtype=torch.uint8, device=param.device)

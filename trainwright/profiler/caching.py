@@ -1,0 +1,151 @@
+"""`CachingAllocator`: what torch's CUDA allocator would ask of the device for a sequence of allocations and releases.
+
+The rules (documented in torch's notes on CUDA memory, and c10/cuda/CUDACachingAllocator.cpp), for one stream:
+
+    a request is rounded up to 512 bytes
+    up to 1 MiB: from the small pool, whose segments are 2 MiB; a block is split if 512 bytes or more remain
+    above:       from the large pool; segments of 20 MiB for requests under 10 MiB, else rounded up to 2 MiB;
+                 a block is split if more than 1 MiB remains
+    the smallest free block that is large enough is taken, at the lowest address of equals; else a segment is asked for
+    a released block joins its free neighbours in the segment; segments are kept, unless memory has run out
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+MIN_BLOCK_BYTES = 512
+SMALL_BYTES = 2**20
+SMALL_SEGMENT_BYTES = 2 * 2**20
+LARGE_SEGMENT_BYTES = 20 * 2**20
+MIN_OWN_SEGMENT_BYTES = 10 * 2**20
+ROUND_SEGMENT_BYTES = 2 * 2**20
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A stretch of a segment, free or not; its neighbours in the same segment."""
+
+    address: tuple[int, int]
+    """(number of the segment, offset in it)"""
+    num_bytes: int
+    is_small: bool
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Free blocks, the smallest first, by address among equals."""
+
+    keys: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
+    blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
+
+    def add(self, block: _Block) -> None:
+        bisect.insort(self.keys, (block.num_bytes, block.address))
+        self.blocks[block.address] = block
+
+    def remove(self, block: _Block) -> None:
+        del self.keys[bisect.bisect_left(self.keys, (block.num_bytes, block.address))]
+        del self.blocks[block.address]
+
+    def best_fit(self, num_bytes: int) -> _Block | None:
+        place = bisect.bisect_left(self.keys, (num_bytes, (-1, -1)))
+        return self.blocks[self.keys[place][1]] if place < len(self.keys) else None
+
+
+class CachingAllocator:
+    """Follows `allocate(key, num_bytes)` and `free(key)`: `allocated_bytes` now, `reserved_bytes`, and its peak.
+
+    capacity_bytes: of the device; segments without a block in use are given back before more than that is asked for.
+    What still does not fit is reserved all the same, so `peak_reserved_bytes` can exceed the capacity.
+
+    >>> allocator = CachingAllocator()
+    >>> allocator.allocate("a", 100)
+    >>> allocator.allocate("b", 3 * 2**20)
+    >>> allocator.free("b")
+    >>> allocator.allocated_bytes, allocator.reserved_bytes // 2**20
+    (512, 22)
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
+        self._pools = {True: _Pool(), False: _Pool()}
+        self._used: dict[Hashable, _Block] = {}
+        self._segments = itertools.count()
+
+    def allocate(self, key: Hashable, num_bytes: int) -> None:
+        """Take a block for `key`; zero bytes take none."""
+        if num_bytes <= 0:
+            return
+        wanted = _rounded(num_bytes, MIN_BLOCK_BYTES)
+        pool = self._pools[wanted <= SMALL_BYTES]
+        block = pool.best_fit(wanted)
+        if block is None:
+            block = self._new_segment(wanted)
+        else:
+            pool.remove(block)
+        self._split(block, wanted)
+        self._used[key] = block
+        self.allocated_bytes += block.num_bytes
+
+    def free(self, key: Hashable) -> None:
+        """Give the block of `key` back to its pool; a key without one is passed over."""
+        block = self._used.pop(key, None)
+        if block is None:
+            return
+        self.allocated_bytes -= block.num_bytes
+        pool = self._pools[block.is_small]
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.address in pool.blocks:
+                pool.remove(neighbour)
+                block = _joined(neighbour, block) if neighbour is block.before else _joined(block, neighbour)
+        pool.add(block)
+
+    def _new_segment(self, wanted: int) -> _Block:
+        num_bytes = _segment_bytes(wanted)
+        if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
+            self._give_back()
+        self.reserved_bytes += num_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return _Block((next(self._segments), 0), num_bytes, wanted <= SMALL_BYTES)
+
+    def _give_back(self) -> None:
+        for pool in self._pools.values():
+            for block in list(pool.blocks.values()):
+                if block.before is None and block.after is None:
+                    pool.remove(block)
+                    self.reserved_bytes -= block.num_bytes
+
+    def _split(self, block: _Block, wanted: int) -> None:
+        rest = block.num_bytes - wanted
+        if rest < MIN_BLOCK_BYTES if block.is_small else rest <= SMALL_BYTES:
+            return
+        segment, offset = block.address
+        free = _Block((segment, offset + wanted), rest, block.is_small, block, block.after)
+        if free.after is not None:
+            free.after.before = free
+        block.num_bytes, block.after = wanted, free
+        self._pools[block.is_small].add(free)
+
+
+def _joined(first: _Block, second: _Block) -> _Block:
+    first.num_bytes += second.num_bytes
+    first.after = second.after
+    if first.after is not None:
+        first.after.before = first
+    return first
+
+
+def _segment_bytes(wanted: int) -> int:
+    if wanted <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    return LARGE_SEGMENT_BYTES if wanted < MIN_OWN_SEGMENT_BYTES else _rounded(wanted, ROUND_SEGMENT_BYTES)
+
+
+def _rounded(num_bytes: int, granule: int) -> int:
+    return -(-num_bytes // granule) * granule

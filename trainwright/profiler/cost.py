@@ -1,0 +1,52 @@
+"""What a call costs, in FLOPs, bytes and, on a device, seconds; calls alike are priced once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..artifacts import Device
+from ..ops.flops import bytes_moved, flops
+from .repeats import Key, signature
+from .time import op_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of one call."""
+
+    heavy_flops: int
+    """Of matmul, convolution and attention."""
+    other_flops: int
+    moved_bytes: int
+    """Read and written."""
+    time_s: float
+    """0 without a device."""
+
+
+class Costs:
+    """Prices calls: `costs.of(func, args, kwargs, out)`; without a device no seconds.
+
+    >>> import torch
+    >>> a, b = torch.zeros(3, 5), torch.zeros(5, 7)
+    >>> Costs(None).of(torch.ops.aten.mm.default, (a, b), {}, a @ b)
+    Cost(heavy_flops=210, other_flops=0, moved_bytes=284, time_s=0.0)
+    """
+
+    def __init__(self, device: Device | None) -> None:
+        self._device = device
+        self._known: dict[Key, Cost] = {}
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+        """Return what the call `out = func(*args, **kwargs)` costs; only shapes and strides are read."""
+        key = signature(func, args, kwargs)
+        if key is None:
+            return self._price(func, args, kwargs, out)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._price(func, args, kwargs, out)
+        return found
+
+    def _price(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+        time_s = 0.0 if self._device is None else op_seconds(self._device, func, args, kwargs, out)
+        return Cost(*flops(func, args, kwargs, out), bytes_moved(func, args, out), time_s)

@@ -1,0 +1,87 @@
+"""What a CUDA kernel takes inside one call and gives back, or keeps for good; from source and documentation, unmeasured.
+
+    attention, backward (flash)       dq in fp32 [b, h, s, d], rows of Δ [b, h, s]; with shared heads dk and dv of all
+    attention, backward (efficient)   Δ [b, h, s]; for 16-bit values dq in fp32
+    convolution (cuDNN), 16 bit       copies in channels-last of what lies otherwise, which its tensor cores read
+    products (cuBLAS)                 a workspace for each thread that calls it, from its first product on: kept
+
+An attention's sequences are rounded up to 128, its head dims to 32 (64 above 128).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Arguments = tuple[Any, ...]
+_HALVES = (torch.float16, torch.bfloat16)
+NUM_BLAS_THREADS = 2
+"""The caller's, for the forward and the update, and the backward's."""
+
+
+def gpu_workspace_bytes(func: Any, args: Arguments, out: Any) -> int:
+    """Return the bytes that the CUDA kernel of `func` takes beside its outputs; only shapes are read.
+
+    >>> q = torch.empty(2, 4, 128, 64, dtype=torch.bfloat16, device="meta")
+    >>> func = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    >>> gpu_workspace_bytes(func, (q, q, q, q, q), (q, q, q)) == 4 * 2 * 4 * 128 * (64 + 1)
+    True
+    """
+    estimate = _WORKSPACES.get(func)
+    return 0 if estimate is None else estimate(args, out)
+
+
+def _flash_backward(args: Arguments, out: Any) -> int:
+    query, key = args[1], args[2]
+    batch, heads, length, head_dim = query.shape
+    rows = batch * heads * _rounded(length, 128)
+    num_bytes = 4 * rows * (_rounded(head_dim, 32 if head_dim <= 128 else 64) + 1)
+    if key.shape[1] != heads:
+        num_bytes += 2 * batch * heads * key.shape[2] * head_dim * key.element_size()
+    return num_bytes
+
+
+def _efficient_backward(args: Arguments, out: Any) -> int:
+    query = args[1]
+    rows = 4 * math.prod(query.shape[:-1])
+    return rows + (4 * query.numel() if query.dtype in _HALVES else 0)
+
+
+def _convolution(args: Arguments, out: Tensor) -> int:
+    return _channels_last_copies([args[0], args[1], out])
+
+
+def _convolution_backward(args: Arguments, out: Sequence[Tensor | None]) -> int:
+    return _channels_last_copies([args[0], args[1], args[2], *out[:2]])
+
+
+def _channels_last_copies(tensors: Sequence[Tensor | None]) -> int:
+    return sum(_num_bytes(tensor) for tensor in tensors if tensor is not None and _is_copied(tensor))
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if layout is None or tensor.dtype not in _HALVES:
+        return False
+    return not tensor.is_contiguous(memory_format=layout)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _rounded(size: int, granule: int) -> int:
+    return -(-size // granule) * granule
+
+
+_WORKSPACES: dict[Any, Callable[[Arguments, Any], int]] = {
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+}

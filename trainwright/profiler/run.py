@@ -1,0 +1,185 @@
+"""One training step followed from inside: what is alive, what each call costs, which module it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..artifacts import Device, MemoryPoint, ModuleCost
+from .caching import CachingAllocator
+from .gpu import GpuForms
+from .gpu_workspace import NUM_BLAS_THREADS
+from .modules import ModuleTrace
+from .steady import Gradients, gradients_of, plain_state, rehearse_update
+from .step import LossFn, reference_step
+from .totals import Totals, module_costs
+from .tracker import MemoryTracker
+from .values import KnownValues
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a step: the model and everything that decides how it is trained."""
+
+    model: nn.Module
+    batch: Any
+    loss_fn: LossFn | None = None
+    autocast: str | None = None
+    accumulate: int = 1
+    device: Device | None = None
+    """Whose differences from the CPU are modelled, and whose time is predicted."""
+    timeline: bool = True
+
+
+class Run:
+    """One steady-state step, and what it left behind; hooks stay in the model, so it has to be a copy."""
+
+    def __init__(self, question: Question, values: KnownValues | None = None) -> None:
+        self.question, self.model = question, question.model
+        self.values = values
+        """Where the step is followed on fakes."""
+        self.totals = Totals(question.device)
+        self.tracker = MemoryTracker(question.device.kind if question.device else "cpu", on_op=self._on_op)
+        self.is_gpu = self.tracker.target == "gpu"
+        if question.device is not None and self.is_gpu:
+            self.tracker.allocator = CachingAllocator(question.device.memory_bytes)
+        self.trace = ModuleTrace(self.model, self._enter)
+        self.static: dict[str, int] = {}
+        self.grad_bytes = self.optimizer_bytes = 0
+        self.saved_by_path: dict[str, int] = {}
+
+    def go(self, make_optimizer: MakeOptimizer, rehearse: bool = True) -> None:
+        """Report a steady-state step: the first one wherever that is one, or else the second.
+
+        rehearse: let the optimizer make its state from gradients without values before the first step.
+        """
+        with self.tracker:
+            self._watch()
+            optimizer = self._make(make_optimizer)
+            rehearsed = self._rehearse(optimizer) if rehearse else None
+            if rehearse and rehearsed is None:
+                del optimizer
+                optimizer = self._make(make_optimizer)
+            left_as_found = self._report(optimizer)
+            if rehearsed is not None and rehearsed != gradients_of(self.model):
+                del optimizer  # its state goes before that of the next one comes
+                optimizer = self._make(make_optimizer)
+                with self.phase("update"):
+                    optimizer.step()
+            elif rehearsed is not None and left_as_found:
+                return
+            self._report(optimizer)
+
+    def _make(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        """Make the optimizer; some make their state at once, which counts as theirs."""
+        with self.phase("update"):
+            return make_optimizer(self.model.parameters())
+
+    def _watch(self) -> None:
+        self.tracker.watch(tensors_of(self.question.batch), "input")
+        for name, param in self.model.named_parameters():
+            self._enter(name.rpartition(".")[0])
+            self.tracker.watch([param], "param")
+        self._enter("")
+        self.tracker.watch(self.model.buffers(), "buffer")
+        self.static = self.tracker.live_breakdown
+        if self.question.device is not None and self.is_gpu:
+            for _ in range(NUM_BLAS_THREADS):
+                self.tracker.hold(self.question.device.blas_workspace_bytes)
+
+    def _rehearse(self, optimizer: torch.optim.Optimizer) -> Gradients | None:
+        with self.phase("update"):
+            return rehearse_update(optimizer, self.model)
+
+    def _report(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Run the step that is reported; return whether another one would find the model as this one did."""
+        self._place_states(optimizer)
+        self.tracker.keep_timeline = self.question.timeline
+        self.tracker.reset_peak()
+        self.totals.clear()
+        found, kept = plain_state(self.model), self._kept_bytes()
+        self._step(optimizer)
+        return plain_state(self.model) == found and self._kept_bytes() == kept
+
+    def _kept_bytes(self) -> int:
+        alive = self.tracker.live_breakdown
+        return alive["saved"] + alive["other"] + alive["buffer"]
+
+    def modules(self) -> tuple[ModuleCost, ...]:
+        """Return each module's cost, all below it included, in the model's order."""
+        at_peak = self.tracker.peak_by_place() if self.question.timeline else {}
+        return module_costs(self.model, self.totals, self.saved_by_path, at_peak)
+
+    def breakdown(self) -> dict[str, int]:
+        """Return what is alive at the peak, by category."""
+        return {category: size for category, size in self.tracker.peak_breakdown.items() if size}
+
+    def timed_timeline(self) -> tuple[MemoryPoint, ...]:
+        """Return the tracker's timeline, with each op's seconds where the device is known."""
+        if self.totals.device is None:
+            return tuple(self.tracker.timeline)
+        timed = zip(self.tracker.timeline, self.totals.op_s)
+        return tuple(point.model_copy(update={"time_s": time_s}) for point, time_s in timed)
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that a GPU's caching allocator asks of the device."""
+        return None if self.tracker.allocator is None else self.tracker.allocator.peak_reserved_bytes
+
+    # What the step tells its observer
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._enter("")
+        forms = GpuForms() if self.is_gpu and name != "update" else nullcontext()
+        numbers = self.values.standing_in() if self.values is not None and name == "update" else nullcontext()
+        with self.tracker.phase(name), forms, numbers:
+            yield
+
+    def mark_forward_end(self) -> None:
+        self.tracker.mark_forward_end()
+        self.saved_by_path = self.tracker.saved_by_path()
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        asked = self.question
+        reference_step(
+            self.model,
+            optimizer,
+            asked.batch,
+            asked.loss_fn,
+            autocast=asked.autocast,
+            accumulate=asked.accumulate,
+            observer=self,
+        )
+        alive = self.tracker.live_breakdown
+        self.grad_bytes, self.optimizer_bytes = alive["grad"], alive["optimizer"]
+
+    def _place_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the optimizer's state to the modules whose parameters it is for."""
+        paths = {id(param): name.rpartition(".")[0] for name, param in self.model.named_parameters()}
+        for param, state in getattr(optimizer, "state", {}).items():
+            self.tracker.place(tensors_of(state), paths.get(id(param), ""))
+
+    def _enter(self, path: str) -> None:
+        self.tracker.path = path
+
+    def _on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self.totals.add(self.tracker.current_phase, self.tracker.path, func, args, kwargs, out)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in dicts, tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_of(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)

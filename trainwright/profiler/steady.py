@@ -1,0 +1,86 @@
+"""What tells whether one step is already a steady-state one, so that the step before it need not be run.
+
+The first step of a training differs from the second in two ways: the optimizer makes its state, and a model may keep
+something for later (a table that it computes once, a counter). State needs gradients and nothing else: `rehearse_update`
+makes it from gradients like the parameters. What a model keeps shows in its attributes (`plain_state`) or as memory
+that outlives the step. What it keeps in a global of plain Python, a counter say, does not show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Gradients = dict[str, tuple[Any, ...] | None]
+_OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_SIZED = (list, dict, set, tuple)
+
+
+def rehearse_update(optimizer: torch.optim.Optimizer, model: nn.Module) -> Gradients | None:
+    """Let `optimizer` make its state from a gradient for every parameter of `model` that can have one, then drop these.
+
+    Returns what the gradients looked like, to compare with `gradients_of` after a real backward; None when the
+    optimizer does not take them (it wants sparse ones, say), and then it may be half-way through its update.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> optimizer = torch.optim.AdamW(layer.parameters())
+    >>> rehearsed = rehearse_update(optimizer, layer)
+    >>> len(optimizer.state), layer.weight.grad is None
+    (2, True)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> gradients_of(layer) == rehearsed
+    True
+    """
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.empty_like(param, requires_grad=False)
+    found = gradients_of(model)
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+    finally:
+        for param in model.parameters():
+            param.grad = None
+    return found
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """Return by name how each parameter's gradient is laid out; None for one that has none."""
+    return {name: _layout(param.grad) for name, param in model.named_parameters()}
+
+
+def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return what the modules of `model` hold beside parameters, buffers and modules, so that a change shows.
+
+    >>> layer = nn.ReLU()
+    >>> before = plain_state(layer)
+    >>> layer.num_calls = 1
+    >>> plain_state(layer) == before
+    False
+    """
+    return {
+        (path, name): _fingerprint(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
+    }
+
+
+def _layout(grad: Tensor | None) -> tuple[Any, ...] | None:
+    if grad is None:
+        return None
+    strides = grad.stride() if grad.layout is torch.strided else None
+    return grad.layout, grad.dtype, grad.shape, strides
+
+
+def _fingerprint(value: Any) -> Any:
+    """A value that changes where `value` does; no tensor is held, or it would not be freed when it should."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, _SIZED):
+        return id(value), len(value)
+    return id(value)

@@ -1,0 +1,145 @@
+"""The costs of a step's calls, added up by phase, module and op."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from ..artifacts import Device, ModuleCost, OpCost
+from .cost import Costs
+from .modules import block_patterns
+from .tracker import op_name
+
+_MAX_OPS = 200
+"""Kept in the list of the hottest."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the calls of one op in one module (not those below it) cost in one phase."""
+
+    heavy: int = 0
+    other: int = 0
+    num_ops: int = 0
+    moved_bytes: int = 0
+    time_s: float = 0.0
+
+
+class Totals:
+    """FLOPs, ops, bytes and seconds, by phase, module and op."""
+
+    def __init__(self, device: Device | None) -> None:
+        self.device = device
+        self._costs = Costs(device)
+        self.clear()
+
+    def clear(self) -> None:
+        self.tallies: dict[tuple[str, str, Any], _Tally] = defaultdict(_Tally)
+        self.op_s: list[float] = []
+        """Of each call, in their order."""
+        self.step_s = 0.0
+
+    def add(self, phase: str, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        cost = self._costs.of(func, args, kwargs, out)
+        tally = self.tallies[phase, path, func]
+        tally.heavy += cost.heavy_flops
+        tally.other += cost.other_flops
+        tally.num_ops += 1
+        tally.moved_bytes += cost.moved_bytes
+        tally.time_s += cost.time_s
+        self.op_s.append(cost.time_s)
+        self.step_s += cost.time_s
+
+    def total(self, phase: str | None, what: str) -> int:
+        return sum(getattr(tally, what) for key, tally in self.tallies.items() if phase in (None, key[0]))
+
+    def hottest(self, model: nn.Module) -> tuple[OpCost, ...]:
+        """Return what takes longest (without a device: has the most FLOPs), like calls of repeated blocks together."""
+        patterns = block_patterns(model)
+        sums: dict[tuple[str, str, str], _Tally] = defaultdict(_Tally)
+        for (phase, path, func), tally in self.tallies.items():
+            total = sums[op_name(func), patterns.get(path, path), phase]
+            for field in fields(_Tally):
+                setattr(total, field.name, getattr(total, field.name) + getattr(tally, field.name))
+        ordered = sorted(sums.items(), key=lambda item: (-item[1].time_s, -item[1].heavy, -item[1].moved_bytes))
+        is_timed = self.device is not None
+        return tuple(_op_cost(*key, tally, is_timed) for key, tally in ordered[:_MAX_OPS] if tally.moved_bytes)
+
+
+def module_costs(
+    model: nn.Module,
+    totals: Totals,
+    saved: Mapping[str, int],
+    at_peak: Mapping[tuple[str, str], int],
+) -> tuple[ModuleCost, ...]:
+    """Return each module's cost, all below it included, in the model's order.
+
+    saved: bytes that autograd holds, by module. at_peak: bytes alive at the peak, by module and category.
+    """
+    below, alive = _Rollup(totals.tallies, saved), _alive_below(at_peak)
+    is_timed = totals.device is not None
+    return tuple(
+        ModuleCost(
+            path=path,
+            type=type(module).__name__,
+            num_params=sum(param.numel() for param in module.parameters()),
+            param_bytes=sum(param.numel() * param.element_size() for param in module.parameters()),
+            saved_bytes=below.saved[path],
+            forward_flops=below.flops["forward", path],
+            backward_flops=below.flops["backward", path],
+            num_ops=below.num_ops[path],
+            forward_s=below.time_s["forward", path] if is_timed else None,
+            backward_s=below.time_s["backward", path] if is_timed else None,
+            at_peak_bytes=alive.get(path, {}),
+        )
+        for path, module in model.named_modules()
+    )
+
+
+class _Rollup:
+    """Sums over each module and all below it."""
+
+    def __init__(self, tallies: dict[tuple[str, str, Any], _Tally], saved: Mapping[str, int]) -> None:
+        self.flops: dict[tuple[str, str], int] = defaultdict(int)
+        self.time_s: dict[tuple[str, str], float] = defaultdict(float)
+        self.num_ops: dict[str, int] = defaultdict(int)
+        self.saved: dict[str, int] = defaultdict(int)
+        for (phase, path, _), tally in tallies.items():
+            for above in _ancestors(path):
+                self.flops[phase, above] += tally.heavy
+                self.time_s[phase, above] += tally.time_s
+                self.num_ops[above] += tally.num_ops
+        for path, num_bytes in saved.items():
+            for above in _ancestors(path):
+                self.saved[above] += num_bytes
+
+
+def _alive_below(at_peak: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """Return what is alive at the peak in each module and all below it, by category."""
+    alive: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for (path, category), num_bytes in at_peak.items():
+        for above in _ancestors(path):
+            alive[above][category] += num_bytes
+    return {path: dict(sizes) for path, sizes in alive.items()}
+
+
+def _op_cost(op: str, path: str, phase: str, tally: _Tally, is_timed: bool) -> OpCost:
+    return OpCost(
+        op=op,
+        path=path,
+        phase=phase,
+        calls=tally.num_ops,
+        flops=tally.heavy + tally.other,
+        moved_bytes=tally.moved_bytes,
+        time_s=tally.time_s if is_timed else None,
+    )
+
+
+def _ancestors(path: str) -> list[str]:
+    """Return the path and all above it: `a.b` → `a.b`, `a`, and the root (empty)."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]

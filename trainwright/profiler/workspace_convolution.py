@@ -1,0 +1,148 @@
+"""What oneDNN's and ATen's own convolutions take inside one call on a CPU.
+
+    oneDNN  copies of input, weight and output in its blocked layout, the output's being copied back
+    native  the input unfolded into columns
+
+oneDNN picks its layouts at run time from a heuristic of its own; what stands here is what it picks in most cases, for
+calls too large to be made once (`probe`). Found by measuring single calls with the allocator's own records.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .workspace_native import num_bytes
+
+Arguments = tuple[Any, ...]
+_BARRIERS_BYTES = 8448
+"""What oneDNN's threads take to wait for one another."""
+
+
+def convolution_bytes(args: Arguments, out: Tensor) -> int:
+    x, weight, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
+    if not _takes_onednn(x, weight, stride, dilation, transposed, output_padding, groups):
+        return _columns(x, weight, out, stride, padding, groups)
+    if _is_channels_last(x, weight):
+        return 2 * num_bytes(weight)
+    during = _blocked_input(x) + num_bytes(weight) + _blocked(out)
+    return max(during, _blocked(out) + num_bytes(out)) - num_bytes(out)
+
+
+def convolution_backward_bytes(args: Arguments, out: Sequence[Tensor | None]) -> int:
+    grad_out, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args[:11]
+    if not _takes_onednn(x, weight, stride, dilation, transposed, output_padding, groups):
+        return _columns(x, weight, grad_out, stride, padding, groups) if mask[1] else 0
+    if _is_channels_last(x, weight):
+        return 3 * num_bytes(weight) + _grouped_blocks(weight, groups)
+    peak, end = 0, 0
+    if mask[0]:
+        num_copies = 2 if _is_strided(stride) and not transposed else 1
+        during = _blocked(grad_out) + num_bytes(weight) + _blocked(x)
+        peak, end = max(during, _blocked(x) + num_copies * num_bytes(x)), num_bytes(x)
+    if mask[1] or mask[2]:
+        num_copies = _parts_of_batch(x, grad_out, weight, math.prod(stride), groups)
+        copies = num_copies * num_bytes(weight) + (num_copies > 1) * _BARRIERS_BYTES
+        peak = max(peak, end + _blocked(grad_out) + _blocked_input(x) + copies)
+    end = sum(num_bytes(tensor) for tensor in out if tensor is not None)
+    return max(peak, end + num_bytes(weight) if mask[1] else 0) - end
+
+
+def _takes_onednn(x, weight, stride, dilation, transposed, output_padding, groups) -> bool:
+    """Mirror `ConvParams::use_mkldnn` of ATen/native/Convolution.cpp."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    if transposed and any(extra >= step for extra, step in zip(output_padding, stride)):
+        return False
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return _block_elements() == 16
+    kernel = weight.shape[2:]
+    worth_it = (
+        _is_strided(stride)
+        or any(step != 1 for step in dilation)
+        or x.shape[0] >= 16
+        or any(size != 1 for size in kernel)
+    )
+    large = groups > 1 or min(kernel, default=1) > 3 or x.shape[0] > 1 or x.numel() > 20480
+    return x.dtype is torch.float32 and large and (worth_it or torch.get_num_threads() > 1)
+
+
+def _is_strided(stride: Sequence[int]) -> bool:
+    return any(step != 1 for step in stride)
+
+
+def _parts_of_batch(x: Tensor, grad_out: Tensor, weight: Tensor, stride: int, groups: int) -> int:
+    """How many partial gradients of a weight oneDNN sums: its threads share the batch, or else the channels.
+
+    It takes the split in which a thread reads and writes least, weights counting eight times (`balance` in
+    jit_avx512_common_conv_kernel.cpp), and the last one of equals.
+    """
+    num_threads, block = torch.get_num_threads(), _block_elements()
+    if num_threads == 1 or groups > 1:
+        return 1
+    batch, inputs, outputs = x.shape[0], -(-x.shape[1] // block), -(-grad_out.shape[1] // block)
+    in_block, out_block = min(block, x.shape[1]), min(block, grad_out.shape[1])
+    best = (math.inf, 1)
+    for parts in range(1, min(num_threads, batch * grad_out.shape[-1]) + 1):
+        for by_output in range(1, min(num_threads // parts, outputs) + 1):
+            by_input = min(num_threads // parts // by_output, inputs)
+            ins, outs = -(-inputs // by_input) * in_block, -(-outputs // by_output) * out_block
+            rows = -(-batch // parts)
+            cost = rows * ins * math.prod(x.shape[2:]) // stride + rows * outs * math.prod(grad_out.shape[2:])
+            cost += 8 * ins * outs * math.prod(weight.shape[2:])
+            if cost <= best[0]:
+                best = (cost, parts)
+    return best[1]
+
+
+def _grouped_blocks(weight: Tensor, groups: int) -> int:
+    """The gradient of a grouped weight in channels-last: each group's channels in whole blocks, in and out."""
+    if groups == 1:
+        return 0
+    block = _block_elements()
+    out_per_group = -(-weight.shape[0] // groups // block) * block
+    in_per_group = -(-weight.shape[1] // block) * block
+    return groups * out_per_group * in_per_group * math.prod(weight.shape[2:]) * weight.element_size()
+
+
+def _is_channels_last(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel keeps the layout that the tensors have, and so copies neither input nor output."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if layout is None:
+        return False
+    return any(tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous() for tensor in (x, weight))
+
+
+def _columns(x: Tensor, weight: Tensor, out: Tensor, stride: Sequence[int], padding: Sequence[int], groups: int) -> int:
+    """[n, c_in · kernel, positions of the output]; none for a 1 × 1 kernel that visits every position.
+
+    Groups run one after the other, and their outputs are joined at the end.
+    """
+    kernel = weight.shape[2:]
+    parts = num_bytes(out) if groups > 1 else 0
+    if all(size == 1 for size in kernel) and not _is_strided(stride) and not any(padding):
+        return parts
+    per_group = x.shape[0] * x.shape[1] // groups * math.prod(kernel) * math.prod(out.shape[2:]) * x.element_size()
+    return max(per_group, parts)
+
+
+def _blocked_input(x: Tensor) -> int:
+    """An image of few channels is read as it is."""
+    return 0 if x.shape[1] <= 5 else _blocked(x)
+
+
+def _blocked(tensor: Tensor) -> int:
+    """The bytes in oneDNN's layout: channels in whole blocks."""
+    block = _block_elements()
+    channels = -(-tensor.shape[1] // block) * block
+    return tensor.shape[0] * channels * math.prod(tensor.shape[2:]) * tensor.element_size()
+
+
+@functools.cache
+def _block_elements() -> int:
+    return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8

@@ -1,0 +1,119 @@
+"""`bilevel`: two levels, a method and limits in, a frozen result out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...artifacts import UserError
+from ..driver import Callback, Limits, Measured, drive
+from ..outcome import Result
+from ..seeds import as_generator
+from ..values import Packing
+from .bo_rep import BOREP
+from .bsvrb import BSVRB, no_batch
+from .problem import Blocks, Level, Sample
+
+
+@dataclass(frozen=True)
+class BilevelResult(Result):
+    """A `Result` with the lower solutions `y` [m, d] and the gradients and second-order products taken, block by block."""
+
+    y: Tensor
+    nsfo: int
+    nhvp: int
+
+
+def bilevel(
+    upper: Level,
+    lower: Level,
+    x0: Any,
+    y0: Tensor,
+    *,
+    method: BSVRB | BOREP,
+    sample: Sample | None = None,
+    max_iterations: int,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    max_nfev: int | None = None,
+    max_seconds: float | None = None,
+    check_every: int = 1,
+    grad_norm: Callable[[Any], float] | None = None,
+    seed: int | torch.Generator = 0,
+    callback: Callback | None = None,
+    keep_history: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> BilevelResult:
+    """Find min over x of (1/m) Σᵢ fᵢ(x, yᵢ(x)) with yᵢ(x) = argmin over y of gᵢ(x, y), gᵢ strongly convex in y.
+
+    `upper`, `lower`: (x, y [I, d], blocks [I], batch) → fᵢ and gᵢ of the chosen blocks, shape [I], differentiable twice.
+    `x0`: a tensor or a mapping of them; `y0` [m, d]: a row a block (m = 1 for one problem). `sample(blocks, generator)`: draws
+    the batch of a step, handed to both levels; both iterates of a step see the same one. Default: `None`, no noise.
+
+    The residual is `grad_norm(x)` where given (the norm of the true hypergradient), else the norm of the method's own
+    direction, an estimate; it is compared with `atol` and with `rtol` times its first known size. `max_nfev` limits gradients and
+    second-order products together. Returns the last iterate where the plan was carried out, else the best measured.
+    Raises `UserError` where an oracle's shape or an option is wrong; NaN and divergence end the run with a status.
+    Not for lower problems without strong convexity: yᵢ(x) is then no function.
+
+    >>> a = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    >>> lower = lambda x, y, blocks, batch: ((y - x) ** 2).sum(1) / 2
+    >>> upper = lambda x, y, blocks, batch: ((y - a[blocks]) ** 2).sum(1) / 2
+    >>> zero = torch.zeros(1, dtype=torch.float64)
+    >>> method = BSVRB(step_x=0.1, step_y=0.5, num_sampled=2, version=2, gamma=0.1)
+    >>> result = bilevel(upper, lower, zero, torch.zeros(2, 1, dtype=torch.float64), method=method, max_iterations=400)
+    >>> result.success, round(float(result.x), 6)
+    (True, 2.0)
+    """
+    packing, x = Packing.of(x0, "x0")
+    if not isinstance(y0, Tensor) or y0.dim() != 2 or len(y0) == 0:
+        found = list(y0.shape) if isinstance(y0, Tensor) else type(y0).__name__
+        raise UserError(f"y0 of shape [blocks, variables of a block] is needed; got {found}; give a row a block")
+    y, problem = y0.detach().to(x), Blocks(upper, lower, packing, len(y0))
+    generator, draw = as_generator(seed, x.device), sample or no_batch
+    algorithm: Any = method
+
+    def measure(state: Any) -> Measured:
+        size = float(state.direction.norm()) if grad_norm is None else float(grad_norm(packing.unpack(state.x)))
+        return Measured(residual=size, fun=0.0 if grad_norm is None else torch.nan)
+
+    start = algorithm.start(problem, x, y)
+    if grad_norm is None:  # the first direction is known after one step
+        start = algorithm.step(problem, start, draw, generator)
+    run = drive(
+        start,
+        lambda state: algorithm.step(problem, state, draw, generator),
+        measure,
+        # A method's first direction may vanish where the gradient does not: no size to hold a later one against.
+        Limits(max_iterations, rtol, atol, max_nfev, max_seconds, 1e12 if grad_norm else math.inf, check_every),
+        counts=problem.counts,
+        callback=callback,
+        keep_history=keep_history,
+        progress=progress,
+    )
+    point = run.last if run.status.success else run.best
+    return BilevelResult(
+        x=packing.unpack(point.x),
+        y=point.y,
+        fun=_upper_value(problem, point, draw, generator),
+        success=run.status.success,
+        status=run.status,
+        message=run.message,
+        nit=run.nit,
+        nfev=run.counts["nfev"],
+        nsfo=run.counts["nsfo"],
+        nhvp=run.counts["nhvp"],
+        history=run.history,
+    )
+
+
+def _upper_value(problem: Blocks, point: Any, draw: Sample, generator: torch.Generator) -> float:
+    """The mean of the upper level over all blocks at the y in hand, on one more batch."""
+    blocks = torch.arange(problem.num_blocks, device=point.y.device)
+    x, y = point.x.detach().requires_grad_(), point.y.detach().requires_grad_()
+    return float(problem.values(problem.upper, "upper", x, y, blocks, draw(blocks, generator)).mean().detach())

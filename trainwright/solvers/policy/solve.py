@@ -1,0 +1,145 @@
+"""`learn` a policy in a vector environment, and `evaluate` one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...artifacts import UserError
+from ..driver import Callback, Limits, Measured, drive
+from ..outcome import Result
+from ..seeds import as_generator
+from .ascent import Ascent
+from .baseline import LinearBaseline
+from .estimators import Estimator
+from .harpg import HARPG
+from .npg_igt import NPGIGT
+from .reinforce import REINFORCE
+from .rollout import check_env, rollout
+
+
+@dataclass(frozen=True)
+class PolicyResult(Result):
+    """A `Result` whose `x` are the parameters by name, and `policy` a copy of the module with them.
+
+    `fun` is minus the mean discounted return of the last batch, `mean_return` its mean undiscounted one. `ntraj`, `nsteps`, `nhvp`:
+    trajectories, steps of the environment, Hessian-vector products.
+    """
+
+    policy: nn.Module
+    mean_return: float
+    ntraj: int
+    nsteps: int
+    nhvp: int
+
+
+def learn(
+    env: Any,
+    policy: nn.Module,
+    *,
+    method: REINFORCE | NPGIGT | HARPG,
+    max_iterations: int,
+    batch_size: int = 1,
+    horizon: int = 200,
+    discount: float = 0.99,
+    use_baseline: bool = False,
+    max_trajectories: int | None = None,
+    max_seconds: float | None = None,
+    seed: int | torch.Generator = 0,
+    callback: Callback | None = None,
+    keep_history: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> PolicyResult:
+    """Maximise J(θ) = E Σ_{h < horizon} discountʰ r_h over the parameters θ of a stochastic policy.
+
+    `env`: a vector environment of gymnasium (`gymnasium.make_vec(name, num_envs=16)`), or any object with its
+    `num_envs`, `reset` and `step`. `policy`: a module with `sample` and `log_prob`, such as `SoftmaxMLP`; it is not
+    changed. `batch_size`: trajectories an estimate (theory: 1; best a multiple of `num_envs`). `use_baseline`: subtract a
+    linear value of the state.
+
+    The history has `mean_return` per iteration. Iterations end at `max_iterations` or `max_trajectories`. The estimates
+    are noisy: the last iterate is the result, or the last finite one where parameters or returns became NaN (NOT_FINITE).
+    Needs gymnasium (extra `solvers-policy`) only to make its environments. Not for data of another policy, nor where a
+    critic pays: see PPO and its kin.
+
+    >>> from trainwright.solvers.policy import SoftmaxMLP
+    >>> class Bandit:
+    ...     num_envs = 8
+    ...     def reset(self, seed=None):
+    ...         return torch.ones(8, 1).numpy(), {}
+    ...     def step(self, actions):
+    ...         over = torch.ones(8, dtype=torch.bool).numpy()
+    ...         return torch.ones(8, 1).numpy(), (actions == 1).astype("float64"), over, over, {}
+    >>> result = learn(Bandit(), SoftmaxMLP(1, 2, hidden=()), method=NPGIGT(step=1.0), max_iterations=30, batch_size=8)
+    >>> result.mean_return > 0.9, result.ntraj
+    (True, 248)
+    """
+    _check(policy, batch_size, horizon, discount)
+    generator = as_generator(seed, next(policy.parameters()).device)
+    baseline = LinearBaseline(discount) if use_baseline else None
+    oracle = Estimator(check_env(env), policy, batch_size=batch_size, horizon=horizon, discount=discount,
+                       baseline=baseline, generator=generator)  # fmt: skip
+    run = drive(
+        method.start(oracle, oracle.start),
+        lambda state: method.advance(oracle, state),
+        _measure,
+        Limits(max_iterations, max_evaluations=max_trajectories, max_seconds=max_seconds),
+        counts=oracle.counts,
+        callback=callback,
+        keep_history=keep_history,
+        progress=progress,
+    )
+    counts = run.counts
+    return PolicyResult(
+        x={name: value.clone() for name, value in oracle.packing.unpack(run.last.theta).items()},
+        policy=copy.deepcopy(oracle.load(run.last.theta)),
+        fun=-run.last.discounted,
+        mean_return=run.last.undiscounted,
+        success=run.status.success,
+        status=run.status,
+        message=run.message,
+        nit=run.nit,
+        nfev=counts["nfev"],
+        ntraj=counts["ntraj"],
+        nsteps=counts["nsteps"],
+        nhvp=counts["nhvp"],
+        history=run.history,
+    )
+
+
+def evaluate(
+    env: Any, policy: nn.Module, *, num_trajectories: int, horizon: int = 200, seed: int | torch.Generator = 0
+) -> Tensor:
+    """Return the undiscounted returns (num_trajectories,) of fresh trajectories under the policy.
+
+    `env` and `policy` as in `learn`. The policy acts at random as it was trained to; returns stand in their own order.
+    """
+    generator = as_generator(seed, next(policy.parameters()).device)
+    return rollout(check_env(env), policy, num_trajectories, horizon, generator).returns()
+
+
+def _measure(state: Ascent) -> Measured:
+    finite = bool(torch.isfinite(state.theta).all() and torch.isfinite(state.direction).all())
+    fun = -state.discounted if finite else torch.inf
+    return Measured(
+        torch.nan, fun, {"mean_return": state.undiscounted, "direction_norm": float(state.direction.norm())}
+    )
+
+
+def _check(policy: nn.Module, batch_size: int, horizon: int, discount: float) -> None:
+    missing = [name for name in ("sample", "log_prob") if not callable(getattr(policy, name, None))]
+    if missing or next(policy.parameters(), None) is None:
+        raise UserError(
+            f"a policy module with parameters, sample and log_prob is needed; got {type(policy).__name__} "
+            f"without {missing or 'parameters'}; see SoftmaxMLP"
+        )
+    if batch_size < 1 or horizon < 1 or not 0 < discount <= 1:
+        raise UserError(
+            "batch_size ≥ 1, horizon ≥ 1 and discount in (0, 1] are needed; "
+            f"got {batch_size}, {horizon} and {discount}; start with 16, 200 and 0.99"
+        )
