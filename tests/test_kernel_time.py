@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.artifacts import Cluster, Device, Link, UserError
+from trainwright.artifacts import Cluster, Device, Link, Overheads, UserError
 from trainwright.ops.kernels import Kernel, family, kernel_of
-from trainwright.profiler import op_seconds
+from trainwright.profiler import op_seconds, profile
 from trainwright.profiler.kernel_time import KernelTable
 
 aten = torch.ops.aten
@@ -100,6 +100,25 @@ def test_time_comes_from_the_table_where_there_is_one() -> None:
     assert op_seconds(measured, aten.mm.default, (a, b), {}, a @ b) == pytest.approx(0.21)
     assert op_seconds(device({}), aten.mm.default, (a, b), {}, a @ b) == pytest.approx(2.11e-4)
     assert op_seconds(measured, aten.exp.default, (a,), {}, a) == pytest.approx(12000 / 1e9 + 1e-6)
+
+
+def test_a_step_adds_what_stands_between_its_kernels() -> None:
+    here = Cluster(name="x", device=device({}), links=(Link(name="l", size=1, bandwidth_bytes_per_s=1, latency_s=0),))
+    slower = here.device.model_copy(
+        update={"overheads": Overheads(forward_s=1.0, backward_s=0.1, update_s=0.01, module_s=10.0)}
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Tanh())
+    ask = {
+        "loss_fn": lambda out, batch: out.sum(),
+        "make_optimizer": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
+    }
+    plain, added = (profile(model, (torch.ones(2, 4),), hardware=cluster, **ask)
+                    for cluster in (here, here.model_copy(update={"device": slower})))  # fmt: skip
+    extra = added.step_s - plain.step_s
+    assert math.floor(extra / 10) >= 2  # two layers entered, and the loss outside of them
+    assert 3.0 <= math.floor(extra % 10) <= 5.0  # product, tanh, sum
+    assert round(extra * 10) % 10 >= 2  # tanh and product backward
+    assert added.step_s == pytest.approx(sum(op.time_s for op in added.ops), rel=1e-6)
 
 
 @pytest.mark.parametrize("rows", [[[1.0]], [[-1.0, 2.0]], [["x", 1.0]]])

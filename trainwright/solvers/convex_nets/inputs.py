@@ -1,0 +1,40 @@
+"""What the estimators take, tensors or arrays, as float64 tensors; and what they give back, of the same kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...artifacts import UserError
+
+
+def as_examples(X: Any, intercept: bool) -> Tensor:
+    """Return X (n, d) in float64, with a column of ones where there is an intercept."""
+    examples = torch.as_tensor(X).detach().to(torch.float64)
+    if examples.dim() != 2 or len(examples) == 0 or examples.shape[1] == 0:
+        raise UserError(f"X of shape [n, d] is needed; got {list(examples.shape)}; a row for each example")
+    if not bool(examples.isfinite().all()):
+        raise UserError("a finite X is needed; got NaN or infinity; clean it")
+    return torch.cat([examples, torch.ones_like(examples[:, :1])], 1) if intercept else examples
+
+
+def as_numbers(y: Any) -> Tensor:
+    """Return y (n) in float64."""
+    return torch.as_tensor(y).detach().to(torch.float64).flatten()
+
+
+def as_classes(y: Any) -> tuple[Any, Tensor]:
+    """Return the two labels in order, and -1 or 1 for each example."""
+    classes = torch.unique(y) if isinstance(y, Tensor) else np.unique(np.asarray(y))
+    if len(classes) != 2:
+        raise UserError(f"labels of two classes are needed; got {len(classes)}; fit one class against the rest")
+    second = y == classes[1] if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y) == classes[1])
+    return classes, 2.0 * second.flatten().double() - 1.0
+
+
+def like(given: Any, found: Tensor) -> Any:
+    """Return a result as what was given: a tensor for a tensor, else an array."""
+    return found if isinstance(given, Tensor) else found.cpu().numpy()

@@ -1,0 +1,48 @@
+r"""Activation patterns of a hidden ReLU unit: which examples it passes, 1[X h ≥ 0] for some weight vector h."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...artifacts import UserError
+
+
+def sample_patterns(X: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+    """Return patterns 1[X h ≥ 0] (n, P), h ~ N(0, I), of `num_samples` draws: each once, and none that passes nothing.
+
+    P is at most `num_samples`, and for few features often far fewer. X is (n, d), the generator on its device.
+
+    >>> patterns = sample_patterns(torch.tensor([[1.0], [2.0]]), 8, torch.Generator().manual_seed(0))
+    >>> patterns.T
+    tensor([[True, True]])
+    """
+    if num_samples < 1:
+        raise UserError(f"at least 1 pattern is needed; got num_patterns {num_samples}; give such a number")
+    directions = torch.randn(X.shape[1], num_samples, generator=generator, dtype=X.dtype, device=X.device)
+    return distinct(X @ directions >= 0)
+
+
+def enumerate_patterns(X: Tensor) -> Tensor:
+    """Return every pattern (n, P) of examples with two features, P ≤ 2 n: the programme over them has no sampling gap.
+
+    X is (n, 2); a constant second feature stands for the bias. Patterns of single directions, on which an example is
+    exactly zero, are left out: their weights belong to a neighbour's too. Raises `UserError` for other shapes.
+
+    >>> enumerate_patterns(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).sum(0).tolist()
+    [1, 1, 2]
+    """
+    if X.dim() != 2 or X.shape[1] != 2:
+        raise UserError(f"X of shape [n, 2] is needed; got {list(X.shape)}; sample the patterns of more features")
+    angles = torch.atan2(X[:, 1], X[:, 0])
+    turns = torch.cat([angles + math.pi / 2, angles - math.pi / 2]).remainder(2 * math.pi).sort().values
+    between = (turns + torch.cat([turns[1:], turns[:1] + 2 * math.pi])) / 2
+    return distinct(X @ torch.stack([between.cos(), between.sin()]) >= 0)
+
+
+def distinct(patterns: Tensor) -> Tensor:
+    """Each column once, without those that pass no example; one column of ones where nothing else is left."""
+    found = patterns[:, patterns.any(0)].unique(dim=1)
+    return found if found.shape[1] else torch.ones_like(patterns[:, :1])
