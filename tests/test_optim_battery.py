@@ -543,7 +543,7 @@ def test_settings_out_of_range_are_refused(name: str) -> None:
 @every
 def test_a_profile_holds_the_declared_bytes(name: str) -> None:
     case_of(name, "profile")
-    model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 257, bias=False))
+    model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 257, bias=False))  # 8-bit above 4096
     found = tw.profile(model, (torch.ones(3, 33),), loss_fn=lambda out, batch: out.square().mean(), optimizer=name)
     entry = optim.record(name)
     assert found.optimizer_bytes == sum(entry.state_bytes(tuple(param.shape)) for param in model.parameters())
@@ -552,7 +552,7 @@ def test_a_profile_holds_the_declared_bytes(name: str) -> None:
 @every
 def test_a_plan_is_priced_with_it(name: str) -> None:
     case_of(name, "plan")
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False))
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 96, bias=False))
     plan = tw.plan(model, (torch.ones(4, 32),), hardware="cpu:2", optimizer=name,
                    loss_fn=lambda out, batch: out.square().mean())  # fmt: skip
     assert plan.optimizer == name

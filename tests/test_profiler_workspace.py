@@ -230,6 +230,16 @@ def test_a_call_is_made_once_a_signature_and_in_peace():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_profilers_session_is_left_alone():
+    x, weight = floats(2, 4, 11, 11), floats(5, 4, 3, 3)
+    call = (x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    with torch.profiler.profile() as session:
+        out = aten.convolution.default(*call)
+        assert probe(aten.convolution.default, call, {}, out) is None
+    assert "aten::convolution" in {event.name for event in session.events()}
+    assert probe(aten.convolution.default, call, {}, out) is not None
+
+
 def test_a_call_that_fails_has_a_formula():
     x, weight = floats(2, 4, 9, 9), floats(5, 3, 3, 3)  # channels that do not fit
     call = (x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.pool import Pool
 from trainwright.artifacts import UserError
 from trainwright.schedules import LanczosLR, batch_curvature
 
@@ -172,6 +174,23 @@ def test_a_resumed_run_measures_with_the_same_starts() -> None:
     assert len(set(whole)) == 4
     first, state = run(3)
     assert first + run(5, state)[0] == whole
+
+
+def rates_of(parts: int) -> list[float]:
+    weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+    inputs = torch.randn(8, 6, generator=draws(3), dtype=torch.float64)
+    own = inputs if parts == 1 else inputs.chunk(parts)[dist.get_rank()]
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = LanczosLR(optimizer, process_group=None if parts == 1 else dist.group.WORLD)
+    schedule.measure(lambda: ((own @ weight) ** 4).mean())
+    assert "_process_group" not in schedule.state_dict()
+    return [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]]
+
+
+def test_ranks_measure_the_whole_batch(pool2: Pool) -> None:
+    alone = rates_of(1)
+    for found in pool2.run("tests.test_schedules_lanczos:rates_of", parts=2):
+        assert found == pytest.approx(alone, rel=1e-9)
 
 
 def test_bad_settings_are_named() -> None:

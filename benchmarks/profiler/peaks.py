@@ -164,7 +164,7 @@ def _conditions() -> Row:
     import transformers
 
     return {
-        "command": "python -m benchmarks.profiler.peaks " + shlex.join(sys.argv[1:]),
+        "command": "python -m benchmarks.profiler.peaks " + shlex.join(_without_out(sys.argv[1:])),
         "date": time.strftime("%Y-%m-%d"),
         "machine": platform.processor() or platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -172,6 +172,11 @@ def _conditions() -> Row:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _without_out(arguments: list[str]) -> list[str]:
+    """Where the record goes is no condition of it."""
+    return [word for before, word in zip(["", *arguments], arguments) if "--out" not in (before, word)]
 
 
 def _line(row: Row) -> str:

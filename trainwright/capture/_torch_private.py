@@ -27,6 +27,7 @@ __all__ = [
     "arguments",
     "flatten_batch",
     "is_mutating",
+    "is_profiled",
     "is_random",
     "is_view",
     "mutated_arguments",
@@ -60,6 +61,11 @@ def mutated_arguments(target: OpOverload) -> list[str]:
 def is_mutating(target: Any) -> bool:
     """Tell whether `target` is an ATen op that writes one of its arguments."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def is_profiled() -> bool:
+    """Tell whether a `torch.profiler` session is on in this thread: a second one would end it."""
+    return bool(torch.autograd._profiler_enabled())
 
 
 def is_view(target: Any) -> bool:

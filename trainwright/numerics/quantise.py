@@ -58,9 +58,8 @@ class Codebook:
         return codes.add_(flat > self._boundary.index_select(0, cell)).to(torch.uint8).view(x.shape)
 
 
-@functools.cache
 def dynamic_codebook(signed: bool, device: torch.device | str = "cpu") -> Codebook:
-    """Return the dynamic map: seven decades, each of twice as many values as the one below; made once a device.
+    """Return the dynamic map: seven decades, each of twice as many values as the one below; the same object every time.
 
     Decade i = 0 … 6 covers 10^(i-7) to 10^(i-6) by the midpoints of 2^i equal intervals, 2^(i+1) without signs; 0 and
     1 (but not -1) are added. Relative error is small over seven orders of magnitude, where equal steps have two.
@@ -71,10 +70,7 @@ def dynamic_codebook(signed: bool, device: torch.device | str = "cpu") -> Codebo
 
     Source: Dettmers 2016, arXiv:1511.04561; the form of Dettmers et al. 2022, arXiv:2110.02861.
     """
-    magnitudes = torch.cat([_decade(i, 2 ** (i + (not signed))) for i in range(_NUM_DECADES)])
-    values = torch.cat([-magnitudes, magnitudes] if signed else [magnitudes])
-    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    return Codebook(torch.cat([values, ends]).sort().values).to(torch.device(device))
+    return _dynamic_codebook(signed, torch.device(device))
 
 
 def quantise(x: Tensor, codebook: Codebook, block_size: int = 256, keep_sign: bool = False) -> tuple[Tensor, Tensor]:
@@ -121,6 +117,16 @@ def dequantise(codes: Tensor, scales: Tensor, codebook: Codebook, block_size: in
 def num_blocks(num_elements: int, block_size: int) -> int:
     """Return how many blocks that many elements make, the last one short."""
     return -(-num_elements // block_size)
+
+
+@functools.cache
+def _dynamic_codebook(signed: bool, device: torch.device) -> Codebook:
+    if device.type != "cpu":
+        return _dynamic_codebook(signed, torch.device("cpu")).to(device)
+    magnitudes = torch.cat([_decade(i, 2 ** (i + (not signed))) for i in range(_NUM_DECADES)])
+    values = torch.cat([-magnitudes, magnitudes] if signed else [magnitudes])
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    return Codebook(torch.cat([values, ends]).sort().values)
 
 
 def _decade(index: int, num_intervals: int) -> Tensor:

@@ -96,12 +96,17 @@ def measure(step: Callable[[], Any], num_steps: int = 2) -> AllocatorRecord:
     >>> record.peak_delta_bytes, record.end_delta_bytes
     (12000, 0)
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to standard error
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with memory_session() as profiler:
         for _ in range(num_steps):
             with torch.profiler.record_function(_STEP):
                 step()
     return _replay(_trace_events(profiler), num_steps)
+
+
+def memory_session() -> torch.profiler.profile:
+    """Return a session of torch's profiler that records the CPU allocator, and writes nothing to standard error."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
 def static_bytes(module: nn.Module) -> int:

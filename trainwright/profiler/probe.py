@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..capture._torch_private import is_profiled
 from ..ops.flops import flops
-from .allocator import measure
+from .allocator import measure, memory_session
 
 LIMIT_BYTES = 16 * 2**20
 """Of a call's tensors together."""
-LIMIT_FLOPS = 5 * 10**8
-"""Ten milliseconds of one core."""
+LIMIT_FLOPS = 2 * 10**9
+"""Some forty milliseconds of one core."""
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
 
@@ -38,6 +39,8 @@ class Probe(NamedTuple):
 def probe(func: Any, args: Arguments, kwargs: dict[str, Any], out: Any) -> Probe | None:
     """Return what the CPU kernel of `func` takes inside and leaves; None for a call too large to be made.
 
+    None too while a `torch.profiler` session of the caller's is on, which looking at the records would end.
+
     args, kwargs, out: of one call, fakes or not; only shapes, strides and types are read. No op that draws random
     numbers may be asked for.
 
@@ -45,7 +48,7 @@ def probe(func: Any, args: Arguments, kwargs: dict[str, Any], out: Any) -> Probe
     >>> probe(torch.ops.aten.relu.default, (x,), {}, x)
     Probe(workspace_bytes=0, output_bytes=(200704,))
     """
-    if not _is_small(func, args, kwargs, out):
+    if not _is_small(func, args, kwargs, out) or is_profiled():
         return None
     key = (func, torch.get_num_threads(), torch.is_grad_enabled(), _described((args, kwargs), {}))
     if key not in _FOUND:
@@ -72,7 +75,7 @@ def _make_call(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Probe | No
 @functools.cache
 def _start_profiler() -> None:
     """Its first start belongs in the caller's thread: in another one it complains."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with memory_session():
         pass
 
 

@@ -7,11 +7,13 @@ L = max |r_i|,  ℓ = Σ τ_i |r_i| or the smallest positive r_i             `_e
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..artifacts import UserError
@@ -49,6 +51,8 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
     safety: 0.5 for noisy gradients, 1 for a deterministic quadratic. max_momentum: momentum is never above it.
     smoothing: of L and ℓ over measurements, 0 for none: new = smoothing · old + (1 − smoothing) · measured.
     num_warmup_steps: steps over which the rate rises linearly. seed: of the starting vectors; the same on every rank.
+    process_group: data-parallel ranks, each with its part of the batch: the curvature is that of the whole batch, and
+        every rank must measure. `None`: this process alone, or parameters that are sharded (`DTensor`).
 
     Raises `UserError` for settings out of range and for a loss without curvature.
 
@@ -77,6 +81,7 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
         smoothing: float = 0.0,
         num_warmup_steps: int = 0,
         seed: int = 0,
+        process_group: dist.ProcessGroup | None = None,
         last_epoch: int = -1,
     ) -> None:
         _check(interval, num_lanczos, rule, lower, safety, max_momentum, smoothing, num_warmup_steps)
@@ -85,10 +90,15 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
         self.interval, self.num_lanczos, self.rule, self.lower, self.safety = interval, num_lanczos, rule, lower, safety
         self.max_momentum, self.smoothing, self.num_warmup_steps = max_momentum, smoothing, num_warmup_steps
         self.seed, self.num_measured = seed, 0
+        self._process_group = process_group
         self.curvatures: tuple[float, float] | None = None
         """L and ℓ in use; `None` before the first measurement."""
         self.rate: float | None = None
         super().__init__(optimizer, last_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state, without its optimizer and ranks."""
+        return {key: value for key, value in super().state_dict().items() if key != "_process_group"}
 
     @property
     def due(self) -> bool:
@@ -104,14 +114,13 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
         """Measure the curvature of a batch, set the rates by it, and return the spectrum.
 
         closure: returns the loss of a batch of training size with its graph, without calling backward; no gradient is
-            touched. With data-parallel ranks, the loss of each rank's own batch, all equally large: measure where the
-            loss is the same on every rank, or broadcast the rates.
+            touched. With `process_group`, the mean loss of the rank's own part, all parts equally large.
         """
         params = [param for group in self.optimizer.param_groups for param in group["params"] if param.requires_grad]
         with torch.enable_grad():
             operator = HessianOperator(closure(), params)
         found = lanczos(
-            operator,
+            functools.partial(_averaged, operator, self._process_group),
             max(1, operator.num_dims),
             self.num_lanczos,
             generator=seeded(self.seed, self.num_measured),
@@ -136,6 +145,14 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
             if momentum is not None:
                 group["momentum"] = min(momentum, self.max_momentum)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _averaged(operator: HessianOperator, group: dist.ProcessGroup | None, vector: Tensor) -> Tensor:
+    product = operator(vector)
+    if group is not None:
+        dist.all_reduce(product, group=group)
+        product /= dist.get_world_size(group)
+    return product
 
 
 def batch_curvature(

@@ -151,9 +151,9 @@ class _Greedy:
         self.indices: list[int] = []
         self._gains: list[float] = []
         self.num_evaluations = 0
-        dtype = distances.points.dtype
-        self._distance = torch.full((len(distances),), math.inf, dtype=dtype)
-        self._nearest = torch.zeros(len(distances), dtype=torch.long)
+        points = distances.points
+        self._distance = points.new_full((len(distances),), math.inf)
+        self._nearest = torch.zeros(len(distances), dtype=torch.long, device=points.device)
         # Before the first choice every point counts as far as any can be: the order does not depend on the number.
         self._far = 2 * float(distances.squares.max().sqrt()) if distances.metric == "euclidean" else 2.0
 

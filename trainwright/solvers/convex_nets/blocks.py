@@ -27,11 +27,11 @@ class BlockDescent:
         self.tolerance, self.generator = tolerance, generator
 
     def minimise(self, u: Tensor, centre: Tensor, margins: Tensor) -> tuple[Tensor, int]:
-        """Return the new u and how many blocks were stepped; at most four passes over the blocks."""
+        """Return the new u and how many blocks were stepped; at most one pass over the blocks."""
         u = u.clone()
         output, blocks = self.gates.output(u), u.shape[0] * u.shape[1]
         drops: list[float] = []
-        order = torch.cat([torch.randperm(blocks, generator=self.generator, device=u.device) for _ in range(4)])
+        order = torch.randperm(blocks, generator=self.generator, device=u.device)
         for place in order.tolist():
             half, block = divmod(place, u.shape[1])
             drop, output = self._step(u, half, block, centre, margins, output)

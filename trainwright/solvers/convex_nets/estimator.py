@@ -99,11 +99,11 @@ class ReLURegressor(_ReLUNet):
 
 
 class ReLUClassifier(_ReLUNet):
-    r"""As `ReLURegressor` for two classes, with Σ log(1 + exp(-y f(x))); ADMM's first step is a block descent.
+    r"""As `ReLURegressor` for two classes, with Σ log(1 + exp(-y f(x))); ADMM's first step is Newton's method in the n outputs.
 
     `classes_` are the labels in order; `decision_function` is f, `predict_proba` (n, 2), `predict` the label.
-    A single class or more than two raise `UserError`. An iteration costs many small products: an order of magnitude
-    more than the regressor's, which (on labels of ±1) is worth trying first.
+    A single class or more than two raise `UserError`. An iteration solves some systems of n rows, where the regressor's
+    has one factored before: for thousands of examples, try the regressor on labels of ±1 first.
 
     >>> X = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
     >>> net = ReLUClassifier(1e-2, num_patterns=20, max_iterations=60).fit(X, (X.abs() > 0.5).flatten())

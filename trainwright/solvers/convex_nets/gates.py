@@ -77,6 +77,11 @@ class InverseSystem:
         """Return B⁻¹ of each row (…, d)."""
         return torch.cholesky_solve(rows.reshape(-1, rows.shape[-1]).T, self._block).T.reshape(rows.shape)
 
+    def kernel(self) -> Tensor:
+        """Return A B⁻¹ A' (n, n)."""
+        gates = self.gates
+        return (gates.X @ self.block_solve(gates.X).T) * (gates.passes @ gates.passes.T)
+
     def _difference(self, b: Tensor) -> Tensor:
         if not self._by_examples:
             return torch.cholesky_solve(b.reshape(-1, 1), self._factor).view(b.shape)
@@ -86,9 +91,7 @@ class InverseSystem:
 
     def _examples(self, rho: float) -> Tensor:
         """Return ρ/2 I + A B⁻¹ A' (n, n)."""
-        gates = self.gates
-        kernel = gates.X @ self.block_solve(gates.X).T
-        both = kernel * (gates.passes @ gates.passes.T)
+        both = self.kernel()
         both.diagonal().add_(rho / 2)
         return both
 

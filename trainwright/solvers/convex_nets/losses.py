@@ -20,3 +20,11 @@ def value(loss: str, output: Tensor, y: Tensor) -> Tensor:
 def slope(loss: str, output: Tensor, y: Tensor) -> Tensor:
     """Return the loss's derivative at each output (n)."""
     return output - y if loss == "squared" else -y * torch.sigmoid(-y * output)
+
+
+def curvature(loss: str, output: Tensor, y: Tensor) -> Tensor:
+    """Return the loss's second derivative at each output (n)."""
+    if loss == "squared":
+        return torch.ones_like(output)
+    chance = torch.sigmoid(output)
+    return chance * (1 - chance)

@@ -1,9 +1,9 @@
 r"""The convex programme of a two-layer ReLU network with scalar output, by ADMM.
 
-    minimise  loss(Σ_i D_i X (v_i - w_i), y) + β Σ_i (‖v_i‖ + ‖w_i‖)   so that (2 D_i - I) X v_i ≥ 0, and of w_i
-    u ← argmin loss(F u) + (ρ/2)(‖u - v + λ‖² + ‖G u - s + ν‖²)        `_Admm.weights` (one solve, or `BlockDescent`)
-    v_i ← (1 - (β/ρ)/‖u_i + λ_i‖)₊ (u_i + λ_i)                         `_Admm.step`
-    s ← (G u + ν)₊;   λ ← λ + γ(u - v);   ν ← ν + γ(G u - s)           `_Admm.step`
+minimise  loss(Σ_i D_i X (v_i - w_i), y) + β Σ_i (‖v_i‖ + ‖w_i‖)   so that (2 D_i - I) X v_i ≥ 0, and of w_i
+u ← argmin loss(F u) + (ρ/2)(‖u - v + λ‖² + ‖G u - s + ν‖²)        `_Admm.weights` (one solve; else `OutputNewton`, `BlockDescent`)
+v_i ← (1 - (β/ρ)/‖u_i + λ_i‖)₊ (u_i + λ_i)                         `_Admm.step`
+s ← (G u + ν)₊;   λ ← λ + γ(u - v);   ν ← ν + γ(G u - s)           `_Admm.step`
 """
 
 from __future__ import annotations
@@ -22,25 +22,36 @@ from . import losses
 from .blocks import BlockDescent
 from .gates import Gates, InverseSystem
 from .network import TwoLayerReLU, recover
+from .newton import OutputNewton
 
 LOSSES = ("squared", "logistic")
+INNER = ("newton", "blocks")
 
 
 @dataclass(frozen=True)
 class AdmmOptions:
-    """ρ > 0 (scales with the loss, which is a sum), γ in (0, 1], and when a block descent (`logistic`) has done enough."""
+    """ρ > 0 (scales with the loss, which is a sum), γ in (0, 1], and how `logistic` takes ADMM's first step.
+
+    inner: `newton` is exact, O(n³) for each of its few steps; `blocks` is the paper's randomised block descent, inexact, for
+    more examples than such a system allows.
+    """
 
     rho: float = 0.1
     step: float = 1.0
-    block_tolerance: float = 1e-9
+    inner: str = "newton"
+    newton_tolerance: float = 1e-10
+    """Of the root mean square of loss'(F u) - g."""
+    block_tolerance: float = 1e-8
     """Mean fall of the last ten block steps, relative to the loss at zero."""
 
     def __post_init__(self) -> None:
-        if not (self.rho > 0 and 0 < self.step <= 1 and self.block_tolerance > 0):
+        if not (self.rho > 0 and 0 < self.step <= 1 and self.block_tolerance > 0 and self.newton_tolerance > 0):
             raise UserError(
-                "rho > 0, step in (0, 1] and block_tolerance > 0 are needed; "
-                f"got {self.rho}, {self.step}, {self.block_tolerance}; give such values"
+                "rho > 0, step in (0, 1] and tolerances > 0 are needed; "
+                f"got {self.rho}, {self.step}, {self.newton_tolerance}, {self.block_tolerance}; give such values"
             )
+        if self.inner not in INNER:
+            raise UserError(f"inner of {', '.join(INNER)} is needed; got {self.inner!r}; take one of them")
 
 
 @dataclass(frozen=True)
@@ -55,8 +66,8 @@ class ReLUProgrammeResult(Result):
     """√(‖u - v‖² + ‖G u - s‖²)."""
     dual_residual: float
     """‖F' loss'(F u) + ρ (λ + G'ν)‖ / ρ."""
-    num_blocks: int
-    """Block steps of the descent, 0 for the squared loss."""
+    num_inner: int
+    """Newton or block steps inside ADMM's first one, 0 for the squared loss."""
 
 
 def solve_relu_programme(
@@ -86,7 +97,8 @@ def solve_relu_programme(
 
     Source: Bai, Gautam & Sojoudi 2022, Efficient Global Optimization of Two-Layer ReLU Networks, SIAM J. Math. Data Sci.
     (arXiv:2201.01965); the programme is Pilanci & Ergen's, 2020. Departures: the linear system is solved in sums and
-    differences of v and w (see `gates`); block descent is preconditioned.
+    differences of v and w (see `gates`); the logistic loss takes a Newton step in the outputs (see `newton`), and the
+    paper's block descent, on request, is preconditioned.
     """
     _check(X, y, patterns, beta, loss)
     options = options or AdmmOptions()
@@ -113,9 +125,14 @@ class _Admm:
         self.gates, self.y, self.beta, self.loss, self.options, self.counts = gates, y, beta, loss, options, counts
         self.system = InverseSystem(gates, options.rho)
         self._pull = gates.output_adjoint(y) / options.rho
-        at_zero = float(losses.value(loss, torch.zeros_like(y), y))
-        tolerance = options.block_tolerance * max(at_zero, 1e-300)
-        self.blocks = BlockDescent(gates, self.system, y, loss, options.rho, tolerance, generator)
+        self.inner = self._inner(generator) if loss != "squared" else None
+
+    def _inner(self, generator: torch.Generator) -> OutputNewton | BlockDescent:
+        problem, options = (self.gates, self.system, self.y, self.loss, self.options.rho), self.options
+        if options.inner == "newton":
+            return OutputNewton(*problem, options.newton_tolerance)
+        at_zero = float(losses.value(self.loss, torch.zeros_like(self.y), self.y))
+        return BlockDescent(*problem, options.block_tolerance * max(at_zero, 1e-300), generator)
 
     def start(self) -> _State:
         n, num_patterns, d = self.gates.shape
@@ -137,9 +154,9 @@ class _Admm:
     def weights(self, state: _State) -> Tensor:
         """Return the first step's u: one solve for the squared loss, else a block descent from the u before."""
         centre, margins = state.v - state.lam, state.s - state.nu
-        if self.loss != "squared":
-            u, num_blocks = self.blocks.minimise(state.u, centre, margins)
-            self.counts.add(blocks=num_blocks)
+        if self.inner is not None:
+            u, num_steps = self.inner.minimise(state.u, centre, margins)
+            self.counts.add(inner=num_steps)
             return u
         self.counts.add(nfev=3)  # G', and A and A' inside the solve
         return self.system.solve(self._pull + centre + self.gates.margins_adjoint(margins))
@@ -167,7 +184,7 @@ def _result(admm: _Admm, run: Run[_State], X: Tensor) -> ReLUProgrammeResult:
         x=network, fun=network.objective(X, admm.y, admm.beta, admm.loss), success=run.status.success,
         status=run.status, message=_message(run.status), nit=run.nit, nfev=run.counts["nfev"], history=run.history,
         convex_fun=admm.objective(run.best.v), v=run.best.v, primal_residual=primal, dual_residual=dual,
-        num_blocks=run.counts["blocks"],
+        num_inner=run.counts["inner"],
     )  # fmt: skip
 
 
