@@ -24,7 +24,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations=25
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile --durations=25
 
 test-all: lint
 	$(BIN)/python -m pytest

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Lists, Method, Tensors, add_quotients, check_common
+from .base import Lists, Method, add_quotients, check_common
 from .record import STEP, OptimizerRecord, Options, kept, list_temporaries
 
 
@@ -75,7 +75,7 @@ class AdaBelief(Method):
     def _update(
         params: list[Tensor], grads: list[Tensor], states: Lists, step: Any, lr: Any, options: dict[str, Any]
     ) -> None:
-        grads = _with_decay(params, grads, lr, options)
+        grads = _with_decay(params, grads, options)
         (beta1, beta2), means = options["betas"], states["exp_avg"]
         torch._foreach_lerp_(means, grads, 1 - beta1)
         distances = torch._foreach_sub(grads, means)
@@ -83,23 +83,34 @@ class AdaBelief(Method):
         torch._foreach_addcmul_(states["exp_avg_var"], distances, distances, 1 - beta2)
         del distances
         denominators = _roots(states, options)
-        scale = -lr / (1 - beta1**step)
+        if not options["rectify"]:
+            torch._foreach_div_(denominators, options["root"])
+        torch._foreach_add_(denominators, options["eps"])
         if options["rectify"]:
-            scale = scale * _rectified(denominators, step, options)
-        else:
-            torch._foreach_div_(denominators, (1 - beta2**step) ** 0.5)
-            torch._foreach_add_(denominators, options["eps"])
-        add_quotients(params, means, denominators, scale)
+            torch._foreach_mul_(denominators, options["trusted"])
+            torch._foreach_add_(denominators, [1 - options["trusted"]] * len(denominators))
+        add_quotients(params, means, denominators, options["scale"])
+
+    @staticmethod
+    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = options["betas"]
+        kept = 1 - (1.0 if options["fixed_decay"] else lr) * options["weight_decay"]
+        found = {"kept": kept, "scale": -lr / (1 - beta1**step), "root": (1 - beta2**step) ** 0.5}
+        if options["rectify"]:
+            trusted, ratio = _variance_ratio(beta2, step)
+            factor = ratio**0.5 + (1 - trusted) * float(options["degenerated_to_sgd"])
+            found |= {"trusted": trusted, "scale": found["scale"] * factor}
+        return found
 
 
-def _with_decay(params: list[Tensor], grads: list[Tensor], lr: Any, options: dict[str, Any]) -> list[Tensor]:
+def _with_decay(params: list[Tensor], grads: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
     """Apply weight decay to the parameters, or return gradients that contain it."""
     decay = options["weight_decay"]
     if not decay:
         return grads
     if not options["decoupled"]:
         return list(torch._foreach_add(grads, params, alpha=decay))
-    torch._foreach_mul_(params, 1 - (decay if options["fixed_decay"] else lr * decay))
+    torch._foreach_mul_(params, options["kept"])
     return grads
 
 
@@ -117,20 +128,11 @@ def _roots(states: Lists, options: dict[str, Any]) -> list[Tensor]:
     return list(torch._foreach_sqrt(shifted))
 
 
-def _rectified(denominators: Tensors, step: Any, options: dict[str, Any]) -> Any:
-    """Make `denominators` those of this step, 1 where s cannot be trusted yet; returns what multiplies the step.
-
-    Written without branches on `step`, which is a tensor where it may not be read.
-    """
-    trusted, ratio = _variance_ratio(options["betas"][1], step)
-    torch._foreach_add_(denominators, options["eps"])
-    torch._foreach_mul_(denominators, trusted)
-    torch._foreach_add_(denominators, [1 - trusted] * len(denominators))
-    return ratio**0.5 + (1 - trusted) * float(options["degenerated_to_sgd"])
-
-
 def _variance_ratio(beta2: float, step: Any) -> tuple[Any, Any]:
-    """Return whether s is an average over at least 5 gradients (1 or 0), and if so RAdam's squared factor, else 0."""
+    """Return whether s is an average over at least 5 gradients (1 or 0), and if so RAdam's squared factor, else 0.
+
+    Without branches on `step`, which is a tensor where it may not be read.
+    """
     at_last = 2 / (1 - beta2) - 1
     if at_last < 5:
         return 0.0, 0.0

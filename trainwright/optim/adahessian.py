@@ -81,16 +81,19 @@ class AdaHessian(CurvatureMethod):
     def _update(
         params: list[Tensor], grads: list[Tensor], states: Lists, step: Any, lr: Any, options: dict[str, Any]
     ) -> None:
-        beta1 = options["betas"][0]
         if options["weight_decay"]:
             torch._foreach_mul_(params, 1 - lr * options["weight_decay"])
         means = states["exp_avg"]
-        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_lerp_(means, grads, 1 - options["betas"][0])
         denominators = torch._foreach_sqrt(states["hessian_sq"])
         if options["hessian_power"] != 1.0:
             torch._foreach_pow_(denominators, options["hessian_power"])
         torch._foreach_add_(denominators, options["eps"])
-        add_quotients(params, means, denominators, -lr / (1 - beta1**step))
+        add_quotients(params, means, denominators, options["scale"])
+
+    @staticmethod
+    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+        return {"scale": -lr / (1 - options["betas"][0] ** step)}
 
     def _refresh(self, param: Tensor, estimate: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         beta2, count = group["betas"][1], int(state["hessian_step"])

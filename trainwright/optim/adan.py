@@ -81,28 +81,36 @@ class Adan(Method):
     ) -> None:
         if options["clip"] is not None:
             grads = list(torch._foreach_mul(grads, options["clip"]))
-        beta1, beta2, beta3 = options["betas"]
-        _average(grads, states, step, options["betas"])
+        _average(grads, states, options)
         denominators = torch._foreach_sqrt(states["exp_avg_sq"])
-        torch._foreach_div_(denominators, (1 - beta3**step) ** 0.5)
+        torch._foreach_div_(denominators, options["root"])
         torch._foreach_add_(denominators, options["eps"])
-        decay = lr * options["weight_decay"]
         if options["weight_decay"] and options["no_prox"]:
-            torch._foreach_mul_(params, 1 - decay)
-        add_quotients(params, states["exp_avg"], denominators, -lr / (1 - beta1**step))
-        add_quotients(params, states["exp_avg_diff"], denominators, -lr * beta2 / (1 - beta2**step))
+            torch._foreach_mul_(params, options["kept"])
+        add_quotients(params, states["exp_avg"], denominators, options["scale"])
+        add_quotients(params, states["exp_avg_diff"], denominators, options["ahead"])
         if options["weight_decay"] and not options["no_prox"]:
-            torch._foreach_div_(params, 1 + decay)
+            torch._foreach_div_(params, options["grown"])
+
+    @staticmethod
+    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+        (beta1, beta2, beta3), decay = options["betas"], lr * options["weight_decay"]
+        return {
+            "scale": -lr / (1 - beta1**step),
+            "ahead": -lr * beta2 / (1 - beta2**step),
+            "root": (1 - beta3**step) ** 0.5,
+            "kept": 1 - decay,
+            "grown": 1 + decay,
+            "moving": (step > 1) * 1.0,
+        }
 
 
-def _average(grads: list[Tensor], states: Lists, step: Any, betas: tuple[float, float, float]) -> None:
+def _average(grads: list[Tensor], states: Lists, options: dict[str, Any]) -> None:
     """Take the gradients into the three running means, and remember them."""
-    beta1, beta2, beta3 = betas
+    beta1, beta2, beta3 = options["betas"]
     differences = list(torch._foreach_sub(grads, states["previous_grad"]))
-    if isinstance(step, Tensor):
-        torch._foreach_mul_(differences, (step - 1).clamp(max=1.0))
-    elif step == 1:
-        torch._foreach_zero_(differences)
+    if not isinstance(options["moving"], float) or not options["moving"]:
+        torch._foreach_mul_(differences, options["moving"])  # there is no difference at the first step
     torch._foreach_lerp_(states["exp_avg"], grads, 1 - beta1)
     torch._foreach_lerp_(states["exp_avg_diff"], differences, 1 - beta2)
     torch._foreach_mul_(differences, beta2)

@@ -112,9 +112,21 @@ class Method(torch.optim.Optimizer):
         options = self._options(group)
         update = self._fused_update() if group["fused"] else type(self)._update
         for batch in self._batches(group):
-            update(batch.params, batch.grads, batch.states, *_scalars(batch.step, group), options)
+            step, lr = _scalars(batch.step, group)
+            found = self._coefficients(step, lr, options)
+            if group["fused"]:
+                step, lr, found = _as_tensor(step), _as_tensor(lr), {key: _as_tensor(found[key]) for key in found}
+            update(batch.params, batch.grads, batch.states, step, lr, {**options, **found})
             batch.write_back()
             del batch  # its working copies go before the next ones come
+
+    @staticmethod
+    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the numbers that depend on step and lr, for `_update` to find in its options.
+
+        They are computed once a step, where `_update` compiled would compute them for each element.
+        """
+        return {}
 
     def _fused_update(self) -> Update:
         """Return `_update` as a single pass over memory."""
@@ -303,12 +315,11 @@ def _restored(name: str, value: Any, param: Tensor, group: dict[str, Any]) -> An
 
 
 def _scalars(step: float | Tensor, group: dict[str, Any]) -> tuple[Any, Any]:
-    """Return step and learning rate as tensors where a new value may be no new program, else as numbers."""
+    """Return step and learning rate as tensors where they may not be read, else as numbers."""
     lr = group["lr"]
-    if group["fused"]:
-        return _as_tensor(step), _as_tensor(lr)
     return step, lr.item() if isinstance(lr, Tensor) and not group["capturable"] else lr
 
 
 def _as_tensor(value: Any) -> Tensor:
+    """Of a compiled update, a new value must be no new program."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

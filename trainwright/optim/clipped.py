@@ -130,7 +130,10 @@ class ClippedAdam(Method):
         if not group["clip_update"]:
             return super()._step_group(group)
         options, lr, batches = self._options(group), group["lr"], list(self._batches(group))
-        found = [_direction(batch.grads, batch.states, batch.step, options) for batch in batches]
+        found = [
+            _direction(batch.grads, batch.states, {**options, **self._coefficients(batch.step, lr, options)})
+            for batch in batches
+        ]
         owners = [param for batch in batches for param in batch.owners]
         threshold = _threshold([update for updates in found for update in updates], owners, group)
         for batch, updates in zip(batches, found):
@@ -142,10 +145,15 @@ class ClippedAdam(Method):
     def _update(
         params: list[Tensor], grads: list[Tensor], states: Lists, step: Any, lr: Any, options: dict[str, Any]
     ) -> None:
-        _apply(params, _direction(grads, states, step, options), lr, options)
+        _apply(params, _direction(grads, states, options), lr, options)
+
+    @staticmethod
+    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = options["betas"]
+        return {"first": 1 - beta1**step, "root": (1 - beta2**step) ** 0.5}
 
 
-def _direction(grads: list[Tensor], states: Lists, step: Any, options: dict[str, Any]) -> list[Tensor]:
+def _direction(grads: list[Tensor], states: Lists, options: dict[str, Any]) -> list[Tensor]:
     """Update the moments in place and return Adam's direction."""
     (beta1, beta2), means, squares = options["betas"], states["exp_avg"], states["exp_avg_sq"]
     torch._foreach_mul_(squares, beta2)
@@ -154,10 +162,10 @@ def _direction(grads: list[Tensor], states: Lists, step: Any, options: dict[str,
     torch._foreach_lerp_(means, clipped, 1 - beta1)
     del clipped
     roots = torch._foreach_sqrt(squares)
-    torch._foreach_div_(roots, (1 - beta2**step) ** 0.5)
+    torch._foreach_div_(roots, options["root"])
     torch._foreach_add_(roots, options["eps"])
     updates = torch._foreach_div(means, roots)
-    torch._foreach_div_(updates, 1 - beta1**step)
+    torch._foreach_div_(updates, options["first"])
     return list(updates)
 
 

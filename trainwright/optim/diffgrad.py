@@ -67,12 +67,16 @@ class DiffGrad(Method):
         torch._foreach_mul_(numerators, means)
         torch._foreach_copy_(states["previous_grad"], grads)
         denominators = torch._foreach_sqrt(squares)
-        root = (1 - beta2**step) ** 0.5
         if options["eps_corrected"]:
-            torch._foreach_div_(denominators, root)
-            root = 1.0
+            torch._foreach_div_(denominators, options["root"])
         torch._foreach_add_(denominators, options["eps"])
-        add_quotients(params, numerators, denominators, -lr * root / (1 - beta1**step))
+        add_quotients(params, numerators, denominators, options["scale"])
+
+    @staticmethod
+    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = options["betas"]
+        root, scale = (1 - beta2**step) ** 0.5, -lr / (1 - beta1**step)
+        return {"root": root, "scale": scale if options["eps_corrected"] else scale * root}
 
 
 def _frictions(previous: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

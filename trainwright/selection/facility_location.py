@@ -60,10 +60,10 @@ class Distances:
 
     def columns(self, candidates: Tensor) -> Tensor:
         """Return [n, c]: every point's distance to each candidate [c]."""
-        products = self.points @ self.points[candidates].T
+        chosen = self.points[candidates].T
         if self.metric == "cosine":
-            return products.neg_().add_(1.0).clamp_min_(0.0)
-        squares = products.mul_(-2.0).add_(self.squares[:, None]).add_(self.squares[candidates])
+            return (self.points @ chosen).neg_().add_(1.0).clamp_min_(0.0)
+        squares = torch.addmm(self.squares[:, None], self.points, chosen, alpha=-2.0).add_(self.squares[candidates])
         return _exactly_zero(squares.clamp_min_(0.0).sqrt_(), candidates)
 
     def part(self, places: Tensor) -> Distances:
@@ -165,7 +165,8 @@ class _Greedy:
         """Return by how much each candidate would lower L."""
         self.num_evaluations += len(candidates)
         now = self._distance.clamp_max(self._far)[:, None]
-        return (now - self.distances.columns(candidates)).clamp_min_(0.0).sum(0)
+        columns = self.distances.columns(candidates)
+        return torch.sub(now, columns, out=columns).clamp_min_(0.0).sum(0)
 
     def take(self, index: int, gain: float) -> None:
         column = self.distances.columns(torch.tensor([index])).flatten()
