@@ -25,7 +25,7 @@ from trainwright.solvers.constrained import SqpOptions, TorchProblem, solve_ai_s
 
 Array = np.ndarray
 TOLERANCE = 1e-6
-MAX_SECONDS = 8.0
+MAX_SECONDS = 4.0
 Found = tuple[Array, int, int, int]
 """Solution, iterations, evaluations of the objective, row actions."""
 

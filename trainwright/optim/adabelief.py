@@ -92,7 +92,7 @@ class AdaBelief(Method):
         add_quotients(params, means, denominators, options["scale"])
 
     @staticmethod
-    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+    def _step_numbers(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = options["betas"]
         kept = 1 - (1.0 if options["fixed_decay"] else lr) * options["weight_decay"]
         found = {"kept": kept, "scale": -lr / (1 - beta1**step), "root": (1 - beta2**step) ** 0.5}

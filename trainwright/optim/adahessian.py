@@ -92,7 +92,7 @@ class AdaHessian(CurvatureMethod):
         add_quotients(params, means, denominators, options["scale"])
 
     @staticmethod
-    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+    def _step_numbers(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
         return {"scale": -lr / (1 - options["betas"][0] ** step)}
 
     def _refresh(self, param: Tensor, estimate: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:

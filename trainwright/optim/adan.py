@@ -93,7 +93,7 @@ class Adan(Method):
             torch._foreach_div_(params, options["grown"])
 
     @staticmethod
-    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+    def _step_numbers(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
         (beta1, beta2, beta3), decay = options["betas"], lr * options["weight_decay"]
         return {
             "scale": -lr / (1 - beta1**step),

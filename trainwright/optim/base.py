@@ -113,7 +113,7 @@ class Method(torch.optim.Optimizer):
         update = self._fused_update() if group["fused"] else type(self)._update
         for batch in self._batches(group):
             step, lr = _scalars(batch.step, group)
-            found = self._coefficients(step, lr, options)
+            found = self._step_numbers(step, lr, options)
             if group["fused"]:
                 step, lr, found = _as_tensor(step), _as_tensor(lr), {key: _as_tensor(found[key]) for key in found}
             update(batch.params, batch.grads, batch.states, step, lr, {**options, **found})
@@ -121,7 +121,7 @@ class Method(torch.optim.Optimizer):
             del batch  # its working copies go before the next ones come
 
     @staticmethod
-    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+    def _step_numbers(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
         """Return the numbers that depend on step and lr, for `_update` to find in its options.
 
         They are computed once a step, where `_update` compiled would compute them for each element.

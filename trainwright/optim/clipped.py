@@ -131,7 +131,7 @@ class ClippedAdam(Method):
             return super()._step_group(group)
         options, lr, batches = self._options(group), group["lr"], list(self._batches(group))
         found = [
-            _direction(batch.grads, batch.states, {**options, **self._coefficients(batch.step, lr, options)})
+            _direction(batch.grads, batch.states, {**options, **self._step_numbers(batch.step, lr, options)})
             for batch in batches
         ]
         owners = [param for batch in batches for param in batch.owners]
@@ -148,7 +148,7 @@ class ClippedAdam(Method):
         _apply(params, _direction(grads, states, options), lr, options)
 
     @staticmethod
-    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+    def _step_numbers(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = options["betas"]
         return {"first": 1 - beta1**step, "root": (1 - beta2**step) ** 0.5}
 

@@ -73,7 +73,7 @@ class DiffGrad(Method):
         add_quotients(params, numerators, denominators, options["scale"])
 
     @staticmethod
-    def _coefficients(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
+    def _step_numbers(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = options["betas"]
         root, scale = (1 - beta2**step) ** 0.5, -lr / (1 - beta1**step)
         return {"root": root, "scale": scale if options["eps_corrected"] else scale * root}
