@@ -14,6 +14,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -97,10 +98,7 @@ def step_s(optimizer: Any) -> float:
 
 def step_bytes(optimizer: Any) -> int:
     """The most that a step allocates and frees again."""
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-        tempfile.TemporaryDirectory() as folder,
-    ):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         optimizer.step()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
@@ -160,6 +158,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.libraries:
         sys.path.append(given.libraries)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
+        tempfile.mkdtemp()
+    )  # an older cache may hold code without vector instructions
     sections = {}
     for millions in given.sizes:
         params = parameters(millions)
