@@ -64,7 +64,7 @@ def test_as_good_as_fp32_where_equal_steps_diverge(seed: int) -> None:
         narrow = regression(
             seed, lambda params, size=block_size: optim.Adam8bit(params, lr=1e-2, min_8bit_size=1, block_size=size)
         )
-        assert narrow == pytest.approx(wide, rel=0.1)
+        assert narrow <= 1.1 * wide  # seed 1 ends 14 % lower than fp32
     assert regression(seed, lambda params: LinearCodes(params, lr=1e-2)) > 1
 
 
