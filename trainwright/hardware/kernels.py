@@ -207,6 +207,7 @@ def _updates(x: Any, y: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     yield aten.addcmul_.default, (x.clone(), y, z)
     yield aten.addcdiv_.default, (x.clone(), y, z)
     yield aten.fill_.Scalar, (x.clone(), 0.0)
+    yield aten.bernoulli_.float, (x.clone(), 0.9)  # a dropout's mask: many times an addition
     yield aten.copy_.default, (x.clone(), y)
 
 
