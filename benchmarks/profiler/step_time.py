@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the record there, and a table beside it (.md)")
     arguments = parser.parse_args()
     record = {
-        "command": "python -m benchmarks.profiler.step_time",
+        "command": " ".join(["python -m benchmarks.profiler.step_time", *sys.argv[1:]]),
         **machine(),
         **run(arguments.models, arguments.rounds),
     }
