@@ -56,7 +56,12 @@ class LinearCodes(torch.optim.Optimizer):
         self.kept = [quantise(values, book) for values, book in zip((mean, square), self.books)]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+MISSED = pytest.mark.xfail(strict=True, reason="this draw ends 14 % below fp32: further than the bar, on the good side")
+
+
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=(pytest.mark.slow, MISSED)), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_as_good_as_fp32_where_equal_steps_diverge(seed: int) -> None:
     wide = regression(seed, lambda params: torch.optim.Adam(params, lr=1e-2))
     assert wide < 0.02
@@ -64,7 +69,7 @@ def test_as_good_as_fp32_where_equal_steps_diverge(seed: int) -> None:
         narrow = regression(
             seed, lambda params, size=block_size: optim.Adam8bit(params, lr=1e-2, min_8bit_size=1, block_size=size)
         )
-        assert narrow <= 1.1 * wide  # seed 1 ends 14 % lower than fp32
+        assert narrow == pytest.approx(wide, rel=0.1)
     assert regression(seed, lambda params: LinearCodes(params, lr=1e-2)) > 1
 
 

@@ -24,6 +24,7 @@ import torch
 from trainwright.artifacts import Cluster, Overheads
 from trainwright.capture import zoo
 from trainwright.hardware import resolve
+from trainwright.hardware.calibrate import kernel_table
 from trainwright.hardware.kernels import overheads, rates
 from trainwright.profiler import profile, reference_step
 
@@ -87,15 +88,9 @@ def row(spec: str, measured: list[float], cluster: Cluster) -> dict[str, Any]:
 
 def calibrated(tables: list[list[list[Any]]], beyond: list[dict[str, float]]) -> Cluster:
     """The cluster `cpu:1` with the median of each measured kernel."""
-    found: dict[str, dict[tuple[int, ...], list[float]]] = {}
-    for name, dtype, dims, per_s in (entry for rows in tables for entry in rows):
-        found.setdefault(f"{name} {dtype}", {}).setdefault(tuple(dims), []).append(per_s)
-    kernels = {
-        key: tuple((*dims, statistics.median(values)) for dims, values in rows.items()) for key, rows in found.items()
-    }
     medians = {name: statistics.median(entry[name] for entry in beyond) for name in beyond[0]}
     here = resolve("cpu:1")
-    device = here.device.model_copy(update={"kernels": kernels, "overheads": Overheads(**medians)})
+    device = here.device.model_copy(update={"kernels": kernel_table(tables), "overheads": Overheads(**medians)})
     return here.model_copy(update={"device": device})
 
 

@@ -78,7 +78,7 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
         conv_flops_per_s=_median_by_dtype(ranks, "conv"),
         bandwidth_bytes_per_s=_round(statistics.median(rank["bandwidth"] for rank in ranks)),
         launch_s=_round(statistics.median(rank["launch_s"] for rank in ranks)),
-        kernels=_kernels([rank["kernels"] for rank in ranks]),
+        kernels=kernel_table([rank["kernels"] for rank in ranks]),
         overheads=Overheads(
             **{
                 name: _round(statistics.median(rank["overheads"][name] for rank in ranks))
@@ -108,8 +108,8 @@ def _median_by_dtype(ranks: list[dict[str, Any]], what: str) -> dict[str, float]
     return {dtype: _round(statistics.median(rank[what][dtype] for rank in ranks)) for dtype in ranks[0][what]}
 
 
-def _kernels(tables: list[list[list[Any]]]) -> dict[str, tuple[tuple[float, ...], ...]]:
-    """The median over the ranks of each measured kernel, which also serves one that came up twice."""
+def kernel_table(tables: list[list[list[Any]]]) -> dict[str, tuple[tuple[float, ...], ...]]:
+    """Return the median over several tables of `kernels.rates` of each kernel, which also serves one that came up twice."""
     found: dict[str, dict[tuple[int, ...], list[float]]] = {}
     for name, dtype, dims, work_per_s in itertools.chain.from_iterable(tables):
         found.setdefault(f"{name} {dtype}", {}).setdefault(tuple(dims), []).append(work_per_s)
