@@ -174,7 +174,7 @@ def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> No
         device.kernels
     )
     assert all(row[-1] > 1e6 for rows in device.kernels.values() for row in rows)
-    assert device.overheads.module_s > 0
+    assert device.overheads.forward_s > 0
     assert set(device.flops_per_s) == {"fp64", "fp32", "bf16", "fp16"}
     assert 1e8 < device.flops_per_s["fp64"] < device.flops_per_s["fp32"] < 1e13
     assert 1e8 < device.bandwidth_bytes_per_s < 1e12

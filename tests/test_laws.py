@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "ops": {"ops"},
     "capture": {"capture", "artifacts", "ops"},
     "profiler": {"profiler", "capture", "ops", "artifacts"},
-    "hardware": {"hardware", "artifacts", "launch", "ops"},
+    "hardware": {"hardware", "artifacts", "launch", "ops", "capture"},
     "planner": {"planner", "artifacts", "capture", "ops", "profiler", "hardware"},
     "runtime": {"runtime", "artifacts", "ops", "capture", "launch", "profiler"},
     "reports": {"reports", "artifacts"},

@@ -24,8 +24,9 @@ import torch
 from trainwright.artifacts import Cluster, Overheads
 from trainwright.capture import zoo
 from trainwright.hardware import resolve
-from trainwright.hardware.calibrate import kernel_table
-from trainwright.hardware.kernels import overheads, rates
+from trainwright.hardware.kernels import kernel_table, rates
+from trainwright.hardware.overheads import overheads
+from trainwright.ops.kernel_table import KernelTable
 from trainwright.profiler import profile, reference_step
 
 DEFAULT = ("gpt2:1:128", "gpt2-tiny:32:64", "llama-tiny:32:64", "bert-tiny:32:64", "vit-tiny:32", "resnet-tiny:16", "t5-tiny:16",
@@ -64,7 +65,7 @@ def run(specs: list[str], num_rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {spec: [] for spec in specs}
     for _ in range(num_rounds):
         tables.append(rates(False, clock))
-        beyond.append(overheads(clock))
+        beyond.append(overheads(KernelTable(kernel_table(tables[-1:])), clock))
         for spec in specs:
             times[spec].append(step_seconds(spec))
     cluster = calibrated(tables, beyond)

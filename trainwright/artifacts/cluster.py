@@ -14,13 +14,11 @@ KernelRow = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_lengt
 
 
 class Overheads(Record):
-    """What a step takes beyond its kernels as measured, in seconds: for each op of a phase, for each call of a module."""
+    """What a step takes beyond its kernels, in seconds for each call of a phase, views among them."""
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    """The engine calls kernels from C++, so that this may be negative."""
-    update_s: float = 0.0
-    module_s: float = 0.0
+    forward_s: float = Field(default=0.0, ge=0)
+    backward_s: float = Field(default=0.0, ge=0)
+    update_s: float = Field(default=0.0, ge=0)
 
 
 class Device(Record):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -14,6 +12,7 @@ from ..launch import run_processes
 from ..launch.cores import num_cores
 from . import machine
 from .collectives import GLOO_FACTORS, Collective, terms
+from .kernels import kernel_table, rounded
 
 Row = tuple[Collective, float, float]
 """A measured collective: kind, bytes as in `collectives.seconds`, seconds."""
@@ -76,12 +75,12 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
         memory_bytes=machine.memory_bytes() // num_ranks,
         flops_per_s=_median_by_dtype(ranks, "matmul"),
         conv_flops_per_s=_median_by_dtype(ranks, "conv"),
-        bandwidth_bytes_per_s=_round(statistics.median(rank["bandwidth"] for rank in ranks)),
-        launch_s=_round(statistics.median(rank["launch_s"] for rank in ranks)),
+        bandwidth_bytes_per_s=rounded(statistics.median(rank["bandwidth"] for rank in ranks)),
+        launch_s=rounded(statistics.median(rank["launch_s"] for rank in ranks)),
         kernels=kernel_table([rank["kernels"] for rank in ranks]),
         overheads=Overheads(
             **{
-                name: _round(statistics.median(rank["overheads"][name] for rank in ranks))
+                name: rounded(statistics.median(rank["overheads"][name] for rank in ranks))
                 for name in ranks[0]["overheads"]
             }
         ),
@@ -91,8 +90,8 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
     link = Link(
         name="cpu",
         size=num_ranks,
-        bandwidth_bytes_per_s=_round(bandwidth),
-        latency_s=_round(latency_s),
+        bandwidth_bytes_per_s=rounded(bandwidth),
+        latency_s=rounded(latency_s),
         factors=GLOO_FACTORS,
     )
     return Cluster(
@@ -105,18 +104,7 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
 
 
 def _median_by_dtype(ranks: list[dict[str, Any]], what: str) -> dict[str, float]:
-    return {dtype: _round(statistics.median(rank[what][dtype] for rank in ranks)) for dtype in ranks[0][what]}
-
-
-def kernel_table(tables: list[list[list[Any]]]) -> dict[str, tuple[tuple[float, ...], ...]]:
-    """Return the median over several tables of `kernels.rates` of each kernel, which also serves one that came up twice."""
-    found: dict[str, dict[tuple[int, ...], list[float]]] = {}
-    for name, dtype, dims, work_per_s in itertools.chain.from_iterable(tables):
-        found.setdefault(f"{name} {dtype}", {}).setdefault(tuple(dims), []).append(work_per_s)
-    return {
-        key: tuple((*dims, _round(statistics.median(values))) for dims, values in rows.items())
-        for key, rows in found.items()
-    }
+    return {dtype: rounded(statistics.median(rank[what][dtype] for rank in ranks)) for dtype in ranks[0][what]}
 
 
 def _source(num_ranks: int, quick: bool) -> str:
@@ -126,8 +114,3 @@ def _source(num_ranks: int, quick: bool) -> str:
     threads = max(1, num_cores() // num_ranks)
     date = datetime.now(UTC).date().isoformat()
     return f"{how}, {date}: {machine.cpu_name()}, {num_ranks} x {threads} threads, torch {torch.__version__}, gloo"
-
-
-def _round(value: float) -> float:
-    """Keep four digits: more were never measured."""
-    return float(f"{value:.4g}") if math.isfinite(value) else value

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..launch import emit
-from . import kernels
+from ..ops.kernel_table import KernelTable
+from .kernels import kernel_table, rates
+from .overheads import overheads
 
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CONV_DTYPES = ("fp64", "fp32", "bf16")
@@ -30,7 +32,8 @@ def measure(quick: bool) -> dict[str, Any]:
     emit({"progress": "memory"})
     bandwidth, launch_s = _bandwidth(budget_s), _launch_s()
     emit({"progress": "kernels"})
-    beyond, table = kernels.overheads(_seconds), kernels.rates(quick, _seconds)
+    table = rates(quick, _seconds)
+    beyond = overheads(KernelTable(kernel_table([table])), _seconds)
     emit({"progress": "collectives"})
     rows = list(_collective_rows(quick))
     return {

@@ -75,6 +75,10 @@ def bytes_moved(func: Any, args: tuple[Any, ...], out: Any) -> int:
     written = sum(_num_bytes(tensor) for tensor in _tensors(out))
     if packet in _GATHERS:
         return 2 * written
+    if packet in _FILLS:
+        return written
+    if packet in _OVERWRITES:
+        return written + sum(_num_bytes(tensor) for tensor in _tensors(args[1:]))
     return written + sum(_num_bytes(tensor) for tensor in _tensors(args))
 
 
@@ -281,4 +285,13 @@ _COPIES = set(
 _ALLOCATIONS = set(
     _named("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias")
 )
+_FILLS = set(
+    _named(
+        *("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"),
+        *("new_zeros", "new_ones", "new_full", "bernoulli_", "normal_", "uniform_", "rand_like", "randn_like"),
+    )
+)
+"""They write and read nothing: a tensor among their arguments lends its shape, or is what they write."""
+_OVERWRITES = set(_named("copy_"))
+"""They do not read the first argument, which they write."""
 _FREE: dict[Any, bool] = {}

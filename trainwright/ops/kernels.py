@@ -1,9 +1,11 @@
 """`kernel_of`: which kernel an ATen call runs, by what its speed depends on; what `calibrate` measures and time is told by.
 
-products        mm [m, k, n], bmm [b, m, k, n]              work: FLOPs
+products        mm [m, k, n], bmm [b, m, k, n]              work: FLOPs; those that add to a given tensor apart
 convolutions    [positions, c_in, c_out, area of the kernel]  work: FLOPs; those with one channel a group apart
 attention       [b·h, s_q, s_k, d], causal ones apart       work: FLOPs of the full square
-anything else   [bytes read and written]                     work: those bytes; strided copies apart
+rows            [rows, their length]                        work: bytes read and written; softmax and norms over them
+anything else   [bytes read and written]                     work: those bytes; copies and elementwise ops that read or
+                                                             write memory out of order apart
 """
 
 from __future__ import annotations
@@ -48,17 +50,33 @@ def kernel_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         return Kernel(*_product(name, args, out), work)
     num_bytes = bytes_moved(func, args, out)
     name = _packet_name(func)
-    return Kernel(name + "_strided" if name in _COPIES and _is_strided(args, out) else name, (num_bytes,), num_bytes)
+    if name in _OVER_ROWS:
+        return Kernel(name, _rows(name, args), num_bytes)
+    is_apart = (name in _COPIES or torch.Tag.pointwise in getattr(func, "tags", ())) and _is_strided(args, out)
+    return Kernel(f"{name}_strided" if is_apart else name, (num_bytes,), num_bytes)
+
+
+def stand_ins(name: str) -> tuple[str, ...]:
+    """Return whose measurements tell this kernel's time, best first: its own, then those of its like.
+
+    >>> stand_ins("attention_causal"), stand_ins("sub_strided")
+    (('attention_causal', 'attention', 'mul'), ('sub_strided', 'mul_strided'))
+    >>> stand_ins("addmm")
+    ('addmm', 'mm')
+    """
+    if name in _WITH_ADDITION:
+        return name, _WITH_ADDITION[name]
+    return tuple(dict.fromkeys((name, name.removesuffix("_causal"), family(name))))
 
 
 def family(name: str) -> str:
     """Return the kernel that stands for one that was not measured: of the same kind, by its name.
 
-    >>> family("sub"), family("addcdiv_"), family("amax")
-    ('mul', 'mul_', 'sum')
+    >>> family("sub"), family("addcdiv_"), family("amax"), family("copy__strided")
+    ('mul', 'mul_', 'sum', 'clone_strided')
     """
     if name.endswith("_strided"):
-        return "clone_strided"
+        return "clone_strided" if name.removesuffix("_strided") in _COPIES else "mul_strided"
     if name.endswith("_") and not name.startswith("__"):
         return "mul_"
     if name.startswith(_REDUCTIONS):
@@ -74,9 +92,9 @@ def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, tuple[int
     left = args[1] if name.startswith(("add", "badd")) else args[0]
     inner = left.shape[-1]
     if "bmm" in name:
-        return "bmm", (out.shape[0], out.shape[1], inner, out.shape[2])
+        return name if name in _WITH_ADDITION else "bmm", (out.shape[0], out.shape[1], inner, out.shape[2])
     columns = out.shape[-1]
-    return "mm", (out.numel() // max(columns, 1), inner, columns)
+    return name if name in _WITH_ADDITION else "mm", (out.numel() // max(columns, 1), inner, columns)
 
 
 def _convolution(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, tuple[int, ...]]:
@@ -100,16 +118,32 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return kind, (math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1])
 
 
+def _rows(name: str, args: tuple[Any, ...]) -> tuple[int, int]:
+    values = args[1] if name == "native_layer_norm_backward" else args[0]
+    places = {"native_layer_norm": 1, "native_layer_norm_backward": 2}
+    length = math.prod(args[places[name]]) if name in places else values.shape[args[2 if "backward" in name else 1]]
+    return values.numel() // max(length, 1), length
+
+
 def _packet_name(func: Any) -> str:
     return str(getattr(func, "overloadpacket", func).__name__)
 
 
 def _is_strided(args: tuple[Any, ...], out: Any) -> bool:
-    """Whether a copy reads or writes memory out of order."""
-    tensors = [value for value in (*args[:2], out) if isinstance(value, Tensor) and value.dim() > 1]
-    return any(not value.is_contiguous() and 0 not in value.stride() for value in tensors)
+    """Whether memory is read or written out of order: operands alike in layout are walked as one run."""
+    tensors = [value for value in (*args[:3], out) if isinstance(value, Tensor) and value.dim() > 1]
+    whole = [value for value in tensors if 0 not in value.stride() and value.numel() == tensors[-1].numel()]
+    return len({_steps(value) for value in whole}) > 1
 
 
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of the dims that have more than one element."""
+    return tuple(step for size, step in zip(tensor.shape, tensor.stride()) if size > 1)
+
+
+_WITH_ADDITION = {"addmm": "mm", "baddbmm": "bmm"}
+_OVER_ROWS = {"native_layer_norm", "native_layer_norm_backward", "_softmax", "_softmax_backward_data", "_safe_softmax",
+              "_log_softmax", "_log_softmax_backward_data"}  # fmt: skip
 _COPIES = {"clone", "copy_", "_to_copy", "_reshape_copy", "contiguous"}
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "var", "std", "norm", "linalg_vector_norm", "argmax", "all", "any",
                "nll_loss")  # fmt: skip

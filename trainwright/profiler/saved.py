@@ -21,8 +21,7 @@ from ..capture.program import Op, Program, Tensor
 from ..capture.reshard import SimulatedCommunicator
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
 from ..ops.kernels import Kernel, kernel_of
-from .kernel_time import table_of
-from .time import dtype_name, rate
+from .time import dtype_name, rate, table_of
 from .tracker import MemoryTracker, Target
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..artifacts import Device
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
+from ..ops.kernel_table import KernelTable
 from ..ops.kernels import kernel_of
-from .kernel_time import table_of
 
 _RATE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NARROWER = {"fp16": "bf16", "bf16": "fp16"}
@@ -46,6 +46,14 @@ def op_seconds(
     return max(compute_s, bytes_moved(func, args, out) / device.bandwidth_bytes_per_s) + device.launch_s
 
 
+def table_of(device: Device) -> KernelTable:
+    """Return the device's table of measured kernels, made once."""
+    known = _TABLES.get(id(device))
+    if known is None or known[0] is not device:
+        known = _TABLES[id(device)] = (device, KernelTable(device.kernels))
+    return known[1]
+
+
 def rate(rates: dict[str, float], dtype: torch.dtype) -> float:
     """Return the FLOPs per second for `dtype`; one that is not listed runs as its sibling, else as the nearest wider.
 
@@ -73,3 +81,6 @@ def _dtype_of(value: Any) -> torch.dtype | None:
     if isinstance(value, (tuple, list)):
         return next((found for item in value if (found := _dtype_of(item)) is not None), None)
     return None
+
+
+_TABLES: dict[int, tuple[Device, KernelTable]] = {}

@@ -43,7 +43,7 @@ class Totals:
         self.op_s: list[float] = []
         """Of each call, in their order."""
         self.step_s = 0.0
-        self._path, self._entering_s = "", 0.0
+        self._underway_s = 0.0
 
     def add(self, phase: str, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         cost = self._costs.of(func, args, kwargs, out)
@@ -52,22 +52,18 @@ class Totals:
         tally.other += cost.other_flops
         tally.num_ops += 1
         tally.moved_bytes += cost.moved_bytes
-        time_s = self._with_overhead(phase, path, cost.time_s)
+        time_s = self._with_overhead(phase, cost.time_s)
         tally.time_s += time_s
         self.op_s.append(time_s)
         self.step_s += time_s
 
-    def _with_overhead(self, phase: str, path: str, kernel_s: float) -> float:
-        """What the step takes for a call: its kernel, the way there, and on entering a module that module's call."""
-        if self.device is None:
-            return 0.0
-        if phase == "forward" and path != self._path:
-            self._entering_s += self._overheads.module_s
-        self._path = path
+    def _with_overhead(self, phase: str, kernel_s: float) -> float:
+        """What the step takes for a call: its kernel, and the way there."""
+        self._underway_s += getattr(self._overheads, f"{phase}_s", 0.0)
         if not kernel_s:  # a view: the next kernel bears what has come up
             return 0.0
-        entering_s, self._entering_s = self._entering_s, 0.0
-        return max(kernel_s + getattr(self._overheads, f"{phase}_s", 0.0), 0.0) + entering_s
+        underway_s, self._underway_s = self._underway_s, 0.0
+        return kernel_s + underway_s
 
     def total(self, phase: str | None, what: str) -> int:
         return sum(getattr(tally, what) for key, tally in self.tallies.items() if phase in (None, key[0]))
