@@ -164,7 +164,8 @@ def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> No
     begin = time.monotonic()
     cluster = hardware.calibrate(2, quick=True, progress=told.append)
     assert time.monotonic() - begin < 60
-    assert told == ["matrix products", "convolutions", "memory", "kernels", "collectives"]
+    assert told[:4] == ["matrix products", "convolutions", "memory", "kernels"]
+    assert told[4:] == ["kernels, 100 measured", "collectives"]
     cluster.to_json(tmp_path / "here.json")
     assert hardware.resolve(str(tmp_path / "here.json")) == cluster
     assert cluster.num_devices == 2

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.artifacts import Cluster, Device, Link, Overheads, UserError
+from trainwright.ops.kernel_table import KernelTable
 from trainwright.ops.kernels import Kernel, family, kernel_of
 from trainwright.profiler import op_seconds, profile
-from trainwright.ops.kernel_table import KernelTable
 
 aten = torch.ops.aten
 
@@ -111,9 +111,7 @@ def test_time_comes_from_the_table_where_there_is_one() -> None:
 
 def test_a_step_adds_what_stands_between_its_kernels() -> None:
     here = Cluster(name="x", device=device({}), links=(Link(name="l", size=1, bandwidth_bytes_per_s=1, latency_s=0),))
-    slower = here.device.model_copy(
-        update={"overheads": Overheads(forward_s=1.0, backward_s=0.01, update_s=1e-4)}
-    )
+    slower = here.device.model_copy(update={"overheads": Overheads(forward_s=1.0, backward_s=0.01, update_s=1e-4)})
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Tanh())
     ask = {
         "loss_fn": lambda out, batch: out.sum(),

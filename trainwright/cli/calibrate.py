@@ -17,7 +17,7 @@ def calibrate(
         int | None,
         typer.Option(metavar="N", min=1, help="Processes that train at once. Default: one a core, 4 at most."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Some seconds instead of a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Some seconds instead of minutes.")] = False,
 ) -> None:
     """Measure what this machine's processes reach: arithmetic, memory, collectives."""
     with quiet_stdout(), status("measuring") as tell:

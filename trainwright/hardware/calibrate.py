@@ -24,8 +24,8 @@ def calibrate(
 ) -> Cluster:
     """Return what `num_processes` processes of this machine reach (`None`: as many as it has cores, four at most).
 
-    They run at once, each with its share of the cores, since they will share the machine when they train. Takes about a
-    minute, `quick` some seconds. `progress` is told what is being measured. `UserError` for less than one process.
+    They run at once, each with its share of the cores, since they will share the machine when they train. Takes some
+    minutes, `quick` some seconds. `progress` is told what is being measured. `UserError` for less than one process.
     """
     num_ranks = min(num_cores(), 4) if num_processes is None else num_processes
     if num_ranks < 1:

@@ -27,16 +27,22 @@ _HELD_BYTES = 32 << 20
 """The most that is kept of what they return: the allocator keeps that much for the next time, and a step's own too."""
 
 
-def rates(quick: bool, clock: Clock) -> list[list[Any]]:
-    """Return the rows [kernel, dtype, sizes, work per second] of this process, by one clock."""
+def rates(quick: bool, clock: Clock, progress: Callable[[int], None] | None = None) -> list[list[Any]]:
+    """Return the rows [kernel, dtype, sizes, work per second] of this process, by one clock.
+
+    `progress` is told, now and then, how many calls have been measured.
+    """
     from ..ops.kernels import kernel_of
 
-    rows, budget_s = [], 0.01 if quick else 0.03
+    rows: list[list[Any]] = []
+    budget_s = 0.01 if quick else 0.03
     for call in suite(quick):
+        if progress is not None and rows and len(rows) % 100 == 0:
+            progress(len(rows))
         begin = time.perf_counter()
         out = call.func(*call.args, **call.kwargs)
         once_s = time.perf_counter() - begin
-        kernel = kernel_of(call.func, call.args, call.kwargs, out)
+        kernel = kernel_of(call.func, call.args, dict(call.kwargs), out)
         most = _TURNS_IN_PLACE if kernel.name.endswith("_") else _TURNS
         num_turns = max(2, min(most, _TURN_BYTES // max(_num_bytes(call.args), 1), int(budget_s / max(once_s, 1e-9))))
         num_held = _HELD_BYTES // max(_num_bytes(out), 1)

@@ -32,7 +32,7 @@ def measure(quick: bool) -> dict[str, Any]:
     emit({"progress": "memory"})
     bandwidth, launch_s = _bandwidth(budget_s), _launch_s()
     emit({"progress": "kernels"})
-    table = rates(quick, _seconds)
+    table = rates(quick, _seconds, lambda measured: emit({"progress": f"kernels, {measured} measured"}))
     beyond = overheads(KernelTable(kernel_table([table])), _seconds)
     emit({"progress": "collectives"})
     rows = list(_collective_rows(quick))
