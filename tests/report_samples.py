@@ -263,6 +263,11 @@ def comparison() -> dict[str, Plan | Refusal]:
     }
 
 
+def frontier() -> list[Plan]:
+    """Three plans, the smallest first; the last is `plan()`."""
+    return [plan(step_s=0.3, peak_bytes=500 * MIB), plan(step_s=0.25, peak_bytes=700 * MIB), plan()]
+
+
 def report(passed: bool = True) -> Report:
     error = 2e-13 if passed else 3e-4
     return Report(

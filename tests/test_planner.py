@@ -96,6 +96,7 @@ def question(program, hardware: str = "cpu:2", **options) -> dict:
         "make_optimizer",
         "mesh",
         "pins",
+        "time_limit_s",
     ]
     return {name: getattr(found, name) for name in names}
 
@@ -172,7 +173,7 @@ def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh):
         answers = {solver: place.solve(solver) for solver in RECIPES}
         assert isinstance(answers["joint"], Answer)
         fastest = min(answer.objective_s for answer in answers.values() if isinstance(answer, Answer))
-        assert answers["joint"].objective_s <= fastest * 1.05
+        assert answers["joint"].objective_s <= fastest * 1.002
         for solver, answer in answers.items():
             if isinstance(answer, Answer):
                 assert answer.simulation.peak_bytes <= usable_bytes(budget), solver

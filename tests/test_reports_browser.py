@@ -38,6 +38,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         profile=samples.profile(),
         report=samples.report(),
         explanation=samples.explanation(),
+        frontier=samples.frontier(),
     )
     return {name: folder / f"{name}.html" for name in ("profile", "asked", "plan")}
 
@@ -67,7 +68,7 @@ class Opened:
 
 @pytest.mark.parametrize("width", [1200, 480])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("name", "num_charts"), [("profile", 4), ("asked", 6), ("plan", 6)])
+@pytest.mark.parametrize(("name", "num_charts"), [("profile", 4), ("asked", 6), ("plan", 7)])
 def test_every_chart_is_drawn_and_nothing_complains(browser, pages, name, num_charts, scheme, width) -> None:
     with Opened(browser, pages[name], width, scheme) as opened:
         drawn = opened.page.eval_on_selector_all(
@@ -154,6 +155,19 @@ def test_a_line_of_the_sweep_can_be_hidden(browser, pages) -> None:
         place.locator(".legendtoggle").nth(1).click()
         opened.page.wait_for_function("document.querySelectorAll('.chart')[1].data[1].visible === 'legendonly'")
         assert place.locator(".scatterlayer .trace").count() == 2
+        assert opened.problems == []
+
+
+def test_a_corner_of_the_frontier_names_its_plan(browser, pages) -> None:
+    with Opened(browser, pages["plan"]) as opened:
+        place = opened.page.locator(".chart").nth(6)
+        place.scroll_into_view_if_needed()
+        assert place.locator(".scatterlayer .trace").count() == 2, "the stair, and this plan on it"
+        point = place.locator(".scatterlayer .trace").first.locator(".points path").first.bounding_box()
+        opened.page.mouse.move(point["x"] + point["width"] / 2, point["y"] + point["height"] / 2)
+        label = opened.page.locator(".hoverlayer").get_by_text("300 ms with 500 MiB").first
+        label.wait_for()
+        opened.page.locator(".hoverlayer").get_by_text("recomputation 30").first.wait_for()
         assert opened.problems == []
 
 

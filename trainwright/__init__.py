@@ -148,6 +148,32 @@ def compare(
     return run(**question)
 
 
+def frontier(
+    model: nn.Module,
+    batch: Any,
+    *,
+    hardware: str | Cluster,
+    memory: int | str | None = None,
+    optimizer: str = "adamw",
+    loss_fn: LossFn | None = None,
+    mesh: Sequence[int] | None = None,
+    pins: Sequence[str] = (),
+    time_limit_s: float = 30.0,
+    autocast: str | None = None,
+    model_ref: ModelRef | None = None,
+    num_points: int = 8,
+    progress: Callable[[str], None] | None = None,
+) -> list[Plan]:
+    """Return plans from the smallest peak to the fastest step within `memory`: none is both slower and larger than another.
+
+    num_points: budgets to solve for on each mesh, from 2 on. The rest is as for `plan`.
+    """
+    from .planner import frontier as run
+
+    return run(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, time_limit_s, autocast,
+                           model_ref, progress), num_points=num_points)  # fmt: skip
+
+
 def check(
     plan: Plan, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, memory: int | str | None = None
 ) -> Plan:
@@ -330,6 +356,7 @@ __all__ = [
     "compare",
     "diff",
     "explain",
+    "frontier",
     "full_state_dict",
     "hardware",
     "load_model",

@@ -4,7 +4,7 @@ from .cluster import Cluster, Device, Link, MeshAxis, Overheads
 from .difference import Difference, diff
 from .plan import BatchEntry, ModelRef, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
-from .record import Artifact, Record, Refusal, UserError
+from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
 
 __all__ = [
@@ -33,5 +33,6 @@ __all__ = [
     "SolverInfo",
     "SweepPoint",
     "UserError",
+    "check_range",
     "diff",
 ]

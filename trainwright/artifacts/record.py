@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,18 @@ class UserError(ValueError):
 
 class Refusal(RuntimeError):
     """A valid question answered *no* (infeasible, does not fit, does not verify). Exit status 1."""
+
+
+def check_range(owner: str, **values: tuple[Any, str, Callable[[Any], bool]]) -> None:
+    """Raise `UserError` for the first value outside its range: name=(value, "the range in words", test).
+
+    >>> check_range("SGD", lr=(-1.0, "at least 0", lambda value: value >= 0))
+    Traceback (most recent call last):
+    trainwright.artifacts.record.UserError: SGD needs lr at least 0; got -1.0; give such a value
+    """
+    for name, (value, words, test) in values.items():
+        if not test(value):
+            raise UserError(f"{owner} needs {name} {words}; got {value!r}; give such a value")
 
 
 class Record(BaseModel):

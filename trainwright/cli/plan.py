@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..artifacts import Plan, Refusal, UserError
 from ..hardware import resolve
+from ..reports.frontier_figure import frontier_table
 from ..reports.terminal import compare_table
 from ..reports.units import format_s
 from .errors import FAILED, OK
@@ -41,6 +44,9 @@ def plan(
         list[str] | None, typer.Option(metavar="P", help="Hold a decision: 'h.*.mlp.c_fc=shard(out)@gpu'; repeatable.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show what every solver reaches.")] = False,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Plans from the smallest to the fastest; -o names a folder for them.")
+    ] = False,
     time_limit: Annotated[float, typer.Option(metavar="S", min=0.0, help="Seconds for the solver.")] = 30.0,
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan there.")] = None,
     json_path: JsonOption = None,
@@ -56,18 +62,19 @@ def plan(
         "autocast": model.autocast,
     }
     optimizers, solver = _names(optimizer), _solver(solver)
-    ask = _ask_for_comparison if compare else _ask_for_plan
+    if compare and frontier:
+        raise UserError("one of --compare and --frontier is needed; got both; ask twice")
+    ask = _ask_for_comparison if compare else _ask_for_frontier if frontier else _ask_for_plan
     with quiet_stdout(), status(f"planning {model.spec}") as tell:
         loaded = model.load()
         remarks(loaded.notes)
         found = ask(_Question(loaded, {**question, "progress": tell}, optimizers, solver))
-        if output is not None and found.plan is not None:
-            found.plan.to_json(output)
+        written = found.write(output) if output is not None else None
         if html_path is not None:
             _write_report(found, loaded, html_path)
     answer(found.text, found.data, json_path)
-    if output is not None and found.plan is not None:
-        remark(f"wrote {output}; next: trainwright train {model.spec} --plan {output}")
+    if written is not None:
+        remark(f"wrote {output}; next: trainwright train {model.spec} --plan {written}")
     if found.plan is None:
         remark("error: " + _why_none(found.comparison, solver))
     return OK if found.plan is not None else FAILED
@@ -120,6 +127,25 @@ class _Found:
     data: Callable[[], Any]
     plan: Plan | None
     comparison: Mapping[str, Plan | Refusal] | None = None
+    frontier: Sequence[Plan] = ()
+
+    def write(self, path: str) -> str | None:
+        """Write the plan to `path`, or those of a frontier into a folder of that name; return the file of the plan."""
+        if self.plan is None:
+            return None
+        if not self.frontier:
+            self.plan.to_json(path)
+            return path
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"a folder for the plans of a frontier is needed; {path} is none ({error.strerror}); name another"
+            ) from None
+        names = [f"{path}/plan-{place}.json" for place in range(1, len(self.frontier) + 1)]
+        for name, plan in zip(names, self.frontier):
+            plan.to_json(name)
+        return names[-1]
 
 
 def _ask_for_plan(question: _Question) -> _Found:
@@ -191,6 +217,34 @@ def _ask_for_comparison(question: _Question) -> _Found:
     )
 
 
+def _ask_for_frontier(question: _Question) -> _Found:
+    import trainwright as tw
+
+    if len(question.optimizers) > 1 or question.solver != "joint":
+        raise UserError("one optimizer and the solver joint are needed for --frontier; leave the others out")
+    loaded = question.loaded
+    points = tw.frontier(
+        loaded.model,
+        loaded.batch,
+        loss_fn=loaded.loss_fn,
+        model_ref=loaded.ref,
+        optimizer=question.optimizers[0],
+        **question.options,
+    )
+    return _Found(frontier_table(points), lambda: frontier_as_json(points), points[-1], frontier=points)
+
+
+def frontier_as_json(points: Sequence[Plan]) -> dict[str, Any]:
+    """Return what `plan --frontier --json` writes: a row a point, its whole plan in it."""
+    names = ("step_s", "comm_s", "exposed_comm_s", "recompute_s", "peak_bytes")
+    rows = [
+        {name: getattr(plan.predicted, name) for name in names}
+        | {"budget_bytes": plan.budget_bytes, "mesh": plan.mesh, "plan": json.loads(plan.to_json())}
+        for plan in points
+    ]
+    return {"points": rows}
+
+
 def _why_none(comparison: Mapping[str, Plan | Refusal] | None, solver: str) -> str:
     return str((comparison or {}).get(solver, "no plan"))
 
@@ -201,7 +255,7 @@ def _write_report(found: _Found, loaded: Loaded, path: str) -> None:
 
     if found.plan is None:
         raise UserError("a plan that fits is needed for --html; there is none; raise --memory")
-    write_plan(found.plan, path, comparison=found.comparison, **details(found.plan, loaded))
+    write_plan(found.plan, path, comparison=found.comparison, frontier=found.frontier, **details(found.plan, loaded))
 
 
 def details(plan: Plan, loaded: Loaded) -> dict[str, Any]:

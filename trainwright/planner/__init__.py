@@ -1,8 +1,21 @@
 """Program + cluster + budget → `Plan`: layouts and recomputation chosen together, then simulated."""
 
 from .explain import Explanation, explain
-from .plan import Task, check, compare, make_plan
+from .frontier import frontier
+from .plan import check, compare, make_plan
 from .recipes import RECIPES
 from .simulate import Simulation, simulate
+from .task import Task
 
-__all__ = ["RECIPES", "Explanation", "Simulation", "Task", "check", "compare", "explain", "make_plan", "simulate"]
+__all__ = [
+    "RECIPES",
+    "Explanation",
+    "Simulation",
+    "Task",
+    "check",
+    "compare",
+    "explain",
+    "frontier",
+    "make_plan",
+    "simulate",
+]

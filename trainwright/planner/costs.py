@@ -18,9 +18,9 @@ import torch
 
 from ..artifacts import Device, MeshAxis
 from ..capture.groups import Group, Split
-from ..capture.layout import REPLICATE, Layout, Slot, fraction, local_shape, slot_range
+from ..capture.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
 from ..capture.program import Op, Tensor
-from ..capture.transition import gradient_layout, step_bytes, transition
+from ..capture.transition import Step, gradient_layout, step_bytes, transition
 from ..hardware.collectives import seconds
 from ..ops import find
 from ..profiler.saved import Records
@@ -59,6 +59,7 @@ class CostModel:
     """Forward and backward passes to a step: an optimizer may take more than one."""
     _inner: dict[tuple[Op, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     @cached_property
     def mesh(self) -> tuple[int, ...]:
@@ -77,6 +78,19 @@ class CostModel:
             steps = transition(source, target)
             self._moves[key] = sum(self.step_s(step, tensor.slots, tensor.dtype.itemsize) for step in steps)
         return self._moves[key]
+
+    def change_bytes(self, tensor: Tensor, source: Layout, target: Layout) -> int:
+        """Return the most that a change of layout holds beside what it starts from, its result included."""
+        if source == target:
+            return 0
+        key = (tensor.slots, tensor.dtype.itemsize, source, target)
+        if key not in self._changes:
+            most = made = 0
+            for step in transition(source, target):
+                taken, left = held_bytes(step, tensor.slots, tensor.dtype.itemsize, self.mesh)
+                most, made = max(most, made + taken), left
+            self._changes[key] = most
+        return self._changes[key]
 
     def step_s(self, step: Any, slots: Sequence[Slot], itemsize: int) -> float:
         """Return the seconds of one step of a change of layout; what it copies on the device included."""
@@ -166,6 +180,19 @@ def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:
     """Return the layout, as little gathered as can be, in which no piece that an optimizer reads is cut."""
     cut = {"row": 1, "matrix": len(tensor.shape) - 2, "model": 0}.get(reads, len(tensor.shape))
     return tuple(REPLICATE if at >= 0 and tensor.slots[at].dim >= cut else at for at in layout)
+
+
+def held_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes that one step of a change of layout takes beside its operand, and those that it leaves.
+
+    Parts that are not consecutive in memory are copied before they are sent and after they have come.
+    """
+    before, after = (local_sizes(slots, layout, mesh, None) for layout in (step.before, step.after))
+    given, left = itemsize * math.prod(before), itemsize * math.prod(after)
+    if step.kind == "all_gather":
+        return left if math.prod(before[: step.slot]) == 1 else 2 * left, left
+    copies = {"all_reduce": 0, "slice": 0, "reduce_scatter": given, "all_to_all": given + left}
+    return copies[step.kind] + left, left
 
 
 class TimedAxes:

@@ -1,13 +1,15 @@
 """The memory rows: what is alive while each group's backward runs, and at the update, against the budget.
 
     static        buffers, parameters at rest, optimizer states
-    kept          of every region not yet gone through backwards, of the own one what is not yet used up
-    rederived     of the own instance, what its remaining backward waits for
+    kept          of every region not yet gone through backwards
+    own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
     gradients     of the activations around the group, of the parameters of the regions already gone through
+    changing      the most that bringing a gradient of the group's operands back holds
     update        static, all parameters' gradients, what the caller holds, and the optimizer's own temporaries
 
 One row per group for the first and for the last instance of its class: at the last instance most is kept, at the first
-most gradients are there. Sums per class and position are columns of their own, so that a row stays short.
+most gradients are there. The forward's rows stand in `forward_memory`. Sums per class are columns of their own, so that a
+row stays short.
 """
 
 from __future__ import annotations
@@ -17,15 +19,12 @@ from dataclasses import dataclass, field
 
 from ..capture.blocks import RegionClass
 from ..capture.program import Tensor
-from .milp import Model
-from .problem import Decision, Problem, Stored, Use
+from .forward_memory import Changes, ForwardMemory
+from .milp import MIB, Model, Terms
+from .problem import Decision, Problem
 from .recompute import Recompute
 from .sharding import Sharding
-
-MIB = 2.0**20
-"""Rows are in MiB, so that coefficients stay near 1."""
-
-Terms = list[tuple[int, float]]
+from .working_set import Item, find_items
 
 
 @dataclass(eq=False)
@@ -53,22 +52,27 @@ def set_budget(model: Model, memory: Memory, budget_bytes: float) -> None:
 class _Builder:
     def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
         self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
-        self.kept: dict[tuple[RegionClass, int], Terms] = defaultdict(list)
-        """MiB kept by all instances of a class, by the position whose backward uses it last."""
-        self.rederived: dict[tuple[RegionClass, int], Terms] = defaultdict(list)
+        self.passed: dict[tuple[RegionClass, int], Terms] = defaultdict(list)
+        """MiB of what other regions or the caller read too, by class and the position whose backward uses it last."""
+        self.kept: dict[RegionClass, int] = {}
+        """MiB kept by all instances of a class."""
+        self.items: dict[RegionClass, list[Item]] = defaultdict(list)
         self.gradient_regions: dict[Decision, list[int]] = defaultdict(list)
+        self.changes = Changes(model, problem, sharding)
 
     def build(self) -> Memory:
         memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
         self._collect()
-        kept = {key: self._sum_column(terms) for key, terms in self.kept.items()}
-        rederived = {key: self._sum_column(terms) for key, terms in self.rederived.items()}
         static = self._sum_column(self._params(lambda d, k: d.rest_bytes[k] + d.state_bytes[k]))
         for region_class in self.problem.program.classes:
-            for member in {0, region_class.multiplicity - 1}:
-                for decision in self.problem.of_class(region_class):
-                    terms = self._row(region_class, member, decision, kept, rederived)
-                    self._hold(memory, [(static, 1.0), *terms], _row_name(decision, member))
+            for decision in self.problem.of_class(region_class):
+                changing = self.changes.backward(decision)
+                for member in {0, region_class.multiplicity - 1}:
+                    terms = self._row(region_class, member, decision)
+                    self._hold(memory, [(static, 1.0), *terms, *changing], _row_name("backward", decision, member))
+        forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
+        for decision, terms in forward.rows():
+            self._hold(memory, [(static, 1.0), *terms], _row_name("forward", decision, -1))
         self._hold(memory, [(static, 1.0), *self._update_terms()], "at the optimizer's step")
         return memory
 
@@ -81,75 +85,67 @@ class _Builder:
         self.model.row("sums of bytes", [*terms, (column, -1.0)], 0.0, 0.0)
         return column
 
-    # What is kept and rederived, by class and position
-
     def _collect(self) -> None:
         for stored in self.problem.stored:
-            self._collect_stored(stored)
-        for (decision, option), column in self.recompute.keep_inner.items():
-            self._add(self.kept, decision, column, decision.inner_bytes[option])
-        for (decision, option), column in self.recompute.rerun_on.items():
-            self._add(self.rederived, decision, column, decision.inner_bytes[option])
+            source, region_class = stored.source, stored.source.decision.region_class
+            assert region_class is not None
+            if stored.held or stored.boundary:
+                for native in self.sharding.yields(source):
+                    size = self.problem.costs.local_bytes(source.tensor, native) / MIB
+                    key = (region_class, -1 if stored.held else stored.position)
+                    self.passed[key].append((self.recompute.keep[stored, native], size))
+        for item in find_items(self.model, self.problem, self.sharding, self.recompute):
+            self.items[item.region_class].append(item)
+        self.kept = {
+            region_class: self._sum_column([(item.kept, 1.0) for item in items])
+            for region_class, items in self.items.items()
+        }
         for use in self.problem.uses:
-            self._collect_copies(use)
             if use.source.is_param:
                 regions = [use.region_class.members[member].index for member in use.members]
                 self.gradient_regions[use.source.decision] += regions
 
-    def _add(
-        self, table: dict[tuple[RegionClass, int], Terms], decision: Decision, column: int, num_bytes: int
-    ) -> None:
-        assert decision.group is not None
-        assert decision.region_class is not None
-        if num_bytes:
-            table[decision.region_class, decision.group.index].append((column, num_bytes / MIB))
-
-    def _collect_stored(self, stored: Stored) -> None:
-        source, decision = stored.source, stored.source.decision
-        assert decision.region_class is not None
-        key = (decision.region_class, -1 if stored.held else stored.position)
-        for native in self.sharding.yields(source):
-            num_bytes = self.problem.costs.local_bytes(source.tensor, native)
-            self.kept[key].append((self.recompute.keep[stored, native], num_bytes / MIB))
-        if not stored.boundary and not stored.held:
-            for option, native in enumerate(source.natives):
-                on = self.recompute.rerun_on.get((decision, option))
-                if on is not None and self._is_saved(stored):
-                    num_bytes = self.problem.costs.local_bytes(source.tensor, native)
-                    self.rederived[key].append((on, num_bytes / MIB))
-
-    def _is_saved(self, stored: Stored) -> bool:
-        return stored.own_saved or any(any(d.saves) for use in stored.uses for d in use.demands)
-
-    def _collect_copies(self, use: Use) -> None:
-        readers = [demand.position for demand in use.demands if any(demand.saves)]
-        key = (use.region_class, min(readers, default=0))
-        for want in {want for demand in use.demands for wants in demand.wants for want in wants}:
-            num_bytes = self.problem.costs.local_bytes(use.source.tensor, want[0])
-            for table, columns in ((self.kept, self.recompute.keep_copy), (self.rederived, self.recompute.convert_on)):
-                if (use, want) in columns:
-                    table[key].append((columns[use, want], num_bytes / MIB))
-
     # Rows
 
-    def _row(self, region_class: RegionClass, member: int, decision: Decision, kept, rederived) -> Terms:
+    def _row(self, region_class: RegionClass, member: int, decision: Decision) -> Terms:
         assert decision.group is not None
         region, position = region_class.members[member].index, decision.group.index
         terms: Terms = []
-        for (owner, at), column in kept.items():
+        for owner, column in self.kept.items():
+            num = sum(other.index <= region for other in owner.members)
+            if num and owner is not region_class:
+                terms.append((column, num / owner.multiplicity))
+        terms += self._own_terms(region_class, member, position)
+        terms += self._passed_terms(region_class, region, position)
+        terms += self._option_terms(decision, decision.transient_bytes)
+        terms += self._pending(region_class, position)
+        terms += self._param_gradients(region)
+        return terms
+
+    def _own_terms(self, region_class: RegionClass, member: int, position: int) -> Terms:
+        """What the instances of the own class hold: at the last one all that is kept, at the first one its own alone."""
+        terms: Terms = []
+        is_last = member == region_class.multiplicity - 1
+        for item in self.items[region_class]:
+            is_used = item.position > position
+            if member not in item.members:
+                terms += [(item.kept, 1.0)] if is_last else []
+            elif is_last:
+                terms += [(item.held, 1.0), (item.present, -1.0 if is_used else 0.0)]
+            elif not is_used:
+                terms.append((item.present, 1.0))
+        return terms
+
+    def _passed_terms(self, region_class: RegionClass, region: int, position: int) -> Terms:
+        terms: Terms = []
+        for (owner, at), passed in self.passed.items():
             num = sum(other.index <= region for other in owner.members)
             if owner is region_class and at > position:
                 num -= 1
             if at < 0:
                 num = owner.multiplicity
             if num:
-                terms.append((column, num / owner.multiplicity))
-        terms += [
-            (column, 1.0) for (owner, at), column in rederived.items() if owner is region_class and at <= position
-        ]
-        terms += self._option_terms(decision, decision.transient_bytes)
-        terms += self._pending(region_class, position)
-        terms += self._param_gradients(region)
+                terms += [(column, size * num / owner.multiplicity) for column, size in passed]
         return terms
 
     def _option_terms(self, decision: Decision, num_bytes: list[int]) -> Terms:
@@ -205,9 +201,9 @@ class _Builder:
         return [*terms, (largest, 1.0)]
 
 
-def _row_name(decision: Decision, member: int) -> str:
+def _row_name(phase: str, decision: Decision, member: int) -> str:
     assert decision.region_class is not None
     assert decision.group is not None
     region_class = decision.region_class
     key = region_class.members[member].ops[decision.group.head.position].key
-    return f"the backward of {key}"
+    return f"the {phase} of {key}"

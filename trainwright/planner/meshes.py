@@ -1,28 +1,61 @@
-"""Which meshes to lay over a cluster: its own links, all devices in one line, and two-way factorisations near them."""
+"""Which meshes to lay over a cluster: its own links, each link cut into axes of its own, and links joined to one axis.
+
+On one link the order of two axes means nothing, so 2×4 stands for 4×2 too; not so where the last axis has a part of its
+own to play (Megatron), hence `ordered`.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+
 from ..artifacts import Cluster
 
+MAX_AXES = 3
+Shape = tuple[int, ...]
 
-def mesh_shapes(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Return the shapes to plan for, at most two axes each, the cluster's own first.
+
+def mesh_shapes(cluster: Cluster, ordered: bool = False) -> list[Shape]:
+    """Return the shapes to plan for, the cluster's own first, then those of few axes.
 
     >>> from ..hardware import resolve
     >>> mesh_shapes(resolve("8xh100"))
+    [(8,), (2, 4), (2, 2, 2)]
+    >>> mesh_shapes(resolve("2x4xh100"))
+    [(2, 4), (8,), (4, 2), (2, 2, 2)]
+    >>> mesh_shapes(resolve("8xh100"), ordered=True)
     [(8,), (2, 4), (4, 2)]
     """
     own = tuple(axis.size for axis in cluster.mesh())
-    num = cluster.num_devices
-    shapes = [own]
-    if len(own) <= 2:
-        shapes += [(num,)] if len(own) == 2 and num <= 16 else []
-        shapes += [(outer, num // outer) for outer in range(2, num) if num % outer == 0 and _near(outer, own)]
-    return list(dict.fromkeys(shapes))
+    limit = max(MAX_AXES - ordered, len(own))
+    cut = [sum(cuts, ()) for cuts in itertools.product(*(factorisations(size, ordered) for size in own))]
+    found = [*_joined(own), *(shape for shape in cut if len(shape) <= limit)]
+    return list(dict.fromkeys([own, *sorted(found, key=len)]))
 
 
-def _near(outer: int, own: tuple[int, ...]) -> bool:
-    """On one link any cut will do, in moderation; on two, the link's own or one factor of two away from it."""
-    if len(own) == 1:
-        return outer <= 8
-    return outer in (own[0] // 2, own[0] * 2)
+def factorisations(size: int, ordered: bool = False) -> list[Shape]:
+    """Return the ways to write `size` as a product of at most three factors above 1, in ascending order or in any.
+
+    >>> factorisations(8), factorisations(12, ordered=True)[:5], factorisations(1)
+    ([(8,), (2, 4), (2, 2, 2)], [(12,), (2, 6), (3, 4), (4, 3), (6, 2)], [(1,)])
+    """
+    if size == 1:
+        return [(1,)]
+    factors = [factor for factor in range(2, size + 1) if size % factor == 0]
+    ways = [
+        way
+        for length in range(1, MAX_AXES + 1)
+        for way in itertools.product(factors, repeat=length)
+        if math.prod(way) == size
+    ]
+    return ways if ordered else [way for way in ways if list(way) == sorted(way)]
+
+
+def _joined(own: Shape) -> list[Shape]:
+    """All devices in one line, and two links whose border is moved by a factor of two: such an axis has the slower one."""
+    if len(own) < 2:
+        return []
+    found: list[Shape] = [(math.prod(own),)]
+    if len(own) == 2:
+        found += [(outer, math.prod(own) // outer) for outer in (own[0] // 2, own[0] * 2)]
+    return [shape for shape in found if min(shape) > 1 and math.prod(shape) == math.prod(own)]

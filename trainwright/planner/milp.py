@@ -9,10 +9,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Terms = Iterable[tuple[int, float]]
+Terms = list[tuple[int, float]]
+"""Columns with their coefficients."""
+MIB = 2.0**20
+"""Rows of bytes are in MiB, so that coefficients stay near 1."""
 INFINITY = math.inf
 Progress = Callable[[float, float, float], None]
 """Called as (seconds, best objective, bound)."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """After so many seconds, a solution proven to be within `gap` of the optimum will do."""
+
+    seconds: float
+    gap: float
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,9 @@ class Model:
         self.integer.append(integer)
         return len(self.cost) - 1
 
-    def row(self, name: str, terms: Terms, lower: float = -INFINITY, upper: float = INFINITY) -> int:
+    def row(
+        self, name: str, terms: Iterable[tuple[int, float]], lower: float = -INFINITY, upper: float = INFINITY
+    ) -> int:
         """Add the row `lower ≤ Σ coefficient · column ≤ upper` to the group `name` and return its index."""
         merged: dict[int, float] = {}
         for column, coefficient in terms:
@@ -89,25 +102,25 @@ class Model:
         start: np.ndarray | None = None,
         time_limit_s: float = 30.0,
         gap: float = 1e-3,
-        cutoff: float | None = None,
+        patience: Patience | None = None,
         progress: Progress | None = None,
     ) -> Solution:
         """Solve the model, or a variation of it.
 
         relaxed: without integrality. fixed: columns held at a value. cost: an objective in place of the model's own.
-        start: values to begin from. gap: stop within this fraction of the optimum.
+        start: values to begin from. gap: stop within this fraction of the optimum. patience: when more than that will do.
         """
         began = time.perf_counter()
         highs = self._pass(relaxed, fixed or {}, cost)
         highs.setOptionValue("time_limit", max(0.05, time_limit_s))
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("threads", 1)
-        if cutoff is not None:
-            highs.setOptionValue("objective_bound", cutoff)
         if start is not None and not relaxed:
             self._start(highs, start)
         if progress is not None and not relaxed:
             _listen(highs, progress)
+        if patience is not None and not relaxed:
+            _stop_when_good(highs, patience)
         try:
             highs.run()
         except KeyboardInterrupt:
@@ -146,6 +159,14 @@ class Model:
         solution = highspy.HighsSolution()
         solution.col_value = [float(value) for value in values]
         highs.setSolution(solution)
+
+
+def _stop_when_good(highs, patience: Patience) -> None:
+    def asked(event) -> None:
+        out = event.data_out
+        event.interrupt(out.running_time > patience.seconds and out.mip_gap <= patience.gap)
+
+    highs.cbMipInterrupt.subscribe(asked)
 
 
 def _listen(highs, progress: Progress) -> None:

@@ -4,139 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..artifacts import Cluster, MeshAxis, ModelRef, Plan, Predicted, Refusal, SolverInfo, UserError
+from ..artifacts import Plan, Predicted, Refusal, SolverInfo, UserError
 from ..capture.decide import decisions_of, plan_sections
-from ..capture.local import Decisions
 from ..capture.program import Program
-from ..hardware import machine, threads_each
-from ..profiler.saved import Records, record
-from .budget import budget_for, divisor_for, usable_bytes
-from .costs import CostModel, OptimizerCost
-from .meshes import mesh_shapes
-from .milp import Progress
-from .pins import apply_pins
-from .price import Price, price
-from .problem import Problem, build_problem
-from .recipes import RECIPES, Restriction, restriction
-from .simulate import MakeOptimizer, Simulation, simulate
-from .solve import Answer, Infeasible, Settings, Solver
-from .two_stage import solve_two_stage
-
-
-@dataclass(eq=False)
-class Task:
-    """One planning question: what to train, on what, with how much memory."""
-
-    program: Program
-    model_ref: ModelRef
-    cluster: Cluster
-    budget_bytes: int | None
-    optimizer: str
-    optimizer_cost: OptimizerCost
-    make_optimizer: MakeOptimizer
-    mesh: tuple[int, ...] | None = None
-    dtype: str = "fp32"
-    autocast: str | None = None
-    pins: tuple[str, ...] = ()
-    literals: Mapping[str, Any] = field(default_factory=dict)
-    time_limit_s: float = 30.0
-    progress: Callable[[str], None] | None = None
-    """Told, in words, of every better answer while the solver runs."""
-
-    @cached_property
-    def records(self) -> Records:
-        """What every op saves and costs."""
-        return record(self.program, self.cluster.device.kind)
-
-    @cached_property
-    def num_threads(self) -> int | None:
-        """With how many threads a rank will run, where the ranks are processes of this machine."""
-        if self.cluster.device.kind != "cpu" or self.cluster.fingerprint != machine.fingerprint():
-            return None
-        return threads_each(self.cluster.num_devices)
-
-    def listener(self) -> Progress | None:
-        """Return what the solver calls at each improvement."""
-        tell = self.progress
-        if tell is None:
-            return None
-        return lambda elapsed_s, best, bound: tell(
-            f"{best * 1e3:.2f} ms a step, at best {bound * 1e3:.2f} ({elapsed_s:.1f} s)"
-        )
-
-    @cached_property
-    def places(self) -> list[Place]:
-        """The meshes to look at."""
-        shapes = [self.mesh] if self.mesh is not None else mesh_shapes(self.cluster)
-        return [Place(self, self.cluster.mesh(shape)) for shape in shapes]
-
-
-@dataclass(eq=False)
-class Place:
-    """A task on one mesh."""
-
-    task: Task
-    axes: tuple[MeshAxis, ...]
-
-    @cached_property
-    def problem(self) -> Problem:
-        """The options and their costs."""
-        task = self.task
-        costs = CostModel(task.cluster.device, self.axes, task.records, task.optimizer_cost.num_passes)
-        return build_problem(task.program, costs, task.optimizer_cost)
-
-    @cached_property
-    def solver(self) -> Solver:
-        """The solver, with what it has already built."""
-        return Solver(self.problem, self.simulate)
-
-    def simulate(self, decisions: Decisions, timeline: bool = False) -> Simulation:
-        """Run the fullest rank's step on fake tensors."""
-        task = self.task
-        target = task.cluster.device.kind
-        return simulate(
-            task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,
-            optimizer_cost=task.optimizer_cost,
-        )  # fmt: skip
-
-    def price(self, simulation: Simulation) -> Price:
-        """Price what was simulated."""
-        return price(simulation.executor, self.problem.costs, self.task.optimizer_cost)
-
-    def restriction(self, solver: str) -> Restriction:
-        """Return what the recipe and the user's pins leave to choose."""
-        found = restriction(self.problem, solver)
-        apply_pins(self.problem, self.task.pins, found)
-        return found
-
-    def settings(self, solver: str) -> Settings:
-        """Return what the solver is told."""
-        task = self.task
-        usable = (
-            None if task.budget_bytes is None else usable_bytes(task.budget_bytes, _divisor(task.program, task.cluster))
-        )
-        return Settings(usable, task.time_limit_s, self.restriction(solver), task.listener())
-
-    def solve(self, solver: str) -> Answer | Infeasible:
-        """Solve the task on this mesh."""
-        settings = self.settings(solver)
-        if solver == "two-stage":
-            return solve_two_stage(self.solver, settings)
-        return self.solver.solve(settings)
-
-
-@dataclass(frozen=True)
-class _Found:
-    place: Place
-    answer: Answer
-    price: Price
+from .budget import budget_for
+from .costs import OptimizerCost
+from .mesh_search import Found, MeshSearch
+from .price import Price
+from .recipes import RECIPES
+from .simulate import MakeOptimizer, Simulation
+from .solve import Infeasible
+from .task import Place, Task
 
 
 def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
@@ -155,26 +39,26 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
         raise UserError(f"a solver is one of {', '.join(RECIPES)}; got {solver!r}")
     task = Task(**question)
     found = _search(task, solver)
-    return _as_plan(task, solver, found, time.perf_counter() - began)
+    return as_plan(task, solver, found, time.perf_counter() - began)
 
 
 def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, Plan | Refusal]:
     """Return each solver's plan, or why it has none; `joint`, the last, may take an answer of the others."""
     task = Task(**question)
     results: dict[str, Plan | Refusal] = {}
-    found: dict[str, _Found] = {}
+    found: dict[str, Found] = {}
     for solver in solvers:
         began = time.perf_counter()
         try:
             found[solver] = _search(task, solver)
             if solver == "joint":
                 found[solver] = min(found.values(), key=lambda item: (item.price.step_s, item is not found[solver]))
-            results[solver] = _as_plan(task, solver, found[solver], time.perf_counter() - began)
+            results[solver] = as_plan(task, solver, found[solver], time.perf_counter() - began)
         except Refusal as refusal:
             results[solver] = refusal
             if solver == "joint" and found:
                 best = min(found.values(), key=lambda item: item.price.step_s)
-                results[solver] = _as_plan(task, solver, best, time.perf_counter() - began)
+                results[solver] = as_plan(task, solver, best, time.perf_counter() - began)
     return results
 
 
@@ -187,11 +71,11 @@ def check(
     (place,) = task.places
     simulation = place.simulate(decisions_of(program, plan))
     predicted = _predicted(place.price(simulation), simulation)
-    budget = task.budget_bytes
-    if budget is not None and simulation.peak_bytes > usable_bytes(budget, _divisor(program, plan.cluster)):
-        more = budget_for(simulation.peak_bytes, _divisor(program, plan.cluster)) - budget
+    budget, usable = task.budget_bytes, task.usable_bytes
+    if budget is not None and usable is not None and simulation.peak_bytes > usable:
+        more = budget_for(simulation.peak_bytes, task.divisor) - budget
         raise Refusal(
-            f"a peak of at most {size_text(usable_bytes(budget, _divisor(program, plan.cluster)))} is needed; this plan's is "
+            f"a peak of at most {size_text(usable)} is needed; this plan's is "
             f"{size_text(simulation.peak_bytes)}, at {simulation.peak_at}; a budget of {size_text(more, up=True)} more "
             "would do, or recompute more"
         )
@@ -206,25 +90,14 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
     )  # fmt: skip
 
 
-def _search(task: Task, solver: str) -> _Found:
-    """Look at the meshes, the most promising first, and leave out those that cannot win."""
-    places = task.places
-    bounds = {place: place.solver.lower_bound_s() if len(places) > 1 else 0.0 for place in places}
-    best: _Found | None = None
-    failures: list[tuple[Place, Infeasible]] = []
-    for place in sorted(places, key=lambda place: bounds[place]):
-        if best is not None and bounds[place] >= best.price.step_s:
-            break
-        answer = place.solve(solver)
-        if isinstance(answer, Infeasible):
-            failures.append((place, answer))
-            continue
-        found = _Found(place, answer, place.price(answer.simulation))
-        if best is None or found.price.step_s < best.price.step_s:
-            best = found
-    if best is None:
-        raise Refusal(_why_not(task, solver, failures))
-    return best
+def _search(task: Task, solver: str) -> Found:
+    """Return the fastest answer of all meshes; `Refusal` where there is none."""
+    search = MeshSearch(task, solver)
+    for place in search.places:
+        search.look_at(place)
+    if search.best is None:
+        raise Refusal(_why_not(task, solver, search.failures))
+    return replace(search.best, notes=search.notes())
 
 
 def _why_not(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]]) -> str:
@@ -238,10 +111,9 @@ def _why_not(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible
     )
     assert failure.smallest is not None
     smallest = failure.smallest.simulation
-    least = budget_for(smallest.peak_bytes, _divisor(task.program, task.cluster))
-    shape = "x".join(str(axis.size) for axis in place.axes)
+    least = budget_for(smallest.peak_bytes, task.divisor)
     other = "" if solver == "joint" else ", or --solver joint"
-    where = f"{task.cluster.name} (mesh {shape})"
+    where = f"{task.cluster.name} (mesh {place.shape})"
     parts = [
         f"a plan within {size_text(budget)} a device is needed; {solver} has none on {where}",
         f"what binds is {' and '.join(failure.binding)}",
@@ -261,7 +133,8 @@ def _smaller_batch(task: Task, smallest: Simulation, budget: int) -> str:
     return f", or a batch of about {fits} instead of {max(sizes)} (an estimate)" if fits >= 1 else ""
 
 
-def _as_plan(task: Task, solver: str, found: _Found, plan_s: float) -> Plan:
+def as_plan(task: Task, solver: str, found: Found, plan_s: float) -> Plan:
+    """Write an answer as a plan."""
     answer, place = found.answer, found.place
     params, modules, batch = plan_sections(task.program, answer.decisions)
     return Plan(
@@ -287,7 +160,7 @@ def _as_plan(task: Task, solver: str, found: _Found, plan_s: float) -> Plan:
         ),
         params=params,
         modules=modules,
-        notes=(*task.program.captured.notes, *_gathered(task.program), *_passes(task), *answer.notes),
+        notes=(*task.program.captured.notes, *_gathered(task.program), *_passes(task), *answer.notes, *found.notes),
     )
 
 
@@ -334,8 +207,3 @@ def _passes(task: Task) -> tuple[str, ...]:
         f"{task.optimizer} takes {num_passes:.3g} forward and backward passes a step on average, which the times count; the "
         "peak is that of one pass and the declared state, without the graph of a Hessian-vector product",
     )
-
-
-def _divisor(program: Program, cluster: Cluster) -> int:
-    """The share of a budget that this program leaves on this cluster."""
-    return divisor_for((op.name for op in program.ops), cluster.device.kind)

@@ -6,13 +6,13 @@ are gone; what is kept follows behind them.
     K[t, n] ∈ 0..M     instances that keep the output t in its native layout n          K ≤ M · Σ {x : leaves n}
     KI[d, k] ∈ 0..M    instances that keep what the group d saves inside                KI ≤ M · x[d, k]
     KC[u, w] ∈ 0..M    instances that keep the converted copy                           KC ≤ M · Σ {x : leaves n ≠ w}
-    C[u, n, w] ≥ 0     instances that convert again from n                              C ≤ M · Σ {x : leaves n}
+    C[u, n, w] ≥ 0     instances that convert again from n
     r[d, k] ≥ 0        instances that rerun the group's forward                         r ≤ M · x[d, k]
 
     need      K[t, w] + r[made w] + KC[u, w] + Σ_n C[u, n, w]  ≥  M · Σ {x : wants and saves w}
     inner     KI[d] + r[d] ≥ M   where the group saves anything inside
     rerun     Σ {r[d, k] : k wants w} ≤ the left side of `need`, for every operand
-    source    C[u, n, w] ≤ K[t, n] + r[made n]     (a copy is never its own source; parameters are always there)
+    source    C[u, n, w] ≤ K[t, n] + r[made n]     (a copy is never its own source; for parameters ≤ M · Σ {x : leaves n})
 
 A tensor that another region reads is kept or not, never rederived; what the caller holds is kept.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from ..capture.layout import Layout
 from .milp import Model
 from .problem import Decision, Demand, Problem, Stored, Use, Want
-from .sharding import Sharding, ones, wants_of
+from .sharding import Sharding, has_one_want, ones, wants_of
 
 NEED = "what the backward needs is kept or rederived"
 RERUN = "a rerun finds its operands"
@@ -45,9 +45,6 @@ class Recompute:
     keep_copy: dict[tuple[Use, Want], int] = field(default_factory=dict)
     convert: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
     rerun: dict[tuple[Decision, int], int] = field(default_factory=dict)
-    rerun_on: dict[tuple[Decision, int], int] = field(default_factory=dict)
-    """1 where any instance reruns: its results are then alive during one instance's backward."""
-    convert_on: dict[tuple[Use, Want], int] = field(default_factory=dict)
 
 
 def add_recompute(model: Model, problem: Problem, sharding: Sharding) -> Recompute:
@@ -88,11 +85,8 @@ class _Builder:
         for option, chosen in enumerate(self.sharding.choice[decision]):
             cost = decision.rerun_s(option) + RERUN_EPSILON_S
             rerun = self.model.column(float(decision.count), cost)
-            on = self.model.column(1.0, integer=True)
             self.columns.rerun[decision, option] = rerun
-            self.columns.rerun_on[decision, option] = on
-            self.model.row(EXISTS, [(rerun, 1.0), (on, -float(decision.count))], upper=0.0)
-            self.model.row(EXISTS, [(on, 1.0), (chosen, -1.0)], upper=0.0)
+            self.model.row(EXISTS, [(rerun, 1.0), (chosen, -float(decision.count))], upper=0.0)
 
     def _add_keep(self, stored: Stored) -> None:
         count = float(stored.source.decision.count)
@@ -138,27 +132,34 @@ class _Builder:
             if not others:
                 continue
             keep = self.model.column(count, integer=True)
-            on = self.model.column(1.0, integer=True)
             self.columns.keep_copy[use, want] = keep
-            self.columns.convert_on[use, want] = on
             columns = [column for native in others for column in supply[native]]
             self.model.row(EXISTS, [(keep, 1.0), *ones(columns, -count)], upper=0.0)
-            converted = []
             for native in others:
-                converted.append(self._add_convert(use, native, want, supply[native]))
-            self.model.row(EXISTS, [*ones(converted), (on, -count)], upper=0.0)
+                self._add_convert(use, native, want)
+        self._add_sources(use)
 
     def _may_matter(self, use: Use) -> bool:
         return any(any(demand.saves) or self._can_rerun(demand.decision) for demand in use.demands)
 
-    def _add_convert(self, use: Use, native: Layout, want: Want, chosen: list[int]) -> int:
+    def _add_convert(self, use: Use, native: Layout, want: Want) -> None:
         cost = self.problem.costs.move_s(use.source.tensor, native, want[0]) + RERUN_EPSILON_S
-        column = self.model.column(float(use.count), cost)
-        self.columns.convert[use, native, want] = column
-        self.model.row(EXISTS, [(column, 1.0), *ones(chosen, -float(use.count))], upper=0.0)
-        if not use.source.is_param:
-            self.model.row(SOURCE, [(column, 1.0), *_negated(self._native(use, native))], upper=0.0)
-        return column
+        self.columns.convert[use, native, want] = self.model.column(float(use.count), cost)
+
+    def _add_sources(self, use: Use) -> None:
+        """A conversion starts from what is there; where one reader asks for one copy, all of a source share a row."""
+        single = has_one_want(use)
+        for native, chosen in self.sharding.yields(use.source).items():
+            found = [self.columns.convert.get((use, native, want)) for want in wants_of(use)]
+            columns = [column for column in found if column is not None]
+            if not columns:
+                continue
+            most = float(use.count * (1 if single else min(len(columns), len(use.demands))))
+            self.model.row(EXISTS, [*ones(columns), *ones(chosen, -most)], upper=0.0)
+            if not use.source.is_param:
+                there = _negated(self._native(use, native))
+                for together in [columns] if single else [[column] for column in columns]:
+                    self.model.row(SOURCE, [*ones(together), *there], upper=0.0)
 
     def _native(self, use: Use, native: Layout) -> Terms:
         """In how many instances the native tensor is there when the region's backward begins, in units of the use."""

@@ -7,7 +7,9 @@
 
     seconds  Σ count · (compute + update + inner communication)[d, k] · x  +  Σ count · (there + back)[u, n, w] · f
 
-A want is a pair (forward, gradient) and is paid once a use, as one converted copy serves all that want the same.
+A want is a pair (forward, gradient) and is paid once a use, as one converted copy serves all that want the same. On more
+than two axes only plain changes of layout are offered (`is_plain`), since the columns grow with the fourth power of an
+axis's options; what mixes gathers, cuts and exchanges in one change of layout is then out of reach.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..capture.layout import Layout
+from ..capture.layout import PARTIAL, REPLICATE, Layout
+from ..capture.transition import gradient_layout
 from .milp import Model
 from .problem import Decision, Demand, Problem, Source, Use, Want
 
+FEW_AXES = 2
 ONE_OPTION = "one option for every group and parameter"
 DEMAND = "every want is served"
 SUPPLY = "only the layout that is there serves"
@@ -61,6 +65,29 @@ def wants_of(use: Use) -> list[Want]:
     return sorted({want for demand in use.demands for wants in demand.wants for want in wants})
 
 
+def has_one_want(use: Use) -> bool:
+    """Tell whether whatever is chosen asks for one copy of a use."""
+    return len(use.demands) == 1 and all(len(wants) == 1 for wants in use.demands[0].wants)
+
+
+def is_plain(source: Layout, target: Layout) -> bool:
+    """Tell whether a change of layout does the same along all its axes, and exchanges along one at most.
+
+    >>> is_plain((0, 0, REPLICATE), (REPLICATE, REPLICATE, REPLICATE)), is_plain((0, 0, 1), (0, 1, REPLICATE))
+    (True, False)
+    """
+    kinds = [_kind(before, after) for before, after in zip(source, target) if before != after]
+    return len(kinds) <= 1 or (len(set(kinds)) == 1 and kinds[0] != "exchange")
+
+
+def _kind(before: int, after: int) -> str:
+    if before == PARTIAL:
+        return "sum"
+    if before == REPLICATE:
+        return "cut"
+    return "gather" if after == REPLICATE else "exchange"
+
+
 def ones(columns: Iterable[int], factor: float = 1.0) -> list[tuple[int, float]]:
     """Return the terms `factor · Σ columns`."""
     return [(column, factor) for column in columns]
@@ -68,17 +95,21 @@ def ones(columns: Iterable[int], factor: float = 1.0) -> list[tuple[int, float]]
 
 def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> None:
     supply = sharding.yields(use.source)
+    many_axes = len(problem.mesh) > FEW_AXES
     served: dict[Want, list[int]] = defaultdict(list)
     given: dict[Layout, list[int]] = defaultdict(list)
     for want in wants_of(use):
         for native in supply:
-            times = problem.costs.edge_s(use.source.tensor, native, *_aligned(use, native, want))
+            there, back = _aligned(use, native, want)
+            if many_axes and not (is_plain(native, there) and is_plain(back, gradient_layout(native))):
+                continue
+            times = problem.costs.edge_s(use.source.tensor, native, there, back)
             if times is not None:
                 column = model.column(1.0, use.count * sum(times))
                 sharding.flow[use, native, want] = column
                 served[want].append(column)
                 given[native].append(column)
-    exact = len(use.demands) == 1 and all(len(wants) == 1 for wants in use.demands[0].wants)
+    exact = has_one_want(use)
     for want in wants_of(use):
         for demand in use.demands:
             wanting = sharding.wanting(demand, want)

@@ -27,6 +27,7 @@ from ..capture.program import Program, Tensor
 from ..capture.reshard import SimulatedCommunicator
 from ..profiler.saved import run_state
 from ..profiler.tracker import MemoryTracker, Target
+from ..profiler.values import KnownValues
 from .costs import OptimizerCost, whole_pieces
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -83,10 +84,13 @@ def _simulate(
     local = build_local(program, decisions, communicator)
     executor = Executor(local)
     _fuse_attention(executor, target)
-    with new_mode():
+    mode = new_mode()
+    with mode:
         sources = _fake_sources(local)
-        tracker = MemoryTracker(target)
-        params = [value for tensor, value in sources.items() if tensor.role == "param"]
+    params = [value for tensor, value in sources.items() if tensor.role == "param"]
+    tracker = MemoryTracker(target)
+    # Calls alike in repeated blocks are followed once.
+    with KnownValues(mode):
         optimizer = make_optimizer([param for param in params if param.requires_grad])
         with tracker:
             tracker.watch(params, "param")

@@ -1,12 +1,13 @@
 """Solving one problem: the sharding alone, then both halves under the budget, and a simulation that has the last word.
 
 1. without memory rows: LP → sharding by argmax → MIP. If its simulated peak fits, it is the optimum.
-2. with them: LP → fix the sharding by argmax → MIP for the rest (a first answer) → MIP of everything from there.
+2. with them: LP → MIP over the options that it gives weight (a first answer) → MIP of everything from there (`stages`).
 3. simulate; over the budget → tighten the rows by the excess and solve again; far below it → loosen them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,19 +17,22 @@ import numpy as np
 
 from ..capture.local import Decisions
 from .decode import Choice, decisions_from, read_choice
-from .memory import MIB, Memory, add_memory, set_budget
-from .milp import Model, Progress, Solution
+from .memory import Memory, add_memory, set_budget
+from .milp import MIB, Model, Patience, Progress, Solution
 from .problem import Decision, Problem
 from .recipes import Restriction, restriction
 from .recompute import Recompute, add_recompute
 from .sharding import Sharding, add_sharding
 from .simulate import Simulation
-from .stages import Stages, solve_in_stages
+from .stages import CUT_OFF, Stages, held_at, solve_in_stages
 
 Simulate = Callable[[Decisions], Simulation]
 Allowed = Mapping[Decision, frozenset[int]]
+Starts = Callable[[], Sequence[Mapping[Decision, int]]]
 MAX_CORRECTIONS = 5
 UNBOUNDED = 2**60
+SHARES = (1.0, 0.5, 0.25)
+"""Of the budget, what a sharding that is chosen first may take at rest."""
 CLOSE = 0.03
 """A plan whose peak is within this share of the budget is not looked at again."""
 
@@ -53,6 +57,8 @@ class Infeasible:
 
     binding: tuple[str, ...]
     smallest: Answer | None
+    cut_off: bool = False
+    """Not asked further: whatever there is, another mesh has a faster one."""
 
 
 @dataclass(eq=False)
@@ -63,13 +69,15 @@ class Settings:
     time_limit_s: float = 30.0
     restriction: Restriction = field(default_factory=Restriction)
     progress: Progress | None = None
+    cutoff_s: float = math.inf
+    """An answer that takes as long as this is not wanted: another mesh has one."""
 
     def stages(
         self,
         model: Model,
         sharding: Sharding,
         recompute: Recompute | None = None,
-        starts: Sequence[Mapping[Decision, int]] = (),
+        starts: Starts | None = None,
         time_limit_s: float | None = None,
     ) -> Stages:
         """Return what `solve_in_stages` takes."""
@@ -84,10 +92,12 @@ class Solver:
         self.problem, self.simulate = problem, simulate
         self._plain: tuple[Model, Sharding] | None = None
         self._full: tuple[Model, Sharding, Recompute, Memory] | None = None
+        self._rest: tuple[Model, Sharding, int] | None = None
 
     def solve(self, settings: Settings) -> Answer | Infeasible:
         """Return the fastest answer whose simulated peak is within the budget."""
         began = time.perf_counter()
+        self._floor_s, self.last_aim = 0.0, None
         answer = self.without_memory(settings)
         if answer is None and settings.restriction.forbids is not None:
             settings = replace(settings, restriction=_loosened(settings.restriction))
@@ -103,14 +113,14 @@ class Solver:
     def _under_budget(self, answer: Answer, settings: Settings) -> Answer | Infeasible:
         """Take `answer`, which no memory row has seen, if it fits; or look for one that does."""
         if settings.restriction.fates:
-            return self._within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
+            return self.within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
         budget = settings.budget_bytes
         self._floor_s = answer.objective_s * (1 - (answer.gap or 0.0))
         if budget is None or answer.simulation.peak_bytes <= budget:
             return answer
         if not settings.restriction.recompute:
             return Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
-        return self._within(settings, budget)
+        return self.within(settings, budget, self._first_aim(answer, budget))
 
     def lower_bound_s(self) -> float:
         """Return seconds that no answer on this mesh can beat, whatever the budget."""
@@ -152,18 +162,40 @@ class Solver:
             self._full = (model, sharding, recompute, memory)
         return self._full
 
-    def _within(self, settings: Settings, budget: int) -> Answer | Infeasible:
+    def _first_aim(self, answer: Answer, budget: int) -> float:
+        """Return the rows' budget to begin with: what they count too much of `answer`, which keeps everything, is added."""
+        model, sharding, recompute, memory = self.full()
+        set_budget(model, memory, math.inf)
+        fixed = held_at(sharding, answer.choice.options) | dict.fromkeys(recompute.rerun.values(), 0.0)
+        found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
+        if found.values is None:
+            return budget
+        return budget + max(0.0, self._peak_of_rows(found) - answer.simulation.peak_bytes)
+
+    def _peak_of_rows(self, found: Solution) -> float:
+        _, _, _, memory = self.full()
+        assert found.values is not None
+        return (found.values[memory.peak] + memory.static_mib) * MIB
+
+    def within(self, settings: Settings, budget: int, aim: float | None = None) -> Answer | Infeasible:
         """Solve, simulate, and move the rows' budget until the simulated peak is within the true one."""
         model, sharding, recompute, memory = self.full()
-        starts = self.starts(settings)
         deadline = time.perf_counter() + settings.time_limit_s
-        search = _Search(budget)
+        search = _Search(budget, aim)
+        earlier: tuple[float, np.ndarray] | None = None
         for _ in range(MAX_CORRECTIONS + 1):
             set_budget(model, memory, search.aim)
             remaining = max(1.0, deadline - time.perf_counter())
-            solution = solve_in_stages(settings.stages(model, sharding, recompute, starts, remaining))
+            stages = settings.stages(model, sharding, recompute, self._starts_for(settings), remaining)
+            stages.cutoff = settings.cutoff_s
+            if earlier is not None and earlier[0] <= search.aim:
+                stages.earlier = earlier[1]
+            solution = solve_in_stages(stages)
             if solution.values is not None:
+                earlier = search.aim, solution.values
                 search.note(self._answer(solution, read_choice(solution.values, sharding, recompute)))
+            elif search.best is None and (solution.status == CUT_OFF or math.isfinite(settings.cutoff_s)):
+                return Infeasible((CUT_OFF,), None, cut_off=True)
             elif search.low is not None:
                 break
             else:
@@ -175,6 +207,9 @@ class Solver:
                 search.note(smallest)
             if search.done or time.perf_counter() > deadline:
                 break
+        self.last_aim = search.low
+        if search.best is None and math.isfinite(settings.cutoff_s):
+            return Infeasible((CUT_OFF,), None, cut_off=True)
         if search.best is None:
             smallest = self.smallest(settings)
             if smallest is None or smallest.simulation.peak_bytes > budget:
@@ -187,40 +222,70 @@ class Solver:
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
         limit = min(15.0, settings.time_limit_s)
-        stages = settings.stages(model, sharding, recompute, self.starts(settings), limit)
-        stages.gap = 5e-3
+        stages = settings.stages(model, sharding, recompute, self._starts_for(settings), limit)
+        stages.gap, stages.patience = 5e-3, Patience(1.0, 2e-2)
         solution = solve_in_stages(stages, {memory.peak: 1.0})
         if solution.values is None:
             return None
-        self._row_peak = (solution.values[memory.peak] + memory.static_mib) * MIB
+        self._row_peak = self._peak_of_rows(solution)
         self._binding_rows = _tight_rows(model, memory, solution.values)
         choice = read_choice(solution.values, sharding, recompute)
         # The same sharding, with no more recomputation than that budget asks for.
         set_budget(model, memory, self._row_peak * 1.0001 + 1024)
         only = {decision: frozenset([option]) for decision, option in choice.options.items()}
         same = replace(settings, restriction=replace(settings.restriction, allowed=only))
-        fastest = solve_in_stages(same.stages(model, sharding, recompute, (), limit))
+        fastest = solve_in_stages(same.stages(model, sharding, recompute, None, limit))
         if fastest.values is not None:
             return self._answer(fastest, read_choice(fastest.values, sharding, recompute))
         answer = self._answer(solution, choice)
         answer.objective_s = float(np.dot(model.cost, solution.values))
         return answer
 
+    def _starts_for(self, settings: Settings) -> Starts:
+        return functools.cache(lambda: self.starts(settings))
+
     def starts(self, settings: Settings) -> list[dict[Decision, int]]:
-        """Return shardings to begin from: the fastest one, that of `fsdp`, and their mixture."""
-        model, sharding = self.plain()
+        """Return shardings to begin from: the fastest ones of those that rest in a share of the budget, and of `fsdp`."""
         sharded = restriction(self.problem, "fsdp").allowed
         params = {decision: options for decision, options in sharded.items() if decision.group is None}
         found = []
         for extra in ({}, sharded, params):
             allowed = _both(settings.restriction.allowed, extra)
             if all(allowed.values()):
-                narrowed = replace(settings, restriction=replace(settings.restriction, allowed=allowed))
-                solution = solve_in_stages(narrowed.stages(model, sharding))
-                if solution.values is not None:
-                    found.append(read_choice(solution.values, sharding, None).options)
-        return found
+                found.append(
+                    self._fastest(replace(settings, restriction=replace(settings.restriction, allowed=allowed)))
+                )
+        if settings.budget_bytes is not None:
+            found += [self.first_stage(settings, share * settings.budget_bytes) for share in SHARES]
+        return [options for options in found if options is not None]
 
+    def _fastest(self, settings: Settings) -> dict[Decision, int] | None:
+        model, sharding = self.plain()
+        solution = solve_in_stages(settings.stages(model, sharding))
+        return None if solution.values is None else read_choice(solution.values, sharding, None).options
+
+    def first_stage(self, settings: Settings, static_bytes: float) -> dict[Decision, int] | None:
+        """Return the fastest sharding whose parameters and optimizer states rest in `static_bytes`."""
+        model, sharding, rest = self._plain_with_rest()
+        model.row_upper[rest] = static_bytes / MIB
+        solution = solve_in_stages(settings.stages(model, sharding))
+        return None if solution.values is None else read_choice(solution.values, sharding, None).options
+
+    def _plain_with_rest(self) -> tuple[Model, Sharding, int]:
+        """The model of the sharding alone, with a row of what rests in memory."""
+        if self._rest is None:
+            model = Model()
+            sharding = add_sharding(model, self.problem)
+            terms = [
+                (column, decision.count * (decision.rest_bytes[option] + decision.state_bytes[option]) / MIB)
+                for decision in self.problem.params
+                for option, column in enumerate(sharding.choice[decision])
+            ]
+            self._rest = model, sharding, model.row("parameters at rest", terms)
+        return self._rest
+
+    last_aim: float | None = None
+    """The rows' budget under which the last answer fitted the true one; None where it fitted without rows."""
     _floor_s = 0.0
     """What the sharding alone takes at least: a bound where the whole problem gives none."""
     _row_peak = 0.0
@@ -235,8 +300,8 @@ class Solver:
 class _Search:
     """Looks for the rows' budget whose answer just fits the true one, by what the simulations say."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget, self.aim = budget, float(budget)
+    def __init__(self, budget: int, aim: float | None = None) -> None:
+        self.budget, self.aim = budget, float(budget if aim is None else aim)
         self.low: float | None = None
         """The largest aim whose answer fitted."""
         self.high: float | None = None

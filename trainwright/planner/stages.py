@@ -1,26 +1,34 @@
-"""One solve in stages: LP → the sharding by argmax → MIP for the rest → MIP of everything, from the best so far.
+"""One solve in stages: LP → the sharding by argmax → MIP over the LP's support → MIP of everything, from the best so far.
 
-The relaxation's bound is weak where memory binds, but its sharding is nearly always right. Where the relaxation itself
-takes too long, shardings that are known to be good (`starts`) take its place.
+The relaxation's bound is weak where memory binds, but the sharding is nearly always among the options that it gives any
+weight: a MIP of those alone takes a fraction of the whole one's time. Where the relaxation itself takes too long,
+shardings that are known to be good (`starts`) take its place.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .milp import Model, Progress, Solution
+from .milp import Model, Patience, Progress, Solution
 from .problem import Decision
 from .recipes import Restriction
 from .recompute import Recompute
 from .sharding import Sharding
 
 GAP = 1e-3
+PATIENCE = Patience(2.0, 5e-3)
+"""A binding budget can take minutes to the last thousandth."""
 Options = Mapping[Decision, int]
+CUT_OFF = "another mesh has a faster answer"
+"""The status of a solve that was given up."""
+_SUPPORT = 1e-6
+_FEW_COLUMNS = 3000
+"""A MIP of so many is solved whole at once."""
 
 
 @dataclass(eq=False)
@@ -31,14 +39,23 @@ class Stages:
     sharding: Sharding
     restriction: Restriction
     recompute: Recompute | None = None
-    starts: Sequence[Options] = ()
+    starts: Callable[[], Sequence[Options]] | None = None
+    """Shardings to begin from, made when they are needed."""
     progress: Progress | None = None
     time_limit_s: float = 30.0
     gap: float = GAP
+    patience: Patience = PATIENCE
+    earlier: np.ndarray | None = None
+    """A solution of the same rows under a smaller budget."""
+    cutoff: float = math.inf
+    """An answer that is not below this is not wanted."""
 
 
 def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> Solution:
-    """Return the best solution found in the time; `cost` replaces the model's objective."""
+    """Return the best solution found in the time; `cost` replaces the model's objective.
+
+    The status is `CUT_OFF` where the relaxation proves that nothing is below `stages.cutoff`.
+    """
     began = time.perf_counter()
     model, limit = stages.model, stages.time_limit_s
     fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
@@ -46,56 +63,70 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     if relaxed.status == "infeasible":
         return relaxed
     bound = relaxed.objective if relaxed.values is not None else -math.inf
-    first = _best_start(stages, relaxed, fixed, cost, bound)
-    if relaxed.values is None or _close(first, bound, stages.gap):
+    if bound >= stages.cutoff:
+        return Solution(CUT_OFF, None, math.inf, bound, time.perf_counter() - began)
+    first = _first(stages, relaxed, fixed, cost, bound)
+    if _close(first, bound, stages.gap) or relaxed.values is None:
         status = "optimal" if _close(first, bound, stages.gap) else first.status.replace("optimal", "feasible")
         return Solution(status, first.values, first.objective, bound, time.perf_counter() - began)
     remaining = max(1.0, limit - (time.perf_counter() - began))
     whole = model.solve(
-        fixed=fixed, cost=cost, start=first.values, time_limit_s=remaining, gap=stages.gap, progress=stages.progress
+        fixed=fixed,
+        cost=cost,
+        start=first.values,
+        time_limit_s=remaining,
+        gap=stages.gap,
+        patience=stages.patience,
+        progress=stages.progress,
     )
-    chosen = whole if whole.values is not None and whole.objective <= first.objective else first
-    status = (
-        whole.status if chosen is whole or whole.values is not None else first.status.replace("optimal", "feasible")
-    )
-    if chosen.values is None:
+    found = whole if whole.values is not None and whole.objective <= first.objective else first
+    if found.values is None:
         return Solution(whole.status, None, math.inf, bound, time.perf_counter() - began)
     bound = max(bound, whole.bound if math.isfinite(whole.bound) else -math.inf)
-    return Solution(status, chosen.values, chosen.objective, bound, time.perf_counter() - began)
+    status = "optimal" if _close(found, bound, stages.gap) else "feasible"
+    return Solution(status, found.values, found.objective, bound, time.perf_counter() - began)
 
 
 def _close(solution: Solution, bound: float, gap: float) -> bool:
     return solution.values is not None and solution.objective <= bound + gap * abs(bound) + 1e-12
 
 
-def _best_start(
+def _first(
     stages: Stages, relaxed: Solution, fixed: Mapping[int, float], cost: Mapping[int, float] | None, bound: float
 ) -> Solution:
-    """The best MIP solution with the sharding held at the relaxation's, or at one of the known ones."""
+    """The best MIP solution of a few small parts of the problem; without values where none of them has any."""
     best = Solution("stopped", None, math.inf, bound, 0.0)
-    for held in _shardings(stages, relaxed):
-        limit = stages.time_limit_s / 4
-        found = stages.model.solve(fixed={**fixed, **held}, cost=cost, time_limit_s=limit, gap=stages.gap)
+    for held in _parts(stages, relaxed, fixed):
+        found = stages.model.solve(
+            fixed={**fixed, **held},
+            cost=cost,
+            start=best.values if best.values is not None else stages.earlier,
+            time_limit_s=stages.time_limit_s / 4,
+            gap=stages.gap,
+            patience=stages.patience,
+        )
         if found.values is not None and found.objective < best.objective:
             best = found
-        if _close(best, bound, 5 * stages.gap):
+        if _close(best, bound, stages.gap):
             break
     return best
 
 
-def _shardings(stages: Stages, relaxed: Solution) -> Iterator[dict[int, float]]:
-    """Column values of whole shardings: the relaxation's argmax, then the known ones."""
+def _parts(stages: Stages, relaxed: Solution, fixed: Mapping[int, float]) -> Iterator[dict[int, float]]:
+    """Columns to hold: the sharding at the relaxation's argmax; all options at zero that it gives no weight; known ones."""
     choice = stages.sharding.choice
     if relaxed.values is not None:
-        values: np.ndarray = relaxed.values
-        yield _held(
-            stages.sharding, {decision: int(np.argmax(values[columns])) for decision, columns in choice.items()}
-        )
-    for options in stages.starts:
-        yield _held(stages.sharding, options)
+        values = relaxed.values
+        argmax = {decision: int(np.argmax(values[columns])) for decision, columns in choice.items()}
+        yield held_at(stages.sharding, argmax)
+        if stages.model.num_columns - len(fixed) > _FEW_COLUMNS:
+            yield {column: 0.0 for columns in choice.values() for column in columns if values[column] < _SUPPORT}
+    for options in stages.starts() if stages.starts is not None else ():
+        yield held_at(stages.sharding, options)
 
 
-def _held(sharding: Sharding, options: Options) -> dict[int, float]:
+def held_at(sharding: Sharding, options: Options) -> dict[int, float]:
+    """Return the columns of the sharding with the values that they have under `options`."""
     return {
         column: float(option == options[decision])
         for decision, columns in sharding.choice.items()

@@ -8,14 +8,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from .decode import read_choice
-from .milp import Model
 from .recipes import Restriction
-from .sharding import add_sharding
-from .solve import Answer, Infeasible, Settings, Solver
-from .stages import solve_in_stages
-
-SHARES = (1.0, 0.5, 0.25)
+from .solve import SHARES, Answer, Infeasible, Settings, Solver
 
 
 def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
@@ -25,8 +19,10 @@ def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
     began = time.perf_counter()
     results = []
     for share in SHARES:
-        fixed = _first_stage(solver, settings, share * settings.budget_bytes)
-        if fixed is not None:
+        options = solver.first_stage(settings, share * settings.budget_bytes)
+        if options is not None:
+            allowed = {decision: frozenset([option]) for decision, option in options.items()}
+            fixed = Restriction(allowed, notes=settings.restriction.notes)
             results.append(solver.solve(replace(settings, restriction=fixed, time_limit_s=settings.time_limit_s / 3)))
     answers = [result for result in results if isinstance(result, Answer)]
     if answers:
@@ -37,23 +33,3 @@ def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
     if failures:
         return min(failures, key=lambda found: found.smallest.simulation.peak_bytes if found.smallest else 0)
     return Infeasible(("parameters and optimizer states alone",), solver.smallest(settings))
-
-
-def _first_stage(solver: Solver, settings: Settings, static_bytes: float) -> Restriction | None:
-    """Return the fastest sharding whose parameters and states take at most `static_bytes`, as a restriction."""
-    problem = solver.problem
-    model = Model()
-    sharding = add_sharding(model, problem)
-    terms = [
-        (column, decision.count * (decision.rest_bytes[option] + decision.state_bytes[option]) / 2.0**20)
-        for decision in problem.params
-        for option, column in enumerate(sharding.choice[decision])
-    ]
-    model.row("parameters at rest", terms, upper=static_bytes / 2.0**20)
-    solution = solve_in_stages(settings.stages(model, sharding))
-    if solution.values is None:
-        return None
-    options = read_choice(solution.values, sharding, None).options
-    return Restriction(
-        {decision: frozenset([option]) for decision, option in options.items()}, notes=settings.restriction.notes
-    )

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ..artifacts import MemoryPoint, OpPlan, Plan, Profile, Refusal, Report
 from ..artifacts.record import write_atomically
 from .decisions import DecisionRow, decision_rows, split_text
+from .frontier_figure import frontier_figure
 from .memory_figures import breakdown_figure
 from .module_figures import modules_figure
 from .page import Page, Tile, folded, grid, notes, table
@@ -56,11 +57,12 @@ def write_plan(
     profile: Profile | None = None,
     report: Report | None = None,
     explanation: Explained | None = None,
+    frontier: Sequence[Plan] = (),
 ) -> None:
     """Write a plan as a page: prediction, decisions, and of the rest what is given.
 
     simulation: the memory over the step. comparison: the recipes side by side. profile: the modules by size.
-    report: predicted against measured. explanation: the reason beside each decision.
+    report: predicted against measured. explanation: the reason beside each decision. frontier: time against memory.
     """
     mesh = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
     subtitle = " · ".join((f"on {plan.cluster.name}", f"mesh {mesh}", plan.optimizer, plan.dtype))
@@ -72,6 +74,9 @@ def write_plan(
     _where_section(page, plan, profile)
     if comparison:
         _comparison_section(page, comparison, plan.budget_bytes)
+    if frontier:
+        chart = page.chart(frontier_figure(frontier, plan), "step time against memory")
+        page.section("Time against memory", chart, lead="Each corner is a plan: no other is both smaller and faster.")
     _decisions_section(page, plan, _reasons(plan, explanation))
     notes_section(page, (*plan.notes, *plan.solver.notes))
     page.section("How it was made", _made_table(plan))

@@ -1,0 +1,298 @@
+"""An oracle of the joint problem without any linear program: every fate of every value, added up one by one.
+
+Seconds and bytes of the single options are the problem's own; what is checked is how they are put together, what may be
+rederived from what, and that the solver finds the best of all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from trainwright.capture.transition import gradient_layout
+from trainwright.planner.problem import Decision, Problem, Stored, Use, Want
+from trainwright.planner.recompute import RERUN_EPSILON_S
+
+Options = Mapping[Decision, int]
+
+
+@dataclass
+class Fate:
+    """How many instances of what rerun, convert again, keep."""
+
+    reruns: dict[Decision, int]
+    converts: dict[tuple[Use, Want], int]
+    copies: dict[tuple[Use, Want], int] = field(default_factory=dict)
+    kept: dict[Stored, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Memory that may be kept: by which instances, between which groups, how much of it, and one instance's need."""
+
+    owner: Decision | Use
+    members: Collection[int]
+    made: Mapping[int, float]
+    """From which group on how many bytes are there."""
+    last: int
+    needed_bytes: float
+    passed_on: bool = False
+
+    @property
+    def kept_bytes(self) -> float:
+        return sum(self.made.values())
+
+    def own_bytes(self, member: int, position: int, count: int) -> float:
+        """Return what the instances of the class hold while `member` runs the backward of the group at `position`."""
+        is_last, is_done = member == count - 1, self.last > position
+        if member not in self.members:
+            return self.kept_bytes if is_last else 0.0
+        if is_last:
+            return max(self.kept_bytes, self.needed_bytes) - (self.needed_bytes if is_done else 0.0)
+        return 0.0 if is_done else self.needed_bytes
+
+
+class Oracle:
+    """All plans of one sharding of a small problem."""
+
+    def __init__(self, problem: Problem, options: Options) -> None:
+        self.problem, self.options = problem, options
+        self.stored_of = {use: stored for stored in problem.stored for use in stored.uses}
+        self.wants = {use: self._wants(use) for use in problem.uses}
+        self.changed = [(use, want) for use in problem.uses for want in self.wants[use] if self._native(use) != want[0]]
+
+    def plans(self) -> Iterator[tuple[float, float]]:
+        """Yield (seconds, peak bytes) of every way to keep and rederive."""
+        if not all(self._is_possible(use, want) for use in self.problem.uses for want in self.wants[use]):
+            return
+        able = [d for d in self.problem.groups if d.group is not None and any(op.requires_grad for op in d.group.ops)]
+        for counts in itertools.product(*(range(decision.count + 1) for decision in able)):
+            reruns = dict(zip(able, counts))
+            asked = [key for key in self.changed if self._needed(*key, reruns) > 0]
+            for converts in itertools.product(*(range(math.ceil(self._needed(*key, reruns)) + 1) for key in asked)):
+                fate = self._completed(Fate(reruns, dict(zip(asked, converts))))
+                if fate is not None:
+                    yield self.seconds(fate), self.peak_bytes(fate)
+
+    # What is asked for
+
+    def _native(self, use: Use):
+        return use.source.natives[self.options[use.source.decision]]
+
+    def _wants(self, use: Use) -> dict[Want, None]:
+        return {want: None for demand in use.demands for want in demand.wants[self.options[demand.decision]]}
+
+    def _is_possible(self, use: Use, want: Want) -> bool:
+        native = self._native(use)
+        back = want[1] if use.tensor.requires_grad else native
+        return self.problem.costs.edge_s(use.source.tensor, native, want[0], back) is not None
+
+    def _needed(self, use: Use, want: Want, reruns: Mapping[Decision, int]) -> float:
+        """In how many regions the backward needs the tensor as it is wanted."""
+        most = 0.0
+        for demand in use.demands:
+            option = self.options[demand.decision]
+            if want in demand.saves[option]:
+                most = max(most, use.count)
+            if want in demand.wants[option]:
+                most = max(most, reruns.get(demand.decision, 0) * use.count / demand.decision.count)
+        return most
+
+    def _completed(self, fate: Fate) -> Fate | None:
+        """Keep what is needed and not rederived, no more; None where something cannot be had."""
+        for use, want in self.changed:
+            needed = self._needed(use, want, fate.reruns)
+            if needed:
+                fate.copies[use, want] = math.ceil(needed - fate.converts[use, want])
+        for stored in self.problem.stored:
+            count, maker = stored.source.decision.count, stored.source.decision
+            if self._is_passed_on(stored):
+                rederived = 0
+            else:
+                rederived = fate.reruns.get(maker, 0)
+            least = float(count) if stored.held else 0.0
+            if stored.own_saved:
+                least = max(least, count - rederived)
+            for use in stored.uses:
+                made_again = rederived if use.inside else 0
+                for needed in self._asked_of_native(use, fate):
+                    least = max(least, (needed - made_again) * count / use.count)
+            if least > count:
+                return None
+            fate.kept[stored] = least if stored.boundary else math.ceil(least)
+        return fate
+
+    def _asked_of_native(self, use: Use, fate: Fate) -> Iterator[float]:
+        for want in self.wants[use]:
+            if want[0] == self._native(use):
+                yield self._needed(use, want, fate.reruns)
+            else:
+                yield fate.converts.get((use, want), 0)
+
+    def _is_passed_on(self, stored: Stored) -> bool:
+        return stored.boundary or stored.held
+
+    # Seconds
+
+    def seconds(self, fate: Fate) -> float:
+        """Add up one step."""
+        costs = self.problem.costs
+        total = sum(decision.option_s(self.options[decision]) for decision in self.problem.decisions)
+        for use in self.problem.uses:
+            native, tensor = self._native(use), use.source.tensor
+            for want in self.wants[use]:
+                back = want[1] if use.tensor.requires_grad else native
+                there_s, back_s = costs.edge_s(tensor, native, want[0], back)
+                total += use.count * (there_s + back_s)
+                again_s = costs.move_s(tensor, native, want[0]) + RERUN_EPSILON_S
+                total += fate.converts.get((use, want), 0) * again_s
+        for decision, count in fate.reruns.items():
+            total += count * (decision.rerun_s(self.options[decision]) + RERUN_EPSILON_S)
+        return total
+
+    # Bytes
+
+    def peak_bytes(self, fate: Fate) -> float:
+        """Return the largest of all moments of a step."""
+        params = self.problem.params
+        at = self.options
+        static = self.problem.static_bytes + sum(d.count * (d.rest_bytes[at[d]] + d.state_bytes[at[d]]) for d in params)
+        moments = [self._update_bytes(fate)]
+        for decision in self.problem.groups:
+            moments.append(self._forward_bytes(fate, decision))
+            moments += [self._backward_bytes(fate, decision, member) for member in (0, decision.count - 1)]
+        return static + max(moments)
+
+    def _update_bytes(self, fate: Fate) -> float:
+        at = self.options
+        trained = [decision for decision in self.problem.params if decision.tied[0].requires_grad]
+        gradients = sum(decision.count * decision.rest_bytes[at[decision]] for decision in trained)
+        held = sum(self._size(stored) * fate.kept[stored] for stored in self.problem.stored if stored.held)
+        return gradients + held + max((decision.step_bytes[at[decision]] for decision in trained), default=0)
+
+    def _size(self, stored: Stored) -> int:
+        source = stored.source
+        return self.problem.costs.local_bytes(source.tensor, source.natives[self.options[source.decision]])
+
+    def _pieces(self, fate: Fate) -> Iterator[Piece]:
+        """Yield all that is kept, and what a backward waits for."""
+        for stored, count in fate.kept.items():
+            decision = stored.source.decision
+            last = -1 if stored.held else stored.position
+            made = {decision.group.index: self._size(stored) * count}
+            needed = self._present_bytes(stored)
+            yield Piece(decision, range(decision.count), made, last, needed, self._is_passed_on(stored))
+        for decision in self.problem.groups:
+            inner = decision.inner_bytes[self.options[decision]]
+            if inner:
+                here, num = decision.group.index, decision.count - fate.reruns.get(decision, 0)
+                yield Piece(decision, range(decision.count), {here: inner * num}, here, inner)
+        for use in self.problem.uses:
+            copies = [want for other, want in self.changed if other is use]
+            if copies:
+                yield self._copies(fate, use, copies)
+
+    def _copies(self, fate: Fate, use: Use, wants: list[Want]) -> Piece:
+        sizes = {want: self.problem.costs.local_bytes(use.source.tensor, want[0]) for want in wants}
+        made: dict[int, float] = {}
+        for want in wants:
+            first = min(d.position for d in use.demands if any(want in found for found in d.wants)) + 1
+            made[first] = made.get(first, 0.0) + sizes[want] * fate.copies.get((use, want), 0)
+        last = min((d.position for d in use.demands if any(d.saves)), default=0)
+        return Piece(use, use.members, made, last, sum(sizes[w] for w in wants if _is_saved(use, w)))
+
+    def _present_bytes(self, stored: Stored) -> int:
+        """What one instance takes where the backward needs it as it was made."""
+        needed = self._size(stored) if stored.own_saved else 0
+        for use in stored.uses:
+            native = self._native(use)
+            if any(want[0] == native and _is_saved(use, want) for want in self.wants[use]):
+                needed = max(needed, self._size_of(use))
+        return needed
+
+    def _backward_bytes(self, fate: Fate, decision: Decision, member: int) -> float:
+        position, own = decision.group.index, decision.region_class
+        region = own.members[member].index
+        total = float(decision.transient_bytes[self.options[decision]])
+        for piece in self._pieces(fate):
+            if piece.owner.region_class is own and not piece.passed_on:
+                total += piece.own_bytes(member, position, own.multiplicity)
+            else:
+                members = piece.owner.region_class.members
+                num = sum(other.index <= region for other in members)
+                num -= piece.owner.region_class is own and piece.last > position
+                num = len(members) if piece.last < 0 else num
+                total += piece.kept_bytes * num / len(members)
+        total += sum(self._size_of(use) for use in self._waiting(decision))
+        total += max((self._back_bytes(use) for use in self._read_by(decision)), default=0)
+        for param in self.problem.params:
+            if param.tied[0].requires_grad:
+                readers = [use for use in self.problem.uses if use.source.decision is param]
+                regions = [use.region_class.members[index].index for use in readers for index in use.members]
+                num = min(param.count, sum(index >= region for index in regions))
+                total += num * param.rest_bytes[self.options[param]]
+        return total
+
+    def _waiting(self, decision: Decision) -> list[Use]:
+        """Uses whose tensor has part of its gradient and waits for the rest, each tensor once."""
+        found: dict[object, Use] = {}
+        for use in self.problem.uses:
+            if use.region_class is decision.region_class and not use.source.is_param and use.tensor.requires_grad:
+                made = use.source.decision.group.index if use.inside else -1
+                later = any(demand.position > decision.group.index for demand in use.demands)
+                if made < decision.group.index and later:
+                    found.setdefault(use.tensor, use)
+        return list(found.values())
+
+    def _size_of(self, use: Use) -> int:
+        return self.problem.costs.local_bytes(use.source.tensor, self._native(use))
+
+    def _read_by(self, decision: Decision) -> list[Use]:
+        return [use for use in self.problem.uses if any(demand.decision is decision for demand in use.demands)]
+
+    def _back_bytes(self, use: Use) -> int:
+        if not use.tensor.requires_grad:
+            return 0
+        due = gradient_layout(self._native(use))
+        return sum(self.problem.costs.change_bytes(use.source.tensor, want[1], due) for want in self.wants[use])
+
+    def _forward_bytes(self, fate: Fate, decision: Decision) -> float:
+        own, position = decision.region_class, decision.group.index
+        region = own.members[-1].index
+        total = 0.0
+        for piece in self._pieces(fate):
+            members = piece.owner.region_class.members
+            num = sum(member.index < region for member in members)
+            here = piece.owner.region_class is own
+            total += sum((num + (here and first <= position)) * size for first, size in piece.made.items()) / len(
+                members
+            )
+        for stored in self._passing(decision):
+            total += self._size(stored) * (1 - fate.kept[stored] / stored.source.decision.count)
+        for use in self._read_by(decision):
+            native = self._native(use)
+            total += sum(
+                self.problem.costs.change_bytes(use.source.tensor, native, want[0]) for want in self.wants[use]
+            )
+        return total
+
+    def _passing(self, decision: Decision) -> set[Stored]:
+        """What is made by the group or before it and still to be read in the forward; what is held counts as kept."""
+        own, position = decision.region_class, decision.group.index
+        found = set()
+        for stored in self.problem.stored:
+            maker = stored.source.decision
+            made = maker.group.index if maker.region_class is own else math.inf
+            if made == position or (made < position and stored.boundary):
+                found.add(stored)
+            for use in stored.uses:
+                here = use.region_class is own and any(demand.position >= position for demand in use.demands)
+                if here and (not use.inside or made <= position):
+                    found.add(stored)
+        return {stored for stored in found if not stored.held}
+
+
+def _is_saved(use: Use, want: Want) -> bool:
+    return any(want in saves for demand in use.demands for saves in demand.saves)

@@ -1,0 +1,109 @@
+"""The joint problem against every plan there is, on small random cases: one to three blocks, one and two mesh axes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from test_planner import task
+from torch import nn
+
+from tests.planner_oracle import Oracle
+from trainwright.capture.export import capture
+from trainwright.capture.program import build_program
+from trainwright.planner.memory import set_budget
+from trainwright.planner.recipes import Restriction
+from trainwright.planner.solve import Settings
+from trainwright.planner.stages import solve_in_stages
+
+MAX_PLANS = 1000
+NUM_CASES, NUM_CASES_SHORT = 120, 16
+
+
+class Mixed(nn.Module):
+    """Blocks of one or two products around an activation, plain, gated or normalised."""
+
+    def __init__(self, num_blocks: int, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(num_blocks if kind == "norm" else 0))
+        self.ups = nn.ModuleList(nn.Linear(6, 10 if kind == "two" else 6, bias=False) for _ in range(num_blocks))
+        self.downs = nn.ModuleList(nn.Linear(10, 6, bias=False) for _ in range(num_blocks if kind == "two" else 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, up in enumerate(self.ups):
+            y = torch.tanh(up(self.norms[index](x) if self.kind == "norm" else x))
+            if self.kind == "two":
+                y = self.downs[index](y)
+            x = x * y if self.kind == "gate" else x + y
+        return x.square().mean()
+
+
+@functools.cache
+def program_of(num_blocks: int, kind: str, batch: int):
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), Mixed(num_blocks, kind))
+    return build_program(capture(model, (torch.ones(batch, 6),), lambda out, _: out))
+
+
+def random_case(seed: int):
+    """A place, and for a few of its decisions two options to choose from, for the others one."""
+    rng = random.Random(seed)
+    program = program_of(rng.choice([1, 1, 2, 3]), rng.choice(["plain", "gate", "norm", "two"]), rng.choice([4, 64]))
+    hardware, mesh = rng.choice([("cpu:1", (1,)), ("cpu:1", (1,)), ("cpu:2", (2,)), ("cpu:2", (2,)), ("cpu:4", (2, 2))])
+    (place,) = task(program, hardware, mesh=mesh).places
+    decisions = place.problem.decisions
+    open_ones = set(rng.sample(range(len(decisions)), 2))
+    allowed = {}
+    for index, decision in enumerate(decisions):
+        num = min(2 if index in open_ones else 1, len(decision.options))
+        allowed[decision] = frozenset(rng.sample(range(len(decision.options)), num))
+    return place, allowed, rng
+
+
+def all_plans(problem, allowed):
+    """Every plan as (seconds, bytes); None where there are too many to try."""
+    if math.prod(decision.count + 1 for decision in problem.groups) > MAX_PLANS:
+        return None
+    found = []
+    for options in itertools.product(*(sorted(allowed[decision]) for decision in problem.decisions)):
+        for plan in Oracle(problem, dict(zip(problem.decisions, options))).plans():
+            found.append(plan)
+            if len(found) > MAX_PLANS:
+                return None
+    return found
+
+
+def compare_with_all(seed: int) -> int:
+    """Solve one random case under several budgets; return how many were compared."""
+    place, allowed, rng = random_case(seed)
+    plans = all_plans(place.problem, allowed)
+    if not plans:
+        return 0
+    peaks = sorted({peak for _, peak in plans})
+    budgets = {peaks[0], peaks[-1], *rng.sample(peaks, min(2, len(peaks)))}
+    model, sharding, recompute, memory = place.solver.full()
+    for budget in sorted(budgets):
+        best = min(seconds for seconds, peak in plans if peak <= budget)
+        set_budget(model, memory, budget * (1 + 1e-9) + 1e-3)
+        stages = Settings(budget, 60.0, Restriction(allowed)).stages(model, sharding, recompute)
+        stages.gap = 1e-7
+        solution = solve_in_stages(stages)
+        assert solution.objective == pytest.approx(best, rel=1e-6), (seed, budget, solution.status, best)
+    set_budget(model, memory, peaks[0] - 16)  # HiGHS holds rows, in MiB, to 1e-6: a byte
+    assert solve_in_stages(stages).values is None, (seed, "less than the smallest")
+    return len(budgets)
+
+
+def test_the_best_of_all_plans_is_found_short():
+    assert sum(compare_with_all(seed) > 0 for seed in range(NUM_CASES_SHORT)) >= NUM_CASES_SHORT // 2
+
+
+@pytest.mark.slow
+def test_the_best_of_all_plans_is_found():
+    compared = [compare_with_all(seed) for seed in range(1000, 1000 + 2 * NUM_CASES)]
+    assert sum(num > 0 for num in compared) >= 100
+    assert sum(compared) >= 250

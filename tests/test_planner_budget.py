@@ -1,0 +1,67 @@
+"""Plans of models with many layers under a budget that binds: it is used, the gap is small, the file can be reviewed."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+from test_planner import question, task
+
+from trainwright.artifacts import Plan
+from trainwright.capture import zoo
+from trainwright.capture.export import capture
+from trainwright.capture.program import build_program
+from trainwright.planner import compare, make_plan
+
+NUM_LAYERS = 12
+
+
+@functools.cache
+def deep_program(num_layers: int = NUM_LAYERS):
+    model, batch = zoo.build("gpt2-tiny", n_layer=num_layers)
+    return build_program(capture(model, batch))
+
+
+@functools.cache
+def peaks():
+    """The smallest and the fastest plan's peak on one axis."""
+    (place,) = task(deep_program(), "2xh100").places
+    smallest = place.solver.smallest(place.settings("joint"))
+    return smallest.simulation.peak_bytes, place.solve("joint").simulation.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_a_budget_that_binds_is_used(share):
+    low, high = peaks()
+    budget = int(low + share * (high - low))
+    plan = make_plan(**question(deep_program(), "2xh100", budget_bytes=budget))
+    assert 0.95 * budget <= plan.predicted.peak_bytes <= budget
+    assert plan.solver.gap <= 5e-3
+    assert plan.predicted.recompute_s > 0
+
+
+def test_joint_is_no_slower_than_any_recipe():
+    low, high = peaks()
+    found = compare(**question(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))))
+    steps = {name: plan.predicted.step_s for name, plan in found.items() if isinstance(plan, Plan)}
+    assert len(steps) >= 2
+    assert steps["joint"] == min(steps.values())
+
+
+def test_the_problem_does_not_grow_with_depth():
+    sizes = []
+    for num_layers in (4, NUM_LAYERS):
+        (place,) = task(deep_program(num_layers), "2xh100").places
+        model, *_ = place.solver.full()
+        sizes.append((model.num_columns, model.num_rows))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_plan_can_be_reviewed():
+    low, high = peaks()
+    plan = make_plan(**question(deep_program(), "2xh100", budget_bytes=int(low + 0.3 * (high - low))))
+    lines = plan.to_json().splitlines()
+    assert json.loads("\n".join(lines))
+    assert len(lines) < 300
+    assert max(map(len, lines)) <= 160, max(lines, key=len)

@@ -1,0 +1,85 @@
+"""Which mesh: the cluster's own first, then others as long as they may be faster and the time lasts."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from .meshes import mesh_shapes
+from .price import Price
+from .solve import Answer, Infeasible
+from .stages import GAP
+from .task import Place, Task
+
+_SHARE = 8
+"""Other meshes than the first get one part in so many of the time limit."""
+_GROWTH = 12.0
+"""By how much one more axis lengthens the solution."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best answer, and where it was found."""
+
+    place: Place
+    answer: Answer
+    price: Price
+    notes: tuple[str, ...] = ()
+
+
+class MeshSearch:
+    """Looks at one mesh after the other for the fastest answer.
+
+    `best` is the fastest so far, `failures` says why meshes have none, `slower` names those that were given up.
+    """
+
+    def __init__(self, task: Task, solver: str) -> None:
+        self.task, self.solver = task, solver
+        self.places = task.places
+        if solver == "megatron" and task.mesh is None and not task.pins:
+            self.places = task.places_on(mesh_shapes(task.cluster, ordered=True))
+        self.best: Found | None = None
+        self.failures: list[tuple[Place, Infeasible]] = []
+        self.slower: list[str] = []
+        self.unseen: list[str] = []
+        self._began = time.perf_counter()
+        self._seconds: dict[int, float] = {}
+        """By number of axes, what it took to bound a mesh."""
+
+    def look_at(self, place: Place) -> None:
+        """Solve on `place`, unless it cannot win or would take too long."""
+        is_first = place is self.places[0]
+        left_s = self.task.time_limit_s / _SHARE - (time.perf_counter() - self._began)
+        if not is_first and self._expected_s(place) > left_s:
+            self.unseen.append(place.shape)
+            return
+        cutoff_s = math.inf if self.best is None else self.best.price.step_s
+        if len(self.places) > 1 and self._bound_s(place) >= cutoff_s * (1 - GAP):
+            self.slower.append(place.shape)
+            return
+        answer = place.solve(self.solver, None if is_first else max(1.0, left_s), cutoff_s)
+        if isinstance(answer, Infeasible):
+            (self.slower.append(place.shape) if answer.cut_off else self.failures.append((place, answer)))
+            return
+        found = Found(place, answer, place.price(answer.simulation))
+        if self.best is None or found.price.step_s < self.best.price.step_s:
+            self.best = found
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what a reader of the answer has to know."""
+        if not self.unseen:
+            return ()
+        return (f"meshes not looked at for lack of time: {', '.join(self.unseen)}; --time-limit gives more",)
+
+    def _bound_s(self, place: Place) -> float:
+        began = time.perf_counter()
+        bound_s = place.solver.lower_bound_s()
+        self._seconds[len(place.axes)] = time.perf_counter() - began
+        return bound_s
+
+    def _expected_s(self, place: Place) -> float:
+        if not self._seconds:
+            return 0.0
+        near = max((num for num in self._seconds if num <= len(place.axes)), default=min(self._seconds))
+        return self._seconds[near] * _GROWTH ** max(0, len(place.axes) - near)

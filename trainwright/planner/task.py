@@ -1,0 +1,156 @@
+"""One planning question, and the same on one mesh: what the solver is given, and what it asks back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ..artifacts import Cluster, MeshAxis, ModelRef
+from ..capture.local import Decisions
+from ..capture.program import Program
+from ..hardware import machine, threads_each
+from ..profiler.saved import Records, record
+from .budget import divisor_for, usable_bytes
+from .costs import CostModel, OptimizerCost
+from .guard import no_slower_than_known
+from .meshes import mesh_shapes
+from .milp import Progress
+from .pins import apply_pins
+from .price import Price, price
+from .problem import Problem, build_problem
+from .recipes import Restriction, restriction
+from .simulate import MakeOptimizer, Simulation, simulate
+from .solve import Answer, Infeasible, Settings, Solver
+from .two_stage import solve_two_stage
+
+
+@dataclass(eq=False)
+class Task:
+    """One planning question: what to train, on what, with how much memory."""
+
+    program: Program
+    model_ref: ModelRef
+    cluster: Cluster
+    budget_bytes: int | None
+    optimizer: str
+    optimizer_cost: OptimizerCost
+    make_optimizer: MakeOptimizer
+    mesh: tuple[int, ...] | None = None
+    dtype: str = "fp32"
+    autocast: str | None = None
+    pins: tuple[str, ...] = ()
+    literals: Mapping[str, Any] = field(default_factory=dict)
+    time_limit_s: float = 30.0
+    progress: Callable[[str], None] | None = None
+    """Told, in words, of every better answer while the solver runs."""
+
+    @cached_property
+    def records(self) -> Records:
+        """What every op saves and costs."""
+        return record(self.program, self.cluster.device.kind)
+
+    @cached_property
+    def num_threads(self) -> int | None:
+        """With how many threads a rank will run, where the ranks are processes of this machine."""
+        if self.cluster.device.kind != "cpu" or self.cluster.fingerprint != machine.fingerprint():
+            return None
+        return threads_each(self.cluster.num_devices)
+
+    @property
+    def divisor(self) -> int:
+        """The share of a budget that this program leaves on this cluster."""
+        return divisor_for((op.name for op in self.program.ops), self.cluster.device.kind)
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """The largest simulated peak that is taken to fit."""
+        if self.budget_bytes is None:
+            return None
+        return usable_bytes(self.budget_bytes, self.divisor)
+
+    def listener(self) -> Progress | None:
+        """Return what the solver calls at each improvement."""
+        tell = self.progress
+        if tell is None:
+            return None
+        return lambda elapsed_s, best, bound: tell(
+            f"{best * 1e3:.2f} ms a step, at best {bound * 1e3:.2f} ({elapsed_s:.1f} s)"
+        )
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """The meshes to look at; pins name the axes of the cluster's own, or of the one that is asked for."""
+        if self.mesh is not None:
+            return [Place(self, self.cluster.mesh(self.mesh))]
+        return self.places_on(mesh_shapes(self.cluster)[: 1 if self.pins else None])
+
+    def places_on(self, shapes: Sequence[tuple[int, ...]]) -> list[Place]:
+        """Return the places of `shapes`, with what has been found out about them already."""
+        for shape in shapes:
+            if shape not in self._places:
+                self._places[shape] = Place(self, self.cluster.mesh(shape))
+        return [self._places[shape] for shape in shapes]
+
+    _places: dict[tuple[int, ...], Place] = field(default_factory=dict, init=False)
+
+
+@dataclass(eq=False)
+class Place:
+    """A task on one mesh."""
+
+    task: Task
+    axes: tuple[MeshAxis, ...]
+
+    @property
+    def shape(self) -> str:
+        return "x".join(str(axis.size) for axis in self.axes)
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The options and their costs."""
+        task = self.task
+        costs = CostModel(task.cluster.device, self.axes, task.records, task.optimizer_cost.num_passes)
+        return build_problem(task.program, costs, task.optimizer_cost)
+
+    @cached_property
+    def solver(self) -> Solver:
+        """The solver, with what it has already built."""
+        return Solver(self.problem, self.simulate)
+
+    def simulate(self, decisions: Decisions, timeline: bool = False) -> Simulation:
+        """Run the fullest rank's step on fake tensors."""
+        task = self.task
+        target = task.cluster.device.kind
+        return simulate(
+            task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,
+            optimizer_cost=task.optimizer_cost,
+        )  # fmt: skip
+
+    def price(self, simulation: Simulation) -> Price:
+        """Price what was simulated."""
+        return price(simulation.executor, self.problem.costs, self.task.optimizer_cost)
+
+    def restriction(self, solver: str) -> Restriction:
+        """Return what the recipe and the user's pins leave to choose."""
+        found = restriction(self.problem, solver)
+        apply_pins(self.problem, self.task.pins, found)
+        return found
+
+    def settings(self, solver: str, time_limit_s: float | None = None, cutoff_s: float = math.inf) -> Settings:
+        """Return what the solver is told."""
+        task = self.task
+        limit = task.time_limit_s if time_limit_s is None else time_limit_s
+        return Settings(task.usable_bytes, limit, self.restriction(solver), task.listener(), cutoff_s)
+
+    def solve(self, solver: str, time_limit_s: float | None = None, cutoff_s: float = math.inf) -> Answer | Infeasible:
+        """Solve the task on this mesh; an answer that takes `cutoff_s` or more is not wanted."""
+        settings = self.settings(solver, time_limit_s, cutoff_s)
+        if solver == "two-stage":
+            return solve_two_stage(self.solver, settings)
+        answer = self.solver.solve(settings)
+        if solver == "joint" and isinstance(answer, Answer):
+            return no_slower_than_known(self.solver, settings, answer)
+        return answer

@@ -1,0 +1,83 @@
+"""Time against memory: a frontier of plans as a chart and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ..artifacts import Plan
+from .figures import BUDGET, COLORS, MEASURED, Figure, unit_of
+from .text import plain_table, rendered
+from .units import format_bytes, format_ratio, format_s
+
+
+def frontier_figure(points: Sequence[Plan], chosen: Plan | None = None) -> Figure:
+    """Return the step's time over the memory that it takes, a stair whose corners are plans; `chosen` stands out."""
+    scale, unit = unit_of(max(plan.predicted.peak_bytes for plan in points))
+    slowest = max(plan.predicted.step_s for plan in points)
+    second, time_unit = (1.0, "s") if slowest >= 1 else (1e-3, "ms")
+    stair = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "fastest plan",
+        "x": [plan.predicted.peak_bytes / scale for plan in points],
+        "y": [plan.predicted.step_s / second for plan in points],
+        "customdata": [_hover(plan) for plan in points],
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "line": {"shape": "hv", "color": COLORS["param"], "width": 2},
+        "marker": {"size": 9},
+    }
+    data = [stair]
+    if chosen is not None:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "this plan",
+                "x": [chosen.predicted.peak_bytes / scale],
+                "y": [chosen.predicted.step_s / second],
+                "customdata": [_hover(chosen)],
+                "hovertemplate": "%{customdata}<extra></extra>",
+                "marker": {"size": 15, "symbol": "circle-open", "color": MEASURED, "line": {"width": 3}},
+            }
+        )
+    layout = {
+        "xaxis": {"title": {"text": f"peak per device, {unit}"}},
+        "yaxis": {"title": {"text": f"step, {time_unit}"}},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "margin": {"t": 50, "r": 30, "l": 70, "b": 50},
+        "height": 400,
+    }
+    if chosen is not None and chosen.budget_bytes is not None:
+        place = chosen.budget_bytes / scale
+        across = {"yref": "paper", "y0": 0, "y1": 1, "x0": place, "x1": place}
+        layout["shapes"] = [{"type": "line", **across, "line": {"color": BUDGET, "dash": "dash", "width": 1.5}}]
+    return {"data": data, "layout": layout}
+
+
+def frontier_table(points: Sequence[Plan]) -> str:
+    """Return the plans of a frontier for the terminal, the smallest first."""
+    table = plain_table("peak", "step", "compute", "comm exposed", "recompute", "mesh", "")
+    fastest = min(plan.predicted.step_s for plan in points)
+    for plan in points:
+        found = plan.predicted
+        times = (found.step_s, found.compute_s, found.exposed_comm_s, found.recompute_s)
+        slower = "fastest" if found.step_s == fastest else format_ratio(found.step_s, fastest)
+        table.add_row(format_bytes(found.peak_bytes), *map(format_s, times), _mesh(plan), slower)
+    return rendered(table)
+
+
+def _hover(plan: Plan) -> str:
+    found = plan.predicted
+    parts = [
+        f"{format_s(found.step_s)} with {format_bytes(found.peak_bytes)}",
+        f"compute {format_s(found.compute_s)}",
+        f"communication exposed {format_s(found.exposed_comm_s)}",
+        f"recomputation {format_s(found.recompute_s)}",
+        f"mesh {_mesh(plan)}",
+    ]
+    return "<br>".join(map(escape, parts))
+
+
+def _mesh(plan: Plan) -> str:
+    return "×".join(map(str, plan.mesh.values()))
