@@ -13,7 +13,6 @@ from torch import nn
 import trainwright as tw
 from trainwright.artifacts import Plan
 from trainwright.capture import zoo
-from trainwright.runtime import checkpoint, train_step
 from trainwright.runtime.module import full_gradients
 
 LR = 1e-2
@@ -79,29 +78,6 @@ def weights_from_file(plan: str, name: str, folder: str) -> float:
     module = tw.parallelize(_model(name, "meta")[0], parsed, weights=path, seed=0)
     found = tw.full_state_dict(module)
     return max(float((found[key] - value).abs().max()) for key, value in model.named_parameters())
-
-
-def resumed(plan: str, other: str, name: str, folder: str) -> dict[str, float]:
-    """Save after two steps and go on under another plan; the difference of the weights after two more steps."""
-    first, second = Plan.parse(plan), Plan.parse(other)
-    model, batch = _model(name)
-    results = []
-    for after in (first, second):
-        module = tw.parallelize(copy.deepcopy(model), first, seed=0)
-        module.use_dropout = False
-        optimizer = torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)
-        for _ in range(2):
-            train_step(module, optimizer, first.shard_batch(batch))
-        where = Path(folder) / str(len(results))
-        checkpoint.save(where, 1, module, optimizer)
-        module = tw.parallelize(copy.deepcopy(model), after, seed=0)
-        module.use_dropout = False
-        optimizer = torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)
-        assert checkpoint.load_latest(where, module, optimizer) == 1
-        for _ in range(2):
-            train_step(module, optimizer, after.shard_batch(batch))
-        results.append(tw.full_state_dict(module))
-    return {key: float((results[0][key] - value).abs().max()) for key, value in results[1].items() if value.numel()}
 
 
 def dropout_is_reproducible(plan: str, name: str) -> dict[str, float]:

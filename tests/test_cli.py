@@ -22,7 +22,20 @@ from trainwright.cli.plan import compared_as_json, parse_mesh
 from trainwright.cli.ranks import run_worker
 from trainwright.cli.sizes import parse_bytes
 
-VERBS = ("profile", "diff", "plan", "check", "explain", "train", "verify", "calibrate", "optimizers", "zoo", "demo")
+VERBS = (
+    "profile",
+    "diff",
+    "plan",
+    "check",
+    "explain",
+    "train",
+    "export",
+    "verify",
+    "calibrate",
+    "optimizers",
+    "zoo",
+    "demo",
+)
 
 
 def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

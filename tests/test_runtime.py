@@ -51,18 +51,6 @@ def test_weights_are_read_from_safetensors(pool2: Pool, tmp_path: Path) -> None:
     assert pool2.run(CASES + "weights_from_file", plan=plan, name="llama-tiny", folder=str(tmp_path)) == [0.0, 0.0]
 
 
-def test_a_checkpoint_goes_on_under_another_plan(pool2: Pool, tmp_path: Path) -> None:
-    found = pool2.run(
-        CASES + "resumed",
-        plan=planned("llama-tiny", "ddp"),
-        other=planned("llama-tiny", "fsdp"),
-        name="llama-tiny",
-        folder=str(tmp_path),
-    )[0]
-    assert len(found) > 10
-    assert max(found.values()) < 1e-9
-
-
 @pytest.mark.parametrize("solver", ["ddp", "joint"])
 def test_dropout_is_reproducible(pool2: Pool, solver: str) -> None:
     found = pool2.run(CASES + "dropout_is_reproducible", plan=planned("gpt2-tiny", solver), name="gpt2-tiny")[0]

@@ -134,6 +134,39 @@ def test_the_augmented_coreset_is_nearer_to_augmenting_everything_than_a_random_
     assert float(errors[:, 0].mean()) <= 0.75 * float(errors[:, 1].mean())
 
 
+def accuracy(seed: int, fraction: float | None, epochs: int = 30) -> float:
+    """Of a network trained on everything and strong copies of a coreset chosen each epoch; `None`: without the copies."""
+    X, y = clusters(1400, seed)
+    train_on, test_on = TensorDataset(X[:400], y[:400]), (X[400:], y[400:])
+    model = network(6, 4, seed + 1, width=64)
+    batches: Any = torch.utils.data.DataLoader(
+        [(x, label, torch.tensor(1.0)) for x, label in train_on],  # type: ignore[arg-type]
+        32,
+        shuffle=True,
+        generator=seeded(seed),
+    )
+    if fraction is not None:
+        noise = seeded(seed + 2)
+        strong = lambda x: x + 0.3 * torch.randn(x.shape, generator=noise, dtype=x.dtype)  # noqa: E731
+        make = partial(AugmentedCoreset, strong=strong)
+        batches = Reselection(train_on, model, CRAIG(fraction), every=1, batch_size=32, last_layer=model[3],
+                              make_subset=make, seed=seed)  # fmt: skip
+    train(batches, model, epochs)
+    return float((model(test_on[0]).argmax(1) == test_on[1]).double().mean())
+
+
+def test_strong_copies_of_a_coreset_do_not_cost_accuracy() -> None:
+    none, chosen = (sum(accuracy(seed, fraction) for seed in range(4)) / 4 for fraction in (None, 0.1))
+    assert chosen >= none > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fraction", [0.1, 0.3])
+def test_strong_copies_of_a_coreset_do_not_cost_accuracy_in_full(fraction: float) -> None:
+    none, chosen = (sum(accuracy(seed, each) for seed in range(8)) / 8 for each in (None, fraction))
+    assert chosen >= none > 0.9
+
+
 def test_an_augmented_coreset_is_the_base_then_the_strong_copies() -> None:
     data = TensorDataset(torch.arange(5.0), torch.arange(5))
     make = partial(AugmentedCoreset, data, [4, 1], [3.0, 0.0], strong=lambda x: 100 + x, weak=lambda x: x + 0.5)
@@ -172,7 +205,7 @@ def test_wrong_batches_are_refused(batches: list[Any], message: str) -> None:
 
 def test_wrong_settings_are_refused() -> None:
     data, model = TensorDataset(torch.zeros(2, 6).double(), torch.zeros(2).long()), network(6, 4, 0)
-    with pytest.raises(UserError, match="every of at least 1 is needed; got 0"):
+    with pytest.raises(UserError, match="Reselection needs every of at least 1; got 0"):
         Reselection(data, model, CRAIG(), every=0)
     with pytest.raises(UserError, match="base full or coreset is needed; got 'half'"):
         AugmentedCoreset(data, [0], [1.0], strong=lambda x: x, base="half")

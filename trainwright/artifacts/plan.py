@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,6 +119,18 @@ class Plan(Artifact):
 
         return shard_batch(self, batch)
 
+    def sampler(self, dataset: Any, *, shuffle: bool = True, seed: int = 0, last: str = "drop") -> Any:
+        """Return a `batch_sampler` for a `DataLoader`: this rank's rows of each global batch; see `PlanSampler`."""
+        from ..runtime.sampler import PlanSampler
+
+        return PlanSampler(self, dataset, shuffle=shuffle, seed=seed, last=last)
+
+    def padded(self, dataset: Any) -> Any:
+        """Return `dataset` with an example that has no weight in the loss, for `sampler(last="pad")`; see `PaddedDataset`."""
+        from ..runtime.sampler import PaddedDataset
+
+        return PaddedDataset(self, dataset)
+
     def table(self) -> str:
         """Return the decisions and the prediction for the terminal."""
         from ..reports.terminal import plan_table
@@ -136,14 +149,14 @@ class Plan(Artifact):
         lines = []
         for key, value in data.items():
             if key in ("params", "modules", "batch") and value:
-                rows = [f"  {as_text(name)}: {as_text(_compact(entry))}" for name, entry in value.items()]
+                rows = [_wrapped(f"  {as_text(name)}: {as_text(_compact(entry))}") for name, entry in value.items()]
                 lines.append(f' "{key}": {{\n' + ",\n".join(rows) + "\n }")
             elif key in ("cluster", "predicted", "solver"):
                 value, tables = _without_tables(value)
                 text = json.dumps(value, ensure_ascii=False, indent=1).replace("\n", "\n ")
                 lines.append(f' "{key}": {text.replace(_TABLES, tables)}')
             else:
-                lines.append(f' "{key}": {as_text(value)}')
+                lines.append(_wrapped(f' "{key}": {as_text(value)}'))
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @classmethod
@@ -171,6 +184,7 @@ class Plan(Artifact):
 
 
 _TABLES = '"(tables)"'
+_MAX_LINE = 150
 
 
 def _without_tables(value: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -181,6 +195,28 @@ def _without_tables(value: dict[str, Any]) -> tuple[dict[str, Any], str]:
     rows = [f"   {as_text(name)}: {as_text(table)}" for name, table in device["kernels"].items()]
     marked = {**value, "device": {**device, "kernels": _TABLES.strip('"')}}
     return marked, "{\n" + ",\n".join(rows) + "\n  }"
+
+
+def _wrapped(line: str) -> str:
+    """Break a line that is too long to review where JSON may be broken: after the comma that ends a string or a number."""
+    lines, current = [], ""
+    for part in re.split(r"(?<=[\"\d\]}],) ", line):
+        if current and len(current) + len(part) >= _MAX_LINE:
+            lines.append(current)
+            current = f"    {part}"
+        else:
+            current = f"{current} {part}" if current else part
+    lines.append(current)
+    text = "\n".join(lines)
+    return text if len(lines) == 1 or _same_json(text, line) else line
+
+
+def _same_json(text: str, line: str) -> bool:
+    """Whether a break fell into no string."""
+    try:
+        return bool(json.loads("{" + text + "}") == json.loads("{" + line + "}"))
+    except json.JSONDecodeError:
+        return False
 
 
 def _compact(entry: dict[str, Any]) -> dict[str, Any]:

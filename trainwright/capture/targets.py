@@ -29,7 +29,7 @@ __all__ = ["Loaded", "load", "parse_settings"]
 
 ZOO = "zoo:"
 FORMS = "zoo:NAME, FILE.py:function or package.module:function"
-KEYS = ("model", "batch", "loss_fn", "data", "eval_batch")
+KEYS = ("model", "batch", "loss_fn", "data", "eval_batch", "dataset")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,8 @@ class Loaded:
     loss_fn: Callable[[Any, Any], Tensor] | None
     data: Iterable[Any] | None
     eval_batch: Any
+    dataset: Any
+    """Examples by index, of which `train` makes batches."""
     ref: ModelRef
     notes: tuple[str, ...] = ()
 
@@ -101,7 +103,8 @@ def _load_zoo(spec: str, device: str, options: dict[str, Any], extra: dict[str, 
         raise UserError(f"each option is needed once; --set {twice[0]} repeats an option; drop one")
     model, batch = zoo.build(name, device=device, **options, **extra)
     ref = ModelRef(name=name, spec=spec, options={**options, **extra})
-    return Loaded(model, batch, None, None, None, ref)
+    parts: dict[str, Any] = {**dict.fromkeys(KEYS), "model": model, "batch": batch}
+    return Loaded(**parts, ref=ref)
 
 
 @dataclass(eq=False)
@@ -121,9 +124,7 @@ class _Target:
         model = self._converted(parts["model"], keywords)
         name = self.spec.rpartition(":")[2] if ":" in self.spec else self.spec
         ref = ModelRef(name=name, spec=self.spec, options={**self.options, **self.extra})
-        return Loaded(
-            model, parts["batch"], parts["loss_fn"], parts["data"], parts["eval_batch"], ref, tuple(self.notes)
-        )
+        return Loaded(**{**parts, "model": model}, ref=ref, notes=tuple(self.notes))
 
     def _function(self) -> Callable[..., Any]:
         place, separator, name = self.spec.rpartition(":")

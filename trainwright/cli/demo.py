@@ -130,12 +130,8 @@ class _Tour:
             "lr": LEARNING_RATE,
             "seed": 0,
             "data": self.files,
-            "checkpoint": None,
-            "checkpoint_every": None,
-            "resume": False,
-            "metrics": None,
         }
-        with quiet_stdout(), StepProgress(num_steps) as progress:
+        with quiet_stdout(), StepProgress(num_steps, self._plan) as progress:
             run_worker(WORKER, payload, self._plan, NUM_RANKS, progress.on_event)
         self._step_s = statistics.median(event["step_s"] for event in progress.steps[1:])
         print(summary(progress.steps, self._plan))

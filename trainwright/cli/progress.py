@@ -1,33 +1,47 @@
-"""The progress of a training run: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a training run: a bar on a terminal, a line now and then elsewhere; predicted against measured."""
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from ..artifacts import Plan
+from ..reports.units import format_bytes, format_count, format_s
 from .output import remark
 
 _LINE_EVERY_S = 10.0
+COMPARED_AFTER = 5
+"""Steps after which the prediction is held against what was measured; the first ones are slower."""
+NUM_WARMUP = 2
 
 
 class StepProgress:
-    """A context manager that shows the steps of a run on standard error as they come, and keeps them in `steps`."""
+    """A context manager that shows the steps of a run on standard error as they come, and keeps them in `steps`.
 
-    def __init__(self, num_steps: int, text: str = "training") -> None:
+    plan: what the run is held against, once, after its first steps.
+    """
+
+    def __init__(self, num_steps: int, plan: Plan, text: str = "training") -> None:
         self.steps: list[dict[str, Any]] = []
-        self._num_steps = num_steps
+        self._num_steps, self._plan = num_steps, plan
         self._bar = _Bar(num_steps, text) if sys.stderr.isatty() else None
         self._said_at_s = float("-inf")
+        self._compared = False
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Take an event of rank 0; its steps count from 0."""
         if event.get("kind") == "step":
             self.steps.append(event)
             self._show(event)
+            self._compare()
+        elif event.get("kind") == "resumed":
+            self.steps = [step for step in self.steps if step["step"] < event["step"]]
         elif "text" in event:
-            remark(f"note: {event['text']}")
+            self._say(f"note: {event['text']}")
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -41,15 +55,66 @@ class StepProgress:
             self._bar.stop()
 
     def _show(self, event: dict[str, Any]) -> None:
+        if event.get("skipped"):
+            self._say(f"note: step {event['step'] + 1} is left out: loss or gradients were not finite")
         if self._bar is not None:
-            self._bar.advance_to(event["step"] + 1, event["loss"])
+            self._bar.advance_to(event["step"] + 1, f"{event['loss']:.4f}  {_pace(event, self._plan)}")
         elif event["step"] + 1 == self._num_steps or time.monotonic() - self._said_at_s > _LINE_EVERY_S:
             self._said_at_s = time.monotonic()
-            remark(f"step {event['step'] + 1}/{self._num_steps}  loss {event['loss']:.4f}  {event['step_s']:.3f} s")
+            remark(f"step {event['step'] + 1}/{self._num_steps}  loss {event['loss']:.4f}  {_pace(event, self._plan)}")
+
+    def _compare(self) -> None:
+        if not self._compared and len(self.steps) == COMPARED_AFTER:
+            self._compared = True
+            for line in comparison(self.steps, self._plan):
+                self._say(line)
+
+    def _say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.say(text)
+        else:
+            remark(text)
+
+
+def _pace(event: Mapping[str, Any], plan: Plan) -> str:
+    """How fast a step was, and how much memory the run has taken of what it may."""
+    tokens, samples = event.get("tokens_per_s"), event["samples_per_s"]
+    rate = f"{format_count(tokens)} tokens/s" if tokens else f"{format_count(samples)} samples/s"
+    peak = f"  peak {format_bytes(event['peak_bytes'])}" if event["peak_bytes"] else ""
+    budget = f" of {format_bytes(plan.budget_bytes)}" if peak and plan.budget_bytes else ""
+    return f"{format_s(event['step_s'])}  {rate}{peak}{budget}"
+
+
+def comparison(steps: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
+    """Return a line a category, predicted against measured: time, what was sent, and the peak.
+
+    Times are medians, the first steps left out; on a GPU communication runs beside the rest and has no time of its own.
+    """
+    later = steps[NUM_WARMUP:] or steps
+    predicted = plan.predicted
+    step_s = statistics.median(step["step_s"] for step in later)
+    rows: list[tuple[str, float, float, Any]] = [("step", predicted.step_s, step_s, format_s)]
+    if plan.cluster.device.kind == "cpu":
+        comm_s = statistics.median(step["comm_s"] for step in later)
+        compute_s = predicted.compute_s + predicted.recompute_s
+        rows += [("compute", compute_s, step_s - comm_s, format_s), ("exchange", predicted.comm_s, comm_s, format_s)]
+    sent = later[-1]["comm_bytes"]
+    for kind in sorted(predicted.comm_bytes.keys() | sent.keys()):
+        rows.append((kind, predicted.comm_bytes.get(kind, 0), sent.get(kind, 0), format_bytes))
+    peak_bytes = max(step["peak_bytes"] or 0 for step in steps)
+    if peak_bytes:
+        rows.append(("peak", predicted.peak_bytes, peak_bytes, format_bytes))
+    return [f"{'after ' + str(len(steps)) + ' steps':16}{'predicted':>12}{'measured':>12}", *map(_row, rows)]
+
+
+def _row(row: tuple[str, float, float, Any]) -> str:
+    name, predicted, measured, shown = row
+    off = f"{measured / predicted - 1:+10.1%}" if predicted else ""
+    return f" {name:15}{shown(predicted):>12}{shown(measured):>12}{off}"
 
 
 class _Bar:
-    """A rich progress bar that also shows the loss."""
+    """A rich progress bar that also shows the loss and the pace."""
 
     def __init__(self, num_steps: int, text: str) -> None:
         from rich.console import Console
@@ -59,13 +124,13 @@ class _Bar:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("loss {task.fields[state]}"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._task = self._progress.add_task(text, total=num_steps, loss="–")
+        self._task = self._progress.add_task(text, total=num_steps, state="–")
 
     def start(self) -> None:
         self._progress.start()
@@ -73,5 +138,8 @@ class _Bar:
     def stop(self) -> None:
         self._progress.stop()
 
-    def advance_to(self, step: int, loss: float) -> None:
-        self._progress.update(self._task, completed=step, loss=f"{loss:.4f}")
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def advance_to(self, step: int, state: str) -> None:
+        self._progress.update(self._task, completed=step, state=state)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
 
-from ..artifacts import Plan, UserError
+from ..artifacts import Plan
 from ..reports.units import format_bytes, format_s
 from .model import ModelOptions, as_planned, takes_model
 from .output import quiet_stdout
 from .progress import StepProgress
 from .ranks import NprocOption, is_first_rank, run_worker
+from .recovery import OnNanOption, RestartsOption, TimeoutOption, with_restarts
+from .saving import (
+    KEEP,
+    CheckpointEveryOption,
+    CheckpointOption,
+    KeepOption,
+    ResumeOption,
+    SavePolicy,
+    SyncOption,
+    check_saving,
+)
+from .selecting import EveryOption, FractionOption, SelectOption, check_select, selection_line
 
 PlanOption = Annotated[str, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`.")]
 WORKER = "trainwright.cli.workers:train"
@@ -30,17 +43,27 @@ def train(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="In total, also with --resume.")] = 100,
     optimizer: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the plan's.")] = None,
     lr: Annotated[float | None, typer.Option(metavar="X", help="Default: the optimizer's own.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(metavar="DIR", help="Write checkpoints there.")] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Steps between checkpoints; the last step has one too.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest in --checkpoint.")] = False,
+    checkpoint: CheckpointOption = None,
+    checkpoint_every: CheckpointEveryOption = None,
+    keep: KeepOption = KEEP,
+    sync_checkpoints: SyncOption = False,
+    resume: ResumeOption = False,
+    restarts: RestartsOption = 0,
+    on_nan: OnNanOption = "stop",
+    timeout_s: TimeoutOption = 600.0,
     metrics: Annotated[str | None, typer.Option(metavar="F.jsonl", help="Write a line of JSON per step.")] = None,
+    tensorboard: Annotated[str | None, typer.Option(metavar="DIR", help="Write TensorBoard's files there.")] = None,
+    select: SelectOption = None,
+    select_fraction: FractionOption = None,
+    select_every: EveryOption = None,
 ) -> None:
     """Train the model as planned, on processes started here or on the ranks that torchrun started."""
     from ..optim import check_plannable
+    from ..runtime.nonfinite import check_policy
 
-    _check_checkpoint(checkpoint, checkpoint_every, resume)
+    check_policy(on_nan)
+    check_saving(checkpoint, checkpoint_every, resume, restarts)
+    selecting = check_select(select, select_fraction, select_every, data)
     plan = Plan.from_json(plan_path)
     check_plannable(optimizer or plan.optimizer)
     model = as_planned(plan, model)
@@ -52,15 +75,24 @@ def train(
         "lr": lr,
         "seed": model.seed or 0,
         "data": data or [],
-        "checkpoint": checkpoint,
-        "checkpoint_every": checkpoint_every,
-        "resume": resume,
         "metrics": metrics,
+        "tensorboard": tensorboard,
+        "on_nan": on_nan,
+        "timeout_s": timeout_s,
+        "select": selecting,
     }
-    with quiet_stdout(), StepProgress(steps) as progress:
-        run_worker(WORKER, payload, plan, nproc, progress.on_event)
+    saving = SavePolicy(checkpoint, checkpoint_every, keep, not sync_checkpoints, resume)
+    with quiet_stdout(), StepProgress(steps, plan) as progress:
+
+        def run(restarted: bool) -> Any:
+            policy = asdict(replace(saving, restarted=restarted))
+            return run_worker(WORKER, {**payload, "saving": policy}, plan, nproc, progress.on_event)
+
+        found = with_restarts(run, restarts)
     if is_first_rank():
         print(summary(progress.steps, plan))
+        if progress.steps and selecting is not None:
+            print(selection_line(found["selection"], progress.steps))
 
 
 def summary(steps: list[dict[str, Any]], plan: Plan) -> str:
@@ -77,9 +109,3 @@ def summary(steps: list[dict[str, Any]], plan: Plan) -> str:
     if peak_bytes:
         lines.append(f"peak   {format_bytes(peak_bytes)}, predicted {format_bytes(plan.predicted.peak_bytes)}")
     return "\n".join(lines)
-
-
-def _check_checkpoint(checkpoint: str | None, checkpoint_every: int | None, resume: bool) -> None:
-    for option, given in (("--checkpoint-every", checkpoint_every is not None), ("--resume", resume)):
-        if given and checkpoint is None:
-            raise UserError(f"{option} needs the directory of the checkpoints; got none; add --checkpoint DIR")

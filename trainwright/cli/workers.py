@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from ..artifacts import Plan, UserError
+from ..artifacts import Plan
+from .records import Records
+from .saving import SavePolicy, Saving
+from .selecting import selected
 
 
 def verify(model: dict[str, Any], plan: str, dtype: str, seed: int = 0) -> dict[str, Any]:
@@ -36,15 +37,19 @@ def train(
     lr: float | None,
     seed: int,
     data: list[str],
-    checkpoint: str | None,
-    checkpoint_every: int | None,
-    resume: bool,
-    metrics: str | None,
+    saving: dict[str, Any] | None = None,
+    metrics: str | None = None,
+    tensorboard: str | None = None,
+    on_nan: str = "stop",
+    timeout_s: float | None = None,
+    select: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the metrics."""
+    """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the records.
+
+    saving: the fields of `SavePolicy`.
+    """
     from .. import optim
     from ..launch import emit, rank
-    from ..runtime import checkpoint as checkpoints
     from ..runtime.module import parallelize
     from ..runtime.train import train_loop
 
@@ -53,26 +58,31 @@ def train(
     module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed)
     module.train()
     chosen = optim.create(optimizer, module.parameters(), lr=lr)
-    first = 0
-    if resume:
-        assert checkpoint is not None
-        first = checkpoints.load_latest(checkpoint, module, chosen) + 1
-    stream = _Metrics(metrics, append=resume) if rank() == 0 and metrics else None
+    subset = None if select is None else selected(module, loaded, select, seed)
+    checkpoints = Saving(SavePolicy(**saving or {}), module, chosen, steps, subset)
+    first = checkpoints.first_step
+    records = Records(metrics, tensorboard, first) if rank() == 0 else None
+    if rank() == 0 and first > 0:
+        emit({"kind": "resumed", "step": first})
 
     def on_step(event: dict[str, Any]) -> None:
+        if subset is not None:
+            event["selection_s"] = subset.seconds_of(event["step"])
         if rank() == 0:
             emit(event)
-        if stream is not None:
-            stream.write(event)
+        if records is not None:
+            records.write(event)
 
-    def after_step(step: int) -> None:
-        due = checkpoint_every is not None and (step + 1) % checkpoint_every == 0
-        if checkpoint is not None and (due or step + 1 == steps):
-            checkpoints.save(checkpoint, step, module, chosen)
-
-    batches = _batches(loaded, parsed, data, first)
-    losses = train_loop(module, chosen, batches, steps=steps, first_step=first, on_step=on_step, after_step=after_step)
-    return {"first_step": first, "losses": losses}
+    batches = subset or _batches(loaded, parsed, data, first, seed)
+    with checkpoints:
+        losses = train_loop(
+            module, chosen, batches, steps=steps, first_step=first, on_step=on_step,
+            after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s,
+        )  # fmt: skip
+    found: dict[str, Any] = {"first_step": first, "losses": losses}
+    if subset is not None:
+        found["selection"] = {"num_chosen": subset.num_chosen, "num_examples": subset.batches.num_examples}
+    return found
 
 
 def _load(model: dict[str, Any]) -> Any:
@@ -81,8 +91,9 @@ def _load(model: dict[str, Any]) -> Any:
     return load(model["spec"], device="cpu", **model["options"])
 
 
-def _batches(loaded: Any, plan: Plan, data: list[str], first: int) -> Iterator[Any]:
+def _batches(loaded: Any, plan: Plan, data: list[str], first: int, seed: int) -> Iterator[Any]:
     from ..launch import emit, rank
+    from ..runtime.examples import ExampleBatches
     from ..runtime.train import text_batches
 
     if data:
@@ -90,22 +101,8 @@ def _batches(loaded: Any, plan: Plan, data: list[str], first: int) -> Iterator[A
         return text_batches(plan, data, first, getattr(config, "vocab_size", None))
     if loaded.data is not None:
         return itertools.islice(iter(loaded.data), first, None)
+    if loaded.dataset is not None:
+        return ExampleBatches(plan, loaded.dataset, seed=seed, first_step=first)
     if rank() == 0:
         emit({"kind": "note", "text": "no data was given: every step trains on the same batch"})
     return itertools.repeat(loaded.batch)
-
-
-class _Metrics:
-    """A line of JSON a step."""
-
-    FIELDS = ("step", "loss", "step_s", "samples_per_s", "peak_bytes")
-
-    def __init__(self, path: str, append: bool) -> None:
-        try:
-            self.file = Path(path).open("a" if append else "w", encoding="utf8")  # noqa: SIM115 - open for the run
-        except OSError as error:
-            raise UserError(f"a writable file is needed for --metrics; {path} is not ({error.strerror})") from None
-
-    def write(self, event: dict[str, Any]) -> None:
-        self.file.write(json.dumps({name: event[name] for name in self.FIELDS}) + "\n")
-        self.file.flush()

@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 CHANNEL_VARIABLE = "TRAINWRIGHT_WORKER_CHANNEL"
 
@@ -48,6 +48,18 @@ def listening(handler: Callable[[dict[str, Any]], None]) -> Iterator[None]:
         yield
     finally:
         _listener = before
+
+
+def fail(error: BaseException) -> NoReturn:
+    """End this rank at once with `error`, from whatever thread: for when the main one will not come back.
+
+    The process that started this rank raises it; under another launcher it goes to standard error, and the exit status is 1.
+    """
+    if _channel is not None:
+        _channel.send({"error": describe(error)})
+    else:
+        print(f"error: {error}", file=sys.stderr)
+    _exit(1)
 
 
 def main() -> None:
@@ -137,7 +149,7 @@ def _call(reference: str, payload: dict[str, Any]) -> Any:
     return load(reference)(**payload)
 
 
-def _exit(status: int) -> None:
+def _exit(status: int) -> NoReturn:
     """End without the interpreter's tear-down, where a late thread of a library may still abort."""
     sys.stdout.flush()
     sys.stderr.flush()

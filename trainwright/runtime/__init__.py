@@ -1,13 +1,24 @@
 """Model + Plan → a running module, on `torch.distributed`."""
 
 from .batch import shard_batch
+from .checkpoint import Checkpointer
+from .examples import ExampleBatches
+from .export import export_weights
 from .module import LossOutput, ParallelModule, full_state_dict, parallelize
+from .sampler import PaddedDataset, PlanSampler
+from .selected import SelectedBatches
 from .train import train_loop, train_step
 from .verify import verify
 
 __all__ = [
+    "Checkpointer",
+    "ExampleBatches",
     "LossOutput",
+    "PaddedDataset",
     "ParallelModule",
+    "PlanSampler",
+    "SelectedBatches",
+    "export_weights",
     "full_state_dict",
     "parallelize",
     "shard_batch",

@@ -11,11 +11,14 @@ from torch import Tensor
 from ..artifacts import Plan, UserError
 from ..capture._torch_private import flatten_batch
 from ..capture.layout import REPLICATE, Layout, Slot, local_shape
+from .regions import region_of
 from .sharding import own_part
 
 
 def shard_batch(plan: Plan, batch: Mapping[str, Any] | Sequence[Any], coords: Sequence[int] | None = None) -> Any:
     """Return the part of a global `batch` that the rank at `coords` works on (default: this rank).
+
+    A batch of a loader with `plan.sampler` holds this rank's rows already; of that, what else the plan splits is cut.
 
     Raises `UserError` when an entry is missing or has another shape than the plan was made for.
     """
@@ -25,7 +28,32 @@ def shard_batch(plan: Plan, batch: Mapping[str, Any] | Sequence[Any], coords: Se
     missing = sorted(set(plan.batch) - {name for name, leaf in named if isinstance(leaf, Tensor)})
     if missing:
         raise UserError(f"a batch with {', '.join(plan.batch)} is needed; {', '.join(missing)} is missing; add it")
-    return rebuild([_part(plan, name, leaf, mesh, here) if isinstance(leaf, Tensor) else leaf for name, leaf in named])
+    num_rows = len(own_rows(plan, here))
+    return rebuild(
+        [_part(plan, name, leaf, mesh, here, num_rows) if isinstance(leaf, Tensor) else leaf for name, leaf in named]
+    )
+
+
+def own_rows(plan: Plan, coords: Sequence[int]) -> list[int]:
+    """Return which rows of the global batch the rank at `coords` needs: all, where its entries do not agree."""
+    mesh = tuple(plan.mesh.values())
+    found: set[tuple[int, ...]] = set()
+    size = global_batch_size(plan)
+    for entry in plan.batch.values():
+        if entry.shape and entry.shape[0] == size:
+            text = [part if _splits_rows(part) else "R" for part in entry.layout]
+            boxes = region_of(entry.shape, *entry_slots(entry.shape, text), mesh, coords).boxes
+            found.add(tuple(row for box in boxes for row in range(box.offset[0], box.offset[0] + box.size[0])))
+    return list(found.pop()) if len(found) == 1 else list(range(size))
+
+
+def global_batch_size(plan: Plan) -> int:
+    """Return how many examples a batch of the plan holds, over all ranks."""
+    return next((entry.shape[0] for entry in plan.batch.values() if entry.shape), 1)
+
+
+def _splits_rows(part: str) -> bool:
+    return part == "S0" or part.startswith("S0.")
 
 
 def coordinates(mesh: Sequence[int]) -> tuple[int, ...]:
@@ -39,16 +67,19 @@ def coordinates(mesh: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _part(plan: Plan, name: str, leaf: Tensor, mesh: Sequence[int], coords: Sequence[int]) -> Tensor:
+def _part(plan: Plan, name: str, leaf: Tensor, mesh: Sequence[int], coords: Sequence[int], num_rows: int) -> Tensor:
     entry = plan.batch.get(name)
     if entry is None:
         return leaf
+    text: Sequence[str] = entry.layout
     if tuple(leaf.shape) != entry.shape:
-        raise UserError(
-            f"a batch entry {name} of shape {list(entry.shape)} is needed by this plan; got {list(leaf.shape)}; "
-            "drop or pad a short last batch, or plan for the other shape"
-        )
-    slots, layout = entry_slots(entry.shape, entry.layout)
+        if tuple(leaf.shape) != (num_rows, *entry.shape[1:]):
+            raise UserError(
+                f"a batch entry {name} of shape {list(entry.shape)} is needed by this plan, or this rank's {num_rows} rows of "
+                f"it; got {list(leaf.shape)}; drop or pad a short last batch (plan.sampler), or plan for the other shape"
+            )
+        text = ["R" if _splits_rows(part) else part for part in text]
+    slots, layout = entry_slots(leaf.shape, text)
     return own_part(leaf, slots, layout, mesh, coords)
 
 

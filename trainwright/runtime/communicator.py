@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from .activity import Activity
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # Renamed in torch 2.13; the old names warn there and the new ones do not exist before.
@@ -29,7 +31,13 @@ class MeshCommunicator:
         assert found is not None, "this rank is not part of the mesh"
         self.coords = tuple(found)
         self.groups = [device_mesh.get_group(axis) for axis in range(len(self.mesh))]
+        self.names = device_mesh.mesh_dim_names or tuple(str(axis) for axis in range(len(self.mesh)))
+        self.activity = Activity()
         self._settles = False
+
+    def _exchange(self, kind: str, axis: int, tensor: Tensor) -> AbstractContextManager[None]:
+        num_bytes = tensor.numel() * tensor.element_size() if self.mesh[axis] > 1 else 0
+        return self.activity.collective(kind, self.names[axis], num_bytes)
 
     @contextmanager
     def settling(self) -> Iterator[None]:
@@ -51,7 +59,8 @@ class MeshCommunicator:
         """Return the parts of all ranks of `axis`, stacked in front."""
         gathered = part.new_empty((self.mesh[axis], *part.shape))
         if part.numel():
-            all_gather_flat(gathered.view(-1), part.view(-1), group=self.groups[axis])
+            with self._exchange("all_gather", axis, gathered):
+                all_gather_flat(gathered.view(-1), part.view(-1), group=self.groups[axis])
             self._settle()
         return gathered
 
@@ -61,24 +70,30 @@ class MeshCommunicator:
         Gloo's own reduce-scatter is an all-reduce of a copy; done in place here, it takes no copy.
         """
         if not parts.is_cuda:
-            return self.all_reduce(axis, parts)[self.coords[axis]].clone()
+            return self._all_reduce("reduce_scatter", axis, parts)[self.coords[axis]].clone()
         own = parts.new_empty(parts.shape[1:])
         if parts.numel():
-            reduce_scatter_flat(own.view(-1), parts.view(-1), group=self.groups[axis])
+            with self._exchange("reduce_scatter", axis, parts):
+                reduce_scatter_flat(own.view(-1), parts.view(-1), group=self.groups[axis])
             self._settle()
         return own
 
     def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` in place over the ranks of `axis`."""
+        return self._all_reduce("all_reduce", axis, tensor, op)
+
+    def _all_reduce(self, kind: str, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
         if tensor.numel() and self.mesh[axis] > 1:
-            dist.all_reduce(tensor, OPS[op], group=self.groups[axis])
+            with self._exchange(kind, axis, tensor):
+                dist.all_reduce(tensor, OPS[op], group=self.groups[axis])
             self._settle()
         return tensor
 
     def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Exchange runs of `flat` along `axis`."""
         received = flat.new_empty(sum(receive))
-        dist.all_to_all_single(received, flat, receive, send, group=self.groups[axis])
+        with self._exchange("all_to_all", axis, flat):
+            dist.all_to_all_single(received, flat, receive, send, group=self.groups[axis])
         self._settle()
         return received
 

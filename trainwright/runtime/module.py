@@ -27,8 +27,9 @@ from ..capture.transition import transition
 from ..profiler.step import DTYPES
 from .batch import check_part
 from .communicator import MeshCommunicator, make_mesh
-from .sharding import as_dtensor, as_parameter, own_part, storage_of
-from .weights import reader
+from .regions import Region, region_of, whole_region
+from .sharding import as_dtensor, as_parameter, storage_of
+from .weights import Reader, reader
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -55,7 +56,8 @@ def parallelize(
     returns; with `loss_fn` (the one the plan was made with) it returns `LossOutput`. Its parameters are `DTensor`s under
     the model's own names, so optimizers, `clip_grad_norm_`, `state_dict` and distributed checkpoints work.
 
-    weights: a safetensors file or folder; `None` takes the model's own values, or, on the meta device, runs the model's
+    weights: a safetensors file or folder, or a distributed checkpoint (one of `Checkpointer`'s, or a folder of them), of
+    which each rank reads its own part; `None` takes the model's own values, or, on the meta device, runs the model's
     own initialisation module by module, the same for any plan.
     seed: of dropout and of that initialisation; default rank 0's `torch.initial_seed()`.
 
@@ -120,6 +122,11 @@ def _as_sequences(tree: Any) -> Any:
 class ParallelModule(nn.Module):
     """One rank of a planned model. Made by `parallelize`."""
 
+    # What Hugging Face's Accelerate and Trainer ask a model: is it placed and are its gradients summed already (else they
+    # wrap it in DDP), and does its forward take the number of items that the loss is to be divided by?
+    _is_accelerate_prepared = True
+    accepts_loss_kwargs = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -145,6 +152,8 @@ class ParallelModule(nn.Module):
         self._buffers_of: dict[ProgramTensor, Tensor] = {}
         self._constants = {t: t.value.to(self.device) for t in program.tensors if t.role == "const"}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
+        self.regions: dict[str, Region] = {}
+        """Of every parameter, under its first name: which entries of it this rank holds."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
         if hasattr(model, "config"):
             self.config = model.config
@@ -155,7 +164,7 @@ class ParallelModule(nn.Module):
         """The program that this module runs a part of."""
         return self._local.program
 
-    def _load(self, model: nn.Module, read: Callable[[str], Tensor]) -> None:
+    def _load(self, model: nn.Module, read: Reader) -> None:
         """Take this rank's part of every parameter and all buffers, in the order of the model's modules."""
         mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
         known = {tensor.key: tensor for tensor in self.program.tensors if tensor.role in ("param", "buffer")}
@@ -163,13 +172,16 @@ class ParallelModule(nn.Module):
         for name, original in model.named_parameters():
             tensor = known.get(name)
             if tensor is None:  # the step never reads it
-                made[name] = nn.Parameter(read(name).to(self.device).clone(), requires_grad=original.requires_grad)
+                self.regions[name] = whole_region(original.shape)
+                value = read(name, self.regions[name]).to(self.device, original.dtype)
+                made[name] = nn.Parameter(value, requires_grad=original.requires_grad)
                 continue
             layout = self._local.decisions.params[tensor]
-            local = own_part(read(name), tensor.slots, layout, mesh, coords).to(self.device)
+            self.regions[name] = region_of(tensor.shape, tensor.slots, layout, mesh, coords)
+            local = read(name, self.regions[name]).to(self.device, original.dtype)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
-        for name, _ in model.named_buffers():
-            made[name] = read(name).to(self.device).clone()
+        for name, buffer in model.named_buffers():
+            made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
             if name in known:
                 self._buffers_of[known[name]] = made[name]
         persistent = set(model.state_dict(keep_vars=True))

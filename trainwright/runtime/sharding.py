@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..capture.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
 from ..capture.program import Tensor as ProgramTensor
+from .regions import region_of
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,7 @@ def own_part(
     full: torch.Tensor, slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]
 ) -> torch.Tensor:
     """Return a copy of the rank's part of `full`, in as many dims as `full` has."""
-    part = full.reshape([slot.size for slot in slots]) if slots else full
-    for index, slot in enumerate(slots):
-        splits = [(mesh[axis], coords[axis]) for axis, at in enumerate(layout) if at == index]
-        start, stop = slot_range(slot.size, splits)
-        part = part.narrow(index, start, stop - start)
-    shape = local_shape(full.shape, slots, layout, mesh, coords)
-    return part.reshape(shape).clone(memory_format=torch.contiguous_format)
+    return region_of(full.shape, slots, layout, mesh, coords).cut(full)
 
 
 def as_parameter(tensor: ProgramTensor, layout: Layout, local: torch.Tensor, device_mesh: DeviceMesh) -> nn.Parameter:

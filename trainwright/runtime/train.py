@@ -6,6 +6,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..artifacts import Plan, Refusal, UserError
+from ..artifacts import Plan, UserError
 from ..capture.export import find_loss
 from ..profiler.allocator import measure, storage_bytes
+from .batch import global_batch_size
 from .module import ParallelModule
+from .nonfinite import FiniteGate
+from .watchdog import Watchdog
 
 OnStep = Callable[[dict[str, Any]], None]
+MayUpdate = Callable[[Tensor], bool]
 NUM_MEASURED = 2
 """Steps whose allocations are followed: all later ones allocate the same."""
 
 
-def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any) -> Tensor:
-    """Run one step on the rank's part of a batch and return the loss of the whole batch."""
+def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: MayUpdate | None = None
+               ) -> Tensor:  # fmt: skip
+    """Run one step on the rank's part of a batch and return the loss of the whole batch.
+
+    `may_update(loss)` is asked once the gradients are there, and leaves the update out when it says no.
+    """
+    activity = module.communicator.activity
     optimizer.zero_grad(set_to_none=True)
-    output = module(**part) if isinstance(part, dict) else module(*part)
-    loss = find_loss(output)
-    loss.backward()
-    optimizer.step()
+    with activity.doing("the forward"):
+        output = module(**part) if isinstance(part, dict) else module(*part)
+        loss = find_loss(output)
+    with activity.doing("the backward"):
+        loss.backward()
+    with activity.doing("the optimizer's step"):
+        if may_update is None or may_update(loss):
+            optimizer.step()
     return loss.detach()
 
 
@@ -42,38 +57,55 @@ def train_loop(
     first_step: int = 0,
     on_step: OnStep = lambda event: None,
     after_step: Callable[[int], None] = lambda step: None,
+    on_nan: str = "stop",
+    timeout_s: float | None = None,
 ) -> list[float]:
     """Train for the steps `first_step` … `steps − 1` on global `batches` and return the losses; every rank calls this.
 
-    `on_step` gets {step, steps, loss, step_s, samples_per_s, peak_bytes} on every rank; the peak is the largest rank's
-    since the start, from the allocator's own records. `after_step(step)` runs when a step is done (a checkpoint, say).
-    Raises `Refusal` when the loss is not finite: nothing is trained on from there.
+    `on_step` gets {step, steps, loss, step_s, samples_per_s, tokens_per_s, peak_bytes, comm_s, comm_bytes, skipped} on every
+    rank; the peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a
+    step is done (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
+    timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
+    and the op. None: no limit but the process group's.
+
+    Raises `Refusal` when the loss is not finite, unless such steps are to be skipped, and `UserError` when data ends early.
     """
-    source = iter(batches)
+    source, gate, activity = iter(batches), FiniteGate(on_nan), module.communicator.activity
     losses: list[float] = []
-    waiting: list[tuple[int, float, float]] = []
+    with Watchdog(activity, timeout_s) if timeout_s is not None else nullcontext():
+        peak_bytes = 0
+        for step in range(first_step, steps):
+            activity.step = step
+            with activity.doing("the data"):
+                part = module.plan.shard_batch(_next(source, step))
+            comm_s, num_bytes, skipped = activity.comm_s, activity.num_bytes.copy(), gate.num_skipped
+            run = _Step(module, optimizer, part, partial(gate.lets_pass, module, step))
+            peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
+            losses.append(run.loss)
+            event = _event(module.plan, step, steps, run.loss, run.step_s, peak_bytes)
+            event["comm_s"] = activity.comm_s - comm_s
+            event["comm_bytes"] = dict(activity.num_bytes - num_bytes)
+            event["skipped"] = gate.num_skipped > skipped
+            on_step(event)
+            with activity.doing("what follows the step"):
+                after_step(step)
+    return losses
 
-    def one_step() -> None:
-        step = first_step + len(losses)
-        part = module.plan.shard_batch(_next(source, step))
+
+class _Step:
+    """One step that is still to be run, so that the allocator can be watched while it is."""
+
+    def __init__(
+        self, module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: MayUpdate
+    ) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.part, self.may_update = part, may_update
+        self.loss = self.step_s = math.nan
+
+    def __call__(self) -> None:
         started = time.perf_counter()
-        loss = float(train_step(module, optimizer, part))
-        waiting.append((step, loss, time.perf_counter() - started))
-        losses.append(loss)
-        if not math.isfinite(loss):
-            raise Refusal(f"the loss is {loss} at step {step}; lower the learning rate, or train in a wider dtype")
-        after_step(step)
-
-    num_measured = min(NUM_MEASURED, max(0, steps - first_step))
-    peak_bytes = _peak_of(module, optimizer, one_step, num_measured)
-    while True:
-        for step, loss, step_s in waiting:
-            on_step(_event(module.plan, step, steps, loss, step_s, peak_bytes))
-        waiting.clear()
-        if first_step + len(losses) >= steps:
-            return losses
-        one_step()
-        peak_bytes = max(peak_bytes, _gpu_peak(module))
+        self.loss = float(train_step(self.module, self.optimizer, self.part, self.may_update))
+        self.step_s = time.perf_counter() - started
 
 
 def _next(source: Iterator[Any], step: int) -> Any:
@@ -86,40 +118,39 @@ def _next(source: Iterator[Any], step: int) -> Any:
 
 
 def _event(plan: Plan, step: int, steps: int, loss: float, step_s: float, peak_bytes: int) -> dict[str, Any]:
-    num_samples = next((entry.shape[0] for entry in plan.batch.values() if entry.shape), 1)
+    ids = plan.batch.get("input_ids")
     return {
         "kind": "step", "step": step, "steps": steps, "loss": loss, "step_s": step_s,
-        "samples_per_s": num_samples / step_s, "peak_bytes": peak_bytes,
+        "samples_per_s": global_batch_size(plan) / step_s, "tokens_per_s": math.prod(ids.shape) / step_s if ids else None,
+        "peak_bytes": peak_bytes,
     }  # fmt: skip
 
 
-def _peak_of(
-    module: ParallelModule, optimizer: torch.optim.Optimizer, one_step: Callable[[], None], num_steps: int
-) -> int:
-    """Run the first steps under the allocator's records; return the largest rank's peak."""
+def _peak_of(run: _Step, watched: bool) -> int:
+    """Run a step; return the largest rank's peak, where it is watched or the device keeps records anyway."""
+    module = run.module
     if module.device.type == "cuda":
-        for _ in range(num_steps):
-            one_step()
-        return _gpu_peak(module)
-    held = [*module.parameters(), *module.buffers(), *_states(optimizer)]
+        run()
+        return _largest(module, torch.cuda.max_memory_allocated())
+    if not watched:
+        run()
+        return 0
+    held = [*module.parameters(), *module.buffers(), *_states(run.optimizer)]
     static = storage_bytes(held)
     with module.communicator.settling():
-        delta = measure(one_step, num_steps).peak_delta_bytes if num_steps else 0
-    return _largest(static + delta)
+        delta = measure(run, num_steps=1).peak_delta_bytes
+    return _largest(module, static + delta)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def _gpu_peak(module: ParallelModule) -> int:
-    return _largest(torch.cuda.max_memory_allocated()) if module.device.type == "cuda" else 0
-
-
-def _largest(value: int) -> int:
+def _largest(module: ParallelModule, value: int) -> int:
     held = torch.tensor([value], dtype=torch.int64)
     if dist.get_world_size() > 1:
-        dist.all_reduce(held, dist.ReduceOp.MAX)
+        with module.communicator.activity.waiting("the exchange of peaks"):
+            dist.all_reduce(held, dist.ReduceOp.MAX)
     return int(held.item())
 
 

@@ -1,4 +1,4 @@
-"""Where the values come from: the model's own, its own initialisation module by module, or a file read shard by shard."""
+"""Where the values come from: the model's own, its own initialisation module by module, or files read part by part."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..artifacts import UserError
 from ..capture.randomness import derived_seed
+from .regions import Region
+from .storage import INDEX_FILE, StoredTensors
 
-Reader = Callable[[str], Tensor]
+Reader = Callable[[str, Region], Tensor]
 
 
 def reader(model: nn.Module, weights: str | os.PathLike[str] | None, aliases: dict[str, str], seed: int) -> Reader:
-    """Return a function from a parameter's or buffer's name to its whole value; few are alive at a time.
+    """Return a function from a parameter's or buffer's name and a region of it to that part; few are alive at a time.
 
+    weights: a safetensors file, a folder of them, or a distributed checkpoint, of which only the part is read.
     Raises `UserError` when the file lacks a name or has another shape.
     """
     if weights is not None:
@@ -26,7 +30,7 @@ def reader(model: nn.Module, weights: str | os.PathLike[str] | None, aliases: di
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     if any(tensor.is_meta for tensor in tensors.values()):
         return _Initialiser(model, seed).read
-    return lambda name: tensors[name].detach()
+    return lambda name, region: region.cut(tensors[name].detach())
 
 
 class _Initialiser:
@@ -36,11 +40,11 @@ class _Initialiser:
         self.model, self.seed = model, seed
         self.held: tuple[str, dict[str, Tensor]] = ("", {})
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, region: Region) -> Tensor:
         path, _, leaf = name.rpartition(".")
         if self.held[0] != path or not self.held[1]:
             self.held = (path, self._initialise(path))
-        return self.held[1][leaf]
+        return region.cut(self.held[1][leaf].detach())
 
     def _initialise(self, path: str) -> dict[str, Tensor]:
         module = self.model.get_submodule(path)
@@ -94,33 +98,95 @@ def _materialised(module: nn.Module, own: dict[str, Tensor]) -> Iterator[dict[st
 
 
 def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str], initialiser: _Initialiser) -> Reader:
-    from safetensors import safe_open
-
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise UserError(f"weights in safetensors files are needed; {path} has none; check the path")
-    try:
-        handles = [safe_open(str(file), framework="pt") for file in files]
-        where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - a handle is no dict
-    except Exception as error:
-        raise UserError(f"weights in safetensors files are needed; {path} cannot be read ({error})") from None
+    stored = _open(path)
     names: dict[str, list[str]] = {}
     for alias, first in aliases.items():
         names.setdefault(first, []).append(alias)
-    shapes = {name: tensor.shape for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     buffers = dict(model.named_buffers())
 
-    def read(name: str) -> Tensor:
-        stored = next((n for n in (name, *names.get(name, [])) if n in where), None)
-        if stored is None and name in buffers:  # one that is not saved with a model, such as rotary frequencies
-            return initialiser.read(name) if buffers[name].is_meta else buffers[name]
-        if stored is None:
-            raise UserError(
-                f"weights for every parameter are needed; {path} lacks {name}; use this model's own weights"
-            )
-        value = where[stored].get_tensor(stored)
-        if value.shape != shapes[name]:
-            raise UserError(f"{name} of shape {list(shapes[name])} is needed; {path} has {list(value.shape)}")
-        return value
+    def read(name: str, region: Region) -> Tensor:
+        found = next((each for each in (name, *names.get(name, [])) if each in stored), None)
+        if found is not None:
+            return stored.read(found, region)
+        if name in buffers:  # one that is not saved with a model, such as rotary frequencies
+            return initialiser.read(name, region) if buffers[name].is_meta else region.cut(buffers[name])
+        raise UserError(f"weights for every parameter are needed; {path} lacks {name}; use this model's own weights")
 
     return read
+
+
+class _Stored(Protocol):
+    """Tensors in files, by name."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def read(self, name: str, region: Region) -> Tensor: ...
+
+
+def _open(path: Path) -> _Stored:
+    checkpoint = checkpoint_folder(path)
+    return _Prefixed(StoredTensors(checkpoint)) if checkpoint is not None else _SafetensorsFiles(path)
+
+
+def checkpoint_folder(path: Path) -> Path | None:
+    """Return the distributed checkpoint that `path` is, or the newest complete one in it; `None` where there is none."""
+    if (path / INDEX_FILE).is_file():
+        return path
+    inside = sorted(path.glob(f"step-*/{INDEX_FILE}"))
+    return inside[-1].parent if inside else None
+
+
+class _Prefixed:
+    """A checkpoint whose weights may stand under a name of their own, beside an optimizer's state."""
+
+    PREFIXES = ("", "model.", "app.model.")
+
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+
+    def __contains__(self, name: object) -> bool:
+        return self._place(str(name)) is not None
+
+    def read(self, name: str, region: Region) -> Tensor:
+        place = self._place(name)
+        assert place is not None, "asked for before"
+        return self._stored.read(place, region)
+
+    def _place(self, name: str) -> str | None:
+        return next((prefix + name for prefix in self.PREFIXES if prefix + name in self._stored), None)
+
+
+class _SafetensorsFiles:
+    """A safetensors file, or all of a folder; a part is read by slices, the file being mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self._path = path
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise UserError(
+                f"weights in safetensors files or a distributed checkpoint are needed; {path} has none; check the path"
+            )
+        try:
+            handles = [safe_open(str(file), framework="pt") for file in files]
+            self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - a handle is no dict
+        except Exception as error:
+            raise UserError(f"weights in safetensors files are needed; {path} cannot be read ({error})") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def read(self, name: str, region: Region) -> Tensor:
+        stored = self._where[name].get_slice(name)
+        if tuple(stored.get_shape()) != region.shape:
+            raise UserError(
+                f"{name} of shape {list(region.shape)} is needed; {self._path} has {list(stored.get_shape())}; "
+                "use this model's own weights"
+            )
+        if not region.shape:
+            return self._where[name].get_tensor(name)
+        part = torch.empty(region.local_shape, dtype=stored[:0].dtype)
+        for box in region.boxes:
+            box.of_part(part).copy_(box.of_whole(stored))
+        return part

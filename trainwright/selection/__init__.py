@@ -3,7 +3,7 @@
 from .augmentation import AugmentedCoreset
 from .craig import CRAIG, gradient_error
 from .facility_location import Chosen, Distances, greedi, lazy_greedy, stochastic_greedy
-from .gradients import last_layer_gradients
+from .gradients import last_layer_gradients, logit_gradients
 from .reselection import Reselection, Selector
 from .weighted_subset import WeightedSubset
 
@@ -19,5 +19,6 @@ __all__ = [
     "greedi",
     "last_layer_gradients",
     "lazy_greedy",
+    "logit_gradients",
     "stochastic_greedy",
 ]

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..artifacts import UserError
+from ..artifacts import UserError, check_range
 from .facility_location import Chosen, Distances, greedi, lazy_greedy, merged, stochastic_greedy
 from .inputs import as_features, as_labels, like
 
@@ -57,7 +57,19 @@ class CRAIG:
         per_class: str = "proportional", greedy: str = "lazy", metric: str = "euclidean", delta: float = 0.1,
         num_parts: int = 4, normalise: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        _check(fraction, budget, radius, per_class, greedy, metric, delta, num_parts)
+        check_range(
+            "CRAIG",
+            fraction=(fraction, "in (0, 1]", lambda value: 0.0 < value <= 1.0),
+            budget=(budget, "of at least 1", lambda value: value is None or value >= 1),
+            radius=(radius, "of at least 0", lambda value: value is None or value >= 0.0),
+            per_class=(per_class, "proportional or equal", lambda value: value in ("proportional", "equal")),
+            greedy=(greedy, f"one of {', '.join(_GREEDY)}", lambda value: value in _GREEDY),
+            metric=(metric, f"one of {', '.join(_METRICS)}", lambda value: value in _METRICS),
+            delta=(delta, "in (0, 1)", lambda value: 0.0 < value < 1.0),
+            num_parts=(num_parts, "of at least 1", lambda value: value >= 1),
+        )
+        if budget is not None and radius is not None:
+            raise UserError("CRAIG needs budget or radius; got both; leave one out")
         self.fraction, self.budget, self.radius, self.per_class = fraction, budget, radius, per_class
         self.greedy, self.metric, self.delta, self.num_parts = greedy, metric, delta, num_parts
         self.normalise, self.seed = normalise, seed
@@ -112,24 +124,6 @@ def _proportional(budget: int, sizes: list[int]) -> list[int]:
     for place in by_remainder[: budget - sum(wanted)]:
         wanted[place] += 1
     return wanted
-
-
-def _check(fraction: float, budget: int | None, radius: float | None, per_class: str, greedy: str, metric: str,
-           delta: float, num_parts: int) -> None:  # fmt: skip
-    for name, value, words, fine in (
-        ("fraction", fraction, "in (0, 1]", 0.0 < fraction <= 1.0),
-        ("budget", budget, "of at least 1", budget is None or budget >= 1),
-        ("radius", radius, "of at least 0", radius is None or radius >= 0.0),
-        ("per_class", per_class, "proportional or equal", per_class in ("proportional", "equal")),
-        ("greedy", greedy, f"one of {', '.join(_GREEDY)}", greedy in _GREEDY),
-        ("metric", metric, f"one of {', '.join(_METRICS)}", metric in _METRICS),
-        ("delta", delta, "in (0, 1)", 0.0 < delta < 1.0),
-        ("num_parts", num_parts, "of at least 1", num_parts >= 1),
-    ):
-        if not fine:
-            raise UserError(f"CRAIG needs {name} {words}; got {value!r}; give such a value")
-    if budget is not None and radius is not None:
-        raise UserError("CRAIG needs budget or radius; got both; leave one out")
 
 
 def gradient_error(gradients: Tensor, indices: Tensor, weights: Tensor) -> float:

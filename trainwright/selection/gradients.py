@@ -38,7 +38,7 @@ def last_layer_gradients(
     with _evaluating(model), _inputs_of(last_layer) as embeddings, torch.no_grad():
         for batch in batches:
             x, y = _pair(batch, device)
-            difference = _minus_one_hot(model(x), y)
+            difference = logit_gradients(model(x), y)
             if last_layer is not None:
                 difference = _outer(difference, embeddings)
             rows.append(difference.cpu())
@@ -55,7 +55,17 @@ def _pair(batch: Any, device: torch.device) -> tuple[Any, Tensor]:
     return x, batch[1].to(device)
 
 
-def _minus_one_hot(logits: Tensor, y: Tensor) -> Tensor:
+def logit_gradients(logits: Tensor, y: Tensor) -> Tensor:
+    """Return softmax(logits) - one-hot(y) [n, C]: each example's cross-entropy gradient at its logits [n, C]; y [n] class numbers.
+
+    Raises `UserError` where the shapes do not match or a label is no class. The gradient at a bias of the last layer;
+    for that at its weight see `last_layer_gradients`.
+
+    >>> logit_gradients(torch.zeros(1, 2), torch.tensor([1]))
+    tensor([[ 0.5000, -0.5000]])
+
+    Source: Katharopoulos & Fleuret 2018 (arXiv:1803.00942).
+    """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or y.shape != logits.shape[:1]:
         found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UserError(f"logits [{len(y)}, C] are needed; the model returned {found}; wrap it to return them")

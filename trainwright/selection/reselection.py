@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..artifacts import UserError
+from ..artifacts import check_range
 from .gradients import last_layer_gradients
 from .weighted_subset import WeightedSubset
 
@@ -57,9 +57,13 @@ class Reselection:
         warm_up: int = 0, last_layer: nn.Module | None = None,
         make_subset: Callable[[Any, Tensor, Tensor], Any] = WeightedSubset, seed: int = 0, num_workers: int = 0,
     ) -> None:  # fmt: skip
-        for name, value, low in (("every", every, 1), ("batch_size", batch_size, 1), ("warm_up", warm_up, 0)):
-            if value < low:
-                raise UserError(f"{name} of at least {low} is needed; got {value}; give such a value")
+        at_least_1 = ("of at least 1", lambda value: value >= 1)
+        check_range(
+            "Reselection",
+            every=(every, *at_least_1),
+            batch_size=(batch_size, *at_least_1),
+            warm_up=(warm_up, "of at least 0", lambda value: value >= 0),
+        )
         self.dataset, self.model, self.selector, self.make_subset = dataset, model, selector, make_subset
         self.every, self.batch_size, self.warm_up = every, batch_size, warm_up
         self.last_layer, self.num_workers = last_layer, num_workers

@@ -1,0 +1,120 @@
+"""When `train` saves, and where it goes on: the checkpoints of a run, on each of its ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+from ..artifacts import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..runtime import ParallelModule
+
+KEEP = 2
+CheckpointOption = Annotated[str | None, typer.Option(metavar="DIR", help="Write checkpoints there.")]
+CheckpointEveryOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Steps between checkpoints; the last step has one too.")
+]
+KeepOption = Annotated[int, typer.Option(metavar="N", min=1, help="Checkpoints that stay, the newest.")]
+SyncOption = Annotated[
+    bool, typer.Option("--sync-checkpoints", help="Wait for the disk: saves a copy of weights and states in memory.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the newest in --checkpoint.")]
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """What the user said about checkpoints. restarted: this run takes the place of one that failed."""
+
+    folder: str | None = None
+    every: int | None = None
+    keep: int = KEEP
+    asynchronous: bool = True
+    resume: bool = False
+    restarted: bool = False
+
+
+class Saving:
+    """A context manager around the loop: resumes at `first_step`, saves every so many steps and after the last one.
+
+    At its end all is on the disk. A run that stops before a step whose loss is not finite saves what it has.
+
+    Raises `UserError` where there is nothing to resume from, or where another run's checkpoints would be mixed with these.
+    """
+
+    def __init__(
+        self, policy: SavePolicy, module: ParallelModule, optimizer: torch.optim.Optimizer, num_steps: int,
+        sampler: Any = None,
+    ) -> None:  # fmt: skip
+        from ..runtime import Checkpointer
+
+        self._policy, self._module, self._num_steps = policy, module, num_steps
+        self._checkpointer = None
+        if policy.folder is not None:
+            self._checkpointer = Checkpointer(
+                policy.folder, module, optimizer, sampler=sampler, keep=policy.keep, asynchronous=policy.asynchronous
+            )
+        self.first_step = self._resume()
+        self._last_done = self._last_saved = self.first_step - 1
+        self._num_forwards = module.num_steps
+
+    def after_step(self, step: int) -> None:
+        self._last_done, self._num_forwards = step, self._module.num_steps
+        due = self._policy.every is not None and (step + 1) % self._policy.every == 0
+        if due or step + 1 == self._num_steps:
+            self._save(step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        from ..runtime.nonfinite import NotFinite
+
+        if kind is not None and issubclass(kind, NotFinite) and self._last_saved < self._last_done:
+            self._module.num_steps = self._num_forwards  # of the step that did not count, too, there was a forward
+            self._save(self._last_done)
+        if self._checkpointer is not None and (kind is None or issubclass(kind, NotFinite)):
+            self._checkpointer.wait()
+
+    def _save(self, step: int) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.save(step)
+            self._last_saved = step
+
+    def _resume(self) -> int:
+        policy = self._policy
+        if self._checkpointer is None:
+            return 0
+        if not (policy.resume or policy.restarted or _restarted_by_torchrun()):
+            if self._checkpointer.newest() is not None:
+                raise UserError(
+                    f"a directory of its own is needed for this run's checkpoints; {policy.folder} has another run's; add "
+                    "--resume to go on with that, or choose another directory"
+                )
+            return 0
+        step = self._checkpointer.load_latest()
+        if step is None and policy.resume:
+            raise UserError(
+                f"a checkpoint to resume from is needed; {policy.folder} has none; check the path, or leave out --resume"
+            )
+        return 0 if step is None else step + 1
+
+
+def _restarted_by_torchrun() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def check_saving(checkpoint: str | None, checkpoint_every: int | None, resume: bool, restarts: int) -> None:
+    """Raise `UserError` for an option about checkpoints where there is no directory of them."""
+    for option, given in (
+        ("--checkpoint-every", checkpoint_every is not None),
+        ("--resume", resume),
+        ("--restarts", restarts > 0),
+    ):
+        if given and checkpoint is None:
+            raise UserError(f"{option} needs the directory of the checkpoints; got none; add --checkpoint DIR")
