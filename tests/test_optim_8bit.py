@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from trainwright import optim
 from trainwright.artifacts import UserError
 from trainwright.nn import StableEmbedding
+from trainwright.numerics import native
 from trainwright.numerics.native import library
 from trainwright.numerics.quantise import Codebook, dequantise, dynamic_codebook, quantise
 from trainwright.optim import fused_8bit
@@ -211,7 +213,42 @@ def test_the_compiled_pass_on_many_threads_and_other_dtypes() -> None:
     assert all(weight.isfinite().all() for weight in results[0])
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86-64")
+@pytest.mark.parametrize("instructions", ["x86-64-v2", "x86-64-v3"])
+def test_other_instruction_sets_find_the_same_codes(
+    instructions: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def steps() -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(9)
+        weight = nn.Parameter(torch.randn(41, 257, generator=draw))
+        optimizer = optim.AdamW8bit([weight], fused=True)
+        for _ in range(4):
+            weight.grad = torch.randn(41, 257, generator=draw) * (4 * torch.randn(41, 257, generator=draw)).exp()
+            weight.grad.view(-1)[300] = math.nan
+            optimizer.step()
+        return {**optimizer.state[weight], "weight": weight.detach()}
+
+    expected = steps()
+    flags = [flag.replace("-march=native", f"-march={instructions}") for flag in native._FLAGS]
+    monkeypatch.setattr(native, "_FLAGS", flags)
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
+    fused_8bit._call.cache_clear()
+    fused_8bit._load.cache_clear()
+    library.cache_clear()
+    try:
+        found = steps()
+    finally:
+        fused_8bit._call.cache_clear()
+        fused_8bit._load.cache_clear()
+        library.cache_clear()
+    assert len(list(tmp_path.glob("*.so"))) == 1
+    for key, value in expected.items():
+        tolerance = 0.0 if value.dtype == torch.uint8 else 1e-5
+        torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance)
+
+
 def test_one_pass_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fused_8bit._call.cache_clear()
     fused_8bit._load.cache_clear()
     library.cache_clear()
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.pool import Pool
 from trainwright.artifacts import UserError
+from trainwright.numerics import select
 from trainwright.numerics.select import kth_largest_magnitude
 from trainwright.optim.clipped import ClippedAdam, ClippedSGD
 from trainwright.optim.sharpness import directional_sharpness
@@ -41,6 +42,34 @@ def test_many_equal_magnitudes_are_counted_exactly() -> None:
     assert float(kth_largest_magnitude([ties], 2)) == 1.0
     assert float(kth_largest_magnitude([ties], 20_000_002)) == 0.5
     assert math.isnan(float(kth_largest_magnitude([torch.tensor([1.0, math.nan])], 0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", ["normal", "ties", "sorted", "nan"])
+def test_a_sample_tells_where_to_look_and_never_what_is_found(dtype: torch.dtype, spread: str) -> None:
+    values = torch.randn(300_001, generator=draws(7))
+    values = {
+        "normal": values,
+        "ties": values.round(),
+        "sorted": values.abs().sort().values,
+        "nan": values.where(values < 2, torch.nan),
+    }[spread].to(dtype)  # fmt: skip
+    parts = [values[:100_000].view(100, 1000), values[100_000:]]
+    expected = values.float().abs().sort(descending=True).values
+    for index in (0, 3, 150_000, 299_990, 300_000):
+        found = kth_largest_magnitude(parts, index)
+        torch.testing.assert_close(found, expected[index], rtol=0, atol=0, equal_nan=True)
+        by_digits = kth_largest_magnitude(parts, index, lambda counts: torch.stack(list(counts)).sum(0))
+        torch.testing.assert_close(found, by_digits, rtol=0, atol=0, equal_nan=True)
+
+
+def test_without_a_compiler_digits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(300_000, generator=draws(8))
+    sampled = kth_largest_magnitude([values], 1000)
+    assert select._by_samples([values], 1000) is not None
+    monkeypatch.setattr(select, "_keep_between", lambda: None)
+    assert select._by_samples([values], 1000) is None
+    assert kth_largest_magnitude([values], 1000) == sampled
 
 
 def test_a_tenth_of_a_thousand_coordinates_ends_at_one_magnitude() -> None:

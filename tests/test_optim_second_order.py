@@ -190,7 +190,7 @@ def test_a_kernel_without_second_derivative_is_refused_untouched() -> None:
         (lambda params: SophiaH(params, gamma=0.0), "SophiaH needs gamma above 0; got 0.0"),
         (lambda params: SophiaG(params, eps=0.0), "SophiaG needs eps above 0"),
         (lambda params: SophiaH(params, betas=(0.9, 1.0)), r"betas\[1\] in \[0, 1\)"),
-        (lambda params: SophiaH(params, probe="sphere"), "probe among rademacher, gaussian; got sphere"),
+        (lambda params: SophiaH(params, probe="sphere"), "probe among rademacher, gaussian; got 'sphere'"),
         (lambda params: SophiaG(params, update_period=0), "update_period of at least 1; got 0"),
         (lambda params: AdaHessian(params, hessian_power=0.0), r"hessian_power in \(0, 1\]"),
         (lambda params: AdaHessian(params, lr=-1.0), "lr of at least 0"),

@@ -1,16 +1,19 @@
 """Every optimizer on the same two problems, with equal budgets and learning rates found by one rule.
 
-    python -m benchmarks.optim.comparison        # about 15 minutes on one core; writes results and plot
+    python -m benchmarks.optim.comparison            # trains: some 40 minutes on one core
+    python -m benchmarks.optim.comparison --times    # step times and memory of what was trained: a minute; draws the plot
 
 Rule: each optimizer is run once, on a seed of its own, at every learning rate of one logarithmic grid, and at one more
 beyond an end while the best stands at that end (three at most); the best loss on held-out data wins. Then three other
 seeds with it. All use linear decay with a twentieth of warm-up, no weight decay, and otherwise the defaults of
-`trainwright.optim.create`, but for periods made for longer runs (see `SETTINGS`).
+`trainwright.optim.create`, but for periods made for longer runs (see `SETTINGS`). Steps are timed in turns, one of each
+optimizer after the other, so that what else the machine does falls on all alike.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -24,11 +27,13 @@ from trainwright import optim
 from trainwright.schedules import LinearDecay
 
 from ..solvers.record import about
+from .plot import plot
 from .problems import PROBLEMS, Problem
+from .speed import allocated_bytes
 
 RESULTS = Path(__file__).parent.parent / "results"
-PLOT = Path(__file__).parent.parent.parent / "docs" / "optimizers.png"
-NUM_STEPS = {"gpt": 150, "digits": 150}
+NUM_STEPS = {"gpt": 600, "digits": 300}
+NUM_TIMED_ROUNDS, LONGEST_PERIOD = 30, 10
 GRID = tuple(10 ** (exponent / 2) for exponent in range(-7, 0))
 TUNING_SEED, SEEDS = 100, (0, 1, 2)
 THEIRS = ("sgd-momentum", "adamw")
@@ -46,26 +51,18 @@ def names() -> list[str]:
 
 
 def run(problem: Problem, name: str, lr: float, num_steps: int) -> dict[str, Any]:
-    """Train and return the curve, the loss on held-out data, the seconds of a step and the bytes kept."""
+    """Train and return the curve and the loss on held-out data, infinite where the run diverges."""
     optimizer = made(problem, name, lr)
     schedule = LinearDecay(optimizer, num_steps, num_warmup_steps=num_steps // 20)
     curve: list[float] = []
-    seconds = []
     for step in range(num_steps):
-        began = time.perf_counter()
         loss = one_step(problem, optimizer, name, problem.batch(step))
-        seconds.append(time.perf_counter() - began)
         schedule.step()
         curve.append(loss)
         if not math.isfinite(loss) or loss > 3 * curve[0]:
             return {"held_out": math.inf, "curve": curve}
     held_out = problem.held_out_loss()
-    return {
-        "held_out": held_out if math.isfinite(held_out) else math.inf,
-        "curve": curve,
-        "step_s": statistics.median(seconds),
-        "state_bytes": kept_bytes(optimizer),
-    }
+    return {"held_out": held_out if math.isfinite(held_out) else math.inf, "curve": curve}
 
 
 def made(problem: Problem, name: str, lr: float) -> torch.optim.Optimizer:
@@ -93,12 +90,18 @@ def kept_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(value.untyped_storage().nbytes() for value in states if torch.is_tensor(value))
 
 
-def tuned(problem_name: str, name: str, num_steps: int) -> dict[float, float]:
-    """The loss on held-out data at each learning rate that was tried."""
+def tuned(problem_name: str, name: str, num_steps: int, earlier: dict[str, float | None]) -> dict[float, float]:
+    """The loss on held-out data at each learning rate that was tried; `earlier` has those of a run like this one."""
     tried: dict[float, float] = {}
 
     def attempt(lr: float) -> None:
-        tried[lr] = run(PROBLEMS[problem_name](TUNING_SEED), name, lr, num_steps)["held_out"]
+        key = f"{lr:.3g}"
+        found = (
+            earlier[key]
+            if key in earlier
+            else run(PROBLEMS[problem_name](TUNING_SEED), name, lr, num_steps)["held_out"]
+        )
+        tried[lr] = math.inf if found is None else found
 
     for lr in GRID:
         attempt(lr)
@@ -110,29 +113,53 @@ def tuned(problem_name: str, name: str, num_steps: int) -> dict[float, float]:
     return tried
 
 
-def compare(problem_name: str, name: str, num_steps: int) -> dict[str, Any]:
-    tried = tuned(problem_name, name, num_steps)
+def compare(problem_name: str, name: str, num_steps: int, earlier: dict[str, Any]) -> dict[str, Any]:
+    tried = tuned(problem_name, name, num_steps, earlier.get("tuning", {}))
     lr = min(tried, key=lambda lr: tried[lr])
-    runs = [run(PROBLEMS[problem_name](seed), name, lr, num_steps) for seed in SEEDS]
-    curves = [found["curve"] for found in runs]
-    length = min(map(len, curves))
     found = {
         "lr": lr,
         "tuning": {f"{lr:.3g}": round(loss, 4) if math.isfinite(loss) else None for lr, loss in sorted(tried.items())},
-        "held_out": [round(each["held_out"], 4) for each in runs],
-        "curve": [round(statistics.mean(curve[step] for curve in curves), 4) for step in range(length)],
-        "step_s": statistics.median(each.get("step_s", math.inf) for each in runs),
-        "state_bytes": runs[0].get("state_bytes"),
         "num_params": sum(param.numel() for param in PROBLEMS[problem_name](0).model.parameters()),
     }
-    print(
-        f"{problem_name} {name}: lr {lr:.3g}, held out {found['held_out']}, {1e3 * found['step_s']:.1f} ms", flush=True
-    )
+    if "held_out" in earlier and math.isclose(earlier["lr"], lr, rel_tol=1e-6):
+        found = {**earlier, **found}
+    else:
+        runs = [run(PROBLEMS[problem_name](seed), name, lr, num_steps) for seed in SEEDS]
+        curves = [each["curve"] for each in runs]
+        found["held_out"] = [round(each["held_out"], 4) for each in runs]
+        found["curve"] = [round(statistics.mean(losses), 4) for losses in zip(*curves)]
+    print(f"{problem_name} {name}: lr {lr:.3g}, held out {found['held_out']}", flush=True)
     return found
 
 
+def measure_steps(problem_name: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Add to each row the median seconds of a whole training step, the bytes kept, and the most a step allocates."""
+    made_of = {}
+    for name, row in rows.items():
+        problem = PROBLEMS[problem_name](0)
+        made_of[name] = (problem, made(problem, name, row["lr"]))
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for turn in range(NUM_TIMED_ROUNDS + 2):
+        for name, (problem, optimizer) in made_of.items():
+            batch = problem.batch(turn)
+            began = time.perf_counter()
+            one_step(problem, optimizer, name, batch)
+            seconds[name] += [time.perf_counter() - began] * (turn > 1)
+    for name, (problem, optimizer) in made_of.items():
+        optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        rows[name]["step_allocated_bytes"] = allocated_bytes(
+            lambda: [one_step(problem, optimizer, name, problem.batch(step)) for step in range(LONGEST_PERIOD)]  # noqa: B023 - called at once
+        )
+        rows[name] |= {
+            "step_s": statistics.median(seconds[name]),
+            "mean_step_s": statistics.mean(seconds[name]),
+            "state_bytes": kept_bytes(optimizer),
+        }
+
+
 def known(path: Path) -> dict[str, dict[str, Any]]:
-    """What was measured before, to which `--only` adds."""
+    """What was measured before."""
     found = json.loads(path.read_text(encoding="utf8"))["problems"] if path.exists() else {}
     return {problem: dict(found.get(problem, {})) for problem in PROBLEMS}
 
@@ -143,71 +170,55 @@ def table(results: dict[str, Any]) -> str:
         lines += [
             f"## {problem}, {results['num_steps'][problem]} steps",
             "",
-            "| optimizer | learning rate | held-out loss, mean of 3 | lowest … highest | step | against AdamW's | state B/param |",
-            "|---|---|---|---|---|---|---|",
+            "| optimizer | learning rate | held-out loss, mean of 3 | lowest … highest | step, mean | of AdamW's "
+            "| state B/param | allocated in a step, B/param |",
+            "|---|---|---|---|---|---|---|---|",
         ]
-        base = rows["adamw"]["step_s"] if "adamw" in rows else math.nan
+        base = rows.get("adamw", {}).get("mean_step_s", math.nan)
         for name, row in sorted(rows.items(), key=lambda item: statistics.mean(item[1]["held_out"])):
-            losses = row["held_out"]
-            state = row["state_bytes"] / row["num_params"] if row["state_bytes"] is not None else math.nan
+            losses, step_s = row["held_out"], row.get("mean_step_s", math.nan)
+            state, allocated = (
+                row.get(key, math.nan) / row["num_params"] for key in ("state_bytes", "step_allocated_bytes")
+            )
             lines.append(
                 f"| {name} | {row['lr']:.3g} | {statistics.mean(losses):.4f} | {min(losses):.4f} … {max(losses):.4f} | "
-                f"{1e3 * row['step_s']:.1f} ms | {row['step_s'] / base:.2f} | {state:.3g} |"
+                f"{1e3 * step_s:.1f} ms | {step_s / base:.2f} | {state:.3g} | {allocated:.3g} |"
             )
         lines.append("")
     left_out = [f"- {name} is left out: it is {why}" for name, why in results["left_out"].items()]
     return "\n".join([*lines, *left_out])
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Loss against steps and against seconds, a row a problem."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        len(results["problems"]), 2, figsize=(13, 5 * len(results["problems"])), squeeze=False
-    )
-    for row, (problem, rows) in enumerate(results["problems"].items()):
-        ordered = sorted(rows.items(), key=lambda item: statistics.mean(item[1]["held_out"]))
-        for index, (name, found) in enumerate(ordered):
-            smooth = _smooth(found["curve"])
-            style = {"label": name, "color": pyplot.cm.tab20(index % 20), "lw": 2.2 if name == "adamw" else 1.1}
-            axes[row][0].plot(range(len(smooth)), smooth, **style)
-            axes[row][1].plot([found["step_s"] * step for step in range(len(smooth))], smooth, **style)
-        for axis, label in zip(axes[row], ("steps", "seconds (1 core)")):
-            axis.set(xlabel=label, ylabel="training loss, mean of 3 seeds", title=problem, yscale="log")
-        axes[row][1].legend(fontsize=7, ncol=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
-def _smooth(curve: list[float], width: int = 15) -> list[float]:
-    return [statistics.mean(curve[max(0, step - width + 1) : step + 1]) for step in range(len(curve))]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of optimizers, by commas, to add to what the output has")
+    parser.add_argument("--resume", action="store_true", help="take over what the output has of the same runs")
+    parser.add_argument("--times", action="store_true", help="train nothing: time and draw what the output has")
     parser.add_argument("--steps", type=int, help="steps of each run; default: as published")
     parser.add_argument("--output", type=Path, default=RESULTS / "optim-comparison.json")
-    parser.add_argument("--plot", type=Path, default=PLOT)
     given = parser.parse_args()
     torch.set_num_threads(1)
     chosen = given.only.split(",") if given.only else names()
     num_steps = {problem: given.steps or steps for problem, steps in NUM_STEPS.items()}
+    found = about(("scikit-learn",))
     how = (
-        f"{'; '.join(f'{key}: {value}' for key, value in about(('scikit-learn',)).items())}. Other work ran on the machine. "
-        f"Learning rates from {GRID[0]:.2g} to {GRID[-1]:.2g} in half decades, tuned on a seed of its own."
+        "Trained by `python -m benchmarks.optim.comparison`, timed and drawn by the same with `--times`; "
+        f"{found['date']}; {found['machine']}; {found['versions']}. Learning rates from {GRID[0]:.2g} to {GRID[-1]:.2g} in "
+        "half decades, tuned on a seed of its own."
     )
     results = {"how": how, "num_steps": num_steps, "left_out": LEFT_OUT}
-    results["problems"] = known(given.output) if given.only else {problem: {} for problem in PROBLEMS}
-    for name in chosen:
+    before = known(given.output)
+    results["problems"] = before if given.only or given.times else {problem: {} for problem in PROBLEMS}
+    for name in () if given.times else chosen:
         for problem in PROBLEMS:
-            results["problems"][problem][name] = compare(problem, name, num_steps[problem])
+            earlier = before[problem].get(name, {}) if given.resume else {}
+            results["problems"][problem][name] = compare(problem, name, num_steps[problem], earlier)
         write(results, given.output)
-    plot(results, given.plot)
+    for problem, rows in results["problems"].items():
+        measure_steps(problem, rows)
+    write(results, given.output)
+    if given.output == RESULTS / "optim-comparison.json":
+        plot(results)
 
 
 def write(results: dict[str, Any], path: Path) -> None:

@@ -1,16 +1,22 @@
 """Time of an optimizer's step against the fastest AdamW of torch, and against what else implements the same method.
 
-    python -m benchmarks.optim.speed [--sizes 10 100] [--rounds N] [--only NAME ...] [--keep] [--libraries FOLDER]
+    pip install --no-deps --target FOLDER pytorch-optimizer bitsandbytes torchao
+    python -m benchmarks.optim.speed [--sizes 10 100] [--forms FORM ...] [--rounds N] [--only NAME ...] [--keep]
+                                     [--libraries FOLDER]
 
 Parameters are square matrices, `--sizes` millions of elements together. The fastest of AdamW's loop, foreach and fused
 forms is found first; then each method's step alternates with it, and the median of the ratios counts. A method that
 moves b bytes an element may take b / 28 × 1.2 of AdamW's time: 28 are AdamW's own (parameter and two moments read and
-written, gradient read). `--libraries` is a folder to import pytorch_optimizer, bitsandbytes and torchao from.
+written, gradient read). The bar is for methods whose update of an element needs that element alone; clipping takes the
+whole gradient's k-th largest coordinate, LAMB and AdAdaGrad-Norm take norms, and FRUGAL chooses rows. `--libraries` is
+the folder to import the others from. `--keep` adds the rows to those of earlier runs. Compiled code is kept for the run
+alone, unless TORCHINDUCTOR_CACHE_DIR says where.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -29,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainwright import optim
 
-from ..solvers.record import write
+from ..solvers.record import RESULTS, write
 
 ADAMW_BYTES = 28
 BAR = 1.2
@@ -40,6 +46,17 @@ ADAMW_FORMS: dict[str, dict[str, bool]] = {
 }
 SIDE = {10: (1000, 10), 100: (2000, 25)}
 """Millions of elements: the matrices' side, and how many there are."""
+FORMS: dict[str, dict[str, bool]] = {"loop": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+NOT_FUSED = ("frugal", "lamb8bit")
+NOT_ELEMENTWISE = ("adadagradnorm", "clippedsgd", "clippedadam", "frugal", "lamb8bit")
+OTHERS = (
+    ("pytorch_optimizer", "AdaBelief", "adabelief"),
+    ("pytorch_optimizer", "Adan", "adan"),
+    ("pytorch_optimizer", "DiffGrad", "diffgrad"),
+    ("bitsandbytes.optim", "AdamW8bit", "adamw8bit"),
+    ("bitsandbytes.optim", "SGD8bit", "sgd8bit"),
+    ("torchao.optim", "AdamW8bit", "adamw8bit"),
+)
 Make = Callable[[list[nn.Parameter]], Any]
 
 
@@ -52,42 +69,34 @@ def parameters(millions: int) -> list[nn.Parameter]:
     return params
 
 
-def candidates(only: list[str]) -> Iterator[tuple[str, str, Make, float]]:
+def candidates(only: list[str], forms: list[str]) -> Iterator[tuple[str, str, Make, float]]:
     """Yield library or form, method, how it is made, and bytes an element."""
     for name in optim.names():
         entry = optim.record(name)
-        if not entry.cls.__module__.startswith("trainwright") or entry.needs_loss or (only and name not in only):
+        own = entry.cls.__module__.startswith("trainwright") and entry.reads != "model" and not entry.needs_loss
+        if not own or (only and name not in only):
             continue
-        moved = 12 + 2 * entry.state_bytes((4096, 4096)) / 4096**2
-        for form, options in (("loop", {}), ("foreach", {"foreach": True}), ("fused", {"fused": True})):
-            yield form, name, lambda params, name=name, options=options: optim.create(name, params, **options), moved
-    yield from _others(only)
+        for form in forms:
+            if form in FORMS and not (form == "fused" and name in NOT_FUSED):
+                yield form, name, functools.partial(_own, name, form), _moved(name)
+    for library, class_name, name in OTHERS:
+        if "others" in forms and (not only or name in only):
+            yield library, name, functools.partial(_other, library, class_name, name), _moved(name)
 
 
-def _others(only: list[str]) -> Iterator[tuple[str, str, Make, float]]:
-    for library, class_name, name in (
-        ("pytorch_optimizer", "AdaBelief", "adabelief"),
-        ("pytorch_optimizer", "Adan", "adan"),
-        ("pytorch_optimizer", "DiffGrad", "diffgrad"),
-        ("bitsandbytes.optim", "AdamW8bit", "adamw8bit"),
-        ("bitsandbytes.optim", "SGD8bit", "sgd8bit"),
-        ("torchao.optim", "AdamW8bit", "adamw8bit"),
-    ):
-        if only and name not in only:
-            continue
-        options = {"lr": 1e-3, "momentum": 0.9} if name == "sgd8bit" else {"lr": 1e-3}
-        moved = 12 + 2 * optim.record(name).state_bytes((4096, 4096)) / 4096**2
-        yield (
-            library,
-            name,
-            lambda params, made=(library, class_name), options=options: _made(*made)(params, **options),
-            moved,
-        )
+def _moved(name: str) -> float:
+    """Bytes an element: parameter read and written, gradient read, state read and written."""
+    return 12 + 2 * optim.record(name).state_bytes((4096, 4096)) / 4096**2
 
 
-def _made(library: str, class_name: str) -> Any:
+def _own(name: str, form: str, params: list[nn.Parameter]) -> Any:
+    return optim.create(name, params, **FORMS[form])
+
+
+def _other(library: str, class_name: str, name: str, params: list[nn.Parameter]) -> Any:
     module = __import__(library, fromlist=[class_name])
-    return getattr(module, class_name)
+    momentum = {"momentum": 0.9} if name == "sgd8bit" else {}
+    return getattr(module, class_name)(params, lr=1e-3, **momentum)
 
 
 def step_s(optimizer: Any) -> float:
@@ -96,10 +105,10 @@ def step_s(optimizer: Any) -> float:
     return time.perf_counter() - begin
 
 
-def step_bytes(optimizer: Any) -> int:
-    """The most that a step allocates and frees again."""
+def allocated_bytes(call: Callable[[], Any]) -> int:
+    """Return the most that a call allocates beside what was there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        optimizer.step()
+        call()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
@@ -132,54 +141,74 @@ def row(
             base, own = step_s(reference), step_s(optimizer)
             ratios.append(own / base)
             times.append(own)
-        temporaries = step_bytes(optimizer) / num_elements
+        temporaries = allocated_bytes(optimizer.step) / num_elements
     except Exception as error:
         return {**shown, "ns/param": f"not run: {type(error).__name__}: {str(error)[:90]}"}
     finally:
         gc.collect()
-    bar = moved / ADAMW_BYTES * BAR
+    bar, ratio = moved / ADAMW_BYTES * BAR, statistics.median(ratios)
+    barred = name not in NOT_ELEMENTWISE
     return {
         **shown,
         "ns/param": round(statistics.median(times) / num_elements * 1e9, 2),
-        "of AdamW's time": round(statistics.median(ratios), 2),
-        "bar": round(bar, 2),
-        "met": "yes" if statistics.median(ratios) <= bar else "no",
+        "of AdamW's time": round(ratio, 2),
+        "bar": round(bar, 2) if barred else "",
+        "met": ("yes" if ratio <= bar else "no") if barred else "",
         "step temporaries B/param": round(temporaries, 2),
     }
 
 
+def section(millions: int, only: list[str], forms: list[str], num_rounds: int) -> list[dict[str, Any]]:
+    """Measure every candidate at one size; torch's AdamW comes first."""
+    params = parameters(millions)
+    best, medians = fastest_adamw(params, num_rounds)
+    reference = torch.optim.AdamW(params, **ADAMW_FORMS[best])
+    reference.step()
+    found: list[dict[str, Any]] = [
+        {"method": "torch adamw", "form": form, "ns/param": round(median / millions * 1e3, 2),
+         "of AdamW's time": round(median / medians[best], 2), "bar": "", "met": "", "step temporaries B/param": ""}
+        for form, median in medians.items()
+    ]  # fmt: skip
+    for candidate in candidates(only, forms):
+        found.append(row(*candidate, params, reference, num_rounds))
+        print(found[-1], flush=True)
+    return found
+
+
+def merged(name: str, sections: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Add the rows to those of the record, in place of rows of the same method and form."""
+    path = RESULTS / f"{name}.json"
+    known = json.loads(path.read_text(encoding="utf8"))["sections"] if path.exists() else {}
+    for heading, rows in sections.items():
+        by_key = {(row["method"], row["form"]): row for row in [*known.get(heading, []), *rows]}
+        known[heading] = list(by_key.values())
+    return dict(known)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100], choices=sorted(SIDE))
+    parser.add_argument("--forms", nargs="+", default=[*FORMS, "others"], choices=[*FORMS, "others"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/optim-speed.{json,md}")
+    parser.add_argument("--keep", action="store_true", help="add to benchmarks/results/optim-speed.{json,md}")
     parser.add_argument("--libraries", default="")
     given = parser.parse_args()
     if given.libraries:
         sys.path.append(given.libraries)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
-        tempfile.mkdtemp()
-    )  # an older cache may hold code without vector instructions
-    sections = {}
-    for millions in given.sizes:
-        params = parameters(millions)
-        best, medians = fastest_adamw(params, given.rounds)
-        reference = torch.optim.AdamW(params, **ADAMW_FORMS[best])
-        reference.step()
-        own = [
-            {"method": "torch adamw", "form": form, "ns/param": round(found / millions / 1e6 * 1e9, 2),
-             "of AdamW's time": round(found / medians[best], 2), "bar": "", "met": "", "step temporaries B/param": ""}
-            for form, found in medians.items()
-        ]  # fmt: skip
-        for candidate in candidates(given.only):
-            own.append(row(*candidate, params, reference, given.rounds))
-            print(own[-1], flush=True)
-        sections[f"{millions} million parameters"] = own
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # an older cache may hold code without vector instructions
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
+    sections = {
+        f"{millions} million parameters": section(millions, given.only, given.forms, given.rounds)
+        for millions in given.sizes
+    }
     remarks = [
         "of AdamW's time: median over rounds of own step / the fastest AdamW step just before it.",
-        "bar: bytes moved an element / 28 × 1.2.",
+        "bar: bytes moved an element / 28 × 1.2; none for methods that read more than the element.",
+        "Measured in several runs, each row against AdamW in its own; the AdamW rows are the last run's.",
     ]
+    if given.keep:
+        sections = merged("optim-speed", sections)
     write("optim-speed", sections, remarks, packages=("pytorch-optimizer", "bitsandbytes", "torchao"), keep=given.keep)
 
 

@@ -1,23 +1,21 @@
-"""C++ files of this package, compiled for this machine when first used, and work split over torch's threads."""
+"""C++ files of this package, compiled for this machine when first used.
+
+They run on OpenMP's threads, which are torch's too: threads of another kind would wait for those to stop spinning.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import hashlib
-import itertools
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno")
 _COMPILERS = ("g++",)
 
 
@@ -37,31 +35,6 @@ def library(source: Path) -> ctypes.CDLL:
     if not target.exists():
         _compile(compiler, source, target)
     return ctypes.CDLL(str(target))
-
-
-def over_threads(run: Callable[[int, int], None], num_items: int, least: int) -> None:
-    """Call `run(begin, end)` for parts of `num_items` on as many threads as torch uses, each part of at least `least`.
-
-    >>> parts = []
-    >>> over_threads(lambda begin, end: parts.append((begin, end)), 10, least=10)
-    >>> parts
-    [(0, 10)]
-    """
-    num_parts = max(1, min(torch.get_num_threads(), num_items // max(least, 1)))
-    edges = [num_items * part // num_parts for part in range(num_parts + 1)]
-    if num_parts == 1:
-        return run(0, num_items)
-    others = [_pool(os.getpid()).submit(run, begin, end) for begin, end in itertools.pairwise(edges[1:])]
-    run(edges[0], edges[1])
-    for other in others:
-        other.result()
-    return None
-
-
-@functools.cache
-def _pool(process: int) -> ThreadPoolExecutor:
-    """Threads of this process: a forked child has none of its parent's."""
-    return ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
 
 
 def _compile(compiler: str, source: Path, target: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..artifacts import UserError
+from ..artifacts import UserError, check_range
 from .batch import Batch, Lists, plain, working_dtype
 from .compiled import Update, compiled
 
@@ -246,22 +246,12 @@ def add_quotients(params: Tensors, numerators: Tensors, denominators: Tensors, s
         torch._foreach_addcdiv_(params, numerators, denominators, scale)
 
 
-def check_range(owner: str, **values: tuple[Any, str, Callable[[Any], bool]]) -> None:
-    """Raise `UserError` for the first value outside its range: name=(value, "the range in words", test).
-
-    >>> check_range("SGD", lr=(-1.0, "at least 0", lambda value: value >= 0))
-    Traceback (most recent call last):
-    trainwright.artifacts.record.UserError: SGD needs lr at least 0; got -1.0; give such a value
-    """
-    for name, (value, words, test) in values.items():
-        if not test(value):
-            raise UserError(f"{owner} needs {name} {words}; got {value}; give such a value")
-
-
 def check_common(
     owner: str, lr: Any, betas: tuple[float, ...] = (), eps: float = 0.0, weight_decay: float = 0.0
 ) -> None:
     """Check the settings that most methods share."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise UserError(f"{owner} needs lr of one element; got shape {tuple(lr.shape)}; give groups rates of their own")
     check_range(
         owner,
         lr=(lr, "of at least 0", lambda value: float(value) >= 0.0),
@@ -307,7 +297,9 @@ def check_dense(grad: Tensor | None, owner: str) -> None:
 
 
 def _restored(name: str, value: Any, param: Tensor, group: dict[str, Any]) -> Any:
-    """Return a saved value as it was, on the device where it is kept."""
+    """Return a saved value as it was, on the device where it is kept; a step saved as a number, as a tensor."""
+    if name == "step" and isinstance(value, (int, float)):
+        value = torch.tensor(float(value), dtype=torch.float32)
     if not isinstance(value, Tensor):
         return value
     on_host = name == "step" and not group["capturable"]

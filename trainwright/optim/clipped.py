@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..numerics.hvp import placed_like, real_view
 from ..numerics.select import kth_largest_magnitude, selection_bytes
@@ -202,7 +203,8 @@ def _threshold(tensors: Sequence[Tensor], owners: Sequence[Tensor], group: dict[
     def add(counts: Iterable[Tensor]) -> Tensor:
         return sum_over_shards(zip(counts, owners))
 
-    return kth_largest_magnitude(tensors, index, add) * group["threshold_scale"]
+    shared = any(isinstance(param, DTensor) for param in owners)
+    return kth_largest_magnitude(tensors, index, add if shared else None) * group["threshold_scale"]
 
 
 def _check_clipping(owner: str, settings: dict[str, Any]) -> None:

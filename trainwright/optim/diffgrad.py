@@ -63,14 +63,13 @@ class DiffGrad(Method):
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        numerators = _frictions(states["previous_grad"], grads)
-        torch._foreach_mul_(numerators, means)
-        torch._foreach_copy_(states["previous_grad"], grads)
         denominators = torch._foreach_sqrt(squares)
         if options["eps_corrected"]:
             torch._foreach_div_(denominators, options["root"])
         torch._foreach_add_(denominators, options["eps"])
-        add_quotients(params, numerators, denominators, options["scale"])
+        torch._foreach_mul_(denominators, _inverse_frictions(states["previous_grad"], grads))
+        torch._foreach_copy_(states["previous_grad"], grads)
+        add_quotients(params, means, denominators, options["scale"])
 
     @staticmethod
     def _step_numbers(step: Any, lr: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -79,10 +78,16 @@ class DiffGrad(Method):
         return {"root": root, "scale": scale if options["eps_corrected"] else scale * root}
 
 
-def _frictions(previous: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+def _inverse_frictions(previous: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Return 1/ξ = 1 + exp(-|g_previous - g|): a factor of the denominator costs no division of its own."""
     found = list(torch._foreach_sub(previous, grads))
     torch._foreach_abs_(found)
-    torch._foreach_sigmoid_(found)
+    torch._foreach_neg_(found)
+    if torch.compiler.is_compiling():  # which knows no list form of it, and would make it a pass of its own
+        found = [negative.exp() for negative in found]
+    else:
+        torch._foreach_exp_(found)
+    torch._foreach_add_(found, 1.0)
     return found
 
 

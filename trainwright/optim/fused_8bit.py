@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ from torch import Tensor
 
 from .. import numerics
 from ..artifacts import UserError
-from ..numerics.native import library, over_threads
-from ..numerics.quantise import num_blocks
+from ..numerics.native import library
 from .batch import Lists
 from .compiled import Update, flat_views
 
 _NUM_DECADES = 7
-_LEAST_ELEMENTS = 1 << 17
+_LEAST_ELEMENTS = 1 << 15
+"""Of a thread: fewer take less time than waking it."""
 _SOURCE = Path(numerics.__file__).with_name("blockwise.cpp")
 
 
@@ -44,14 +43,11 @@ def fused(update: Update) -> Update:
         if views is None or not scales or param.dtype != torch.float32 or param.device.type != "cpu":
             return update(params, grads, states, step, lr, options)
         codes = [tensor for pair in zip(views[2:], scales) for tensor in pair]
-        call, settings = _call(moments), _settings(step, lr, options)
-        size = options["block_size"]
+        settings = _settings(step, lr, options)
+        num_threads = max(1, min(torch.get_num_threads(), param.numel() // _LEAST_ELEMENTS))
         pointers = [tensor.data_ptr() for tensor in (views[0], views[1], *codes, _tables())]
-
-        def some(begin: int, end: int) -> None:
-            call(begin, end, param.numel(), size, *map(ctypes.c_void_p, pointers), ctypes.byref(settings))
-
-        return over_threads(some, num_blocks(param.numel(), size), _LEAST_ELEMENTS // size)
+        _call(len(moments))(num_threads, param.numel(), options["block_size"], *pointers, ctypes.byref(settings))
+        return None
 
     return run
 
@@ -64,9 +60,10 @@ def _load() -> ctypes.CDLL:
         raise UserError(f"{error}; or leave out fused=True") from error
 
 
-def _call(moments: Sequence[str]) -> Any:
-    function = _load().adam_blocks if len(moments) == 2 else _load().momentum_blocks
-    function.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_void_p] * (3 + 2 * len(moments)), ctypes.POINTER(_Settings)]
+@functools.cache
+def _call(num_moments: int) -> Any:
+    function = _load().adam_blocks if num_moments == 2 else _load().momentum_blocks
+    function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * (3 + 2 * num_moments), ctypes.POINTER(_Settings)]
     function.restype = None
     return function
 
@@ -87,14 +84,15 @@ def _tables() -> Tensor:
 
 
 def _map(signed: bool) -> list[list[float]]:
-    """Constants of each decade, and in the eighth place those of the value 1.
+    """Constants of each decade, between those of the value 0 and those of the value 1.
 
     Decade i has n intervals from 10^(i-7) to 10^(i-6); a threshold is halfway between the neighbours on its two sides.
     """
-    columns = []
+    zero = -1 if signed else 0
+    columns = [[0.0, 0.0, 0.0, zero, zero, 0.0]]
     for i in range(_NUM_DECADES):
         n, unit = 2 ** (i if signed else i + 1), 10.0 ** (i - _NUM_DECADES + 1)
         threshold = unit * (0.1 + 0.18 / n) if i else unit * (0.1 + 0.45 / n) / 2
-        columns.append([0.9 * unit, unit * (0.1 + 0.45 / n), n / 0.9 / unit, n - n / 9, 2 * n - 1, threshold])
-    columns.append([0.0, 1.0, 0.0, 2 * n, 2 * n, 1 - 0.225 / n])
+        columns.append([0.9 * unit / n, -0.8 * unit, n / 0.9 / unit, n - n / 9 - 1, 2 * n - 2, threshold])
+    columns.append([0.0, 1.0, 0.0, 2 * n - 1, 2 * n - 1, 1 - 0.225 / n])
     return [list(row) for row in zip(*columns)]

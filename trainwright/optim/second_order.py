@@ -10,6 +10,7 @@ Both leave `.grad` as it is. Probes depend on `seed` and the count of refreshes 
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,17 @@ class CurvatureMethod(Method):
     ) -> None:  # fmt: skip
         super().__init__(params, defaults, **how)
         self.process_group = process_group
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "process_group": self.process_group}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CurvatureMethod:
+        """Copy all but the process group, which is the process's and cannot be copied."""
+        memo[id(self.process_group)] = self.process_group
+        duplicate = type(self).__new__(type(self))
+        memo[id(self)] = duplicate
+        duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return duplicate
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         owner = type(self).__name__
