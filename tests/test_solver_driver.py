@@ -79,6 +79,21 @@ def test_callback_stops_and_history_is_kept_on_request() -> None:
     assert drive(1.0, halve, size, Limits(5)).history == {}
 
 
+def test_a_count_that_begins_late_was_zero_before() -> None:
+    counts = Counts()
+
+    def step(x: float) -> float:
+        counts.add(nfev=1)
+        if x < 0.3:
+            counts.add(rare=2)
+        return x / 2
+
+    run = drive(1.0, step, size, Limits(4), counts=counts, keep_history=True)
+    assert run.history["nfev"] == [0, 1, 2, 3, 4]
+    assert run.history["rare"] == [0, 0, 0, 2, 4]
+    assert {len(column) for column in run.history.values()} == {5}
+
+
 def test_an_interrupt_returns_the_best_so_far() -> None:
     def step(x: float) -> float:
         if x < 0.3:

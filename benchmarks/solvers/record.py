@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent.parent / "results"
+CPU_SECONDS = "Seconds are the processor's, of one thread: waiting for other work on the machine is not counted."
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -37,7 +39,11 @@ def write(
         return
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text, encoding="utf8")
-    record = {**head, "sections": {heading: list(rows) for heading, rows in sections.items()}, "remarks": list(remarks)}
+    record = {
+        **head,
+        "sections": {heading: _plain(rows) for heading, rows in sections.items()},
+        "remarks": list(remarks),
+    }
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1, default=float) + "\n", encoding="utf8")
 
 
@@ -62,7 +68,14 @@ def table(rows: Rows) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return "–" if math.isnan(value) else f"{value:.4g}"
+    return str(value)
+
+
+def _plain(rows: Rows) -> list[dict[str, Any]]:
+    """Return the rows with null for NaN, which JSON does not know."""
+    return [{key: None if _cell(value) == "–" else value for key, value in row.items()} for row in rows]
 
 
 def _processor() -> str:

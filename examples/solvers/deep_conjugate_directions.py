@@ -9,7 +9,6 @@ import argparse
 import math
 
 import torch
-from plotly import graph_objects as go
 from plotly.subplots import make_subplots
 
 from trainwright.solvers.linear import (
@@ -21,6 +20,8 @@ from trainwright.solvers.linear import (
     solve_ssor_pcg,
     train_direction_net,
 )
+
+COLOURS = {"DCDM": "#2563eb", "CG": "#888888", "SSOR-PCG, optimal ω": "#d97706"}
 
 
 def charges(side: int) -> torch.Tensor:
@@ -51,15 +52,21 @@ def main() -> None:
         "CG": solve_dcdm(grid.apply, right, lambda r: r, maxiter=3000, keep_history=True),
         "SSOR-PCG, optimal ω": solve_ssor_pcg(grid.matrix(), right.reshape(-1), omega, rtol=1e-6, keep_history=True),
     }
-    figure = make_subplots(1, 2, subplot_titles=("Residual", "The solution of DCDM"))
+    figure = make_subplots(1, 2, subplot_titles=("Residual against that at the start", "The solution of DCDM"))
     for name, result in results.items():
         residuals = result.history["residual"]
-        figure.add_trace(go.Scatter(y=[r / residuals[0] for r in residuals], name=name), 1, 1)
+        figure.add_scatter(
+            x=list(range(1, len(residuals))), y=[r / residuals[0] for r in residuals[1:]], name=name,
+            line={"color": COLOURS[name]}, row=1, col=1,
+        )  # fmt: skip
         print(f"{name}: {result.nit} iterations")
-    figure.add_trace(go.Heatmap(z=results["DCDM"].x.numpy(), colorscale="RdBu"), 1, 2)
+    figure.add_heatmap(z=results["DCDM"].x.numpy(), colorscale="RdBu", zmid=0, row=1, col=2)
     figure.update_yaxes(type="log", exponentformat="power", row=1, col=1)
-    figure.update_xaxes(type="log", title="iteration", row=1, col=1)
-    figure.update_layout(legend={"x": 0.3, "y": 0.98})
+    figure.update_xaxes(type="log", dtick=1, title="iteration", row=1, col=1)
+    figure.update_layout(
+        title=f"A Poisson problem on {arguments.side} × {arguments.side} points, a network trained on 32 × 32",
+        template="plotly_white", legend={"x": 0.0, "y": 0.05},
+    )  # fmt: skip
     figure.write_html(arguments.out, include_plotlyjs="cdn")
     print(f"wrote {arguments.out}")
 

@@ -23,6 +23,7 @@ from trainwright.solvers.linear import (
     solve_stream,
 )
 
+COLOURS = {"Tsallis-INF": "#888888", "Tsallis-INF-CB": "#d97706", "ChebCB": "#2563eb"}
 System = tuple[sparse.csr_array, np.ndarray, float]
 
 
@@ -56,16 +57,27 @@ def main() -> None:
     figure = make_subplots(1, 2, subplot_titles=("Iterations a system, running mean", "The ω chosen for a context"))
     for name, tuner in tuners.items():
         stream = solve_stream(systems, tuner)
-        figure.add_trace(go.Scatter(y=smooth(stream.costs), name=name), 1, 1)
+        figure.add_trace(go.Scatter(y=smooth(stream.costs), name=name, line={"color": COLOURS[name]}), 1, 1)
         print(f"{name}: {stream.mean_cost(100):.1f} iterations over the last 100 systems")
     shifts = [context for *_, context in systems[-250:]]
     figure.add_trace(
-        go.Scatter(x=shifts, y=stream.omegas[-250:], mode="markers", name="ChebCB, last 250", opacity=0.5), 1, 2
-    )
+        go.Scatter(x=shifts, y=stream.omegas[-250:], mode="markers", name="ChebCB, last 250", opacity=0.5,
+                   marker={"color": COLOURS["ChebCB"]}), 1, 2
+    )  # fmt: skip
     fixed = {omega: np.mean([solve_sor(A, b, omega).nit for A, b, _ in systems[::25]]) for omega in OMEGAS[8::3]}
     best = min(fixed, key=lambda omega: float(fixed[omega]))
-    figure.add_hline(fixed[best], line_dash="dash", annotation_text=f"best fixed, ω = {best:.2f}", row=1, col=1)
+    figure.add_hline(
+        fixed[best],
+        line_dash="dash",
+        annotation_text=f"best fixed, ω = {best:.2f}",
+        annotation_position="bottom right",
+        row=1,
+        col=1,
+    )
     print(f"best fixed ω = {best:.2f}: {fixed[best]:.1f} iterations")
+    figure.update_yaxes(title="iterations", row=1, col=1)
+    figure.update_yaxes(title="ω", row=1, col=2)
+    figure.update_layout(title="SOR on a stream of diffusion systems: ω learned on the way", template="plotly_white")
     figure.update_xaxes(title="system", row=1, col=1)
     figure.update_xaxes(title="context: the shift c", row=1, col=2)
     figure.write_html(arguments.out, include_plotlyjs="cdn")

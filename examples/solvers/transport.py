@@ -13,6 +13,8 @@ from plotly.subplots import make_subplots
 
 from trainwright.solvers.transport import SnsOptions, TransportResult, solve_sinkhorn, solve_sns
 
+COLOURS = {"SNS, adaptive": "#2563eb", "SNS, five entries a row": "#d97706", "Sinkhorn, log domain": "#888888"}
+
 
 def two_piles(num_points: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Two distributions on [0, 1], one hump and two humps, and the squared distance."""
@@ -23,7 +25,7 @@ def two_piles(num_points: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def error_over_passes(result: TransportResult, name: str) -> go.Scatter:
-    return go.Scatter(x=result.history["nfev"], y=result.history["residual"], name=name, mode="lines+markers")
+    return go.Scatter(x=result.history["nfev"], y=result.history["residual"], name=name, line={"color": COLOURS[name]})
 
 
 def main() -> None:
@@ -39,15 +41,18 @@ def main() -> None:
     )
     sinkhorn = solve_sinkhorn(a, b, cost, arguments.reg, tol=1e-12, keep_history=True, max_iterations=150)
     figure = make_subplots(1, 2, subplot_titles=("Error of the marginals", "The plan, by log10"))
-    for result, name in (
-        (newton, "SNS, adaptive"), (paper, "SNS, five entries a row"), (sinkhorn, "Sinkhorn, log domain"),
-    ):  # fmt: skip
+    for result, name in zip((newton, paper, sinkhorn), COLOURS):
         figure.add_trace(error_over_passes(result, name), 1, 1)
     plan = newton.plan().clamp(min=1e-12).log10()
-    figure.add_trace(go.Heatmap(z=plan.numpy(), colorscale="Viridis", colorbar={"x": 1.0}), 1, 2)
+    figure.add_trace(go.Heatmap(z=plan.numpy(), colorscale="Viridis", colorbar={"x": 1.0}, zmin=-12), 1, 2)
     figure.update_yaxes(type="log", exponentformat="power", title="L1 error", row=1, col=1)
     figure.update_xaxes(title="passes over the cost", row=1, col=1)
-    figure.update_layout(title=newton.message, legend={"x": 0.2, "y": 0.95})
+    figure.update_xaxes(title="place in b", row=1, col=2)
+    figure.update_yaxes(title="place in a", row=1, col=2)
+    figure.update_layout(
+        title=f"Entropic transport of one pile to two, reg = {arguments.reg:g}", template="plotly_white",
+        legend={"x": 0.22, "y": 0.5},
+    )  # fmt: skip
     figure.write_html(arguments.out, include_plotlyjs="cdn")
     print(f"{newton.num_sinkhorn} Sinkhorn and {newton.num_newton} Newton steps to {newton.marginal_error:.1e}")
     print(f"Sinkhorn after {sinkhorn.nit} steps: {sinkhorn.marginal_error:.1e}; wrote {arguments.out}")

@@ -199,8 +199,10 @@ class _Loop(Generic[State]):
                 "fun": measured.fun,
                 "seconds": time.monotonic() - self.start,
             }
+            num_before = len(self.history.get("nit", ()))
             for name, value in {**row, **measured.extra, **self.counts}.items():
-                self.history.setdefault(name, []).append(float(value))
+                # A count whose first call comes later was zero until then: columns stay of one length.
+                self.history.setdefault(name, [0.0] * num_before).append(float(value))
         if self.progress is not None and time.monotonic() - self.told >= 1.0:
             self.told = time.monotonic()
             self.progress(f"iteration {nit}: residual {measured.residual:.3g}, objective {measured.fun:.6g}")

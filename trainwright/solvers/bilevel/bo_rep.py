@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...artifacts import UserError
+from ...artifacts import check_range
 from .problem import Blocks, Sample
 
 
@@ -61,21 +61,25 @@ class BOREP:
     """False: plain momentum descent with the same y and z, the baseline."""
 
     def __post_init__(self) -> None:
-        for name, words, fine in (
-            ("step_x", "above 0", self.step_x > 0),
-            ("step_y", "above 0", self.step_y > 0),
-            ("step_z", "above 0", self.step_z > 0),
-            ("momentum", "in [0, 1)", 0 <= self.momentum < 1),
-            ("period", "of at least 1", self.period >= 1),
-            ("num_inner", "of at least 1", self.num_inner >= 1),
-            ("radius", "above 0", self.radius > 0),
-            ("refine_steps", "of at least 0", self.refine_steps >= 0),
-            ("num_refinements", "of at least 0", self.num_refinements >= 0),
-            ("refine_radius", "above 0", self.refine_radius > 0),
-            ("decay", "in (0, 1]", 0 < self.decay <= 1),
-        ):
-            if not fine:
-                raise UserError(f"BOREP needs {name} {words}; got {getattr(self, name)}; give such a value")
+        above_0 = ("above 0", lambda value: value > 0)
+        at_least_0, at_least_1 = (
+            ("of at least 0", lambda value: value >= 0),
+            ("of at least 1", lambda value: value >= 1),
+        )
+        check_range(
+            "BOREP",
+            step_x=(self.step_x, *above_0),
+            step_y=(self.step_y, *above_0),
+            step_z=(self.step_z, *above_0),
+            momentum=(self.momentum, "in [0, 1)", lambda value: 0 <= value < 1),
+            period=(self.period, *at_least_1),
+            num_inner=(self.num_inner, *at_least_1),
+            radius=(self.radius, *above_0),
+            refine_steps=(self.refine_steps, *at_least_0),
+            num_refinements=(self.num_refinements, *at_least_0),
+            refine_radius=(self.refine_radius, *above_0),
+            decay=(self.decay, "in (0, 1]", lambda value: 0 < value <= 1),
+        )
 
     def start(self, problem: Blocks, x: Tensor, y: Tensor) -> MomentumState:
         """Return the state before the first step; refinement waits for the first step's batches."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...artifacts import UserError
+from ...artifacts import UserError, check_range
 from .problem import Blocks, Local, Sample
 
 
@@ -77,21 +77,22 @@ class BSVRB:
     max_catch_up: int = 10
 
     def __post_init__(self) -> None:
-        for name, words, fine in (
-            ("step_x", "above 0", self.step_x > 0),
-            ("step_y", "above 0", self.step_y > 0),
-            ("step_v", "above 0", self.step_v is None or self.step_v > 0),
-            ("num_sampled", "of at least 1", self.num_sampled >= 1),
-            ("version", "1 or 2", self.version in (1, 2)),
-            ("alpha", "in (0, 1]", 0 < self.alpha <= 1),
-            ("beta", "in (0, 1]", 0 < self.beta <= 1),
-            ("gamma", "of at least 0", self.gamma is None or self.gamma >= 0),
-            ("curvature_floor", "above 0", self.curvature_floor > 0),
-            ("v_bound", "above 0", self.v_bound > 0),
-            ("max_catch_up", "of at least 1", self.max_catch_up >= 1),
-        ):
-            if not fine:
-                raise UserError(f"BSVRB needs {name} {words}; got {getattr(self, name)}; give such a value")
+        above_0, at_least_1 = ("above 0", lambda value: value > 0), ("of at least 1", lambda value: value >= 1)
+        share = ("in (0, 1]", lambda value: 0 < value <= 1)
+        check_range(
+            "BSVRB",
+            step_x=(self.step_x, *above_0),
+            step_y=(self.step_y, *above_0),
+            step_v=(self.step_v, "above 0", lambda value: value is None or value > 0),
+            num_sampled=(self.num_sampled, *at_least_1),
+            version=(self.version, "1 or 2", lambda value: value in (1, 2)),
+            alpha=(self.alpha, *share),
+            beta=(self.beta, *share),
+            gamma=(self.gamma, "of at least 0", lambda value: value is None or value >= 0),
+            curvature_floor=(self.curvature_floor, *above_0),
+            v_bound=(self.v_bound, *above_0),
+            max_catch_up=(self.max_catch_up, *at_least_1),
+        )
 
     def correction(self, num_blocks: int) -> float:
         """Return γ: the given one, or the theory's, under which the trackers miss no block on average.

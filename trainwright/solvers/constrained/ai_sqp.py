@@ -40,7 +40,7 @@ class SqpOptions:
 
     sketch: "kaczmarz" (a row of K a step), "gaussian", or "exact" (a direct solution). size: rows a sketch.
     theta: how exactly the systems are solved. psi_scale, delta_min: with 1 and 1e-6 the tolerance is so small that steps
-    are nearly exact Newton steps; a psi_scale of 1e-4 makes them inexact. max_sketches: a Newton system's limit.
+    are nearly exact Newton steps; a psi_scale of 1e-8 makes them inexact. max_sketches: a Newton system's limit.
     """
 
     sketch: Sketch = "kaczmarz"
@@ -188,7 +188,7 @@ solve_adasketch_newton = solve_ai_sqp
 class _AiSqp:
     def __init__(self, problem: EqualityProblem, options: SqpOptions, random: np.random.Generator) -> None:
         self.problem, self.options, self.random = problem, options, random
-        self.num_sketches = self.num_capped = 0
+        self.num_capped = 0
 
     def start(self, x: Array, multipliers: Any) -> Point:
         values = self.problem.values(x)
@@ -226,7 +226,7 @@ class _AiSqp:
             if descent <= -point.eta2 / 2 * float(kkt @ kkt) or self._penalties_are_spent(point):
                 break
             point = self._harder(point, psi)
-        self.num_sketches += system.num_steps
+        self.problem.counts.add(num_sketches=system.num_steps)
         self.num_capped += not met
         return point, system.z
 
@@ -314,7 +314,7 @@ def _result(run: Run[Point], method: _AiSqp, back: Callable[[Array], Any]) -> Co
         message=_message(run.status, method), nit=run.nit, nfev=counts["nfev"], history=run.history,
         multipliers=back(best.multipliers), jac=back(best.values.gradient), kkt_residual=run.best_measured.residual,
         constr_violation=float(np.abs(c).max()) if c.size else 0.0, njev=counts["njev"], nhev=counts["nhev"],
-        num_sketches=method.num_sketches, num_capped=method.num_capped,
+        num_sketches=counts["num_sketches"], num_capped=method.num_capped,
     )  # fmt: skip
 
 

@@ -27,7 +27,10 @@ def train_direction_net(
     `x` is the network, `fun` the mean loss of the last tenth of the steps; `nfev` counts right-hand sides.
 
     It pays where many systems of one kind are to be solved. Train on small grids: with weights shared over the levels the
-    network serves larger ones. Not for one system: training costs some hundred solutions.
+    network serves larger ones. Where those have odd sides (halved on the way down, too), give it odd sides beside even ones
+    and more steps: pooling rounds an odd side up, and a network that never met such a level needs twice the iterations, or
+    stalls. Not for one system: training costs some hundred
+    solutions.
 
     >>> from trainwright.solvers.linear import PoissonGrid
     >>> random = torch.Generator().manual_seed(0)

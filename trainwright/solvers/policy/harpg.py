@@ -24,7 +24,8 @@ class HARPG:
 
     Two batches and one Hessian-vector product an iteration; four vectors. Õ(ε⁻²) trajectories for Fisher-non-degenerate
     policies. On small problems a tuned `REINFORCE` was not beaten, and with single trajectories and large steps some runs
-    saturate at a wrong action early on; batches mend that.
+    saturate at a wrong action early on; batches mend that. Nor does d follow ∇J more closely than plain normalised momentum's
+    with single trajectories; with eight an estimate it does.
 
     Source: Fatkhullin, Barakat, Kireeva, He, ICML 2023 (arXiv 2302.01734). Their code forms the score term from batch means and
     with the other sign, which loses it; here it is the paper's.
