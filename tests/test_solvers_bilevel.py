@@ -54,13 +54,6 @@ class Quadratics:
                        max_iterations=num_steps, grad_norm=self.grad_norm, keep_history=True, **options)  # fmt: skip
 
 
-def tail(result: Any) -> float:
-    """The mean gradient norm of the last fifth of the run."""
-    norms = result.history["residual"]
-    last = norms[-(len(norms) // 5) :]
-    return sum(last) / len(last)
-
-
 def test_derivatives_are_those_of_the_closed_form() -> None:
     problem = Quadratics()
     packing, x = Packing.of(problem.x0)

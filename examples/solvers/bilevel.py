@@ -87,7 +87,7 @@ def main() -> None:
             ("momentum, η = 1e-5", "#888888", steep(BOREP(1e-5, 0.2, 0.1, normalised=False), 2400)),
             ("momentum, η = 1e-4", "#b91c1c", steep(BOREP(1e-4, 0.2, 0.1, normalised=False), 2400)),
             ("BO-REP, η = 0.01", "#2563eb", steep(BOREP(0.01, 0.2, 0.1), 2400)),
-            ("BO-REP, decaying", "#16a34a", steep(BOREP(0.03, 0.2, 0.1, decay=0.998), 2400)),
+            ("BO-REP, decaying", "#16a34a", steep(BOREP(0.03, 0.2, 0.1, decay=0.9985), 2400)),
         ],
     ]
     figure = make_subplots(1, 2, subplot_titles=("20 noisy blocks, 5 a step", "a steep upper level (Σ cosh)"))
