@@ -4,12 +4,11 @@
 
 torchinfo      forward: parameters, input and the outputs of all modules; it knows no backward and no optimizer
 accelerate     `estimate-memory`'s rule for training with Adam: four times the parameters
-DeepSpeed      its ZeRO-2 estimate of model states for one GPU (18 bytes a parameter) by the formula in its documentation; no
-               activations; the package itself is not installed
+DeepSpeed      its ZeRO-2 estimate of model states for one GPU, nothing offloaded; no activations
 MemTracker     torch's own (`torch.distributed._tools`), over two real steps
 fvcore         FLOPs of the forward (multiply-adds, hence twice its figure)
 
-Wants `pip install torchinfo accelerate fvcore` beside the package. A tool that fails on a model says so in its place.
+Wants `pip install torchinfo accelerate fvcore deepspeed` beside the package. A tool that fails on a model says so in its place.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from .architectures import find
 
 DEFAULT = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "mamba", "lstm", "unet")
 _ADAM_COPIES = 4
-_ZERO2_BYTES_PER_PARAM = 18
 
 
 def main() -> None:
@@ -101,7 +99,13 @@ def accelerate(model: Any, batch: Any, loss_fn: Any) -> dict[str, float]:
 
 
 def deepspeed(model: Any, batch: Any, loss_fn: Any) -> dict[str, float]:
-    return {"peak_bytes": _ZERO2_BYTES_PER_PARAM * sum(param.numel() for param in model.parameters())}
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    num_params = sum(param.numel() for param in model.parameters())
+    _, gpu_bytes = estimate_zero2_model_states_mem_needs(
+        num_params, num_gpus_per_node=1, num_nodes=1, cpu_offload=False
+    )
+    return {"peak_bytes": gpu_bytes}
 
 
 def mem_tracker(model: Any, batch: Any, loss_fn: Any) -> dict[str, float]:
@@ -144,7 +148,7 @@ TOOLS: dict[str, Callable[[Any, Any, Any], dict[str, float]]] = {
     "MemTracker": mem_tracker,
     "torchinfo": torchinfo,
     "accelerate": accelerate,
-    "DeepSpeed (formula)": deepspeed,
+    "DeepSpeed": deepspeed,
     "fvcore": fvcore,
 }
 
