@@ -260,7 +260,7 @@ def test_sharded_parameters_take_the_same_steps(pool2: Pool) -> None:
     ("call", "message"),
     [
         (lambda x: GradNormSmoothNewton([x], lr=-1.0), "lr of at least 0"),
-        (lambda x: GradNormSmoothNewton([x], solver="qr"), "solver among dense, low_rank, cg, gradient; got qr"),
+        (lambda x: GradNormSmoothNewton([x], solver="qr"), "solver among dense, low_rank, cg, gradient; got 'qr'"),
         (lambda x: GradNormSmoothNewton([x], gamma=0.0), "gamma above 0"),
         (lambda x: GradNormSmoothNewton([x], min_gamma=0.0), "min_gamma above 0"),
         (lambda x: GradNormSmoothNewton([x], max_trials=0), "max_trials of at least 1"),

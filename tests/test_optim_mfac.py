@@ -237,7 +237,7 @@ def test_gradients_that_are_not_finite_leave_the_window_alone() -> None:
         ({"num_gradients": 0}, "num_gradients of at least 1; got 0"),
         ({"damping": 0.0}, "damping above 0"),
         ({"momentum": 1.0}, r"momentum in \[0, 1\)"),
-        ({"divisor": "all"}, "divisor 'window' or 'filled'; got all"),
+        ({"divisor": "all"}, "divisor 'window' or 'filled'; got 'all'"),
         ({"fused": True}, "fused False"),
         ({"capturable": True}, "capturable False"),
         ({"weight_decay": -1.0}, "weight_decay of at least 0"),

@@ -226,7 +226,7 @@ def test_sharded_parameters_take_the_same_steps(pool2: Pool) -> None:
     [
         (lambda w: SSO([w], lr=-1.0), "lr of at least 0"),
         (lambda w: SSO([w], num_inner_steps=0), "num_inner_steps of at least 1"),
-        (lambda w: SSO([w], search="wolfe"), "search 'armijo' or 'fixed'; got wolfe"),
+        (lambda w: SSO([w], search="wolfe"), "search 'armijo' or 'fixed'; got 'wolfe'"),
         (lambda w: SSO([w], inner_step=0.0), "inner_step above 0"),
         (lambda w: SSO([w], sufficient=1.0), r"sufficient in \(0, 1\)"),
         (lambda w: SSO([w], shrink=1.0), r"shrink in \(0, 1\)"),

@@ -27,7 +27,7 @@ def process_group(device: DeviceType = "cpu") -> Iterator[None]:
         yield
         return
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        join(device)
+        join(device, *_of_this_attempt())
     else:
         join(device, store=dist.HashStore(), index=0, num_ranks=1)
     try:
@@ -62,6 +62,19 @@ def join(device: DeviceType, store: object | None = None, index: int = -1, num_r
         torch.cuda.set_device(local_rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=index, world_size=num_ranks)  # type: ignore[arg-type]
+
+
+def _of_this_attempt() -> tuple[object, int, int]:
+    """Return (store, rank, number of ranks) as the environment says.
+
+    torchrun may keep its store when it starts the ranks again: under the same names gloo would find where ranks that are
+    gone have listened.
+    """
+    import torch.distributed as dist
+
+    store, index, num_ranks = next(iter(dist.rendezvous("env://")))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt-{attempt}", store), index, num_ranks
 
 
 def leave() -> None:

@@ -194,7 +194,7 @@ def _adafactor_temporaries(shape: Shape, element_bytes: int, options: Options) -
 
 
 def _muon_temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
-    """An upper bound: the update, three copies of it in bf16 for the iteration, and its Gram matrices."""
+    """An upper bound: the update; in bf16 three copies of it, one more that a product may reorder, its Gram matrices."""
     num_elements, smaller = math.prod(shape), min(shape, default=1)
-    iteration = _BF16_BYTES * (3 * num_elements + 2 * smaller * smaller)
+    iteration = _BF16_BYTES * (4 * num_elements + 2 * smaller * smaller)
     return num_elements * element_bytes + iteration + _WORKSPACE_BYTES
