@@ -256,7 +256,9 @@ def sharded(name: str) -> list[Any]:
 
 
 def sum_of_fourth_powers(weights: list[Any]) -> Tensor:
-    total = sum(weight.pow(4).sum() for weight in weights)
+    # products, not pow: after other ops of sharded tensors torch 2.13 has confused its cached placements of a power
+    squares = [weight * weight for weight in weights]
+    total = sum((square * square).sum() for square in squares)
     return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[union-attr,return-value]
 
 
