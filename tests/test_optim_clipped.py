@@ -256,10 +256,9 @@ def sharded(name: str) -> list[Any]:
 
 
 def sum_of_fourth_powers(weights: list[Any]) -> Tensor:
-    # products, not pow: after other ops of sharded tensors torch 2.13 has confused its cached placements of a power
-    squares = [weight * weight for weight in weights]
-    total = sum((square * square).sum() for square in squares)
-    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[union-attr,return-value]
+    # gathered before they are added: after other ops torch 2.13 has confused its cached placements of 0 + a sharded sum
+    parts = [weight.pow(4).sum() for weight in weights]
+    return sum(part.full_tensor() if hasattr(part, "full_tensor") else part for part in parts)  # type: ignore[return-value]
 
 
 def made(name: str, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
