@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.solvers import bilevel_problems
 from trainwright.artifacts import UserError
 from trainwright.solvers.bilevel import BOREP, BSVRB, bilevel
 from trainwright.solvers.bilevel.problem import Blocks
@@ -137,32 +138,10 @@ def test_only_chosen_blocks_move_in_version_two() -> None:
     assert result.nhvp == 9
 
 
-class Steep:
-    """G = y'Ay/2 - y'Bx, F = Σ cosh(y - s) + .02 Σ cosh x: smoothness that grows with the gradient; noise on ∇ᵧF."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.A = torch.diag(torch.linspace(1.0, 3.0, 8, dtype=torch.float64))
-        self.B = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]
-        self.s = 0.3 * torch.randn(8, generator=generator, dtype=torch.float64)
-        self.x0 = torch.full((8,), 6.0, dtype=torch.float64)
-
-    def sample(self, blocks: Tensor, generator: torch.Generator) -> Tensor:
-        return 1 + 0.1 * torch.randn(8, generator=generator, dtype=torch.float64)
-
-    def lower(self, x: Tensor, y: Tensor, blocks: Tensor, batch: Any) -> Tensor:
-        return torch.einsum("ia,ab,ib->i", y, self.A, y) / 2 - torch.einsum("ia,ab,b->i", y, self.B, x)
-
-    def upper(self, x: Tensor, y: Tensor, blocks: Tensor, batch: Any) -> Tensor:
-        return ((y - self.s).cosh() * batch).sum(1) + 0.02 * x.cosh().sum()
-
-    def grad_norm(self, x: Tensor) -> float:
-        y = torch.linalg.solve(self.A, self.B @ x)
-        return float((self.B.T @ torch.linalg.solve(self.A, (y - self.s).sinh()) + 0.02 * x.sinh()).norm())
-
+class Steep(bilevel_problems.Steep):
     def run(self, num_steps: int, seed: int = 0, **options: Any) -> Any:
         method = BOREP(step_y=0.2, step_z=0.1, **{"step_x": 0.01, **options})
-        return bilevel(self.upper, self.lower, self.x0, torch.zeros(1, 8, dtype=torch.float64), method=method, seed=seed,
+        return bilevel(self.upper, self.lower, self.x0, self.y0, method=method, seed=seed,
                        sample=self.sample, max_iterations=num_steps, grad_norm=self.grad_norm, keep_history=True)  # fmt: skip
 
 

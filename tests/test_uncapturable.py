@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 from torch.utils.checkpoint import checkpoint
 
 import trainwright as tw
@@ -274,7 +274,7 @@ class Counted(Base):
         return self.head(x[: counts.tolist()[0] + 1]).mean()
 
 
-@torch.library.custom_op("trainwright_tests::halved", mutates_args=())
+@library.custom_op("trainwright_tests::halved", mutates_args=())
 def halved(x: torch.Tensor) -> torch.Tensor:
     return x / 2
 

@@ -22,20 +22,26 @@ class Iterate:
 
 
 @dataclass(frozen=True)
-class SOBA:
+class _Plain:
+    """What the baselines have in common: plain steps of the drawn blocks."""
+
+    step_x: float
+    step_y: float
+    num_sampled: int
+
+    def start(self, problem: Blocks, x: Tensor, y: Tensor) -> Iterate:
+        return Iterate(x, y, torch.zeros_like(y), torch.full_like(x, torch.nan))
+
+
+@dataclass(frozen=True)
+class SOBA(_Plain):
     """One plain step of y, v and x each, all from one batch; `share` < 1 averages x's direction (MA-SOBA).
 
     Dagréou, Ablin, Vaiter & Moreau, NeurIPS 2022 (arXiv 2201.13409); the average: Chen, Xiao & Balasubramanian,
     2023 (arXiv 2306.12067).
     """
 
-    step_x: float
-    step_y: float
-    num_sampled: int
     share: float = 1.0
-
-    def start(self, problem: Blocks, x: Tensor, y: Tensor) -> Iterate:
-        return Iterate(x, y, torch.zeros_like(y), torch.full_like(x, torch.nan))
 
     def step(self, problem: Blocks, state: Iterate, sample: Sample, generator: torch.Generator) -> Iterate:
         blocks, here = _drawn(problem, state, self.num_sampled, sample, generator)
@@ -54,19 +60,13 @@ class SOBA:
 
 
 @dataclass(frozen=True)
-class StocBiO:
+class StocBiO(_Plain):
     """Two loops: `num_inner` plain steps of the drawn blocks' y, as many of v, then one of x; each on a batch of its own.
 
     Ji, Yang & Liang, ICML 2021 (arXiv 2010.07962); v by descent from where it was, in place of a truncated series.
     """
 
-    step_x: float
-    step_y: float
-    num_sampled: int
     num_inner: int = 5
-
-    def start(self, problem: Blocks, x: Tensor, y: Tensor) -> Iterate:
-        return Iterate(x, y, torch.zeros_like(y), torch.full_like(x, torch.nan))
 
     def step(self, problem: Blocks, state: Iterate, sample: Sample, generator: torch.Generator) -> Iterate:
         order = torch.randperm(problem.num_blocks, generator=generator)

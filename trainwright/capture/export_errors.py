@@ -78,7 +78,7 @@ def _own_backward(cls: type) -> str:
         )
     return (
         f"a forward of differentiable ops is needed; {cls.__module__}.{cls.__qualname__} is an autograd.Function; "
-        "a captured graph cannot keep its backward; write it with torch ops, or as torch.library.custom_op with "
+        "a captured graph cannot keep its backward; write it with torch ops, or as a custom_op of torch with "
         "register_autograd"
     )
 
@@ -123,7 +123,7 @@ def explain(error: Exception, model: nn.Module, batch: Any) -> str:
     if op := re.search(r"no fake impl registered for <CustomOpDef\(([^)]+)\)>", text):
         return (
             f"an op whose result has a known shape is needed; {op[1]}, called at {where}, has no fake implementation; "
-            "register one with torch.library.register_fake"
+            "register one with its register_fake"
         )
     if _is_data_dependent(error, text):
         return (

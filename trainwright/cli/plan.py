@@ -182,16 +182,20 @@ def _why_this(best: Plan, plans: Mapping[str, Plan | Refusal]) -> str:
 def _plan(question: _Question, optimizer: str) -> Plan:
     import trainwright as tw
 
+    return tw.plan(**_asked(question, optimizer), solver=question.solver)
+
+
+def _asked(question: _Question, optimizer: str) -> dict[str, Any]:
+    """What `tw.plan`, `tw.compare` and `tw.frontier` are all asked with."""
     loaded = question.loaded
-    return tw.plan(
-        loaded.model,
-        loaded.batch,
-        loss_fn=loaded.loss_fn,
-        model_ref=loaded.ref,
-        solver=question.solver,
-        optimizer=optimizer,
+    return {
+        "model": loaded.model,
+        "batch": loaded.batch,
+        "loss_fn": loaded.loss_fn,
+        "model_ref": loaded.ref,
+        "optimizer": optimizer,
         **question.options,
-    )
+    }
 
 
 def _ask_for_comparison(question: _Question) -> _Found:
@@ -199,15 +203,7 @@ def _ask_for_comparison(question: _Question) -> _Found:
 
     if len(question.optimizers) > 1:
         raise UserError(f"one optimizer is needed for --compare; got {len(question.optimizers)}; name one")
-    loaded = question.loaded
-    comparison = tw.compare(
-        loaded.model,
-        loaded.batch,
-        loss_fn=loaded.loss_fn,
-        model_ref=loaded.ref,
-        optimizer=question.optimizers[0],
-        **question.options,
-    )
+    comparison = tw.compare(**_asked(question, question.optimizers[0]))
     chosen = comparison[question.solver]
     return _Found(
         compare_table(comparison),
@@ -222,15 +218,7 @@ def _ask_for_frontier(question: _Question) -> _Found:
 
     if len(question.optimizers) > 1 or question.solver != "joint":
         raise UserError("one optimizer and the solver joint are needed for --frontier; leave the others out")
-    loaded = question.loaded
-    points = tw.frontier(
-        loaded.model,
-        loaded.batch,
-        loss_fn=loaded.loss_fn,
-        model_ref=loaded.ref,
-        optimizer=question.optimizers[0],
-        **question.options,
-    )
+    points = tw.frontier(**_asked(question, question.optimizers[0]))
     return _Found(frontier_table(points), lambda: frontier_as_json(points), points[-1], frontier=points)
 
 

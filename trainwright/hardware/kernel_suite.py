@@ -47,9 +47,8 @@ def _products(dtype: str, quick: bool) -> Iterator[Call]:
     for b, m, k in itertools.product((16,), (32, 128, 512), (64,)) if quick else _batched():
         yield Call(aten.bmm.default, (_random(dtype, b, m, k), _random(dtype, b, m, k).transpose(1, 2)), dtype)
         yield Call(aten.bmm.default, (_random(dtype, b, m, m), _random(dtype, b, m, k)), dtype)
-    for b, m, k in (
-        () if quick else itertools.product((8, 512), (64, 256), (64, 256))
-    ):  # experts that see one token each
+    one_token_each = () if quick else itertools.product((8, 512), (64, 256), (64, 256))
+    for b, m, k in one_token_each:
         yield Call(aten.bmm.default, (_random(dtype, b, m, k), _random(dtype, b, k, 1)), dtype)
         yield Call(aten.bmm.default, (_random(dtype, b, m, 1), _random(dtype, b, 1, k)), dtype)
 
