@@ -138,7 +138,6 @@ def test_records_hold_each_step_once(tmp_path: Path) -> None:
 
 
 def test_tensorboard_files_hold_the_same_values(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     records = Records(None, str(tmp_path), 0)
