@@ -49,6 +49,12 @@ def test_a_frontier_ends_at_the_budget():
         frontier(**question(program, budget_bytes=500_000), num_points=2)
 
 
+def test_without_any_plan_there_is_a_refusal(monkeypatch):
+    monkeypatch.setattr("trainwright.planner.frontier._points", lambda *_: iter(()))
+    with pytest.raises(Refusal, match="fewer pins"):
+        frontier(**question(tiny_program("gpt2-tiny")))
+
+
 @pytest.mark.parametrize(("options", "message"), [({"num_points": 1}, "at least 2"), ({"solver": "ddp"}, "try joint")])
 def test_frontiers_that_cannot_be_drawn(options, message):
     with pytest.raises(UserError, match=message):

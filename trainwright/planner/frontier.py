@@ -43,6 +43,8 @@ def frontier(*, num_points: int = 8, solver: str = "joint", **question: Any) -> 
         found += _points(place, solver, num_points)
     limit = task.usable_bytes
     fitting = [point for point in _undominated(found) if limit is None or point.answer.simulation.peak_bytes <= limit]
+    if not found:
+        raise Refusal("a plan without a budget is needed to begin from; none was found; give fewer pins, or more time")
     if not fitting:
         least = min(point.answer.simulation.peak_bytes for point in found)
         raise Refusal(
