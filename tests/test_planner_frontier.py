@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 
@@ -50,7 +51,8 @@ def test_a_frontier_ends_at_the_budget():
 
 
 def test_without_any_plan_there_is_a_refusal(monkeypatch):
-    monkeypatch.setattr("trainwright.planner.frontier._points", lambda *_: iter(()))
+    module = importlib.import_module("trainwright.planner.frontier")  # the package's attribute is the function
+    monkeypatch.setattr(module, "_points", lambda *_: iter(()))
     with pytest.raises(Refusal, match="fewer pins"):
         frontier(**question(tiny_program("gpt2-tiny")))
 
