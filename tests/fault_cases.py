@@ -96,13 +96,13 @@ def _weights(module: Any) -> list[float]:
 
 
 def hangs(plan: str, where: str) -> None:
-    """The last rank stops in the midst of step 2, in Python, in an op, or as a process."""
+    """The last rank, or all of them, stop in the midst of step 2, in Python, in an op, or as a process."""
     _, module, optimizer = start(plan)
     last = dist.get_rank() == dist.get_world_size() - 1
 
     def data() -> Iterator[Any]:
         for step, batch in enumerate(batches(0)):
-            if last and step == 2 and where == "data":
+            if step == 2 and (where == "data of all" or (last and where == "data")):
                 time.sleep(600)
             if last and step == 2 and where == "process":
                 os.kill(os.getpid(), signal.SIGSTOP)

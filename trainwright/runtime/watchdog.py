@@ -22,6 +22,8 @@ from ..launch import WorkerError, fail
 from .activity import Activity
 
 STORE_TIMEOUT_S = 5.0
+# A rank is silent when it tells nothing new for this many periods: a loaded machine delays a thread for one or two.
+SILENT_PERIODS = 6
 
 
 class RankHung(WorkerError):
@@ -90,14 +92,19 @@ class Watchdog:
 
     def _diagnosis(self) -> str:
         try:
-            before = self._statuses()
-            time.sleep(2.5 * self._period_s)
-            self._tell()
-            after = self._statuses()
+            before = after = self._statuses()
+            silent = [rank for rank in before if rank != dist.get_rank()]
+            for _ in range(SILENT_PERIODS):
+                # The others may be asking the same at this time: a rank that asks goes on telling.
+                time.sleep(self._period_s)
+                self._tell()
+                after = self._statuses()
+                silent = [rank for rank in silent if after[rank]["beat"] == before[rank]["beat"]]
+                if not silent:
+                    break
         except (RuntimeError, ValueError):
             return f"rank 0 hung: it does not respond within {self._limit}"
-        silent = [rank for rank in after if after[rank]["beat"] == before.get(rank, {}).get("beat")]
-        return describe_hang(after, [rank for rank in silent if rank != dist.get_rank()], self._limit)
+        return describe_hang(after, silent, self._limit)
 
     def _statuses(self) -> dict[int, dict[str, Any]]:
         if self._store is None:
