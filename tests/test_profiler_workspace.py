@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.capture.fakes import new_mode
+from trainwright.ops.flops import flops
 from trainwright.profiler import MemoryTracker, measure
 from trainwright.profiler import probe as probe_module
 from trainwright.profiler.fake_kernels import run_fake_kernel
@@ -183,6 +184,32 @@ def test_convolutions_are_seen(n, c_in, c_out, kernel, stride, groups, dtype):
     )  # as the backward of a mean gives it
     back = (aten.convolution_backward.default, view, x, weight, [0], *how, [True, True, False])
     assert predicted(*back) == taken(*back)
+
+
+LARGE_CONVOLUTIONS = [
+    # n, c_in, c_out, size, kernel, stride, groups; the last two take what no formula here says
+    (20, 3, 384, (128, 128), 32, 32, 1),
+    (20, 32, 64, (32, 32), 3, 1, 1),
+    (20, 48, 48, (56, 56), 7, 1, 48),
+    (12, 128, 256, (1, 4, 4), 3, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("n", "c_in", "c_out", "size", "kernel", "stride", "groups"), LARGE_CONVOLUTIONS)
+def test_convolutions_too_large_to_be_made(monkeypatch, n, c_in, c_out, size, kernel, stride, groups):
+    sides = len(size)
+    x, weight = floats(n, c_in, *size), floats(c_out, c_in // groups, *[kernel] * sides)
+    padding = 0 if kernel == stride else kernel // 2
+    how = ([stride] * sides, [padding] * sides, [1] * sides, False, [0] * sides, groups)
+    call = (aten.convolution.default, x, weight, None, *how)
+    out = aten.convolution.default(*call[1:])
+    mask = [c_in > 3, True, False]
+    back = (aten.convolution_backward.default, torch.randn_like(out), x, weight, [0], *how, mask)
+    for each, result in ((call, out), (back, aten.convolution_backward.default(*back[1:]))):
+        seen = taken(*each)
+        monkeypatch.setattr(probe_module, "LIMIT_FLOPS", flops(each[0], each[1:], {}, result)[0] - 1)
+        assert probe(each[0], each[1:], {}, result) is None
+        assert predicted(*each) == pytest.approx(seen, rel=0.003, abs=16384)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])

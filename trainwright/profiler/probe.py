@@ -19,7 +19,7 @@ from ..capture._torch_private import is_profiled
 from ..ops.flops import flops
 from .allocator import measure, memory_session
 
-LIMIT_BYTES = 16 * 2**20
+LIMIT_BYTES = 64 * 2**20
 """Of a call's tensors together."""
 LIMIT_FLOPS = 2 * 10**9
 """Some forty milliseconds of one core."""
@@ -48,7 +48,7 @@ def probe(func: Any, args: Arguments, kwargs: dict[str, Any], out: Any) -> Probe
     >>> probe(torch.ops.aten.relu.default, (x,), {}, x)
     Probe(workspace_bytes=0, output_bytes=(200704,))
     """
-    if not _is_small(func, args, kwargs, out) or is_profiled():
+    if not is_small(func, args, out, kwargs) or is_profiled():
         return None
     key = (func, torch.get_num_threads(), torch.is_grad_enabled(), _described((args, kwargs), {}))
     if key not in _FOUND:
@@ -59,9 +59,10 @@ def probe(func: Any, args: Arguments, kwargs: dict[str, Any], out: Any) -> Probe
 _FOUND: dict[tuple[Any, ...], Probe | None] = {}
 
 
-def _is_small(func: Any, args: Arguments, kwargs: dict[str, Any], out: Any) -> bool:
+def is_small(func: Any, args: Arguments, out: Any, kwargs: dict[str, Any] | None = None, *, part: float = 1.0) -> bool:
+    """Tell whether a call is within `part` of the limits of what is made."""
     size = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in((args, kwargs, out)))
-    return size <= LIMIT_BYTES and flops(func, args, kwargs, out)[0] <= LIMIT_FLOPS
+    return size <= LIMIT_BYTES * part and flops(func, args, kwargs or {}, out)[0] <= LIMIT_FLOPS * part
 
 
 def _make_call(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Probe | None:

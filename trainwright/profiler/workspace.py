@@ -4,7 +4,8 @@ Three kinds of kernel, all found with the allocator's own records (`benchmarks/p
 
     ATen's own         a formula, exact                                 `workspace_native`, `workspace_attention`
     oneDNN's, small    the call is made once, on zeros, and looked at   `probe`
-    oneDNN's, large    a formula for the layouts it picks mostly        `workspace_convolution`, `workspace_recurrent`
+    oneDNN's, large    a formula for the layouts it picks mostly, held against a call of a few images
+                                                                        `workspace_convolution`, `workspace_recurrent`
 
 The fake kernel of one op understates an output: what an LSTM layer keeps for its backward (`output_bytes`).
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 from .probe import probe as make_call
 from .probe import tensors_in
 from .workspace_attention import attention_backward_bytes, attention_bytes
-from .workspace_convolution import convolution_backward_bytes, convolution_bytes
+from .workspace_convolution import checked, convolution_backward_bytes, convolution_bytes
 from .workspace_native import Estimate, estimate_of, is_reduced
 from .workspace_recurrent import lstm_backward_bytes, lstm_bytes, lstm_kept_bytes
 
@@ -45,6 +46,8 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         found = make_call(func, args, kwargs, out)
         if found is not None:
             return max(0, found.workspace_bytes)
+        if func in _CONVOLUTIONS and estimate is not None:
+            return max(0, checked(func, estimate, args, out))
     return 0 if estimate is None else max(0, estimate(args, out))
 
 
@@ -56,9 +59,12 @@ def output_bytes(func: Any, args: tuple[Any, ...], out: Any, *, probe: bool = Tr
     return {3: lstm_kept_bytes(args[0], args[2].shape[1]) if found is None else found.output_bytes[3]}
 
 
-_ONEDNN: dict[Any, Estimate] = {
+_CONVOLUTIONS: dict[Any, Estimate] = {
     aten.convolution.default: convolution_bytes,
     aten.convolution_backward.default: convolution_backward_bytes,
+}
+_ONEDNN: dict[Any, Estimate] = {
+    **_CONVOLUTIONS,
     aten.mkldnn_rnn_layer.default: lstm_bytes,
     aten.mkldnn_rnn_layer_backward.default: lstm_backward_bytes,
 }

@@ -4,7 +4,8 @@
     native  the input unfolded into columns
 
 oneDNN picks its layouts at run time from a heuristic of its own; what stands here is what it picks in most cases, for
-calls too large to be made once (`probe`). Found by measuring single calls with the allocator's own records.
+calls too large to be made once (`probe`), and is held against calls of a few images (`checked`). Found by measuring
+single calls with the allocator's own records.
 """
 
 from __future__ import annotations
@@ -17,11 +18,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .workspace_native import num_bytes
+from .probe import is_small, probe
+from .workspace_native import Estimate, num_bytes
 
+aten = torch.ops.aten
 Arguments = tuple[Any, ...]
+_LARGEST_DIRECT_KERNEL = 14
+"""Elements a side."""
 _BARRIERS_BYTES = 8448
 """What oneDNN's threads take to wait for one another."""
+
+
+_TOLERANCE_BYTES = 512
+
+
+def checked(func: Any, estimate: Estimate, args: Arguments, out: Any) -> int:
+    """Return the estimate for a call too large to be made; where it is wrong for fewer images, what those take and more.
+
+    An image more takes what it takes among those. They are as many as cost little; a single image is a case of its own.
+    """
+    whole = estimate(args, out)
+    num_images = (args[1] if func is aten.convolution_backward.default else args[0]).shape[0]
+    some = min(4 * torch.get_num_threads(), num_images // 2)
+    while 2 * some < num_images and is_small(func, *_with_images(func, args, out, 2 * some), part=0.125):
+        some *= 2
+    found = _taken(func, args, out, some) if some >= 2 else None
+    if found is None or abs(estimate(*_with_images(func, args, out, some)) - found) <= _TOLERANCE_BYTES:
+        return whole
+    half = _taken(func, args, out, some // 2) if some > 2 else None
+    return whole if half is None else found + (found - half) * (num_images - some) // (some // 2)
+
+
+def _taken(func: Any, args: Arguments, out: Any, num_images: int) -> int | None:
+    some_args, some_out = _with_images(func, args, out, num_images)
+    found = probe(func, some_args, {}, some_out)
+    return None if found is None else found.workspace_bytes
+
+
+def _with_images(func: Any, args: Arguments, out: Any, num_images: int) -> tuple[Arguments, Any]:
+    """Return the call with other batch sizes, in tensors without memory."""
+    if func is aten.convolution.default:
+        return (_resized(args[0], num_images), *args[1:]), _resized(out, num_images)
+    grad_input = None if out[0] is None else _resized(out[0], num_images)
+    images = (_resized(args[0], num_images), _resized(args[1], num_images))
+    return (*images, *args[2:]), (grad_input, *out[1:])
+
+
+def _resized(tensor: Tensor, num_images: int) -> Tensor:
+    return torch.empty_strided((num_images, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def convolution_bytes(args: Arguments, out: Tensor) -> int:
@@ -45,12 +89,21 @@ def convolution_backward_bytes(args: Arguments, out: Sequence[Tensor | None]) ->
         num_copies = 2 if _is_strided(stride) and not transposed else 1
         during = _blocked(grad_out) + num_bytes(weight) + _blocked(x)
         peak, end = max(during, _blocked(x) + num_copies * num_bytes(x)), num_bytes(x)
+    if mask[1] and max(weight.shape[2:]) > _LARGEST_DIRECT_KERNEL and x.dtype is torch.float32:
+        ends = sum(num_bytes(tensor) for tensor in out if tensor is not None)
+        return max(peak - ends, _weight_by_product(x, weight, grad_out, groups))
     if mask[1] or mask[2]:
         num_copies = _parts_of_batch(x, grad_out, weight, math.prod(stride), groups)
         copies = num_copies * num_bytes(weight) + (num_copies > 1) * _BARRIERS_BYTES
         peak = max(peak, end + _blocked(grad_out) + _blocked_input(x) + copies)
     end = sum(num_bytes(tensor) for tensor in out if tensor is not None)
     return max(peak, end + num_bytes(weight) if mask[1] else 0) - end
+
+
+def _weight_by_product(x: Tensor, weight: Tensor, grad_out: Tensor, groups: int) -> int:
+    """A weight's gradient where no direct kernel serves: each thread unfolds images and sums four copies of a weight."""
+    columns = x.shape[1] // groups * math.prod(weight.shape[2:]) * math.prod(grad_out.shape[2:]) * x.element_size()
+    return min(torch.get_num_threads(), x.shape[0]) * (4 * num_bytes(weight) + columns) + 256
 
 
 def _takes_onednn(x, weight, stride, dilation, transposed, output_padding, groups) -> bool:
