@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.pool import Pool
 from tests.test_launch import assert_ended
 from trainwright.cli import main
 from trainwright.cli.recovery import with_restarts
+from trainwright.cli.saving import KEEP
 from trainwright.launch import WorkerError, run_processes
 from trainwright.runtime.watchdog import RankHung
 
@@ -173,8 +175,8 @@ def children(pid: int) -> list[int]:
     return []
 
 
-def soak(plan_path: Path, folder: Path, num_kills: int, num_steps: int, seed: int) -> None:
-    """Kill a random rank at random moments of a run, and compare with the run that nobody disturbed."""
+def soak(plan_path: Path, folder: Path, num_kills: int, num_steps: int, seed: int) -> Counter[str]:
+    """Kill a random rank at random moments of a run, compare with the run that nobody disturbed; return the kills by place."""
     whole, disturbed = folder / "whole", folder / "disturbed"
     whole.mkdir()
     disturbed.mkdir()
@@ -183,21 +185,40 @@ def soak(plan_path: Path, folder: Path, num_kills: int, num_steps: int, seed: in
     saving = ["--checkpoint", str(disturbed / "saved"), "--checkpoint-every", "3", "--restarts", str(num_kills)]
     process = start(["-m", "trainwright", *_train(plan_path, disturbed, num_steps), *saving], disturbed)
     seen: list[int] = []
+    places: Counter[str] = Counter()
     for number in range(num_kills):
-        ranks = _ranks_at_work(process, seen, disturbed, (number + 1) * num_steps // (num_kills + 2), chance)
+        starting = chance.random() < 0.2
+        until_step = 0 if starting else (number + 1) * num_steps // (num_kills + 2)
+        ranks = _ranks_at_work(process, seen, disturbed, until_step, chance)
         if not ranks:
             break
         seen += ranks
-        os.kill(chance.choice(ranks), signal.SIGKILL)
+        if starting:
+            time.sleep(chance.uniform(0, 5))
+        victim = chance.randrange(len(ranks))
+        place = _place(disturbed, starting)
+        with contextlib.suppress(ProcessLookupError):  # the run may have come to its end meanwhile
+            os.kill(ranks[victim], signal.SIGKILL)
+            places[f"rank {victim}, {place}"] += 1
     process.wait(timeout=240)
     out, err = ((disturbed / name).read_text() for name in ("out", "err"))
     assert process.returncode == 0, err
+    assert places.total() == num_kills, err
     assert err.count("; restart ") == num_kills, err
     assert losses_of(disturbed) == losses_of(whole)
     assert len(losses_of(whole)) == num_steps
     assert f"{num_steps} steps on 2 ranks" in out
     assert_ended(seen)
     assert all(path.name.startswith("step-") for path in (disturbed / "saved").iterdir()), "nothing half written"
+    assert len(list((disturbed / "saved").iterdir())) == KEEP
+    return places
+
+
+def _place(folder: Path, starting: bool) -> str:
+    """Where the run is, as far as its files tell."""
+    if any((folder / "saved").glob(".step-*.tmp")):
+        return "while a checkpoint is written"
+    return "while the ranks start" if starting else "in a step"
 
 
 def start(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
@@ -231,7 +252,11 @@ def test_a_run_whose_ranks_are_killed_has_the_curve_of_one_that_nobody_disturbs(
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_fifty_kills(plan_path: Path, tmp_path: Path) -> None:
-    soak(plan_path, tmp_path, num_kills=50, num_steps=400, seed=2)
+    places = soak(plan_path, tmp_path, num_kills=50, num_steps=400, seed=2)
+    assert {place.partition(", ")[2] for place in places} == {
+        "while the ranks start", "in a step", "while a checkpoint is written",
+    }  # fmt: skip
+    print(*(f"{count:3} {place}" for place, count in sorted(places.items())), sep="\n")
 
 
 def test_torchrun_starts_the_ranks_again_and_they_go_on(plan_path: Path, tmp_path: Path) -> None:

@@ -230,11 +230,14 @@ def calibrate(
     return _hardware.calibrate(num_processes, quick=quick, progress=progress)
 
 
-def full_state_dict(model: ParallelModule) -> dict[str, Tensor]:
-    """Return a parallel module's whole weights in the user's names and shapes; a collective call."""
+def full_state_dict(model: ParallelModule, *, trainable: bool = False) -> dict[str, Tensor]:
+    """Return a parallel module's whole weights in the user's names and shapes; a collective call.
+
+    trainable: those alone that are trained (an adapter's), so that a frozen base is not gathered.
+    """
     from .runtime import full_state_dict as run
 
-    return run(model)
+    return run(model, trainable=trainable)
 
 
 def reference_step(model: nn.Module, optimizer: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:

@@ -188,7 +188,7 @@ class _Builder:
             gradient = due = self.replicated
         if held.layout == forward and gradient == due:
             return held
-        if not tensor.requires_grad and tensor.role != "op":
+        if not tensor.requires_grad and tensor.role not in ("op", "param"):
             region = -1  # a slice of the batch or of a constant serves every block
         name = (tensor, forward, gradient, region)
         if name not in self.copies:

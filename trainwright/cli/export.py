@@ -15,7 +15,7 @@ def export(
     out: Annotated[str, typer.Option("-o", "--out", metavar="DIR", help="Where the safetensors files go.")],
     max_file: Annotated[str, typer.Option(metavar="SIZE", help="Weights beyond that go to further files.")] = "5GB",
 ) -> None:
-    """Write a checkpoint's weights as safetensors, with config.json where the model is of Hugging Face."""
+    """Write a checkpoint's weights as safetensors, with config.json where the model is of Hugging Face; of PEFT's, the adapter."""
     with quiet_stdout(), status("exporting"):
         from ..runtime.export import export_weights
 

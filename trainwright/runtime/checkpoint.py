@@ -2,7 +2,7 @@
 
     folder/step-00000039/    .metadata, __N_0.distcp   weights and optimizer, in the user's names and shapes
                              state.pt                  settings, schedule, random numbers: plain values
-                             plan.json, config.json    what ran, for whoever reads it later
+                             plan.json, config.json    what ran, for whoever reads it later; adapter.json of PEFT's
                              position.json             step and position in the data; written last
     folder/.step-00000079.tmp/                         one that is being written, or was when its run ended
 
@@ -20,6 +20,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from .training_state import (
 
 KEEP = 2
 """Checkpoints that stay; older ones go once a newer one is complete."""
-MARKER, STATE, PLAN, CONFIG = "position.json", "state.pt", "plan.json", "config.json"
+MARKER, STATE, PLAN, CONFIG, ADAPTER = "position.json", "state.pt", "plan.json", "config.json", "adapter.json"
 FORMAT_VERSION = 1
 
 
@@ -185,6 +186,8 @@ class Checkpointer:
         texts = {STATE: _as_bytes(state), PLAN: module.plan.to_json().encode()}
         if config is not None and hasattr(config, "to_json_string"):
             texts[CONFIG] = config.to_json_string().encode()
+        if module.adapter is not None:
+            texts[ADAPTER] = json.dumps(asdict(module.adapter)).encode()
         return {**texts, MARKER: json.dumps(position).encode()}
 
     def _write(self, pieces: Mapping[str, Piece], texts: Mapping[str, bytes], temporary: Path, final: Path) -> None:

@@ -7,11 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from ..artifacts import UserError
-from .checkpoint import CONFIG
+from . import adapters
+from .checkpoint import ADAPTER, CONFIG
 from .regions import whole_region
 from .storage import StoredTensors
 from .weights import checkpoint_folder
@@ -29,27 +31,26 @@ def export_weights(
 
     checkpoint: one of `Checkpointer`'s, or a folder of them, of which the newest is taken. Names, shapes and dtypes are the
     model's own. For a Hugging Face model `out` gets its `config.json` as well, and its `from_pretrained(out)` loads it.
+    Of a model that PEFT has wrapped, the adapter alone is written, as PEFT writes it: `PeftModel.from_pretrained(base, out)`.
     max_file_bytes: weights beyond that go to further files, listed in an index. One file's weights are in memory at a time.
 
     Not for going on training: that takes the optimizer's state too, `Checkpointer.load_latest`.
 
     Raises `UserError` when there is no checkpoint, or `out` cannot be written.
     """
-    from safetensors.torch import save_file
-
     folder, target = checkpoint_folder(Path(checkpoint)), Path(out)
     if folder is None:
         raise UserError(f"a checkpoint is needed; {checkpoint} has none; give the --checkpoint of a training run")
     stored = StoredTensors(folder)
-    plans = list(_files(stored, max_file_bytes))
-    written: list[Path] = []
     try:
         target.mkdir(parents=True, exist_ok=True)
+        if (folder / ADAPTER).is_file():
+            return _export_adapter(stored, json.loads((folder / ADAPTER).read_text(encoding="utf8")), target)
+        plans = list(_files(stored, max_file_bytes))
+        written: list[Path] = []
         for number, names in enumerate(plans, start=1):
             path = target / _file_name(number, len(plans))
-            tensors = {name: _read(stored, name) for name in names}
-            save_file(tensors, path.with_suffix(".tmp"), metadata={"format": "pt"})
-            os.replace(path.with_suffix(".tmp"), path)
+            _save({name: _read(stored, name) for name in names}, path)
             written.append(path)
         written += _beside(stored, plans, folder, target)
     except OSError as error:
@@ -57,6 +58,18 @@ def export_weights(
             f"a writable folder is needed; {out} is not ({error.strerror or error}); choose another"
         ) from None
     return written
+
+
+def _export_adapter(stored: StoredTensors, adapter: dict[str, Any], target: Path) -> list[Path]:
+    _save({theirs: _read(stored, ours) for ours, theirs in adapter["names"].items()}, target / adapters.WEIGHTS)
+    return [target / adapters.WEIGHTS, adapters.write_config(adapter["config"], target)]
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path.with_suffix(".tmp"), metadata={"format": "pt"})
+    os.replace(path.with_suffix(".tmp"), path)
 
 
 def _files(stored: StoredTensors, max_file_bytes: int) -> Iterator[list[str]]:

@@ -25,6 +25,7 @@ from ..capture.program import Tensor as ProgramTensor
 from ..capture.reshard import Route
 from ..capture.transition import transition
 from ..profiler.step import DTYPES
+from .adapters import adapter_of
 from .batch import check_part
 from .communicator import MeshCommunicator, make_mesh
 from .regions import Region, region_of, whole_region
@@ -157,6 +158,7 @@ class ParallelModule(nn.Module):
         self._load(model, reader(model, weights, program.captured.aliases, seed))
         if hasattr(model, "config"):
             self.config = model.config
+        self.adapter = adapter_of(model)
         self.train(model.training)
 
     @property
@@ -255,10 +257,15 @@ class ParallelModule(nn.Module):
         return f"plan={self.plan.solver.name}, mesh={self.plan.mesh}"
 
 
-def full_state_dict(model: ParallelModule) -> dict[str, Tensor]:
-    """Return the whole weights and buffers in the user's names and shapes, on every rank; a collective call."""
+def full_state_dict(model: ParallelModule, *, trainable: bool = False) -> dict[str, Tensor]:
+    """Return the whole weights and buffers in the user's names and shapes, on every rank; a collective call.
+
+    trainable: those alone that are trained, so that a frozen base is not gathered to save an adapter.
+    """
     found: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
+    for name, value in model.state_dict(keep_vars=True).items():
+        if trainable and not value.requires_grad:
+            continue
         if isinstance(value, DTensor):
             first = model.program.captured.aliases.get(name, name)
             value = value.full_tensor().reshape(model._user_shapes.get(first, value.shape))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..artifacts import UserError
 from ..capture.randomness import derived_seed
+from .adapters import base_name, is_adapters, reset_adapter
 from .regions import Region
 from .storage import INDEX_FILE, StoredTensors
 
@@ -28,9 +29,12 @@ def reader(model: nn.Module, weights: str | os.PathLike[str] | None, aliases: di
     if weights is not None:
         return _file_reader(model, Path(weights), aliases, _Initialiser(model, seed))
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    if any(tensor.is_meta for tensor in tensors.values()):
-        return _Initialiser(model, seed).read
-    return lambda name, region: region.cut(tensors[name].detach())
+    initialiser = _Initialiser(model, seed)
+
+    def read(name: str, region: Region) -> Tensor:
+        return initialiser.read(name, region) if tensors[name].is_meta else region.cut(tensors[name].detach())
+
+    return read
 
 
 class _Initialiser:
@@ -51,7 +55,8 @@ class _Initialiser:
         own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         with _materialised(module, own) as real, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(derived_seed(self.seed, path))
-            self._reset(module, path, real)
+            if not reset_adapter(self.model, path):
+                self._reset(module, path, real)
         return real
 
     def _reset(self, module: nn.Module, path: str, real: dict[str, Tensor]) -> None:
@@ -102,12 +107,15 @@ def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str], initiali
     names: dict[str, list[str]] = {}
     for alias, first in aliases.items():
         names.setdefault(first, []).append(alias)
-    buffers = dict(model.named_buffers())
+    buffers, params = dict(model.named_buffers()), dict(model.named_parameters())
 
     def read(name: str, region: Region) -> Tensor:
-        found = next((each for each in (name, *names.get(name, [])) if each in stored), None)
+        own = (name, *names.get(name, []))
+        found = next((each for each in (*own, *map(base_name, own)) if each in stored), None)
         if found is not None:
             return stored.read(found, region)
+        if is_adapters(model, name):
+            return region.cut(params[name].detach()) if not params[name].is_meta else initialiser.read(name, region)
         if name in buffers:  # one that is not saved with a model, such as rotary frequencies
             return initialiser.read(name, region) if buffers[name].is_meta else region.cut(buffers[name])
         raise UserError(f"weights for every parameter are needed; {path} lacks {name}; use this model's own weights")
