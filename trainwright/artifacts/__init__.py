@@ -2,7 +2,7 @@
 
 from .cluster import Cluster, Device, Link, MeshAxis, Overheads
 from .difference import Difference, diff
-from .plan import BatchEntry, ModelRef, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
+from .plan import BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
@@ -19,6 +19,7 @@ __all__ = [
     "MeshAxis",
     "ModelRef",
     "ModuleCost",
+    "OffloadPlan",
     "OpCost",
     "OpPlan",
     "Overheads",
