@@ -63,7 +63,7 @@ class Executor:
                 memory = memories.setdefault(region, _RegionMemory(self, rerun or _Rerun(), state, offload))
                 self._forward_watched(env, start, stop, state, memory)
         if offload is not None:
-            offload.settle()
+            offload.end_forward()
         return [env[found.value] if isinstance(found, Ref) else found for found in self.local.outputs]
 
     def _offload_run(self) -> OffloadRun | None:

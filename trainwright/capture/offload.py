@@ -134,6 +134,11 @@ class OffloadRun:
         while self._leaving:
             self._finish_oldest()
 
+    def end_forward(self) -> None:
+        """Settle, and forget: from here on those who saved something hold the run, and nothing holds them in turn."""
+        self.settle()
+        self._known.clear()
+
     def _finish_oldest(self) -> None:
         item, _ = self._leaving.popleft()
         self.store.written(item.ticket)
