@@ -31,9 +31,7 @@ def cluster(num_ranks: int) -> Cluster:
     )
 
 
-def plan_of(
-    program: Program, decisions: Decisions, literals: dict[str, Any] | None = None, tier: str = "disk"
-) -> Plan:
+def plan_of(program: Program, decisions: Decisions, literals: dict[str, Any] | None = None, tier: str = "disk") -> Plan:
     """Write decisions as a plan with nothing predicted."""
     params, modules, batch = plan_sections(program, decisions)
     return Plan(

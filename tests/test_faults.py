@@ -92,7 +92,10 @@ def test_skipping_for_ever_stops(pool2: Pool) -> None:
     ("where", "said"),
     [
         ("data", r"rank 1 hung: it has been at step 2 in the data for more than 3 s; waiting: rank 0 in a"),
-        ("data of all", r"rank 0 hung: it has been at step 2 in the data for more than 3 s; rank 1 hung: it has been at"),
+        (
+            "data of all",
+            r"rank 0 hung: it has been at step 2 in the data for more than 3 s; rank 1 hung: it has been at",
+        ),
         ("backward", r"rank 1 hung: it has been at step 2 in the backward for more than 3 s; waiting: rank 0 in "),
         ("process", r"rank 1 hung: it does not respond; last heard of at step \d in .*; waiting: rank 0 in a"),
     ],

@@ -1,6 +1,6 @@
 """Frozen, validated data that the verbs pass to one another: Profile, Cluster, Plan, Report."""
 
-from .cluster import Cluster, Device, Link, MeshAxis, Overheads
+from .cluster import Cluster, Device, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .plan import BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
@@ -33,6 +33,7 @@ __all__ = [
     "Report",
     "SolverInfo",
     "SweepPoint",
+    "Tier",
     "UserError",
     "check_range",
     "diff",

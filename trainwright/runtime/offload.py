@@ -73,7 +73,7 @@ class DiskStore:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
         try:
-            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115, as long as the store lives
         except OSError as error:
             raise UserError(self._advice(0, error)) from None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainwright-offload")
