@@ -12,10 +12,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from trainwright.capture.transition import gradient_layout
+from trainwright.planner.offload import IN_FLIGHT, OFFLOAD_EPSILON_S
 from trainwright.planner.problem import Decision, Problem, Stored, Use, Want
 from trainwright.planner.recompute import RERUN_EPSILON_S
 
 Options = Mapping[Decision, int]
+Kept = Stored | Decision | tuple[Use, Want]
+"""What may be offloaded: a group's output, what it keeps inside, a converted copy."""
 
 
 @dataclass
@@ -26,6 +29,8 @@ class Fate:
     converts: dict[tuple[Use, Want], int]
     copies: dict[tuple[Use, Want], int] = field(default_factory=dict)
     kept: dict[Stored, float] = field(default_factory=dict)
+    leaves: dict[Kept, int] = field(default_factory=dict)
+    """How many instances of what is kept are offloaded."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class Piece:
     last: int
     needed_bytes: float
     passed_on: bool = False
+    first: int = -1
+    """The group whose backward is the first to need it."""
+    away_bytes: float = 0.0
+    """Of one instance's need, what comes back only then."""
 
     @property
     def kept_bytes(self) -> float:
@@ -47,18 +56,19 @@ class Piece:
     def own_bytes(self, member: int, position: int, count: int) -> float:
         """Return what the instances of the class hold while `member` runs the backward of the group at `position`."""
         is_last, is_done = member == count - 1, self.last > position
+        needed = max(0.0, self.needed_bytes - (self.away_bytes if self.first < position else 0.0))
         if member not in self.members:
             return self.kept_bytes if is_last else 0.0
         if is_last:
-            return max(self.kept_bytes, self.needed_bytes) - (self.needed_bytes if is_done else 0.0)
-        return 0.0 if is_done else self.needed_bytes
+            return max(self.kept_bytes, needed) - (self.needed_bytes if is_done else 0.0)
+        return 0.0 if is_done else needed
 
 
 class Oracle:
     """All plans of one sharding of a small problem."""
 
-    def __init__(self, problem: Problem, options: Options) -> None:
-        self.problem, self.options = problem, options
+    def __init__(self, problem: Problem, options: Options, may_leave: Collection[Kept] = ()) -> None:
+        self.problem, self.options, self.may_leave = problem, options, may_leave
         self.stored_of = {use: stored for stored in problem.stored for use in stored.uses}
         self.wants = {use: self._wants(use) for use in problem.uses}
         self.changed = [(use, want) for use in problem.uses for want in self.wants[use] if self._native(use) != want[0]]
@@ -74,7 +84,28 @@ class Oracle:
             for converts in itertools.product(*(range(math.ceil(self._needed(*key, reruns)) + 1) for key in asked)):
                 fate = self._completed(Fate(reruns, dict(zip(asked, converts))))
                 if fate is not None:
-                    yield self.seconds(fate), self.peak_bytes(fate)
+                    for leaving in self._offloads(fate):
+                        yield self.seconds(leaving), self.peak_bytes(leaving)
+
+    def _offloads(self, fate: Fate) -> Iterator[Fate]:
+        """Every way to offload, of what may leave, some of the instances that are not rederived."""
+        open_ones = [key for key in self.may_leave if not isinstance(key, tuple) or key in self.changed]
+        for counts in itertools.product(*(range(self._most_leaving(fate, key) + 1) for key in open_ones)):
+            leaves = dict(zip(open_ones, counts))
+            kept, copies = dict(fate.kept), dict(fate.copies)
+            for key, num in leaves.items():
+                if isinstance(key, Stored):
+                    kept[key] = max(kept[key], num)
+                elif isinstance(key, tuple):
+                    copies[key] = max(copies.get(key, 0), num)
+            yield Fate(fate.reruns, fate.converts, copies, kept, leaves)
+
+    def _most_leaving(self, fate: Fate, key: Kept) -> int:
+        if isinstance(key, tuple):
+            return math.floor(key[0].count - fate.converts.get(key, 0))
+        maker = key.source.decision if isinstance(key, Stored) else key
+        again = 0 if isinstance(key, Stored) and self._is_passed_on(key) else fate.reruns.get(maker, 0)
+        return maker.count - again
 
     # What is asked for
 
@@ -150,7 +181,48 @@ class Oracle:
                 total += fate.converts.get((use, want), 0) * again_s
         for decision, count in fate.reruns.items():
             total += count * (decision.rerun_s(self.options[decision]) + RERUN_EPSILON_S)
-        return total
+        return total + self._transfer_s(fate)
+
+    def _transfer_s(self, fate: Fate) -> float:
+        """What moving things out beside the forward, and back beside the backward, adds."""
+        tier = self.problem.costs.tier
+        if tier is None:
+            return 0.0
+        forward_s = backward_s = 0.0
+        for decision in self.problem.groups:
+            option = self.options[decision]
+            forward_s += decision.count * (decision.forward_s[option] + decision.inner_comm_s[option][0])
+            backward_s += decision.count * (decision.backward_s[option] + decision.inner_comm_s[option][1])
+            backward_s += fate.reruns.get(decision, 0) * (decision.rerun_s(option) + RERUN_EPSILON_S)
+        for use in self.problem.uses:
+            native, tensor = self._native(use), use.source.tensor
+            for want in self.wants[use]:
+                back = want[1] if use.tensor.requires_grad else native
+                there_s, back_s = self.problem.costs.edge_s(tensor, native, want[0], back)
+                again_s = self.problem.costs.move_s(tensor, native, want[0]) + RERUN_EPSILON_S
+                forward_s += use.count * there_s
+                backward_s += use.count * back_s + fate.converts.get((use, want), 0) * again_s
+        num = sum(fate.leaves.values())
+        moved = sum(self._leaving_bytes(key) * count for key, count in fate.leaves.items())
+        out_s = moved / tier.write_bytes_per_s + num * tier.latency_s
+        in_s = moved / tier.read_bytes_per_s + num * tier.latency_s
+        hidden_s = tier.overlap * (min(out_s, forward_s) + min(in_s, backward_s))
+        return out_s + in_s - hidden_s + num * OFFLOAD_EPSILON_S
+
+    def _leaving_bytes(self, key: Kept) -> int:
+        """One instance's."""
+        if isinstance(key, tuple):
+            return self.problem.costs.local_bytes(key[0].source.tensor, key[1][0])
+        return self._size(key) if isinstance(key, Stored) else key.inner_bytes[self.options[key]]
+
+    def _in_flight_bytes(self, fate: Fate, decision: Decision) -> float:
+        """What may be on its way while the class of a group runs."""
+        most = 0.0
+        for key, num in fate.leaves.items():
+            owner = key[0] if isinstance(key, tuple) else key.source.decision if isinstance(key, Stored) else key
+            if owner.region_class is decision.region_class:
+                most = max(most, IN_FLIGHT * self._leaving_bytes(key) * num / owner.count)
+        return most
 
     # Bytes
 
@@ -181,14 +253,20 @@ class Oracle:
         for stored, count in fate.kept.items():
             decision = stored.source.decision
             last = -1 if stored.held else stored.position
-            made = {decision.group.index: self._size(stored) * count}
-            needed = self._present_bytes(stored)
-            yield Piece(decision, range(decision.count), made, last, needed, self._is_passed_on(stored))
+            away = self._size(stored) * fate.leaves.get(stored, 0)
+            made = {decision.group.index: self._size(stored) * count - away}
+            needed, passed_on = self._present_bytes(stored), self._is_passed_on(stored)
+            first = self._first_reader(stored)
+            yield Piece(decision, range(decision.count), made, last, needed, passed_on, first, away / decision.count)
         for decision in self.problem.groups:
             inner = decision.inner_bytes[self.options[decision]]
             if inner:
-                here, num = decision.group.index, decision.count - fate.reruns.get(decision, 0)
-                yield Piece(decision, range(decision.count), {here: inner * num}, here, inner)
+                here, away = decision.group.index, fate.leaves.get(decision, 0)
+                num = decision.count - fate.reruns.get(decision, 0) - away
+                members = range(decision.count)
+                yield Piece(
+                    decision, members, {here: inner * num}, here, inner, False, here, inner * away / len(members)
+                )
         for use in self.problem.uses:
             copies = [want for other, want in self.changed if other is use]
             if copies:
@@ -199,9 +277,17 @@ class Oracle:
         made: dict[int, float] = {}
         for want in wants:
             first = min(d.position for d in use.demands if any(want in found for found in d.wants)) + 1
-            made[first] = made.get(first, 0.0) + sizes[want] * fate.copies.get((use, want), 0)
-        last = min((d.position for d in use.demands if any(d.saves)), default=0)
-        return Piece(use, use.members, made, last, sum(sizes[w] for w in wants if _is_saved(use, w)))
+            staying = fate.copies.get((use, want), 0) - fate.leaves.get((use, want), 0)
+            made[first] = made.get(first, 0.0) + sizes[want] * staying
+        readers = [d.position for d in use.demands if any(d.saves)] or [0]
+        needed = sum(sizes[w] for w in wants if _is_saved(use, w))
+        away = sum(sizes[want] * fate.leaves.get((use, want), 0) for want in wants) / use.count
+        return Piece(use, use.members, made, min(readers), needed, False, max(readers), away)
+
+    def _first_reader(self, stored: Stored) -> int:
+        inside = [d.position for use in stored.uses if use.inside for d in use.demands if any(d.saves)]
+        own = [stored.source.decision.group.index] if stored.own_saved else []
+        return max([*inside, *own], default=stored.position)
 
     def _present_bytes(self, stored: Stored) -> int:
         """What one instance takes where the backward needs it as it was made."""
@@ -225,6 +311,7 @@ class Oracle:
                 num -= piece.owner.region_class is own and piece.last > position
                 num = len(members) if piece.last < 0 else num
                 total += piece.kept_bytes * num / len(members)
+        total += self._in_flight_bytes(fate, decision) + self._back_again_bytes(fate, decision, region)
         total += sum(self._size_of(use) for use in self._waiting(decision))
         total += max((self._back_bytes(use) for use in self._read_by(decision)), default=0)
         for param in self.problem.params:
@@ -234,6 +321,31 @@ class Oracle:
                 num = min(param.count, sum(index >= region for index in regions))
                 total += num * param.rest_bytes[self.options[param]]
         return total
+
+    def _back_again_bytes(self, fate: Fate, decision: Decision, region: int) -> float:
+        """Of what other regions read and is offloaded: what this region's backward needs is there."""
+        total = 0.0
+        for stored, num in fate.leaves.items():
+            if not isinstance(stored, Stored) or not stored.boundary:
+                continue
+            maker = stored.source.decision
+            for member in maker.region_class.members:
+                needing = [member.index] if stored.own_saved else []
+                needing += [
+                    reader for use in stored.uses for made, reader in self._readings(use) if made == member.index
+                ]
+                released = member.index == region and stored.position > decision.group.index
+                there = min(needing, default=member.index) <= region <= max(needing, default=member.index)
+                if member.index <= region and there and not released:
+                    total += self._size(stored) * num / maker.count
+        return total
+
+    def _readings(self, use: Use) -> Iterator[tuple[int, int]]:
+        """Which region's tensor each reading region reads."""
+        for place in use.members:
+            reader = use.region_class.members[place]
+            found = dict(zip(use.region_class.representative.externals, reader.externals)).get(use.tensor)
+            yield (reader.index if use.inside else found.producer.region.index), reader.index
 
     def _waiting(self, decision: Decision) -> list[Use]:
         """Uses whose tensor has part of its gradient and waits for the rest, each tensor once."""
@@ -270,7 +382,9 @@ class Oracle:
                 members
             )
         for stored in self._passing(decision):
-            total += self._size(stored) * (1 - fate.kept[stored] / stored.source.decision.count)
+            staying = fate.kept[stored] - fate.leaves.get(stored, 0)
+            total += self._size(stored) * (1 - staying / stored.source.decision.count)
+        total += self._in_flight_bytes(fate, decision)
         for use in self._read_by(decision):
             native = self._native(use)
             total += sum(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainwright.artifacts import Cluster, Device, Link, ModelRef, Plan, Predicted, SolverInfo
+from trainwright.artifacts import Cluster, Device, Link, ModelRef, OffloadPlan, Plan, Predicted, SolverInfo
 from trainwright.capture.decide import param_classes, plan_sections
 from trainwright.capture.layout import REPLICATE
 from trainwright.capture.local import Decisions
@@ -31,7 +31,7 @@ def cluster(num_ranks: int) -> Cluster:
     )
 
 
-def plan_of(program: Program, decisions: Decisions, literals: dict[str, Any] | None = None) -> Plan:
+def plan_of(program: Program, decisions: Decisions, literals: dict[str, Any] | None = None, tier: str = "disk") -> Plan:
     """Write decisions as a plan with nothing predicted."""
     params, modules, batch = plan_sections(program, decisions)
     return Plan(
@@ -43,6 +43,7 @@ def plan_of(program: Program, decisions: Decisions, literals: dict[str, Any] | N
         cluster=cluster(torch.tensor(decisions.mesh).prod().item()),
         budget_bytes=None,
         mesh={f"a{axis}": size for axis, size in enumerate(decisions.mesh)},
+        offload=OffloadPlan(tier=tier, in_flight_bytes=decisions.in_flight_bytes) if decisions.offloaded else None,
         predicted=Predicted(step_s=0, compute_s=0, comm_s=0, exposed_comm_s=0, recompute_s=0, peak_bytes=0),
         solver=SolverInfo(name="test", status="drawn", solve_s=0, plan_s=0),
         params=params,
@@ -51,9 +52,12 @@ def plan_of(program: Program, decisions: Decisions, literals: dict[str, Any] | N
 
 
 def random_decisions(
-    program: Program, mesh: tuple[int, ...], seed: int, recompute: float = 0.5, idle: float = 0.2
+    program: Program, mesh: tuple[int, ...], seed: int, recompute: float = 0.5, idle: float = 0.2, offload: float = 0.0
 ) -> Decisions:
-    """Draw a strategy for every group, a layout for every parameter, and a fate for every value."""
+    """Draw a strategy for every group, a layout for every parameter, and a fate for every value.
+
+    offload: the share of the values that are kept of which some blocks' leave the device.
+    """
     draw = random.Random(seed)
     decisions = Decisions(mesh, {}, {})
     for region_class in program.classes:
@@ -71,7 +75,18 @@ def random_decisions(
     for region_class in program.classes:
         for group in region_class.groups:
             _draw_fates(program, region_class, group, decisions, draw, recompute)
+    if offload:
+        _draw_offloaded(program, decisions, random.Random(seed), offload)
     return decisions
+
+
+def _draw_offloaded(program: Program, decisions: Decisions, draw: random.Random, share: float) -> None:
+    decisions.in_flight_bytes = draw.choice([0, 4096, 2**16, 2**30])
+    for op in program.ops:
+        names = [tensor.key for tensor in op.outputs]
+        names += [f"{op.key}.internal", *(f"{op.key}.in{place}" for place in range(len(op.inputs)))]
+        if op.region is not None:
+            decisions.offloaded |= {name for name in names if draw.random() < share} - decisions.recomputed
 
 
 def _draw_fates(

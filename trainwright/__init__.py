@@ -105,22 +105,24 @@ def plan(
     mesh: Sequence[int] | None = None,
     solver: str = "joint",
     pins: Sequence[str] = (),
+    offload: str = "auto",
     time_limit_s: float = 30.0,
     autocast: str | None = None,
     model_ref: ModelRef | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Choose how every tensor is laid out and what is kept or recomputed, so that a step is fastest within `memory`.
+    """Choose how every tensor is laid out and what is kept, recomputed or offloaded, so that a step is fastest within `memory`.
 
     memory: per device, the batch excluded; default 90 % of the device's. mesh: sizes of its axes, outermost first;
-    default: the factorisations are searched. solver: joint, two-stage, ddp, fsdp, megatron.
+    default: the factorisations are searched. solver: joint, two-stage, ddp, fsdp, megatron. offload: host, disk, none, or
+    auto: to the host, where the hardware is GPUs and says how fast that is.
 
     Raises `Refusal` when nothing fits, with what binds, the smallest budget that would do, and the cheapest way out.
     """
     from .planner import make_plan
 
-    return make_plan(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, time_limit_s, autocast,
-                                 model_ref, progress), solver=solver)  # fmt: skip
+    return make_plan(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s,
+                                 autocast, model_ref, progress), solver=solver)  # fmt: skip
 
 
 def compare(
@@ -133,6 +135,7 @@ def compare(
     loss_fn: LossFn | None = None,
     mesh: Sequence[int] | None = None,
     pins: Sequence[str] = (),
+    offload: str = "auto",
     time_limit_s: float = 30.0,
     autocast: str | None = None,
     model_ref: ModelRef | None = None,
@@ -141,8 +144,8 @@ def compare(
     """Plan with every solver; one that cannot meet the budget answers with its `Refusal`. Without `memory`, all can."""
     from .planner import compare as run
 
-    question = _question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, time_limit_s, autocast, model_ref,
-                         progress)  # fmt: skip
+    question = _question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s, autocast,
+                         model_ref, progress)  # fmt: skip
     if memory is None:
         question["budget_bytes"] = None
     return run(**question)
@@ -158,6 +161,7 @@ def frontier(
     loss_fn: LossFn | None = None,
     mesh: Sequence[int] | None = None,
     pins: Sequence[str] = (),
+    offload: str = "auto",
     time_limit_s: float = 30.0,
     autocast: str | None = None,
     model_ref: ModelRef | None = None,
@@ -170,8 +174,8 @@ def frontier(
     """
     from .planner import frontier as run
 
-    return run(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, time_limit_s, autocast,
-                           model_ref, progress), num_points=num_points)  # fmt: skip
+    return run(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s,
+                           autocast, model_ref, progress), num_points=num_points)  # fmt: skip
 
 
 def check(
@@ -256,7 +260,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: str, loss_fn: Any, mesh: Any, pins: Sequence[str],
-              time_limit_s: float, autocast: str | None, model_ref: ModelRef | None, progress: Any) -> dict[str, Any]:  # fmt: skip
+              offload: str, time_limit_s: float, autocast: str | None, model_ref: ModelRef | None,
+              progress: Any) -> dict[str, Any]:  # fmt: skip
     cluster = _cluster(hardware)
     budget = parse_bytes(memory) if memory is not None else int(MEMORY_SHARE * cluster.device.memory_bytes)
     make, label = _optimizer(optimizer)
@@ -273,6 +278,7 @@ def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: str
         "dtype": _dtype_name(model),
         "autocast": autocast,
         "pins": tuple(pins),
+        "offload": offload,
         "time_limit_s": time_limit_s,
         "progress": progress,
     }

@@ -1,8 +1,8 @@
 """Frozen, validated data that the verbs pass to one another: Profile, Cluster, Plan, Report."""
 
-from .cluster import Cluster, Device, Link, MeshAxis, Overheads
+from .cluster import Cluster, Device, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
-from .plan import BatchEntry, ModelRef, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
+from .plan import BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
@@ -19,6 +19,7 @@ __all__ = [
     "MeshAxis",
     "ModelRef",
     "ModuleCost",
+    "OffloadPlan",
     "OpCost",
     "OpPlan",
     "Overheads",
@@ -32,6 +33,7 @@ __all__ = [
     "Report",
     "SolverInfo",
     "SweepPoint",
+    "Tier",
     "UserError",
     "check_range",
     "diff",

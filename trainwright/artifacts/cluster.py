@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .record import Artifact, Record, UserError
 
@@ -55,6 +55,30 @@ class Link(Record):
     """By how much a collective (`reduce_scatter`) takes longer here than its formula says."""
 
 
+class Tier(Record):
+    """Memory beside the device's, of what one device reaches while all do: the host's, or a disk."""
+
+    write_bytes_per_s: float = Field(gt=0)
+    """From the device."""
+    read_bytes_per_s: float = Field(gt=0)
+    """To the device."""
+    latency_s: float = Field(default=0.0, ge=0)
+    """Of one transfer."""
+    capacity_bytes: int | None = Field(default=None, gt=0)
+    """For each device; None: more than can be asked for."""
+    overlap: float = Field(default=1.0, ge=0, le=1)
+    """The share of a transfer's time that a computation hides which goes on beside it."""
+
+    def exposed_s(self, transfer_s: float, compute_s: float) -> float:
+        """Return what transfers add to computations of `compute_s` that go on beside them.
+
+        >>> tier = Tier(write_bytes_per_s=1e9, read_bytes_per_s=1e9)
+        >>> tier.exposed_s(3.0, 2.0), tier.exposed_s(1.0, 2.0)
+        (1.0, 0.0)
+        """
+        return transfer_s - self.overlap * min(transfer_s, compute_s)
+
+
 class MeshAxis(Record):
     """One axis of the `DeviceMesh` of a plan."""
 
@@ -71,14 +95,35 @@ class Cluster(Artifact):
     name: str
     device: Device
     links: tuple[Link, ...]
-    host_bandwidth_bytes_per_s: float = 0.0
-    """Device to host memory, one direction; 0: offloading is not available."""
+    offload: dict[Literal["host", "disk"], Tier] = {}
+    """Where a plan may keep what the backward, or the optimizer, needs later."""
     source: str = ""
     fingerprint: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_tiers(cls, data: Any) -> Any:
+        """Files of before there were tiers state the host's bandwidth alone."""
+        if isinstance(data, dict) and "host_bandwidth_bytes_per_s" in data:
+            data = dict(data)
+            rate = data.pop("host_bandwidth_bytes_per_s")
+            if rate:
+                data.setdefault("offload", {"host": {"write_bytes_per_s": rate, "read_bytes_per_s": rate}})
+        return data
 
     @property
     def num_devices(self) -> int:
         return math.prod(link.size for link in self.links)
+
+    def tier(self, name: str) -> Tier:
+        """Return the tier `name`; `UserError` where there is none."""
+        if name not in self.offload:
+            known = " and ".join(self.offload) or "none"
+            raise UserError(
+                f"hardware with a {name} tier is needed to offload there; {self.name} has {known}; "
+                "calibrate, or add `offload` to the hardware file, or plan with --offload none"
+            )
+        return self.offload[name]  # type: ignore[index]
 
     def mesh(self, shape: tuple[int, ...] | None = None) -> tuple[MeshAxis, ...]:
         """Lay a mesh of `shape` (outermost axis first) over the devices; `None`: one axis per link.

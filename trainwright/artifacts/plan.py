@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -56,6 +56,13 @@ class OpPlan(Record):
     offloaded: dict[str, str] = {}
 
 
+class OffloadPlan(Record):
+    """Where what is offloaded goes, and how many bytes of it each device may hold on the way, out and back."""
+
+    tier: Literal["host", "disk"]
+    in_flight_bytes: int = Field(ge=0)
+
+
 class Predicted(Record):
     """What the plan will take per step, by the cost model; the peak is simulated, parameters and states included."""
 
@@ -65,6 +72,9 @@ class Predicted(Record):
     exposed_comm_s: float
     recompute_s: float
     transfer_s: float = 0.0
+    """What transfers of offloaded values add to the step: what no computation hides."""
+    moved_bytes: int = 0
+    """What each device offloads in a step; as much comes back."""
     peak_bytes: int
     breakdown: dict[str, int] = {}
     """Bytes alive at the peak, by category."""
@@ -100,6 +110,8 @@ class Plan(Artifact):
     cluster: Cluster
     budget_bytes: int | None
     mesh: dict[str, int] = Field(min_length=1)
+    offload: OffloadPlan | None = None
+    """Where anything is offloaded."""
     predicted: Predicted
     solver: SolverInfo
     params: dict[str, ParamPlan]

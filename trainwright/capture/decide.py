@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..artifacts import BatchEntry, OpPlan, ParamPlan, Plan, UserError
 from .blocks import RegionClass
@@ -56,12 +56,22 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
             key = group_key(region_class, group)
             entry = _entry(plan.modules, key, "modules")
             decisions.splits[group] = _split_of(group, _per_axis(entry.split, mesh, key), key)
-            decisions.recomputed |= _recomputed(region_class, group, entry, key)
+            decisions.recomputed |= _values(region_class, group, entry.recomputed, key)
+            decisions.offloaded |= _values(region_class, group, entry.offloaded, key)
     for tensor in program.inputs:
         batch_entry = _entry(plan.batch, tensor.key, "batch")
         decisions.inputs[tensor] = parse_layout(
             _per_axis(batch_entry.layout, mesh, tensor.key), tensor.slots, tensor.key
         )
+    if twice := sorted(decisions.recomputed & decisions.offloaded):
+        raise UserError(
+            f"one fate for every value is needed; {twice[0]} is both recomputed and offloaded; take it out of one of them"
+        )
+    if decisions.offloaded and plan.offload is None:
+        raise UserError(
+            "the plan's `offload` (tier, in_flight_bytes) is needed where values are offloaded; it has none; add it, or plan anew"
+        )
+    decisions.in_flight_bytes = plan.offload.in_flight_bytes if plan.offload is not None else 0
     return decisions
 
 
@@ -145,7 +155,7 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 
 def _fates(group: Group) -> Iterator[tuple[str, Op, str]]:
-    """Every value of a group that may be recomputed: (its name in a plan, the op, the end of its key)."""
+    """Every value of a group that may be recomputed or offloaded: (its name in a plan, the op, the end of its key)."""
     for op in group.ops:
         prefix = "" if op is group.head else f"{op.key}."
         for index in range(len(op.outputs)):
@@ -157,23 +167,28 @@ def _fates(group: Group) -> Iterator[tuple[str, Op, str]]:
 
 def _op_plan(region_class: RegionClass, group: Group, decisions: Decisions) -> OpPlan:
     split = tuple(group.loops[loop].name if loop >= 0 else "-" for loop in decisions.splits[group])
-    count = region_class.multiplicity
+    return OpPlan(
+        split=split,
+        recomputed=_named(region_class, group, decisions.recomputed),
+        offloaded=_named(region_class, group, decisions.offloaded),
+    )
+
+
+def _named(region_class: RegionClass, group: Group, keys: set[str]) -> dict[str, str]:
+    """Write those of a group's values whose keys are given: name in a plan → blocks."""
     found: dict[str, str] = {}
     for name, op, suffix in _fates(group):
-        members = [
-            m
-            for m, region in enumerate(region_class.members)
-            if region.ops[op.position].key + suffix in decisions.recomputed
-        ]
+        members = [m for m, region in enumerate(region_class.members) if region.ops[op.position].key + suffix in keys]
         if members:
-            found[name] = "all" if len(members) == count else ranges(members)
-    return OpPlan(split=split, recomputed=found)
+            found[name] = "all" if len(members) == region_class.multiplicity else ranges(members)
+    return found
 
 
-def _recomputed(region_class: RegionClass, group: Group, entry: OpPlan, key: str) -> set[str]:
+def _values(region_class: RegionClass, group: Group, chosen: Mapping[str, str], key: str) -> set[str]:
+    """Return the keys of the values that a plan names."""
     table = {name: (op, suffix) for name, op, suffix in _fates(group)}
     found: set[str] = set()
-    for name, text in entry.recomputed.items():
+    for name, text in chosen.items():
         if name not in table:
             raise UserError(f"a value of {key} is needed; {name!r} is none; one of {', '.join(table)} would do")
         op, suffix = table[name]

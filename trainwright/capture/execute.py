@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .local import Instruction, LocalProgram, Ref
+from .offload import OffloadedStorage, OffloadRun, OffloadStore
 from .program import Tensor as ProgramTensor
 from .randomness import with_state
 from .reshard import Route
@@ -33,15 +34,17 @@ class RunState:
 
 
 class Executor:
-    """A local program, made ready to run many times."""
+    """A local program, made ready to run many times. Without a `store`, what the plan offloads is kept."""
 
-    def __init__(self, local: LocalProgram) -> None:
-        self.local = local
+    def __init__(self, local: LocalProgram, store: OffloadStore | None = None) -> None:
+        self.local, self.store = local, store
         self.coords = local.communicator.coords
         self.calls = [_prepare(instruction, self.coords) for instruction in local.instructions]
         self.segments = _segments(local.instructions)
         self.reruns = {region: rerun for region, rerun in _reruns(local).items() if rerun.wanted or rerun.internals}
         self.frees = _last_uses(local, self.reruns)
+        self.last_offload = max((i.index for i in local.instructions if _offloads(local, i)), default=-1)
+        """The last instruction that makes something to offload; -1: none does."""
 
     def run(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> list[Any]:
         """Return the flat outputs, given the rank's part of every parameter, buffer, batch entry and constant."""
@@ -49,14 +52,24 @@ class Executor:
             index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources
         }
         memories: dict[int, _RegionMemory] = {}
+        offload = self._offload_run() if torch.is_grad_enabled() else None
         for region, start, stop in self.segments:
             rerun = self.reruns.get(region) if torch.is_grad_enabled() else None
-            if rerun is None:
+            if offload is not None and start > self.last_offload:
+                offload.settle()
+            if rerun is None and offload is None:
                 self._forward(env, start, stop, state)
             else:
-                memory = memories.setdefault(region, _RegionMemory(self, rerun, state))
+                memory = memories.setdefault(region, _RegionMemory(self, rerun or _Rerun(), state, offload))
                 self._forward_watched(env, start, stop, state, memory)
+        if offload is not None:
+            offload.end_forward()
         return [env[found.value] if isinstance(found, Ref) else found for found in self.local.outputs]
+
+    def _offload_run(self) -> OffloadRun | None:
+        if self.store is None or self.last_offload < 0:
+            return None
+        return OffloadRun(self.store, self.local.decisions.in_flight_bytes)
 
     def _forward(self, env: dict[int, Any], start: int, stop: int, state: RunState) -> None:
         for index in range(start, stop):
@@ -69,7 +82,7 @@ class Executor:
     ) -> None:
         for value in memory.rerun.sources:
             if value in env and value not in memory.sources:
-                memory.sources[value] = env[value].detach()
+                memory.start_from(value, env[value])
         with torch.autograd.graph.saved_tensors_hooks(memory.pack, _unpack):
             for index in range(start, stop):
                 memory.begin(self.local.instructions[index])
@@ -126,6 +139,10 @@ def _fill_one(arg: Any, env: dict[int, Any]) -> Any:
 
 def _fill_named(kwargs: dict[str, Any], env: dict[int, Any]) -> dict[str, Any]:
     return {name: _fill_one(arg, env) for name, arg in kwargs.items()} if kwargs else kwargs
+
+
+def _offloads(local: LocalProgram, instruction: Instruction) -> bool:
+    return instruction.internal_offloaded or any(local.values[value].offloaded for value in instruction.outputs)
 
 
 def _segments(instructions: Sequence[Instruction]) -> list[tuple[int, int, int]]:
@@ -244,9 +261,9 @@ class _Saved:
     """What autograd holds in place of a saved tensor: the tensor itself, or where to get it from."""
 
     tensor: Tensor | None
-    memory: _RegionMemory | None = None
+    memory: _RegionMemory | OffloadedStorage | None = None
     place: tuple[int, int] = (-1, -1)
-    """(value, -1), or (instruction, index among what it saves)."""
+    """(value, -1), or (instruction, index among what it saves); of what was offloaded, (-1, -1)."""
     size: Any = None
     stride: Any = None
     offset: int = 0
@@ -255,9 +272,9 @@ class _Saved:
 class _RegionMemory:
     """One run of one region: which storages are not kept, and their rederived contents while the backward needs them."""
 
-    def __init__(self, executor: Executor, rerun: _Rerun, state: RunState) -> None:
-        self.executor, self.rerun, self.state = executor, rerun, state
-        self.sources: dict[int, Tensor] = {}
+    def __init__(self, executor: Executor, rerun: _Rerun, state: RunState, offload: OffloadRun | None = None) -> None:
+        self.executor, self.rerun, self.state, self.offload = executor, rerun, state, offload
+        self.sources: dict[int, _Saved] = {}
         self.registry: dict[int, tuple[StorageWeakRef, int]] = {}
         self.waiting: Counter[tuple[int, int]] = Counter()
         self.found: dict[tuple[int, int], Tensor] = {}
@@ -280,9 +297,10 @@ class _RegionMemory:
         instruction = self.instruction
         assert instruction is not None
         values = self.executor.local.values
+        self._register_offloaded(instruction, env)
         for value in instruction.outputs:
             if value in self.rerun.sources:
-                self.sources[value] = env[value].detach()
+                self.start_from(value, env[value])
             if values[value].recomputed:
                 storage = StorageWeakRef(env[value].untyped_storage())
                 self.registry[storage.cdata] = (storage, value)
@@ -293,12 +311,50 @@ class _RegionMemory:
             entry = self.registry.get(key)
             if entry is not None and not entry[0].expired():
                 self._release(saved, (entry[1], -1))
-            elif instruction.internal_recomputed:
+                continue
+            if instruction.internal_recomputed or instruction.internal_offloaded:
                 if known is None:
                     known = {_storage(env[v]) for v in (*instruction.inputs, *instruction.outputs)}
                 if key not in known:
-                    self._release(saved, (instruction.index, index))
+                    self._release_internal(saved, instruction, index)
+                    continue
+            self._send_away(saved)
         self.pending = []
+
+    def _register_offloaded(self, instruction: Instruction, env: dict[int, Any]) -> None:
+        if self.offload is None:
+            return
+        chosen = [value for value in instruction.outputs if self.executor.local.values[value].offloaded]
+        if chosen:
+            # A view of what stands elsewhere frees nothing.
+            given = {_storage(env[value]) for value in instruction.inputs}
+            for value in chosen:
+                if _storage(env[value]) not in given:
+                    self.offload.register(env[value])
+
+    def start_from(self, value: int, tensor: Tensor) -> None:
+        """Note a value from which the sub-graph starts."""
+        saved = _Saved(tensor.detach())
+        self._send_away(saved)
+        self.sources[value] = saved
+
+    def _release_internal(self, saved: _Saved, instruction: Instruction, index: int) -> None:
+        assert saved.tensor is not None
+        if instruction.internal_recomputed:
+            self._release(saved, (instruction.index, index))
+        elif self.offload is not None:
+            if self.offload.find(saved.tensor) is None:
+                self.offload.register(saved.tensor)
+            self._send_away(saved)
+
+    def _send_away(self, saved: _Saved) -> None:
+        """Let go of a tensor whose storage is offloaded; any other stays."""
+        tensor = saved.tensor
+        item = self.offload.find(tensor) if self.offload is not None and tensor is not None else None
+        if self.offload is not None and item is not None and tensor is not None:
+            self.offload.save(item, tensor)
+            saved.size, saved.stride, saved.offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            saved.memory, saved.tensor = item, None
 
     def _release(self, saved: _Saved, place: tuple[int, int]) -> None:
         tensor = saved.tensor
@@ -334,9 +390,12 @@ class _RegionMemory:
     def _rederive(self) -> None:
         """Run the region's sub-graph once; keep what somebody still waits for."""
         self.is_rederived = True
-        env: dict[int, Any] = dict(self.sources)
+        env: dict[int, Any] = {}
         for index in self.rerun.instructions:
             instruction = self.executor.local.instructions[index]
+            for value in instruction.inputs:
+                if value not in env and value in self.sources:
+                    env[value] = _unpack(self.sources[value])
             if index in self.rerun.internals:
                 self._rerun_with_internals(instruction, env)
             else:

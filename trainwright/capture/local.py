@@ -21,13 +21,19 @@ from .transition import gradient_layout, transition
 
 @dataclass(eq=False)
 class Decisions:
-    """What a plan decides, in terms of the program. `recomputed` holds the keys of values that are not kept."""
+    """What a plan decides, in terms of the program.
+
+    `recomputed` holds the keys of values that are not kept, `offloaded` of those that leave the device meanwhile.
+    """
 
     mesh: tuple[int, ...]
     splits: dict[Group, Split]
     params: dict[Tensor, Layout]
     inputs: dict[Tensor, Layout] = field(default_factory=dict)
     recomputed: set[str] = field(default_factory=set)
+    offloaded: set[str] = field(default_factory=set)
+    in_flight_bytes: int = 0
+    """Of what is offloaded, how much may stand on the device while it leaves, and again before it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Value:
     tensor: Tensor
     layout: Layout
     recomputed: bool = False
+    offloaded: bool = False
 
 
 @dataclass(eq=False)
@@ -67,6 +74,7 @@ class Instruction:
     axes: tuple[int, ...] = ()
     """Mesh axes that split the op's loops: its random numbers differ along these alone."""
     internal_recomputed: bool = False
+    internal_offloaded: bool = False
     many: bool = False
     """Gives a tuple."""
 
@@ -127,7 +135,8 @@ class _Builder:
         )
 
     def _value(self, key: str, tensor: Tensor, layout: Layout) -> Value:
-        value = Value(len(self.values), key, tensor, layout, key in self.decisions.recomputed)
+        chosen = self.decisions
+        value = Value(len(self.values), key, tensor, layout, key in chosen.recomputed, key in chosen.offloaded)
         self.values.append(value)
         return value
 
@@ -144,7 +153,7 @@ class _Builder:
         outputs = [self._value(tensor.key, tensor, self.replicated) for tensor in op.outputs]
         self.native.update({value.tensor: value for value in outputs})
         args, kwargs = _fill(op.node, inputs)
-        self._emit_op(op, op.node.target, args, kwargs, inputs, outputs, -1, (), False)
+        self._emit_op(op, op.node.target, args, kwargs, inputs, outputs, -1, ())
 
     def _op(self, op: Op) -> None:
         assert op.region is not None
@@ -168,15 +177,17 @@ class _Builder:
             function, args, kwargs = localize(context, function, args, kwargs)
         function = _unless_empty(op, function, outputs, self.communicator)
         axes = tuple(axis for axis, loop in enumerate(split) if loop >= 0)
-        internal = f"{op.key}.internal" in self.decisions.recomputed
-        self._emit_op(op, function, args, kwargs, inputs, outputs, op.region.index, axes, internal)
+        self._emit_op(op, function, args, kwargs, inputs, outputs, op.region.index, axes)
 
     def _emit_op(self, op: Op, function: Any, args: Any, kwargs: Any, inputs: list[Value], outputs: list[Value], region: int,
-                 axes: tuple[int, ...], internal: bool) -> None:  # fmt: skip
+                 axes: tuple[int, ...]) -> None:  # fmt: skip
+        internal = f"{op.key}.internal"
         self._emit(
             key=op.key, path=op.path, function=function, args=args, kwargs=kwargs,
             inputs=tuple(value.index for value in inputs), outputs=tuple(value.index for value in outputs),
-            region=region, op=op, axes=axes, internal_recomputed=internal,
+            region=region, op=op, axes=axes,
+            internal_recomputed=internal in self.decisions.recomputed,
+            internal_offloaded=internal in self.decisions.offloaded,
             many=isinstance(op.node.meta["val"], (tuple, list)),
         )  # fmt: skip
 

@@ -43,6 +43,9 @@ def plan(
     pin: Annotated[
         list[str] | None, typer.Option(metavar="P", help="Hold a decision: 'h.*.mlp.c_fc=shard(out)@gpu'; repeatable.")
     ] = None,
+    offload: Annotated[
+        str, typer.Option(metavar="TIER", help="host, disk or none; auto: to the host of GPUs, never to a disk.")
+    ] = "auto",
     compare: Annotated[bool, typer.Option("--compare", help="Show what every solver reaches.")] = False,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Plans from the smallest to the fastest; -o names a folder for them.")
@@ -58,6 +61,7 @@ def plan(
         "memory": None if memory is None else parse_bytes(memory),
         "mesh": parse_mesh(mesh),
         "pins": tuple(pin or ()),
+        "offload": offload,
         "time_limit_s": time_limit,
         "autocast": model.autocast,
     }

@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from ..artifacts import Cluster, Device, Link, UserError
+from ..artifacts import Cluster, Device, Link, Tier, UserError
 from ..launch.cores import num_cores
 from . import machine
 from .collectives import GLOO_FACTORS
@@ -58,7 +58,11 @@ def gpu_cluster(device: str, num_per_node: int = 1, num_nodes: int | None = None
         name="x".join([*counts, device]),
         device=DEVICES[device],
         links=tuple(links),
-        host_bandwidth_bytes_per_s=sheet.host * _GIGA,
+        offload={
+            "host": Tier(
+                write_bytes_per_s=sheet.host * _GIGA, read_bytes_per_s=sheet.host * _GIGA, latency_s=_HOST_LATENCY_S
+            )
+        },
         source="preset: a fraction of the vendor's data sheet; not measured",
     )
 
@@ -91,9 +95,15 @@ def cpu_cluster(num_processes: int) -> Cluster:
         name=f"cpu:{num_processes}",
         device=device,
         links=(link,),
+        offload={"disk": _cpu_disk(num_processes)},
         source="preset: cautious guesses for this machine; not measured, `calibrate` does",
         fingerprint=machine.fingerprint(),
     )
+
+
+def _cpu_disk(num_processes: int) -> Tier:
+    rate = _DISK_BANDWIDTH / num_processes
+    return Tier(write_bytes_per_s=rate, read_bytes_per_s=rate, latency_s=_DISK_LATENCY_S, overlap=_DISK_OVERLAP)
 
 
 # What torch gives cuBLAS where CUBLAS_WORKSPACE_CONFIG is not set: `:4096:2:16:8`, 32 MiB from Hopper on; hipBLAS on an
@@ -117,7 +127,8 @@ class _Sheet:
     network: float
     """GB/s of one device's share of its node's network, one direction, as collectives reach it."""
     host: float
-    """GB/s from device to pinned host memory, one direction, as copies reach it."""
+    """GB/s from device to pinned host memory, one direction, as copies reach it: seven tenths of what PCIe 3, 4 or 5 signals
+    over 16 lanes (16, 32, 64 GB/s)."""
     blas_workspace: int = _BLAS_WORKSPACE_BYTES
     matmul_fraction: float = 0.75
     """Of the sheet's rate that large matrix products reach: cuBLAS gets 0.80 at 8192³ in bf16 on an H200."""
@@ -181,6 +192,8 @@ _SHEETS = {
 }
 _BANDWIDTH_FRACTION = 0.88
 _NETWORK_LATENCY_S = 6e-6
+_HOST_LATENCY_S = 10e-6
+"""A copy between device and pinned memory, from its launch to its event: a guess."""
 _GPU_LAUNCH_S = 5e-6
 
 # One core of a server of the last years and gloo over the loopback interface, on the low side of what `calibrate` found
@@ -191,6 +204,10 @@ _CPU_CORE_BANDWIDTH = 12e9
 _CORES_THAT_FILL_MEMORY = 16
 _GLOO_BANDWIDTH = 1e9
 _GLOO_LATENCY_S = 250e-6
+# A disk that is not the fastest, through the system's file cache, whose copies take processor time from the computation.
+_DISK_BANDWIDTH = 0.5e9
+_DISK_LATENCY_S = 100e-6
+_DISK_OVERLAP = 0.5
 
 
 def _cpu_core_flops_per_s() -> dict[str, float]:

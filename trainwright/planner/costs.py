@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..artifacts import Device, MeshAxis
+from ..artifacts import Device, MeshAxis, Tier
 from ..capture.groups import Group, Split
 from ..capture.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
+from ..capture.offload import MIN_BYTES
 from ..capture.program import Op, Tensor
 from ..capture.transition import Step, gradient_layout, step_bytes, transition
 from ..hardware.collectives import seconds
@@ -57,6 +58,10 @@ class CostModel:
     records: Records
     num_passes: float = 1.0
     """Forward and backward passes to a step: an optimizer may take more than one."""
+    tier: Tier | None = None
+    """Where tensors may be offloaded to; None: nowhere."""
+    min_offload_bytes: int = MIN_BYTES
+    """What is smaller stays."""
     _inner: dict[tuple[Op, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)

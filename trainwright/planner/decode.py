@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from ..capture.layout import PARTIAL, REPLICATE, Layout
 from ..capture.local import Decisions
 from ..capture.program import Op, Program, Tensor
 from ..capture.transition import gradient_layout
-from .problem import Decision, Problem, Use, Want
+from .offload import IN_FLIGHT
+from .problem import Decision, Problem, Stored, Use, Want
 from .recompute import Recompute
 from .sharding import Sharding
 
@@ -28,6 +30,8 @@ class Choice:
     options: dict[Decision, int]
     reruns: dict[Decision, int] = field(default_factory=dict)
     converts: dict[tuple[Use, Want], int] = field(default_factory=dict)
+    leaves: dict[Stored | Decision | tuple[Use, Want], int] = field(default_factory=dict)
+    """How many instances of what is kept are offloaded: of an output, of a group's internals, of a converted copy."""
 
 
 def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | None) -> Choice:
@@ -41,7 +45,26 @@ def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | N
         for (use, native, want), column in recompute.convert.items():
             if use.source.natives[options[use.source.decision]] == native:
                 choice.converts[use, want] = _count(values[column])
+        choice.leaves = {
+            key: num for key, kept in _kept(options, recompute) if (num := _leaving(values, recompute, kept))
+        }
     return choice
+
+
+def _kept(options: dict[Decision, int], recompute: Recompute) -> Iterator[tuple[Any, int]]:
+    """What may be kept under the chosen options, with the column that counts it."""
+    for (stored, native), column in recompute.keep.items():
+        if stored.source.natives[options[stored.source.decision]] == native:
+            yield stored, column
+    for (decision, option), column in recompute.keep_inner.items():
+        if options[decision] == option:
+            yield decision, column
+    for (use, want), column in recompute.keep_copy.items():
+        yield (use, want), column
+
+
+def _leaving(values: np.ndarray, recompute: Recompute, kept: int) -> int:
+    return round(values[recompute.leaves[kept]]) if kept in recompute.leaves else 0
 
 
 def _count(value: float) -> int:
@@ -55,7 +78,10 @@ def decisions_from(problem: Problem, choice: Choice) -> Decisions:
     decisions = Decisions(problem.mesh, splits, params)
     decisions.inputs = input_layouts(problem.program, decisions)
     for region_class in problem.program.classes:
-        decisions.recomputed |= _Flags(problem, choice, decisions, region_class).keys()
+        flags = _Flags(problem, choice, decisions, region_class)
+        decisions.recomputed |= flags.keys()
+        decisions.offloaded |= flags.offloaded()
+        decisions.in_flight_bytes = max(decisions.in_flight_bytes, IN_FLIGHT * flags.largest_bytes)
     return decisions
 
 
@@ -97,6 +123,55 @@ class _Flags:
         self.problem, self.choice, self.decisions, self.region_class = problem, choice, decisions, region_class
         self.pinned = {stored.source.tensor for stored in problem.stored if stored.boundary or stored.held}
         self.found: set[str] = set()
+        self.largest_bytes = 0
+        """Of what one instance offloads."""
+
+    def offloaded(self) -> set[str]:
+        """Return the keys of all values that leave: the first of the instances that are kept, behind those that rerun."""
+        found: set[str] = set()
+        for kept, num in self.choice.leaves.items():
+            if isinstance(kept, tuple):
+                found |= self._leaving_copies(*kept, num)
+            elif isinstance(kept, Stored):
+                found |= self._leaving_outputs(kept, num)
+            else:
+                found |= self._leaving_internals(kept, num)
+        return found
+
+    def _leaving_outputs(self, stored: Stored, num: int) -> set[str]:
+        decision, tensor = stored.source.decision, stored.source.tensor
+        if decision.region_class is not self.region_class or tensor.producer is None:
+            return set()
+        op, place = tensor.producer, tensor.producer.outputs.index(tensor)
+        size = self.problem.costs.local_bytes(tensor, stored.source.natives[self.choice.options[decision]])
+        self.largest_bytes = max(self.largest_bytes, size)
+        first = 0 if stored.boundary else self.choice.reruns.get(decision, 0)
+        return {member.ops[op.position].outputs[place].key for member in self.region_class.members[first : first + num]}
+
+    def _leaving_internals(self, decision: Decision, num: int) -> set[str]:
+        if decision.region_class is not self.region_class or decision.group is None:
+            return set()
+        self.largest_bytes = max(self.largest_bytes, decision.inner_bytes[self.choice.options[decision]])
+        inside = {op.position for op in decision.group.ops if self.problem.costs.records[op].internal_bytes}
+        made = [(t.producer.position, t.producer.outputs.index(t)) for t in decision.inner_tensors if t.producer]
+        first = self.choice.reruns.get(decision, 0)
+        found: set[str] = set()
+        for member in self.region_class.members[first : first + num]:
+            found |= {f"{member.ops[position].key}.internal" for position in inside}
+            found |= {member.ops[position].outputs[place].key for position, place in made}
+        return found
+
+    def _leaving_copies(self, use: Use, want: Want, num: int) -> set[str]:
+        if use.region_class is not self.region_class:
+            return set()
+        copies = self._copies(use, use.source.natives[self.choice.options[use.source.decision]])
+        if want not in copies:
+            return set()
+        self.largest_bytes = max(self.largest_bytes, self.problem.costs.local_bytes(use.source.tensor, want[0]))
+        position, place = copies[want]
+        first = self.choice.converts.get((use, want), 0)
+        members = use.members[first : first + num]
+        return {f"{self.region_class.members[member].ops[position].key}.in{place}" for member in members}
 
     def keys(self) -> set[str]:
         """Return the keys of all values that are recomputed."""

@@ -92,7 +92,7 @@ class ForwardMemory:
                 terms = self._kept_terms(region_class, region, position)
                 alive = self._alive(region_class, position)
                 terms += [(column, 1.0) for stored in alive if (column := self.passing.get(stored)) is not None]
-                yield decision, terms + self.changes.forward(decision)
+                yield decision, terms + self.changes.forward(decision) + self.recompute.on_the_way(region_class)
 
     def _kept_terms(self, region_class: RegionClass, region: int, position: int) -> Terms:
         terms: Terms = []
@@ -108,13 +108,14 @@ class ForwardMemory:
         table: dict[tuple[RegionClass, int], list[tuple[int, float]]] = defaultdict(list)
         for (stored, native), column in self.recompute.keep.items():
             key = _place(stored.source.decision)
-            table[key].append((column, costs.local_bytes(stored.source.tensor, native) / MIB))
+            size = costs.local_bytes(stored.source.tensor, native) / MIB
+            table[key].append((self.recompute.stays(column), size))
         for (decision, option), column in self.recompute.keep_inner.items():
-            table[_place(decision)].append((column, decision.inner_bytes[option] / MIB))
+            table[_place(decision)].append((self.recompute.stays(column), decision.inner_bytes[option] / MIB))
         for (use, want), column in self.recompute.keep_copy.items():
             made = min(d.position for d in use.demands if any(want in wants for wants in d.wants))
             size = costs.local_bytes(use.source.tensor, want[0]) / MIB
-            table[use.region_class, made + 1].append((column, size))
+            table[use.region_class, made + 1].append((self.recompute.stays(column), size))
         return {key: self._column(terms) for key, terms in table.items()}
 
     def _passing(self, stored: Stored) -> int:
@@ -124,7 +125,7 @@ class ForwardMemory:
         for native, chosen in self.sharding.yields(source).items():
             size = self.problem.costs.local_bytes(source.tensor, native) / MIB
             terms += [(column, size) for column in chosen]
-            terms.append((self.recompute.keep[stored, native], -size / count))
+            terms.append((self.recompute.stays(self.recompute.keep[stored, native]), -size / count))
         return self._column(terms)
 
     def _alive(self, region_class: RegionClass, position: int) -> list[Stored]:

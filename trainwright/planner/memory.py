@@ -4,6 +4,7 @@
     kept          of every region not yet gone through backwards
     own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
     gradients     of the activations around the group, of the parameters of the regions already gone through
+    in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
     changing      the most that bringing a gradient of the group's operands back holds
     update        static, all parameters' gradients, what the caller holds, and the optimizer's own temporaries
 
@@ -21,6 +22,7 @@ from ..capture.blocks import RegionClass
 from ..capture.program import Tensor
 from .forward_memory import Changes, ForwardMemory
 from .milp import MIB, Model, Terms
+from .offload import spans
 from .problem import Decision, Problem
 from .recompute import Recompute
 from .sharding import Sharding
@@ -59,6 +61,8 @@ class _Builder:
         self.items: dict[RegionClass, list[Item]] = defaultdict(list)
         self.gradient_regions: dict[Decision, list[int]] = defaultdict(list)
         self.changes = Changes(model, problem, sharding)
+        boundary = [stored for stored in problem.stored if stored.boundary and not stored.held]
+        self.spans = {stored: spans(stored) for stored in boundary} if recompute.leaves else {}
 
     def build(self) -> Memory:
         memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
@@ -120,6 +124,8 @@ class _Builder:
         terms += self._option_terms(decision, decision.transient_bytes)
         terms += self._pending(region_class, position)
         terms += self._param_gradients(region)
+        terms += self.recompute.on_the_way(region_class)
+        terms += self._fetched(region_class, region, position)
         return terms
 
     def _own_terms(self, region_class: RegionClass, member: int, position: int) -> Terms:
@@ -127,13 +133,14 @@ class _Builder:
         terms: Terms = []
         is_last = member == region_class.multiplicity - 1
         for item in self.items[region_class]:
-            is_used = item.position > position
+            is_used, is_waiting = item.position > position, item.first < position
             if member not in item.members:
                 terms += [(item.kept, 1.0)] if is_last else []
             elif is_last:
-                terms += [(item.held, 1.0), (item.present, -1.0 if is_used else 0.0)]
+                held = item.held_waiting if is_waiting else item.held
+                terms += [(held, 1.0), (item.present, -1.0 if is_used else 0.0)]
             elif not is_used:
-                terms.append((item.present, 1.0))
+                terms.append((item.waiting if is_waiting else item.present, 1.0))
         return terms
 
     def _passed_terms(self, region_class: RegionClass, region: int, position: int) -> Terms:
@@ -146,6 +153,25 @@ class _Builder:
                 num = owner.multiplicity
             if num:
                 terms += [(column, size * num / owner.multiplicity) for column, size in passed]
+        return terms
+
+    def _fetched(self, region_class: RegionClass, region: int, position: int) -> Terms:
+        """What `_passed_terms` counts too much: of offloaded instances those alone are there that this region needs."""
+        terms: Terms = []
+        for stored, found in self.spans.items():
+            owner, at = stored.source.decision.region_class, stored.position
+            assert owner is not None
+            behind = [
+                (first, last)
+                for member, (first, last) in zip(owner.members, found)
+                if member.index <= region and not (member.index == region and at > position)
+            ]
+            num = sum(not first <= region <= last for first, last in behind)
+            for native in self.sharding.yields(stored.source) if num else ():
+                size = self.problem.costs.local_bytes(stored.source.tensor, native) / MIB
+                leaves = self.recompute.leaves.get(self.recompute.keep[stored, native])
+                if leaves is not None:
+                    terms.append((leaves, -size * num / owner.multiplicity))
         return terms
 
     def _option_terms(self, decision: Decision, num_bytes: list[int]) -> Terms:

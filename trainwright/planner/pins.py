@@ -4,6 +4,7 @@
     PATTERN=replicate@AXIS       an op splits nothing over the axis; a parameter is whole along it
     PATTERN=keep                 what the op leaves for the backward is kept
     PATTERN=recompute            it is rederived in every block
+    PATTERN=offload              it is kept, off the device
 
 `PATTERN` is a glob over the keys of a plan, module paths or parameter names: `h.*.mlp.c_fc`, `lm_head*`.
 """
@@ -20,7 +21,7 @@ from ..capture.layout import REPLICATE
 from .problem import Decision, Problem
 from .recipes import Restriction
 
-_GRAMMAR = "PATTERN=shard(LOOP)@AXIS, PATTERN=replicate@AXIS, PATTERN=keep or PATTERN=recompute"
+_GRAMMAR = "PATTERN=shard(LOOP)@AXIS, PATTERN=replicate@AXIS, PATTERN=keep, PATTERN=recompute or PATTERN=offload"
 
 
 def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) -> None:
@@ -28,11 +29,21 @@ def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) 
     for pin in pins:
         pattern, action = _parse(pin)
         matched = _matching(problem, pattern, pin)
-        if action in ("keep", "recompute"):
+        if action in ("keep", "recompute", "offload"):
             groups = [decision for decision in matched if decision.group is not None]
-            restriction.fates.update(dict.fromkeys(groups, action == "recompute"))
+            if action == "offload":
+                _allow_offload(problem, pin, restriction)
+            restriction.fates.update(dict.fromkeys(groups, action))
         else:
             _narrow(problem, matched, action, pin, restriction)
+
+
+def _allow_offload(problem: Problem, pin: str, restriction: Restriction) -> None:
+    if problem.costs.tier is None:
+        raise UserError(
+            f"somewhere to offload to is needed; {pin!r} asks for it; add --offload host or --offload disk, on hardware that has it"
+        )
+    restriction.offload = True
 
 
 def _parse(pin: str) -> tuple[str, str]:
@@ -41,7 +52,7 @@ def _parse(pin: str) -> tuple[str, str]:
         raise UserError(
             f"a pin of layouts or recomputation is needed; {pin!r} asks for pipeline stages: not supported yet"
         )
-    if not pattern or not re.fullmatch(r"keep|recompute|replicate@\S+|shard\([^()]+\)@\S+", action):
+    if not pattern or not re.fullmatch(r"keep|recompute|offload|replicate@\S+|shard\([^()]+\)@\S+", action):
         raise UserError(f"a pin is {_GRAMMAR}; got {pin!r}")
     return pattern, action
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ..artifacts import Plan, Predicted, Refusal, SolverInfo, UserError
+from ..artifacts import OffloadPlan, Plan, Predicted, Refusal, SolverInfo, UserError
 from ..capture.decide import decisions_of, plan_sections
+from ..capture.local import Decisions
 from ..capture.program import Program
 from .budget import budget_for
 from .costs import OptimizerCost
@@ -87,6 +88,7 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
     return Task(
         program, plan.model, plan.cluster, plan.budget_bytes, plan.optimizer, optimizer_cost, make_optimizer,
         mesh=tuple(plan.mesh.values()), dtype=plan.dtype, autocast=plan.autocast, literals=plan.literals,
+        offload=plan.offload.tier if plan.offload is not None else "none",
     )  # fmt: skip
 
 
@@ -149,6 +151,7 @@ def as_plan(task: Task, solver: str, found: Found, plan_s: float) -> Plan:
         cluster=task.cluster,
         budget_bytes=task.budget_bytes,
         mesh={axis.name: axis.size for axis in place.axes},
+        offload=_offload(task, answer.decisions),
         predicted=_predicted(found.price, answer.simulation),
         solver=SolverInfo(
             name=solver,
@@ -164,6 +167,12 @@ def as_plan(task: Task, solver: str, found: Found, plan_s: float) -> Plan:
     )
 
 
+def _offload(task: Task, decisions: Decisions) -> OffloadPlan | None:
+    if not decisions.offloaded or task.tier_name is None:
+        return None
+    return OffloadPlan(tier=task.tier_name, in_flight_bytes=decisions.in_flight_bytes)
+
+
 def _predicted(costs: Price, simulation: Simulation) -> Predicted:
     return Predicted(
         step_s=costs.step_s,
@@ -171,6 +180,8 @@ def _predicted(costs: Price, simulation: Simulation) -> Predicted:
         comm_s=costs.comm_s,
         exposed_comm_s=costs.exposed_comm_s,
         recompute_s=costs.recompute_s,
+        transfer_s=costs.transfer_s,
+        moved_bytes=simulation.moved_bytes,
         peak_bytes=simulation.peak_bytes,
         breakdown=simulation.breakdown,
         comm_bytes=simulation.comm_bytes,

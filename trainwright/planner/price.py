@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from ..artifacts import Tier
 from ..capture.execute import Executor
 from ..capture.local import Instruction, LocalProgram
+from ..capture.offload import CountingStore
 from .costs import CostModel, OptimizerCost
 
 
@@ -23,6 +25,12 @@ class Price:
     """Collectives and the copies that they take, those of reruns left out."""
     recompute_s: float = 0.0
     """Reruns, with what they communicate."""
+    forward_s: float = 0.0
+    """Of compute and communication, what runs in the forward: beside it things are moved out."""
+    update_s: float = 0.0
+    """Of compute, the optimizer's step."""
+    transfer_s: float = 0.0
+    """What moving offloaded values out and back adds."""
     by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
@@ -33,7 +41,7 @@ class Price:
     @property
     def step_s(self) -> float:
         """Return the seconds of the whole step."""
-        return self.compute_s + self.exposed_comm_s + self.recompute_s
+        return self.compute_s + self.exposed_comm_s + self.recompute_s + self.transfer_s
 
 
 def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Price:
@@ -43,6 +51,7 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
         compute, comm = _instruction_s(executor.local, instruction, costs)
         total.compute_s += sum(compute)
         total.comm_s += sum(comm)
+        total.forward_s += compute[0] + comm[0]
         total.by_op[instruction.key] += sum(compute) + sum(comm)
     for rerun in executor.reruns.values():
         for index in rerun.instructions:
@@ -50,8 +59,21 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
             total.recompute_s += compute[0] + comm[0]
     for tensor, layout in executor.local.decisions.params.items():
         if tensor.requires_grad:
-            total.compute_s += costs.optimizer_s(tensor, layout, optimizer)
+            total.update_s += costs.optimizer_s(tensor, layout, optimizer)
+    total.compute_s += total.update_s
+    if costs.tier is not None and isinstance(executor.store, CountingStore):
+        total.transfer_s = _transfer_s(total, executor.store, costs.tier, costs.num_passes)
     return total
+
+
+def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: float) -> float:
+    """The seconds by which what was moved, out and back, outlasts what goes on beside it."""
+    backward_s = total.compute_s + total.comm_s - total.forward_s - total.update_s + total.recompute_s
+    out_s, back_s = (
+        num_passes * (store.num_bytes / rate + store.num_transfers * tier.latency_s)
+        for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
+    )
+    return tier.exposed_s(out_s, total.forward_s) + tier.exposed_s(back_s, backward_s)
 
 
 Seconds = tuple[float, float]

@@ -45,6 +45,8 @@ class Decision:
     """What the group's ops communicate inside themselves, forward and backward."""
     inner_bytes: list[int] = field(default_factory=list)
     """What the group saves and nobody outside reads: activations between its ops, statistics, masks."""
+    inner_tensors: list[Tensor] = field(default_factory=list)
+    """The activations among these."""
     transient_bytes: list[int] = field(default_factory=list)
     """What the group's backward holds for a moment, gradients included."""
     rest_bytes: list[int] = field(default_factory=list)
@@ -125,6 +127,14 @@ class Stored:
         own = self.source.decision.group.index
         readers = [d.position for use in self.uses if use.inside for d in use.demands if any(d.saves)]
         return own if self.own_saved or self.held else min(readers, default=own)
+
+    @property
+    def first_position(self) -> int:
+        """The group of the region whose backward is the first to need it, natively."""
+        assert self.source.decision.group is not None
+        own = [self.source.decision.group.index] if self.own_saved else []
+        readers = [d.position for use in self.uses if use.inside for d in use.demands if any(d.saves)]
+        return max([*own, *readers], default=self.position)
 
 
 @dataclass(eq=False)
@@ -245,6 +255,7 @@ class _Builder:
         saved = _saved_inside(group, self.costs)
         read_outside = {_root(group, tensor, self.costs) for tensor in group.outputs()}
         inner = [root for root in saved if root not in read_outside and not self._is_output(root)]
+        decision.inner_tensors = inner
         for split in decision.options:
             total = 0
             for tensor in inner:

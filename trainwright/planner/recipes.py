@@ -31,8 +31,10 @@ class Restriction:
     forbids: Callable[[Use, tuple[int, ...], Want], bool] | None = None
     """Whether a change of layout is out of the question, as long as there is an answer without it."""
     recompute: bool = True
-    fates: dict[Decision, bool] = field(default_factory=dict)
-    """Pinned groups: whether all instances recompute (True) or keep (False) what they leave."""
+    offload: bool = False
+    """Whether anything may be offloaded; the textbook's recipes do not."""
+    fates: dict[Decision, str] = field(default_factory=dict)
+    """Pinned groups: whether all instances `keep`, `recompute` or `offload` what they leave."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -44,7 +46,7 @@ def restriction(problem: Problem, recipe: str) -> Restriction:
         return Restriction({**_data_parallel(problem), **_rest(problem, sharded=True)})
     if recipe == "megatron":
         return _megatron(problem)
-    return Restriction()
+    return Restriction(offload=recipe == "joint")
 
 
 def _data_parallel(problem: Problem) -> dict[Decision, frozenset[int]]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..capture.blocks import RegionClass
 from ..capture.layout import Layout
 from .milp import Model
 from .problem import Decision, Demand, Problem, Stored, Use, Want
@@ -45,6 +46,20 @@ class Recompute:
     keep_copy: dict[tuple[Use, Want], int] = field(default_factory=dict)
     convert: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
     rerun: dict[tuple[Decision, int], int] = field(default_factory=dict)
+    leaves: dict[int, int] = field(default_factory=dict)
+    """Of a column of kept instances, the column of those that are offloaded meanwhile; see `offload`."""
+    resident: dict[int, int] = field(default_factory=dict)
+    """Of a column of kept instances, that of those that stay on the device."""
+    in_flight: dict[RegionClass, int] = field(default_factory=dict)
+    """MiB on their way out or back while a class runs."""
+
+    def stays(self, kept: int) -> int:
+        """Return the column of the instances that are kept on the device."""
+        return self.resident.get(kept, kept)
+
+    def on_the_way(self, region_class: RegionClass) -> Terms:
+        """Return the MiB in flight while a class runs, as terms of a row."""
+        return [(self.in_flight[region_class], 1.0)] if region_class in self.in_flight else []
 
 
 def add_recompute(model: Model, problem: Problem, sharding: Sharding) -> Recompute:

@@ -100,7 +100,7 @@ def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> N
     given: dict[Layout, list[int]] = defaultdict(list)
     for want in wants_of(use):
         for native in supply:
-            there, back = _aligned(use, native, want)
+            there, back = aligned(use, native, want)
             if many_axes and not (is_plain(native, there) and is_plain(back, gradient_layout(native))):
                 continue
             times = problem.costs.edge_s(use.source.tensor, native, there, back)
@@ -123,6 +123,6 @@ def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> N
                 model.row(SUPPLY, [(column, 1.0), *ones(columns, -1.0)], upper=0.0)
 
 
-def _aligned(use: Use, native: Layout, want: Want) -> Want:
-    """A tensor without gradient has none to bring back."""
+def aligned(use: Use, native: Layout, want: Want) -> Want:
+    """Return a want as it is served; a tensor without gradient has none to bring back."""
     return want if use.tensor.requires_grad else (want[0], native)

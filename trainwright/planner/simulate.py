@@ -23,6 +23,7 @@ from ..capture.execute import Call, Executor, RunState
 from ..capture.fakes import new_mode
 from ..capture.layout import local_shape
 from ..capture.local import Decisions, LocalProgram, build_local
+from ..capture.offload import CountingStore
 from ..capture.program import Program, Tensor
 from ..capture.reshard import SimulatedCommunicator
 from ..profiler.saved import run_state
@@ -48,6 +49,9 @@ class Simulation:
     executor: Executor = field(repr=False)
     """What ran, for pricing."""
     timeline: list[MemoryPoint] = field(default_factory=list)
+    moved_bytes: int = 0
+    """What is offloaded in a step; as much comes back."""
+    num_moved: int = 0
 
 
 def simulate(
@@ -82,7 +86,8 @@ def _simulate(
 ) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
     local = build_local(program, decisions, communicator)
-    executor = Executor(local)
+    store = CountingStore()
+    executor = Executor(local, store)
     _fuse_attention(executor, target)
     mode = new_mode()
     with mode:
@@ -116,6 +121,8 @@ def _simulate(
         tracker.num_ops,
         executor,
         tracker.timeline,
+        store.num_bytes,
+        store.num_transfers,
     )
 
 

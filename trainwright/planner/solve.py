@@ -19,6 +19,7 @@ from ..capture.local import Decisions
 from .decode import Choice, decisions_from, read_choice
 from .memory import Memory, add_memory, set_budget
 from .milp import MIB, Model, Patience, Progress, Solution
+from .offload import add_offload
 from .problem import Decision, Problem
 from .recipes import Restriction, restriction
 from .recompute import Recompute, add_recompute
@@ -158,6 +159,7 @@ class Solver:
             model = Model()
             sharding = add_sharding(model, self.problem)
             recompute = add_recompute(model, self.problem, sharding)
+            add_offload(model, self.problem, sharding, recompute)
             memory = add_memory(model, self.problem, sharding, recompute, math.inf)
             self._full = (model, sharding, recompute, memory)
         return self._full
@@ -166,7 +168,8 @@ class Solver:
         """Return the rows' budget to begin with: what they count too much of `answer`, which keeps everything, is added."""
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
-        fixed = held_at(sharding, answer.choice.options) | dict.fromkeys(recompute.rerun.values(), 0.0)
+        fixed = held_at(sharding, answer.choice.options)
+        fixed |= dict.fromkeys([*recompute.rerun.values(), *recompute.leaves.values()], 0.0)
         found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
         if found.values is None:
             return budget

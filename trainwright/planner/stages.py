@@ -151,16 +151,27 @@ def _forbidden(sharding: Sharding, restriction: Restriction) -> dict[int, float]
 def _fates(recompute: Recompute | None, restriction: Restriction) -> dict[int, float]:
     """The columns that pinned groups may not use: reruns of what is kept, keeping what is recomputed."""
     fixed: dict[int, float] = {}
-    if recompute is None or not restriction.fates:
+    if recompute is None:
         return fixed
+    if not restriction.offload:
+        fixed.update(dict.fromkeys(recompute.leaves.values(), 0.0))
     for (decision, _), column in recompute.rerun.items():
-        if restriction.fates.get(decision) is False:
+        if restriction.fates.get(decision) in ("keep", "offload"):
             fixed[column] = 0.0
     for (decision, _), column in recompute.keep_inner.items():
-        if restriction.fates.get(decision) is True:
-            fixed[column] = 0.0
+        _pin(fixed, recompute, column, restriction.fates.get(decision))
     for (stored, _), column in recompute.keep.items():
-        free = not stored.boundary and not stored.held
-        if free and restriction.fates.get(stored.source.decision) is True:
-            fixed[column] = 0.0
+        fate = restriction.fates.get(stored.source.decision)
+        if not stored.held and not (stored.boundary and fate == "recompute"):
+            _pin(fixed, recompute, column, fate)
     return fixed
+
+
+def _pin(fixed: dict[int, float], recompute: Recompute, kept: int, fate: str | None) -> None:
+    """Hold the columns of one kind of kept instances at what the fate says: none kept, none leaving, none staying."""
+    if fate == "recompute":
+        fixed[kept] = 0.0
+    elif fate == "keep" and kept in recompute.leaves:
+        fixed[recompute.leaves[kept]] = 0.0
+    elif fate == "offload" and kept in recompute.leaves:
+        fixed[recompute.resident[kept]] = 0.0

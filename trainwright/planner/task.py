@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
-from ..artifacts import Cluster, MeshAxis, ModelRef
+from ..artifacts import Cluster, MeshAxis, ModelRef, UserError
 from ..capture.local import Decisions
 from ..capture.program import Program
 from ..hardware import machine, threads_each
@@ -25,6 +25,8 @@ from .recipes import Restriction, restriction
 from .simulate import MakeOptimizer, Simulation, simulate
 from .solve import Answer, Infeasible, Settings, Solver
 from .two_stage import solve_two_stage
+
+OFFLOADS = ("auto", "host", "disk", "none")
 
 
 @dataclass(eq=False)
@@ -43,9 +45,28 @@ class Task:
     autocast: str | None = None
     pins: tuple[str, ...] = ()
     literals: Mapping[str, Any] = field(default_factory=dict)
+    offload: str = "auto"
+    """Where tensors may be offloaded to: host, disk, none, or auto: to the host, on hardware that says how fast that is."""
     time_limit_s: float = 30.0
     progress: Callable[[str], None] | None = None
     """Told, in words, of every better answer while the solver runs."""
+
+    def __post_init__(self) -> None:
+        if self.offload not in OFFLOADS:
+            raise UserError(f"a place to offload to is one of {', '.join(OFFLOADS)}; got {self.offload!r}")
+        if self.offload == "host" and self.cluster.device.kind == "cpu":
+            raise UserError(
+                "a place to offload to other than the device's own memory is needed; host is the memory of a CPU; try disk"
+            )
+        if self.offload in ("host", "disk"):
+            self.cluster.tier(self.offload)
+
+    @property
+    def tier_name(self) -> Literal["host", "disk"] | None:
+        """The tier that may be offloaded to."""
+        if self.offload == "auto":
+            return "host" if "host" in self.cluster.offload and self.cluster.device.kind == "gpu" else None
+        return None if self.offload == "none" else self.offload  # type: ignore[return-value]
 
     @cached_property
     def records(self) -> Records:
@@ -113,6 +134,8 @@ class Place:
         """The options and their costs."""
         task = self.task
         costs = CostModel(task.cluster.device, self.axes, task.records, task.optimizer_cost.num_passes)
+        if task.tier_name is not None:
+            costs.tier = task.cluster.tier(task.tier_name)
         return build_problem(task.program, costs, task.optimizer_cost)
 
     @cached_property

@@ -7,7 +7,12 @@ it runs there are
     present   P  =  bytes of one instance, where the backward needs the tensor at all
     held      H  =  max(Σ bytes · K, P)     all instances' before the group that uses it last, and H − P after it
 
-No count of reruns enters, hence no big M: the relaxation pays for a whole instance, as the plan does.
+No count of reruns enters, hence no big M: the relaxation pays for a whole instance, as the plan does. Of what is
+offloaded (`offload`), the K of the formulas are the instances that stay; and since it comes back when it is first asked
+for, not with the whole instance,
+
+    waiting   W  =  P − bytes · O / M       in place of P before the group that uses it first, so max(Σ bytes · K, W) of H
+
 """
 
 from __future__ import annotations
@@ -32,9 +37,14 @@ class Item:
     """The instances that have it."""
     position: int
     """The group whose backward uses it last."""
+    first: int
+    """The group whose backward uses it first."""
     kept: int
     held: int
     present: int
+    held_waiting: int
+    """As `held` and `present`, before the group that uses it first."""
+    waiting: int
 
 
 def find_items(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> list[Item]:
@@ -76,14 +86,16 @@ class _Builder:
             ]
             # Of one use with one want, one flow is 1; of several wants, each is a need of its own.
             needs += [served] if has_one_want(use) else [[term] for term in served]
-        return self._item(source.decision, range(source.decision.count), stored.position, kept, needs)
+        positions = (stored.position, stored.first_position)
+        return self._item(source.decision, range(source.decision.count), positions, kept, needs)
 
     def _inner(self, decision: Decision) -> Item:
         assert decision.group is not None
         sizes = [size / MIB for size in decision.inner_bytes]
-        kept = [(self.recompute.keep_inner[decision, option], size) for option, size in enumerate(sizes)]
+        columns = [self.recompute.keep_inner[decision, option] for option in range(len(sizes))]
+        kept = list(zip(columns, sizes))
         needs = [list(zip(self.sharding.choice[decision], sizes))]
-        return self._item(decision, range(decision.count), decision.group.index, kept, needs)
+        return self._item(decision, range(decision.count), (decision.group.index,) * 2, kept, needs)
 
     def _copies(self, use: Use) -> Item:
         """The converted copies of a use; wants that differ share no memory, so they add up."""
@@ -99,20 +111,46 @@ class _Builder:
             ]
         ]
         readers = [demand.position for demand in use.demands if any(demand.saves)]
-        return self._item(use, use.members, min(readers, default=0), kept, needs)
+        positions = (min(readers, default=0), max(readers, default=0))
+        return self._item(use, use.members, positions, kept, needs)
 
     def _item(
-        self, owner: Decision | Use, members: Iterable[int], position: int, kept: Terms, needs: list[Terms]
+        self,
+        owner: Decision | Use,
+        members: Iterable[int],
+        positions: tuple[int, int],
+        kept: Terms,
+        needs: list[Terms],
     ) -> Item:
         assert owner.region_class is not None
-        kept_column, held, present = self.model.column(), self.model.column(), self.model.column()
-        self.model.row("sums of bytes", [*kept, (kept_column, -1.0)], 0.0, 0.0)
+        here, leaving = self._here(kept, owner.count)
+        kept_column, present = self.model.column(), self.model.column()
+        self.model.row("sums of bytes", [*here, (kept_column, -1.0)], 0.0, 0.0)
         for terms in needs:
             if terms:
                 self.model.row("sums of bytes", [*terms, (present, -1.0)], upper=0.0)
-        self.model.row("sums of bytes", [(kept_column, 1.0), (held, -1.0)], upper=0.0)
-        self.model.row("sums of bytes", [(present, 1.0), (held, -1.0)], upper=0.0)
-        return Item(owner.region_class, frozenset(members), position, kept_column, held, present)
+        held = self._at_least(kept_column, present)
+        waiting, held_waiting = present, held
+        if leaving:
+            waiting = self.model.column()
+            self.model.row("sums of bytes", [(present, 1.0), *leaving, (waiting, -1.0)], upper=0.0)
+            held_waiting = self._at_least(kept_column, waiting)
+        last, first = positions
+        return Item(
+            owner.region_class, frozenset(members), last, first, kept_column, held, present, held_waiting, waiting
+        )
+
+    def _here(self, kept: Terms, count: int) -> tuple[Terms, Terms]:
+        """The bytes of the instances that stay, and less those of one instance as far as all leave."""
+        leaves = self.recompute.leaves
+        here = [(self.recompute.stays(column), size) for column, size in kept]
+        return here, [(leaves[column], -size / count) for column, size in kept if column in leaves]
+
+    def _at_least(self, *columns: int) -> int:
+        most = self.model.column()
+        for column in columns:
+            self.model.row("sums of bytes", [(column, 1.0), (most, -1.0)], upper=0.0)
+        return most
 
     def _mib(self, tensor, layout: tuple[int, ...]) -> float:
         return self.problem.costs.local_bytes(tensor, layout) / MIB

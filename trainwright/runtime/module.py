@@ -28,6 +28,7 @@ from ..profiler.step import DTYPES
 from .adapters import adapter_of
 from .batch import check_part
 from .communicator import MeshCommunicator, make_mesh
+from .offload import open_store
 from .regions import Region, region_of, whole_region
 from .sharding import as_dtensor, as_parameter, storage_of
 from .weights import Reader, reader
@@ -147,7 +148,7 @@ class ParallelModule(nn.Module):
         self.device_mesh: DeviceMesh = make_mesh(plan.mesh, self.device.type)
         self.communicator = MeshCommunicator(self.device_mesh)
         self._local: LocalProgram = build_local(program, decisions, self.communicator)
-        self._executor = Executor(self._local)
+        self._executor = Executor(self._local, open_store(plan, self.device))
         self._inputs = {tensor.key: tensor for tensor in program.inputs}
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._buffers_of: dict[ProgramTensor, Tensor] = {}

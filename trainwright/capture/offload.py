@@ -1,0 +1,184 @@
+"""Saved tensors that leave the device between the forward and the backward.
+
+    forward    a storage that the plan offloads is handed to the store when autograd first saves it; the device's copy
+               goes as soon as the forward is done with it and it no longer counts as in flight
+    backward   the storage comes back when it is first asked for, or ahead of that, the last to leave first
+
+At most `in_flight_bytes` have left and still stand on the device, and at most as many stand there before they are asked
+for. What is let go, and what is fetched ahead, follows from the program alone, never from how fast the store is: so a
+simulation holds at each point what a run holds, and a store that is too slow makes the step wait, not grow.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MIN_BYTES = 64
+"""Scalars and empty parts stay where they are."""
+
+
+class OffloadStore(Protocol):
+    """Where offloaded bytes go. A ticket is the store's own; the space is free again when the ticket dies."""
+
+    def write(self, data: Tensor) -> Any:
+        """Begin to copy the one-dimensional `data`, which stays as it is until `written`, and return a ticket."""
+
+    def written(self, ticket: Any) -> None:
+        """Wait until the copy is made."""
+
+    def read(self, ticket: Any, into: Tensor) -> None:
+        """Begin to bring the contents back."""
+
+    def arrived(self, ticket: Any) -> None:
+        """Wait until they are there."""
+
+
+class CountingStore:
+    """Moves nothing and counts what would be moved: the store of simulations."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_transfers = 0
+        """Of one direction: what leaves comes back."""
+
+    def write(self, data: Tensor) -> Any:
+        self.num_bytes += data.numel() * data.element_size()
+        self.num_transfers += 1
+
+    def written(self, ticket: Any) -> None:
+        pass
+
+    def read(self, ticket: Any, into: Tensor) -> None:
+        pass
+
+    def arrived(self, ticket: Any) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class OffloadedStorage:
+    """One storage that leaves; those who saved a part of it hold it."""
+
+    run: OffloadRun
+    num_elements: int
+    dtype: torch.dtype
+    device: torch.device
+    num_bytes: int
+    ticket: Any = None
+    has_left: bool = False
+    last_save: int = 0
+    waiting: int = 0
+    """How many saved tensors still need the contents."""
+    buffer: Tensor | None = None
+    was_asked: bool = False
+
+    def fetch(self, place: Any = None) -> Tensor:
+        """Return the contents, one-dimensional; the last of those that wait takes them away."""
+        return self.run.fetch(self)
+
+
+class OffloadRun:
+    """What one forward has offloaded, until its backward has taken it back."""
+
+    def __init__(self, store: OffloadStore, in_flight_bytes: int) -> None:
+        self.store, self.in_flight_bytes = store, in_flight_bytes
+        self._known: dict[int, tuple[StorageWeakRef, OffloadedStorage]] = {}
+        self._left: list[weakref.ref[OffloadedStorage]] = []
+        self._leaving: deque[tuple[OffloadedStorage, Tensor]] = deque()
+        self._leaving_bytes = 0
+        self._num_saves = 0
+        self._to_come: deque[weakref.ref[OffloadedStorage]] | None = None
+        self._ahead_bytes = 0
+
+    # Forward
+
+    def register(self, tensor: Tensor) -> OffloadedStorage:
+        """Note that the storage of `tensor` is to leave when it is saved."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        num_bytes = tensor.untyped_storage().nbytes()
+        item = OffloadedStorage(self, num_bytes // tensor.element_size(), tensor.dtype, tensor.device, num_bytes)
+        self._known[storage.cdata] = (storage, item)
+        return item
+
+    def find(self, tensor: Tensor) -> OffloadedStorage | None:
+        """Return what is known of the storage of `tensor`, if it is to leave; what is tiny stays."""
+        storage, item = self._known.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, None))
+        if storage is None or item is None or storage.expired() or item.dtype != tensor.dtype:
+            return None
+        return item if item.num_bytes >= MIN_BYTES else None
+
+    def save(self, item: OffloadedStorage, tensor: Tensor) -> None:
+        """Count one who will ask for `item`; the first one, with a part of it in hand, sends it away."""
+        self._num_saves += 1
+        item.last_save = self._num_saves
+        item.waiting += 1
+        if item.has_left:
+            return
+        item.has_left = True
+        whole = tensor.detach().as_strided((item.num_elements,), (1,), 0)
+        item.ticket = self.store.write(whole)
+        self._left.append(weakref.ref(item))
+        self._leaving.append((item, whole))
+        self._leaving_bytes += item.num_bytes
+        while self._leaving_bytes > self.in_flight_bytes:
+            self._finish_oldest()
+
+    def settle(self) -> None:
+        """Wait for everything in flight, and let go of it."""
+        while self._leaving:
+            self._finish_oldest()
+
+    def end_forward(self) -> None:
+        """Settle, and forget: from here on those who saved something hold the run, and nothing holds them in turn."""
+        self.settle()
+        self._known.clear()
+
+    def _finish_oldest(self) -> None:
+        item, _ = self._leaving.popleft()
+        self.store.written(item.ticket)
+        self._leaving_bytes -= item.num_bytes
+
+    # Backward
+
+    def fetch(self, item: OffloadedStorage) -> Tensor:
+        """Return the contents of `item`, and send for what will be asked for next."""
+        self.settle()
+        if item.buffer is None:
+            self._send_for(item)
+        elif not item.was_asked:
+            self._ahead_bytes -= item.num_bytes
+        is_first, item.was_asked = not item.was_asked, True
+        self.store.arrived(item.ticket)
+        contents = item.buffer
+        assert contents is not None
+        item.waiting -= 1
+        if item.waiting <= 0:
+            item.buffer = None
+        if is_first:
+            self._fetch_ahead()
+        return contents
+
+    def _send_for(self, item: OffloadedStorage) -> None:
+        item.buffer = torch.empty(item.num_elements, dtype=item.dtype, device=item.device)
+        self.store.read(item.ticket, item.buffer)
+
+    def _fetch_ahead(self) -> None:
+        """Send for what left last and was not asked for yet, as long as there is room for it."""
+        if self._to_come is None:
+            items = [item for reference in self._left if (item := reference()) is not None]
+            items.sort(key=lambda item: -item.last_save)
+            self._to_come = deque(weakref.ref(item) for item in items)
+        while self._to_come:
+            item = self._to_come[0]()
+            if item is not None and not item.was_asked:
+                if self._ahead_bytes + item.num_bytes > self.in_flight_bytes:
+                    return
+                self._send_for(item)
+                self._ahead_bytes += item.num_bytes
+            self._to_come.popleft()

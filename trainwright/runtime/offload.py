@@ -1,0 +1,212 @@
+"""Where a run keeps what its plan offloads: a file of this rank's own, or the host's memory.
+
+    disk   one unnamed file a rank, gone when the process is, however it ends; a thread reads and writes in order
+    host   pinned memory, filled and read on streams beside the one that computes; on a CPU, plain copies
+
+What is in flight is bounded by `capture.offload`, which waits for the oldest transfer before it lets more leave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifacts import Plan, UserError
+from ..capture.offload import OffloadStore
+
+_ALIGNMENT = 4096
+
+
+def open_store(plan: Plan, device: torch.device) -> OffloadStore | None:
+    """Return where this rank offloads what `plan` says, or None where it offloads nothing.
+
+    A disk's file stands in the folder that `tempfile` takes, which `TMPDIR` names; `UserError` when it cannot be written.
+    """
+    if plan.offload is None:
+        return None
+    return HostStore(device) if plan.offload.tier == "host" else DiskStore()
+
+
+@dataclass(eq=False)
+class _Extent:
+    """A piece of the file, free again when nobody holds it."""
+
+    store: DiskStore
+    offset: int
+    num_bytes: int
+    pending: Future[None] | None = None
+    data: Tensor | None = None
+    """What the pending transfer reads or fills. The thread has its address alone: were it to hold the last reference,
+    memory would be freed there, at a time of its own, and the allocator's records would miss it."""
+
+    def wait(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            error = pending.exception()
+            self.data = None
+            if error is not None:
+                raise error
+
+    def __del__(self) -> None:
+        if self.pending is not None:
+            self.pending.exception()
+        self.store.free[self.num_bytes].append(self.offset)
+
+
+class DiskStore:
+    """Offloads to a file without a name in `folder`; see `OffloadStore` for what the methods promise.
+
+    One thread transfers in the order of the calls, so a piece of the file that is taken again is never written before
+    it was read. A full disk, or one that cannot be written, is a `UserError` of the step that finds it, before any weight changed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
+        try:
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115, as long as the store lives
+        except OSError as error:
+            raise UserError(self._advice(0, error)) from None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainwright-offload")
+        self._end = 0
+        self.free: dict[int, list[int]] = defaultdict(list)
+        """Offsets of pieces that nobody holds, by size."""
+
+    def write(self, data: Tensor) -> Any:
+        num_bytes = data.numel() * data.element_size()
+        free = self.free[num_bytes]
+        extent = _Extent(self, free.pop() if free else self._extend(num_bytes), num_bytes)
+        self._begin(extent, data, self._write)
+        return extent
+
+    def written(self, ticket: _Extent) -> None:
+        self._wait(ticket)
+
+    def read(self, ticket: _Extent, into: Tensor) -> None:
+        self._begin(ticket, into, self._read)
+
+    def arrived(self, ticket: _Extent) -> None:
+        self._wait(ticket)
+
+    def close(self) -> None:
+        """Wait for what is under way and give the space back."""
+        self._worker.shutdown()
+        self._file.close()
+
+    def _begin(self, extent: _Extent, data: Tensor, transfer: Callable[[int, int, int], None]) -> None:
+        extent.data = data
+        extent.pending = self._worker.submit(transfer, extent.offset, data.data_ptr(), extent.num_bytes)
+
+    def _extend(self, num_bytes: int) -> int:
+        offset = self._end
+        self._end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return offset
+
+    def _wait(self, ticket: _Extent) -> None:
+        try:
+            ticket.wait()
+        except OSError as error:
+            raise UserError(self._advice(ticket.num_bytes, error)) from None
+
+    def _advice(self, num_bytes: int, error: OSError) -> str:
+        return (
+            f"room for what the plan offloads is needed in {self.folder}, {num_bytes} bytes more than the {self._size()} there; "
+            f"the system says: {error.strerror}; free some, set TMPDIR to a folder on another disk, or plan with --offload none"
+        )
+
+    def _size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size if hasattr(self, "_file") else 0
+
+    def _write(self, offset: int, address: int, num_bytes: int) -> None:
+        data = _memory(address, num_bytes)
+        while data:
+            num = os.pwrite(self._file.fileno(), data, offset)
+            offset, data = offset + num, data[num:]
+
+    def _read(self, offset: int, address: int, num_bytes: int) -> None:
+        into = _memory(address, num_bytes)
+        while into:
+            num = os.preadv(self._file.fileno(), [into], offset)
+            if num == 0:
+                raise OSError(errno.EIO, "the file ended early")
+            offset, into = offset + num, into[num:]
+
+
+def _memory(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+
+
+@dataclass(eq=False)
+class _HostCopy:
+    """A buffer in the host's memory, free again when nobody holds it."""
+
+    store: HostStore
+    buffer: Tensor
+    event: Any = None
+    """When the last transfer from or to the buffer is done."""
+
+    def __del__(self) -> None:
+        self.store.wait(self)
+        self.store.free[self.buffer.numel()].append((self.buffer, self.event))
+
+
+class HostStore:
+    """Offloads to the host's memory; see `OffloadStore`.
+
+    On a GPU the buffers are pinned, and transfers run on two streams of their own, one a direction. Waiting is the
+    computing stream's, not the process's: memory that was let go is taken again by later work of that stream, which then
+    comes after the transfer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_gpu = device.type == "cuda"
+        self.free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
+        """Buffers that nobody holds, by size, with what to wait for before they are filled again."""
+        self._out = torch.cuda.Stream(device) if self.is_gpu else None
+        self._back = torch.cuda.Stream(device) if self.is_gpu else None
+
+    def write(self, data: Tensor) -> Any:
+        num_bytes = data.numel() * data.element_size()
+        free = self.free[num_bytes]
+        buffer, event = (
+            free.pop() if free else (torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_gpu), None)
+        )
+        copy = _HostCopy(self, buffer, event)
+        self._transfer(copy, self._out, buffer, data.view(torch.uint8))
+        return copy
+
+    def written(self, ticket: _HostCopy) -> None:
+        self.wait(ticket)
+
+    def read(self, ticket: _HostCopy, into: Tensor) -> None:
+        self._transfer(ticket, self._back, into.view(torch.uint8), ticket.buffer)
+
+    def arrived(self, ticket: _HostCopy) -> None:
+        self.wait(ticket)
+
+    def _transfer(self, copy: _HostCopy, stream: Any, target: Tensor, source: Tensor) -> None:
+        if stream is None:
+            target.copy_(source)
+            return
+        # After what computed the source, or last used the target's memory, and after the buffer's last transfer.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if copy.event is not None:
+            stream.wait_event(copy.event)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            copy.event = stream.record_event()
+
+    def wait(self, copy: _HostCopy) -> None:
+        """Let the computing stream wait for the last transfer of `copy`."""
+        if copy.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(copy.event)
