@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -152,6 +153,29 @@ def dies_while_writing(plan: str, name: str, folder: str, moment: str) -> None:
     raise AssertionError("a rank was to be killed")
 
 
+def dies_while_removing(plan: str, name: str, folder: str) -> None:
+    """Save twice and keep one; the first rank is killed when the older one is half gone."""
+    run = Run(plan, name)
+    checkpointer = run.checkpointer(folder, keep=1)
+    run.steps(0, 1)
+    checkpointer.save(0)
+    checkpointer.wait()
+    remove = shutil.rmtree
+
+    def half(path: Path, *args: Any, **options: Any) -> None:
+        if "00000000" not in str(path):
+            return remove(path, *args, **options)
+        (path / "position.json").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    shutil.rmtree = half  # type: ignore[assignment]
+    run.steps(1, 2)
+    checkpointer.save(1)
+    checkpointer.wait()
+    dist.barrier()
+    raise AssertionError("a rank was to be killed")
+
+
 def loads(plan: str, name: str, folder: str) -> dict[str, Any]:
     run = Run(plan, name)
     step = run.checkpointer(folder).load_latest()
@@ -186,6 +210,20 @@ def saves_to_a_full_disk(plan: str, name: str, folder: str) -> dict[str, Any]:
             said = str(error)
     dist.barrier()
     return {"said": said, "left": sorted(path.name for path in Path(folder).iterdir())}
+
+
+def says_what_is_over(plan: str, name: str, folder: str, budget: int | None, asynchronous: bool) -> dict[str, Any]:
+    """What is said of a first and a second save under a budget, and the bytes that this rank saves."""
+    parsed = Plan.parse(plan).model_copy(update={"budget_bytes": budget})
+    run, said = Run(parsed.to_json(), name), []
+    run.steps(0, 1)
+    with run.checkpointer(folder, asynchronous=asynchronous, say=said.append) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(1)
+    state = [value for held in run.optimizer.state.values() for value in held.values()]
+    held = [*run.module.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
+    return {"said": said, "bytes": sum(tensor.numel() * tensor.element_size() for tensor in local)}
 
 
 def saves_under(plan: str, name: str, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import trainwright as tw
 from tests.checkpoint_cases import DROPOUT_OFF
 from tests.pool import Pool
+from trainwright.artifacts import Plan
 from trainwright.capture import zoo
 from trainwright.launch import WorkerError, run_processes
 
@@ -94,6 +96,16 @@ def test_a_rank_killed_while_writing_leaves_the_checkpoint_before(pool2: Pool, t
     assert found["left"] == ["step-00000000"], "what was half written is gone"
 
 
+def test_a_rank_killed_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(pool2: Pool, tmp_path: Path) -> None:
+    question = {"plan": planned("llama-tiny", "fsdp"), "name": "llama-tiny", "folder": str(tmp_path)}
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        run_processes(CASES + "dies_while_removing", question, 2, timeout_s=120)
+    assert len(list(tmp_path.iterdir())) == 2, "it was killed in the midst"
+    found = pool2.run(CASES + "loads", **question)[0]
+    assert found["step"] == 1
+    assert found["left"] == ["step-00000001"]
+
+
 def test_a_full_disk_is_said_and_the_checkpoint_before_stays(pool2: Pool, tmp_path: Path) -> None:
     question = {"plan": planned("llama-tiny", "fsdp"), "name": "llama-tiny", "folder": str(tmp_path)}
     for found in pool2.run(CASES + "saves_to_a_full_disk", **question):
@@ -101,6 +113,22 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(pool2: Pool, tmp_pa
         assert "could not be written to its end" in found["said"]
         assert "rank 1" in found["said"]
         assert found["left"] == ["step-00000000"]
+
+
+def test_a_copy_beyond_the_budget_is_said_once(pool2: Pool, tmp_path: Path) -> None:
+    plan = planned("llama-tiny", "fsdp")
+    peak = Plan.parse(plan).predicted.peak_bytes
+    for number, (budget, asynchronous, expected) in enumerate(
+        [(peak + 1000, True, 1), (10 * peak, True, 0), (peak + 1000, False, 0), (None, True, 0)]
+    ):
+        folder = str(tmp_path / str(number))
+        question = {"plan": plan, "name": "llama-tiny", "budget": budget, "asynchronous": asynchronous}
+        for found in pool2.run(CASES + "says_what_is_over", folder=folder, **question):
+            assert len(found["said"]) == expected
+            if expected:
+                sizes = [float(text) for text in re.findall(r"([\d.]+) MiB", found["said"][0])]
+                assert sizes[0] == pytest.approx(found["bytes"] / 2**20, abs=0.1)
+                assert sizes[1] == pytest.approx((found["bytes"] - 1000) / 2**20, abs=0.1)
 
 
 def test_a_directory_that_cannot_be_written_is_refused(pool2: Pool, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def _ranks_at_work(
     process: subprocess.Popen[bytes], before: list[int], folder: Path, until_step: int, chance: random.Random
 ) -> list[int]:
     """Wait until ranks that were not seen before have come to `until_step`, and a moment more; return them."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600  # a loaded machine takes minutes to start ranks
     while process.poll() is None and time.monotonic() < deadline:
         ranks = [pid for pid in children(process.pid) if pid not in before]
         lines = (folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0

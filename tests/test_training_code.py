@@ -119,7 +119,7 @@ def test_what_samplers_refuse() -> None:
 def _event(step: int, loss: float = 1.0) -> dict[str, object]:
     return {
         "step": step, "loss": loss, "step_s": 0.5, "samples_per_s": 8.0, "tokens_per_s": 64.0, "peak_bytes": 10,
-        "comm_s": 0.1, "comm_bytes": {"all_reduce": 30},
+        "comm_s": 0.1, "update_s": 0.05, "comm_bytes": {"all_reduce": 30},
     }  # fmt: skip
 
 
@@ -152,9 +152,10 @@ def test_predicted_is_held_against_measured() -> None:
     plan = Plan.parse(planned("ddp"))
     lines = comparison([_event(step) for step in range(5)], plan)
     names = [line.split()[0] for line in lines[1:]]
-    assert names == ["step", "compute", "exchange", "all_reduce", "peak"]
+    assert names == ["step", "compute", "exchange", "update", "all_reduce", "peak"]
     assert "500 ms" in lines[1]
-    assert "400 ms" in lines[2]
+    assert "350 ms" in lines[2]
+    assert "50 ms" in lines[4]
 
 
 # The examples, as a user runs them.
@@ -198,6 +199,14 @@ def test_accelerate_runs_a_planned_model(plan_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in run_example("accelerate_loop.py", str(plan_path)).splitlines()]
     assert len(losses) == 8, "two epochs of eight batches, two to an update"
     assert losses[-1] < losses[0]
+
+
+def test_fabric_runs_a_planned_model(plan_path: Path, tmp_path: Path) -> None:
+    printed = run_example("fabric_loop.py", str(plan_path), str(tmp_path)).splitlines()
+    losses = [float(line.split()[-1]) for line in printed if line.startswith("loss")]
+    assert len(losses) == 8, "two epochs of eight batches, two to an update, told by one rank"
+    assert losses[-1] < losses[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
 
 def test_the_trainer_runs_a_planned_model_and_its_weights_load_elsewhere(plan_path: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ the artifacts themselves. Heavy imports wait until a verb is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import hardware as _hardware  # imported before the verb of that name, which then stands in its place
 from .artifacts import Cluster, Difference, ModelRef, Plan, Profile, Refusal, Report, UserError, diff
@@ -244,6 +244,22 @@ def full_state_dict(model: ParallelModule, *, trainable: bool = False) -> dict[s
     return run(model, trainable=trainable)
 
 
+def register_op(
+    op: Any,
+    loops: str | Callable[[Any], Any],
+    *,
+    reduced: str = "",
+    whole: str = "",
+    once: Sequence[int] = (),
+    kind: Literal["heavy", "elementwise"] = "heavy",
+    localize: Callable[..., Any] | None = None,
+) -> None:
+    """Say which loops an op of your own runs over, so that plans may split it; see `trainwright.capture.user_ops.register_op`."""
+    from .capture.user_ops import register_op as run
+
+    run(op, loops, reduced=reduced, whole=whole, once=once, kind=kind, localize=localize)
+
+
 def reference_step(model: nn.Module, optimizer: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
     """Run one ordinary training step: the loop of every measurement."""
     from .profiler import reference_step as run
@@ -374,6 +390,7 @@ __all__ = [
     "plan",
     "profile",
     "reference_step",
+    "register_op",
     "simulate_plan",
     "verify",
 ]

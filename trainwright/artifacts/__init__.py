@@ -1,19 +1,22 @@
 """Frozen, validated data that the verbs pass to one another: Profile, Cluster, Plan, Report."""
 
-from .cluster import Cluster, Device, Link, MeshAxis, Overheads, Tier
+from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .plan import BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
+from .run import Compared, Run
 
 __all__ = [
     "Artifact",
     "BatchEntry",
     "Cluster",
+    "Compared",
     "Device",
     "Difference",
     "Fit",
+    "Learned",
     "Link",
     "MemoryPoint",
     "MeshAxis",
@@ -31,6 +34,7 @@ __all__ = [
     "Refusal",
     "Remedy",
     "Report",
+    "Run",
     "SolverInfo",
     "SweepPoint",
     "Tier",

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from .record import Artifact, Record, UserError
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
 KernelRow = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=2)]
 """Sizes, then the work per second that was reached: FLOPs of a product, bytes of anything else."""
 
@@ -40,6 +42,8 @@ class Device(Record):
     kernels: dict[str, tuple[KernelRow, ...]] = {}
     """Measured kernels, `"mm fp32"`: rows; where there are any, they tell the time instead of the rates above."""
     overheads: Overheads = Overheads()
+    factors: dict[Literal["compute", "update"], Annotated[float, Field(gt=0)]] = {}
+    """By how much forward and backward (`compute`) or the optimizer's step (`update`) take longer than all this says."""
 
 
 class Link(Record):
@@ -89,6 +93,18 @@ class MeshAxis(Record):
     factors: dict[str, float] = {}
 
 
+class Learned(Record):
+    """A run that a file was corrected by: seconds a step, predicted and measured, by category."""
+
+    model: str
+    optimizer: str
+    num_ranks: int
+    num_steps: int
+    fingerprint: str | None
+    predicted_s: dict[str, float]
+    measured_s: dict[str, float]
+
+
 class Cluster(Artifact):
     """Devices of one kind and the links between them, outermost (slowest) first."""
 
@@ -99,6 +115,10 @@ class Cluster(Artifact):
     """Where a plan may keep what the backward, or the optimizer, needs later."""
     source: str = ""
     fingerprint: str | None = None
+    comm_factor: float = Field(default=1.0, gt=0)
+    """By how much every collective takes longer than its link says."""
+    learned: tuple[Learned, ...] = ()
+    """The runs by which `calibrate --learn` has set `comm_factor` and the device's factors."""
 
     @model_validator(mode="before")
     @classmethod
@@ -155,10 +175,15 @@ class Cluster(Artifact):
                     size=size,
                     bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in spanned),
                     latency_s=max(link.latency_s for link in spanned),
-                    factors=max(spanned, key=lambda link: link.latency_s).factors,
+                    factors=self._factors(max(spanned, key=lambda link: link.latency_s)),
                 )
             )
         return tuple(axes)
+
+    def _factors(self, link: Link) -> dict[str, float]:
+        if self.comm_factor == 1.0:
+            return link.factors
+        return {kind: self.comm_factor * link.factors.get(kind, 1.0) for kind in COLLECTIVES}
 
     def _strides(self) -> list[tuple[Link, int, int]]:
         """Each link of more than one device with its stride and its span, both in devices."""

@@ -71,6 +71,8 @@ class Predicted(Record):
     comm_s: float
     exposed_comm_s: float
     recompute_s: float
+    update_s: float = 0.0
+    """What of `compute_s` is the optimizer's step."""
     transfer_s: float = 0.0
     """What transfers of offloaded values add to the step: what no computation hides."""
     moved_bytes: int = 0

@@ -84,10 +84,17 @@ def is_random(target: Any) -> bool:
 
 
 def packet(target: Any) -> str:
-    """Return the op's name without namespace and overload: `add` for `aten.add.Tensor`; a function's own name."""
+    """Return the op's name without overload: `add` for `aten.add.Tensor`, `ours::add` for another's; a function's own name."""
     if isinstance(target, OpOverload):
-        return target._schema.name.rpartition("::")[2]
+        return target._schema.name.removeprefix("aten::")
     return getattr(target, "__name__", str(target))
+
+
+def registered(op: Any) -> Any:
+    """Return the `OpOverload` behind a `torch.library.custom_op` or one of `torch.ops`; anything else as it is."""
+    if hasattr(op, "_opoverload"):
+        return op._opoverload
+    return getattr(op, op.overloads()[0]) if hasattr(op, "overloads") else op
 
 
 def overload_of(target: OpOverload, name: str) -> Any | None:

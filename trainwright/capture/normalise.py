@@ -111,7 +111,7 @@ def name_calls(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        name = private.packet(node.target)
+        name = private.packet(node.target).rpartition("::")[2]
         key = f"{node.meta['path']}:{SHORT.get(name, name)}"
         counts[key] = counts.get(key, 0) + 1
         node.meta["key"] = key if counts[key] == 1 else f"{key}#{counts[key]}"

@@ -249,14 +249,14 @@ class _Builder:
 
 
 def op_name(target: Any) -> str:
-    """Return the name under which the op table lists `target`: `linear` for `aten.linear.default`.
+    """Return the name under which the op table lists `target`: `linear` for `aten.linear.default`, `ours::linear` for a user's.
 
     >>> op_name(torch.ops.aten.mul.Tensor)
     'mul'
     """
-    name = getattr(target, "_schema", None)
-    if name is not None:
-        return str(name.name).split("::")[-1]
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return str(schema.name).removeprefix("aten::")
     return str(getattr(target, "__name__", target))
 
 

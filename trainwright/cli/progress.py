@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from ..artifacts import Plan
+from ..artifacts import Compared, Plan, Run
 from ..reports.units import format_bytes, format_count, format_s
 from .output import remark
 
@@ -85,32 +85,49 @@ def _pace(event: Mapping[str, Any], plan: Plan) -> str:
     return f"{format_s(event['step_s'])}  {rate}{peak}{budget}"
 
 
-def comparison(steps: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
-    """Return a line a category, predicted against measured: time, what was sent, and the peak.
+def held_against(steps: Sequence[Mapping[str, Any]], plan: Plan, fingerprint: str | None = None) -> Run:
+    """Return what was measured beside what the plan predicted, by category; `steps` are the events of at least one step.
 
     Times are medians, the first steps left out; on a GPU communication runs beside the rest and has no time of its own.
     """
-    later = steps[NUM_WARMUP:] or steps
-    predicted = plan.predicted
-    step_s = statistics.median(step["step_s"] for step in later)
-    rows: list[tuple[str, float, float, Any]] = [("step", predicted.step_s, step_s, format_s)]
+    later, predicted = steps[NUM_WARMUP:] or steps, plan.predicted
+    median = {name: statistics.median(s.get(name) or 0.0 for s in later) for name in ("step_s", "comm_s", "update_s")}
+    step = Compared(predicted=predicted.step_s, measured=median["step_s"])
+    parts: dict[str, Any] = {"compute_s": step}
     if plan.cluster.device.kind == "cpu":
-        comm_s = statistics.median(step["comm_s"] for step in later)
-        compute_s = predicted.compute_s + predicted.recompute_s
-        rows += [("compute", compute_s, step_s - comm_s, format_s), ("exchange", predicted.comm_s, comm_s, format_s)]
-    sent = later[-1]["comm_bytes"]
-    for kind in sorted(predicted.comm_bytes.keys() | sent.keys()):
-        rows.append((kind, predicted.comm_bytes.get(kind, 0), sent.get(kind, 0), format_bytes))
-    peak_bytes = max(step["peak_bytes"] or 0 for step in steps)
-    if peak_bytes:
-        rows.append(("peak", predicted.peak_bytes, peak_bytes, format_bytes))
-    return [f"{'after ' + str(len(steps)) + ' steps':16}{'predicted':>12}{'measured':>12}", *map(_row, rows)]
+        update_s = predicted.update_s and median["update_s"]  # a plan of an earlier release does not say
+        compute_s = predicted.compute_s + predicted.recompute_s + predicted.transfer_s - predicted.update_s
+        rest_s = max(0.0, median["step_s"] - median["comm_s"] - update_s)
+        parts["compute_s"] = Compared(predicted=max(0.0, compute_s), measured=rest_s)
+        parts["comm_s"] = Compared(predicted=predicted.comm_s, measured=median["comm_s"])
+        if predicted.update_s:
+            parts["update_s"] = Compared(predicted=predicted.update_s, measured=max(0.0, update_s))
+    sent, peak_bytes = later[-1]["comm_bytes"], max(step["peak_bytes"] or 0 for step in steps)
+    kinds = sorted(predicted.comm_bytes.keys() | sent.keys())
+    return Run(
+        model=plan.model.name, optimizer=plan.optimizer, num_ranks=plan.num_ranks, num_steps=len(later), cluster=plan.cluster,
+        fingerprint=fingerprint, step_s=step, **parts,
+        comm_bytes={kind: Compared(predicted=predicted.comm_bytes.get(kind, 0), measured=sent.get(kind, 0)) for kind in kinds},
+        peak_bytes=Compared(predicted=predicted.peak_bytes, measured=peak_bytes) if peak_bytes else None,
+    )  # fmt: skip
 
 
-def _row(row: tuple[str, float, float, Any]) -> str:
-    name, predicted, measured, shown = row
-    off = f"{measured / predicted - 1:+10.1%}" if predicted else ""
-    return f" {name:15}{shown(predicted):>12}{shown(measured):>12}{off}"
+def comparison(steps: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
+    """Return a line a category, predicted against measured: time, what was sent, and the peak."""
+    run = held_against(steps, plan)
+    rows: list[tuple[str, Compared | None, Any]] = [("step", run.step_s, format_s)]
+    if run.comm_s is not None:
+        rows += [("compute", run.compute_s, format_s), ("exchange", run.comm_s, format_s)]
+    rows.append(("update", run.update_s, format_s))
+    rows += [(kind, found, format_bytes) for kind, found in run.comm_bytes.items()]
+    rows.append(("peak", run.peak_bytes, format_bytes))
+    head = f"{'after ' + str(len(steps)) + ' steps':16}{'predicted':>12}{'measured':>12}"
+    return [head, *(_row(name, found, shown) for name, found, shown in rows if found is not None)]
+
+
+def _row(name: str, found: Compared, shown: Any) -> str:
+    off = f"{found.measured / found.predicted - 1:+10.1%}" if found.predicted else ""
+    return f" {name:15}{shown(found.predicted):>12}{shown(found.measured):>12}{off}"
 
 
 class _Bar:

@@ -12,7 +12,7 @@ from typing import Any
 from ..artifacts import UserError
 from ..artifacts.record import write_atomically
 
-FIELDS = ("step", "loss", "step_s", "samples_per_s", "tokens_per_s", "peak_bytes", "comm_s", "selection_s")
+FIELDS = ("step", "loss", "step_s", "samples_per_s", "tokens_per_s", "peak_bytes", "comm_s", "update_s", "selection_s")
 ALWAYS = ("step", "loss", "step_s", "samples_per_s", "peak_bytes")
 
 

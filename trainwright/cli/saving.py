@@ -51,13 +51,20 @@ class Saving:
         self, policy: SavePolicy, module: ParallelModule, optimizer: torch.optim.Optimizer, num_steps: int,
         sampler: Any = None,
     ) -> None:  # fmt: skip
+        from ..launch import emit, rank
         from ..runtime import Checkpointer
 
         self._policy, self._module, self._num_steps = policy, module, num_steps
         self._checkpointer = None
         if policy.folder is not None:
             self._checkpointer = Checkpointer(
-                policy.folder, module, optimizer, sampler=sampler, keep=policy.keep, asynchronous=policy.asynchronous
+                policy.folder,
+                module,
+                optimizer,
+                sampler=sampler,
+                keep=policy.keep,
+                asynchronous=policy.asynchronous,
+                say=lambda text: emit({"kind": "note", "text": text}) if rank() == 0 else None,
             )
         self.first_step = self._resume()
         self._last_done = self._last_saved = self.first_step - 1

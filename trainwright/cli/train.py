@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..artifacts import Plan
+from ..artifacts import Plan, UserError
 from ..reports.units import format_bytes, format_s
 from .model import ModelOptions, as_planned, takes_model
-from .output import quiet_stdout
-from .progress import StepProgress
+from .output import STDOUT, JsonOption, quiet_stdout, write_json
+from .progress import StepProgress, held_against
 from .ranks import NprocOption, is_first_rank, run_worker
 from .recovery import OnNanOption, RestartsOption, TimeoutOption, with_restarts
 from .saving import (
@@ -56,6 +56,7 @@ def train(
     select: SelectOption = None,
     select_fraction: FractionOption = None,
     select_every: EveryOption = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Train the model as planned, on processes started here or on the ranks that torchrun started."""
     from ..optim import check_plannable
@@ -89,10 +90,22 @@ def train(
             return run_worker(WORKER, {**payload, "saving": policy}, plan, nproc, progress.on_event)
 
         found = with_restarts(run, restarts)
-    if is_first_rank():
+    if not is_first_rank():
+        return
+    if json_path != STDOUT:
         print(summary(progress.steps, plan))
         if progress.steps and selecting is not None:
             print(selection_line(found["selection"], progress.steps))
+    if json_path is not None and not progress.steps:
+        raise UserError("steps are needed for --json; nothing was left to do; train more --steps")
+    write_json(lambda: held_against(progress.steps, plan, _machine(plan)).to_json(), json_path)
+
+
+def _machine(plan: Plan) -> str | None:
+    """The fingerprint of this machine, where it is the one that has trained."""
+    from ..hardware.machine import fingerprint
+
+    return fingerprint() if plan.cluster.device.kind == "cpu" else None
 
 
 def summary(steps: list[dict[str, Any]], plan: Plan) -> str:

@@ -98,6 +98,10 @@ _OWN = (
     *sophia.RECORDS,
     sso.RECORD,
 )
+_LEFT_OUT = {
+    "lbfgs": "calls its closure as often as its line search wants, and keeps a history of the whole model",
+    "sparseadam": "is for sparse gradients, which planned models have none of",
+}
 _RECORDS = {entry.name: entry for entry in (*torch_optimizers.records(), *_OWN)}
 
 
@@ -134,6 +138,10 @@ def record(name: str) -> OptimizerRecord:
     by_key = {_key(known): known for known in _RECORDS}
     if _key(name) in by_key:
         return _RECORDS[by_key[_key(name)]]
+    if _key(name) in _LEFT_OUT:
+        raise UserError(
+            f"an optimizer with a declared cost is needed; {name!r} {_LEFT_OUT[_key(name)]}; take adamw or sgd"
+        )
     near = [by_key[key] for key in difflib.get_close_matches(_key(name), by_key, n=3)]
     advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names())}"
     raise UserError(f"the name of an optimizer is needed; got {name!r}; {advice}")
@@ -145,6 +153,11 @@ def check_plannable(name: str) -> None:
     >>> check_plannable("adamw")
     """
     entry = record(name)
+    if entry.not_on_shards:
+        raise UserError(
+            f"an optimizer that steps on shards is needed to run a plan; {entry.name}, as torch has it, "
+            f"{entry.not_on_shards}; take adamw, adagrad or sgd"
+        )
     if entry.needs_loss:
         passes = " and ".join(map(str, entry.extra_passes))
         raise UserError(

@@ -88,6 +88,8 @@ class OptimizerRecord:
     paper: str = ""
     departs: str = ""
     """Where it departs from the paper."""
+    not_on_shards: str = ""
+    """Why it does not run on the sharded parameters of a plan; empty: it does."""
 
     @property
     def needs_loss(self) -> bool:

@@ -47,6 +47,7 @@ def _sgd_family() -> tuple[OptimizerRecord, ...]:
             "Step sizes from the signs of successive gradients; for full batches",
             (per_element("prev"), per_element("step_size"), scalar("step")),
             lambda shape, element_bytes, options: 3 * math.prod(shape) * element_bytes,
+            not_on_shards="writes through masks, which torch cuts in other places than what they mask",
             paper="Riedmiller & Braun 1993, A direct adaptive method for faster backpropagation learning",
         ),
     )
@@ -144,6 +145,7 @@ def _matrix_family() -> tuple[OptimizerRecord, ...]:
         reads="matrix",
         paper="Shazeer & Stern 2018, arXiv:1804.04235",
         departs="torch's own: no first moment, weight decay decoupled",
+        not_on_shards="changes in place the norms of rows and columns, of which each rank holds a part",
     )
     if not hasattr(optim, "Muon"):
         return (adafactor,)
@@ -155,6 +157,7 @@ def _matrix_family() -> tuple[OptimizerRecord, ...]:
         _muon_temporaries,
         reads="matrix",
         paper="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
+        not_on_shards="takes matrices alone, and has no form for parts of them",
     )
     return (adafactor, muon)
 

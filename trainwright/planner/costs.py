@@ -122,7 +122,8 @@ class CostModel:
         forward_share = written if op.name == "embedding" else touched
         forward = sum(call.seconds(self.device, work, forward_share) for call in record.forward)
         backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
-        return self.num_passes * forward, self.num_passes * backward
+        scale = self.num_passes * self.device.factors.get("compute", 1.0)
+        return scale * forward, scale * backward
 
     def work_share(self, group: Group, op: Op, split: Split) -> float:
         """Return the share of the op's loop nest that the fullest rank runs."""
@@ -164,7 +165,7 @@ class CostModel:
         state = optimizer.state_bytes(self.local_shape(tensor, pieces), tensor.dtype)
         launches = 1 + 4 * (state > own // 2)
         update_s = (3 * own + 2 * state) / self.device.bandwidth_bytes_per_s + launches * self.device.launch_s
-        return update_s + self.move_s(tensor, layout, pieces) / self.num_passes
+        return self.device.factors.get("update", 1.0) * update_s + self.move_s(tensor, layout, pieces) / self.num_passes
 
     def state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the bytes of optimizer state that a rank keeps for a parameter."""

@@ -182,6 +182,7 @@ def _predicted(costs: Price, simulation: Simulation) -> Predicted:
         recompute_s=costs.recompute_s,
         transfer_s=costs.transfer_s,
         moved_bytes=simulation.moved_bytes,
+        update_s=costs.update_s,
         peak_bytes=simulation.peak_bytes,
         breakdown=simulation.breakdown,
         comm_bytes=simulation.comm_bytes,

@@ -48,5 +48,7 @@ class Costs:
         return found
 
     def _price(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
-        time_s = 0.0 if self._device is None else op_seconds(self._device, func, args, kwargs, out)
+        time_s = 0.0
+        if self._device is not None:
+            time_s = op_seconds(self._device, func, args, kwargs, out) * self._device.factors.get("compute", 1.0)
         return Cost(*flops(func, args, kwargs, out), bytes_moved(func, args, out), time_s)

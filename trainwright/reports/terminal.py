@@ -61,7 +61,19 @@ def cluster_table(cluster: Cluster) -> str:
     for link in cluster.links:
         speed = f"{format_bytes(link.bandwidth_bytes_per_s)}/s"
         table.add_row(f"link {link.name}", speed, f"{link.size} sharing, {format_s(link.latency_s)} a hop")
+    for name, factor in cluster.device.factors.items():
+        table.add_row(f"learned: {name}", f"× {factor:.3g}", _learned_from(cluster))
+    if cluster.comm_factor != 1.0:
+        table.add_row("learned: communication", f"× {cluster.comm_factor:.3g}", _learned_from(cluster))
     return rendered(title_line(cluster.name, cluster.source), table)
+
+
+def _learned_from(cluster: Cluster) -> str:
+    """The runs that a correction comes from, with what they had been told and what they took."""
+    return ", ".join(
+        f"{run.model}: {format_s(run.predicted_s['step'])} predicted, {format_s(run.measured_s['step'])} measured"
+        for run in cluster.learned
+    )
 
 
 def rows_table(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -33,6 +33,8 @@ class Activity:
         self.step = 0
         self.num_collectives = 0
         self.comm_s = 0.0
+        self.update_s = 0.0
+        """Seconds of optimizers' steps, without what they exchange."""
         self.num_bytes: Counter[str] = Counter()
         self.now = Doing("starting", time.monotonic())
 

@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from ..artifacts import UserError
+from ..artifacts import Plan, UserError
 from .module import ParallelModule
 from .storage import Piece, StoredTensors, write_pieces
 from .training_state import (
@@ -59,6 +60,8 @@ class Checkpointer:
     next, and gives back what its `state_dict`, if it has one, said (the subset of `SelectedBatches`).
     keep: complete checkpoints that stay, the newest ones. asynchronous: write a copy in the background, which takes as
     many bytes of host memory as this rank holds of weights and optimizer state; else `save` returns when all is written.
+    say: told, at the first save in the background, by how much that copy goes beyond the plan's budget, where the host's
+    memory is what the budget counts; default: a warning.
 
     Not for weights alone that another program is to load: see `export_weights`.
 
@@ -87,6 +90,7 @@ class Checkpointer:
         sampler: Any = None,
         keep: int = KEEP,
         asynchronous: bool = True,
+        say: Callable[[str], None] = warnings.warn,
     ) -> None:
         if keep < 1:
             raise UserError(f"at least 1 checkpoint has to stay; got keep={keep}; give 1 or more")
@@ -94,6 +98,7 @@ class Checkpointer:
         self.keep, self.asynchronous = keep, asynchronous
         self._module, self._optimizer = module, optimizer
         self._scheduler, self._sampler = scheduler, sampler
+        self._say: Callable[[str], None] | None = say if asynchronous and module.device.type == "cpu" else None
         # Of its own: the writing thread's collectives must not come between those of the step.
         self._group = dist.new_group(backend="gloo")
         self._writing: _Writing | None = None
@@ -113,6 +118,9 @@ class Checkpointer:
         temporary = self.folder / f".{_name(step)}.tmp"
         needed = sum(piece.num_bytes for piece in pieces.values())
         self._on_first_rank(lambda: _begin(temporary, needed))
+        if self._say is not None:
+            _say_what_is_over(self._module.plan, needed, self._say)
+            self._say = None
         self._writing = _Writing(lambda: self._write(pieces, texts, temporary, self.folder / _name(step)))
         if not self.asynchronous:
             self.wait()
@@ -208,7 +216,7 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         for old in complete(self.folder)[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
 
     def _discard(self, temporary: Path) -> None:
         if dist.get_rank() == 0:
@@ -264,6 +272,18 @@ class _Writing:
             self._error = error
 
 
+def _say_what_is_over(plan: Plan, copy_bytes: int, say: Callable[[str], None]) -> None:
+    """Say by how much a copy in the background may go beyond the budget, should the step be at its peak meanwhile."""
+    over = plan.predicted.peak_bytes + copy_bytes - plan.budget_bytes if plan.budget_bytes is not None else 0
+    if over > 0:
+        copied, beyond = (f"{size / 2**20:.1f} MiB" for size in (copy_bytes, over))
+        say(
+            f"a save in the background holds a copy of {copied} on this rank until it is written: with the step at its peak "
+            f"{beyond} more than the plan's budget; where that is not to be had, save synchronously (--sync-checkpoints, "
+            "asynchronous=False), or plan for a budget smaller by the copy"
+        )
+
+
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -285,7 +305,7 @@ def _prepare(folder: Path) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(final)
-    for unfinished in folder.glob(".step-*.tmp"):
+    for unfinished in (*folder.glob(".step-*.tmp"), *folder.glob(".step-*.gone")):
         shutil.rmtree(unfinished, ignore_errors=True)
     probe = folder / ".writable"
     probe.touch()
@@ -313,6 +333,14 @@ def _replace(temporary: Path, final: Path) -> None:
         finally:
             os.close(handle)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint under a name of its own: ended half-way, it is cleared at the next start, and never taken for one."""
+    gone = path.with_name(f".{path.name}.gone")
+    with contextlib.suppress(OSError):
+        path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _write_durably(path: Path, data: bytes) -> None:

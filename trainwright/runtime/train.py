@@ -44,7 +44,9 @@ def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: A
         loss.backward()
     with activity.doing("the optimizer's step"):
         if may_update is None or may_update(loss):
+            began, exchanged_s = time.perf_counter(), activity.comm_s
             optimizer.step()
+            activity.update_s += time.perf_counter() - began - (activity.comm_s - exchanged_s)
     return loss.detach()
 
 
@@ -62,8 +64,8 @@ def train_loop(
 ) -> list[float]:
     """Train for the steps `first_step` … `steps − 1` on global `batches` and return the losses; every rank calls this.
 
-    `on_step` gets {step, steps, loss, step_s, samples_per_s, tokens_per_s, peak_bytes, comm_s, comm_bytes, skipped} on every
-    rank; the peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a
+    `on_step` gets {step, steps, loss, step_s, samples_per_s, tokens_per_s, peak_bytes, comm_s, update_s, comm_bytes, skipped}
+    on every rank; the peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a
     step is done (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
     and the op. None: no limit but the process group's.
@@ -79,11 +81,12 @@ def train_loop(
             with activity.doing("the data"):
                 part = module.plan.shard_batch(_next(source, step))
             comm_s, num_bytes, skipped = activity.comm_s, activity.num_bytes.copy(), gate.num_skipped
+            update_s = activity.update_s
             run = _Step(module, optimizer, part, partial(gate.lets_pass, module, step))
             peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
             losses.append(run.loss)
             event = _event(module.plan, step, steps, run.loss, run.step_s, peak_bytes)
-            event["comm_s"] = activity.comm_s - comm_s
+            event["comm_s"], event["update_s"] = activity.comm_s - comm_s, activity.update_s - update_s
             event["comm_bytes"] = dict(activity.num_bytes - num_bytes)
             event["skipped"] = gate.num_skipped > skipped
             on_step(event)
