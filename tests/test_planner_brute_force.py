@@ -16,7 +16,9 @@ from tests.planner_oracle import Oracle
 from trainwright.artifacts import Tier
 from trainwright.capture.export import capture
 from trainwright.capture.program import build_program
+from trainwright.planner import stages
 from trainwright.planner.memory import set_budget
+from trainwright.planner.milp import Patience
 from trainwright.planner.recipes import Restriction
 from trainwright.planner.solve import Settings
 from trainwright.planner.stages import solve_in_stages
@@ -115,12 +117,12 @@ def compare_with_all(seed: int, offload: bool = False) -> int:
     for budget in sorted(budgets):
         best = min(seconds for seconds, peak in plans if peak <= budget)
         set_budget(model, memory, budget * (1 + 1e-9) + 1e-3)
-        stages = Settings(budget, 60.0, Restriction(allowed, offload=offload)).stages(model, sharding, recompute)
-        stages.gap = 1e-7
-        solution = solve_in_stages(stages)
+        asked = Settings(budget, 60.0, Restriction(allowed, offload=offload)).stages(model, sharding, recompute)
+        asked.gap, asked.patience = 1e-7, Patience(60.0, 1e-7)
+        solution = solve_in_stages(asked)
         assert solution.objective == pytest.approx(best, rel=1e-6), (seed, budget, solution.status, best)
     set_budget(model, memory, peaks[0] - 16)  # HiGHS holds rows, in MiB, to 1e-6: a byte
-    assert solve_in_stages(stages).values is None, (seed, "less than the smallest")
+    assert solve_in_stages(asked).values is None, (seed, "less than the smallest")
     return len(budgets)
 
 
@@ -136,6 +138,12 @@ def test_the_best_of_all_plans_that_may_offload_is_found_short():
 def test_the_best_of_all_plans_that_may_offload_is_found():
     compared = [compare_with_all(seed, offload=True) for seed in range(2000, 2000 + 2 * NUM_CASES)]
     assert sum(num > 0 for num in compared) >= 60
+
+
+def test_branch_and_bound_finds_the_best_of_all(monkeypatch):
+    """Small models are one MIP; here they are branched on as large ones are."""
+    monkeypatch.setattr(stages, "FEW_COLUMNS", 0)
+    assert sum(compare_with_all(seed) > 0 for seed in range(100, 100 + NUM_CASES_SHORT)) >= NUM_CASES_SHORT // 2
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from torch import nn
 
 from trainwright.capture import zoo
 from trainwright.capture.fakes import new_mode
+from trainwright.capture.repeats import RepeatedCalls, signature
 from trainwright.hardware import resolve
 from trainwright.profiler import profile
-from trainwright.profiler.repeats import RepeatedCalls, signature
 from trainwright.profiler.values import KnownValues
 
 aten = torch.ops.aten

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from tests.pool import Pool
@@ -25,4 +27,18 @@ def test_on_a_two_axis_mesh(pool4: Pool, model: str) -> None:
 @pytest.mark.parametrize("model", ["gpt2-tiny", "t5-tiny"])
 def test_on_four_ranks(pool4: Pool, model: str) -> None:
     report = pool4.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=[4], seed=3)[0]
+    assert report["passed"], report
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("gpt2-tiny", [2, 1, 2]), ("llama-tiny", [2, 2, 1])])
+def test_on_a_three_axis_mesh(pool4: Pool, model: str, mesh: list[int]) -> None:
+    report = pool4.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=mesh, seed=11)[0]
+    assert report["passed"], report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
+def test_on_eight_ranks_in_three_axes(model: str) -> None:
+    with closing(Pool(8)) as pool:
+        report = pool.run("tests.parallel_cases:random_plan", timeout_s=290, model=model, mesh=[2, 2, 2], seed=5)[0]
     assert report["passed"], report

@@ -2,7 +2,8 @@
 
     python -m benchmarks.planner.speed [CASE…] [--keep NAME]
 
-A case is a model on a cluster under several budgets, solved jointly, and for some under the tightest one by every recipe.
+A case is a model on a cluster under several budgets, solved jointly (recipes: `benchmarks.planner.grid`). With `--keep`, cases
+that were recorded before and are not run now stay in the table.
 Every row is a process of its own (`--row`), so that its peak memory is its own. `model to plan` counts capture, the
 recording of what each op saves, all solves and all simulations; imports and the building of the model (on the meta
 device) are not counted.
@@ -24,8 +25,6 @@ import trainwright as tw
 from benchmarks.solvers import record
 from trainwright.capture import zoo
 
-RECIPES = ("joint", "two-stage", "fsdp", "megatron", "ddp")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -38,14 +37,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     bar_s: float | None = None
     """The longest that a plan may take on 2 cores."""
-    with_recipes: bool = False
-    """Whether the tightest budget is also planned for by each recipe."""
 
 
 LLAMA: dict[str, Any] = {"dtype": "bf16", "batch_size": 64, "seq_len": 8192}
 CASES: dict[str, Case] = {
     "gpt2-8": Case("gpt2", "8xh100", ("70GiB", "1400MiB"), (8,), bar_s=3),
-    "gpt2-2x4": Case("gpt2", "2x4xh100", ("70GiB", "1400MiB"), (2, 4), bar_s=4, with_recipes=True),
+    "gpt2-2x4": Case("gpt2", "2x4xh100", ("70GiB", "1400MiB"), (2, 4), bar_s=4),
     "gpt2-any": Case("gpt2", "8xh100", ("70GiB",), bar_s=3),
     "t5-2x2": Case("t5-base", "4xh100", ("2GiB",), (2, 2)),
     "8b-8x8": Case("llama-3-8b", "8x8xh100", ("70GiB", "20GiB"), (8, 8), LLAMA, bar_s=10),
@@ -59,7 +56,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"some of {', '.join(CASES)}; default: all")
     parser.add_argument("--keep", metavar="NAME", help="write the table to benchmarks/results/planner-NAME as well")
     parser.add_argument("--at-most", metavar="S", type=float, default=3600.0, help="begin no row after so many seconds")
-    parser.add_argument("--row", nargs=3, metavar=("CASE", "BUDGET", "SOLVER"), help="one row, printed as JSON")
+    parser.add_argument("--row", nargs=2, metavar=("CASE", "BUDGET"), help="one row, printed as JSON")
     arguments = parser.parse_args()
     if arguments.row:
         print(json.dumps(measured(*arguments.row)))
@@ -67,6 +64,7 @@ def main() -> None:
     end = time.perf_counter() + arguments.at_most
     sections = {name: rows for name in arguments.cases or CASES if (rows := _rows(name, end))}
     name = f"planner-{arguments.keep or 'speed'}"
+    sections = {**_recorded(name), **sections} if arguments.keep else sections
     record.write(name, sections, [_REMARK], ("highspy", "transformers"), arguments.keep is not None)
 
 
@@ -77,15 +75,20 @@ _REMARK = (
 )
 
 
-def measured(case_name: str, budget: str, solver: str) -> dict[str, Any]:
+def _recorded(name: str) -> dict[str, Any]:
+    path = record.RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf8"))["sections"] if path.exists() else {}
+
+
+def measured(case_name: str, budget: str) -> dict[str, Any]:
     """Plan once, after a tiny model has made torch and transformers import what they need."""
     case = CASES[case_name]
     tw.plan(*zoo.build("llama-tiny"), hardware="2xh100")
     model, batch = zoo.build(case.model, **case.options)
-    row: dict[str, Any] = {"solver": solver, "budget": budget}
+    row: dict[str, Any] = {"budget": budget}
     start, start_cpu = time.perf_counter(), time.process_time()
     try:
-        plan = tw.plan(model, batch, hardware=case.hardware, memory=budget, mesh=case.mesh, solver=solver)
+        plan = tw.plan(model, batch, hardware=case.hardware, memory=budget, mesh=case.mesh)
     except tw.Refusal as refusal:
         row |= {"mesh": "none fits", "why": str(refusal)}
     else:
@@ -104,22 +107,19 @@ def measured(case_name: str, budget: str, solver: str) -> dict[str, Any]:
 
 def _rows(name: str, end: float) -> list[dict[str, Any]]:
     case = CASES[name]
-    asked = [(budget, "joint") for budget in case.budgets]
-    if case.with_recipes:
-        asked += [(case.budgets[-1], solver) for solver in RECIPES[1:]]
     settings = " ".join([case.model, *(f"{key}={value}" for key, value in case.options.items())])
     head = {"model": settings, "cluster": case.hardware, **_COLUMNS}
-    return [_row(head, case, (name, budget, solver)) for budget, solver in asked if time.perf_counter() < end]
+    return [_row(head, case, (name, budget)) for budget in case.budgets if time.perf_counter() < end]
 
 
-def _row(head: dict[str, Any], case: Case, asked: tuple[str, str, str]) -> dict[str, Any]:
+def _row(head: dict[str, Any], case: Case, asked: tuple[str, str]) -> dict[str, Any]:
     row = {**head, **_in_own_process(*asked), "bar s": "" if case.bar_s is None else case.bar_s}
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row
 
 
 _COLUMNS = dict.fromkeys(
-    ("solver", "budget", "mesh", "step ms", "peak MiB", "peak/budget", "gap %", "model to plan s", "CPU s", "RSS MiB"),
+    ("budget", "mesh", "step ms", "peak MiB", "peak/budget", "gap %", "model to plan s", "CPU s", "RSS MiB"),
     "",
 )
 

@@ -23,6 +23,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "PlainDispatchMode",
     "TorchDispatchMode",
     "arguments",
     "flatten_batch",
@@ -35,6 +36,17 @@ __all__ = [
     "packet",
     "storage_of",
 ]
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A dispatch mode that torch does not wrap for Dynamo's sake: twice a call, the wrapper took a tenth of a simulation.
+
+    The modes that follow fakes never run under compiled code.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)

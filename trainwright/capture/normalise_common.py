@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from . import _torch_private as private
+from .repeats import RepeatedCalls
 
 aten = torch.ops.aten
 
@@ -28,6 +29,15 @@ class Context:
     autocast: torch.dtype | None = None
     notes: list[str] = field(default_factory=list)
 
+    @cached_property
+    def calls(self) -> RepeatedCalls:
+        """Answers calls on fakes alike from one another: blocks repeat."""
+        return RepeatedCalls(self.mode, self._run)
+
+    def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.mode, torch.no_grad():
+            return target(*args, **kwargs)
+
 
 def emit(
     context: Context, before: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, **kwargs: Any
@@ -43,8 +53,11 @@ def emit(
 
 def value_of_call(context: Context, target: Callable[..., Any], args: Any, kwargs: Any, watch: Any = None) -> Any:
     """Run `target` on the fake values of the nodes in `args` and `kwargs`; `watch` is entered innermost."""
-    with context.mode, torch.no_grad(), watch or nullcontext():
-        return target(*map_arg(args, value), **map_arg(kwargs, value))
+    fakes, named = map_arg(args, value), map_arg(kwargs, value)
+    if watch is None:
+        return context.calls(target, fakes, named)
+    with context.mode, torch.no_grad(), watch:
+        return target(*fakes, **named)
 
 
 def propagate(graph: fx.Graph, context: Context) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ..artifacts import Device, MeshAxis, Tier
+from ..capture.fakes import new_mode
 from ..capture.groups import Group, Split
 from ..capture.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
 from ..capture.offload import MIN_BYTES
@@ -25,6 +26,7 @@ from ..capture.transition import Step, gradient_layout, step_bytes, transition
 from ..hardware.collectives import seconds
 from ..ops import find
 from ..profiler.saved import Records
+from ..profiler.tracker import MemoryTracker
 
 
 class OptimizerCost(Protocol):
@@ -62,7 +64,7 @@ class CostModel:
     """Where tensors may be offloaded to; None: nowhere."""
     min_offload_bytes: int = MIN_BYTES
     """What is smaller stays."""
-    _inner: dict[tuple[Op, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
+    _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
@@ -147,12 +149,24 @@ class CostModel:
 
     def inner_s(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
         """Return the seconds (forward, backward) that `op` communicates inside itself, where its split makes it."""
+        found = self._inner_of(group, op, split)
+        return self.num_passes * found.forward_s, self.num_passes * found.backward_s
+
+    def backward_bytes(self, group: Group, op: Op, split: Split, share: float) -> int:
+        """Return the most that the backward of `op` holds beside what was saved and what it is given.
+
+        share: that of the rank in the tensors of the op, by which whole kernels scale; one that communicates inside itself
+        has other kernels, and is measured.
+        """
+        found = self._inner_of(group, op, split)
+        return int(share * self.records[op].backward_bytes) if found.backward_bytes is None else found.backward_bytes
+
+    def _inner_of(self, group: Group, op: Op, split: Split) -> Inner:
         if find(op.name).localize is None or all(loop < 0 for loop in split):
-            return 0.0, 0.0
+            return Inner()
         key = (op, split)
         if key not in self._inner:
-            forward, backward = inner_seconds(self, group, op, split)
-            self._inner[key] = self.num_passes * forward, self.num_passes * backward
+            self._inner[key] = inner_costs(self, group, op, split)
         return self._inner[key]
 
     def optimizer_s(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> float:
@@ -215,27 +229,51 @@ class TimedAxes:
         return tensor
 
 
-def inner_seconds(costs: CostModel, group: Group, op: Op, split: Split) -> tuple[float, float]:
-    """Run the local form of `op` on the meta device, if it asks for a group of ranks, and time its reductions."""
-    context = _Probe(costs, group, op, split)
+@dataclass(frozen=True)
+class Inner:
+    """What an op that communicates inside itself takes for that, and what its backward holds; None where it does not."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    backward_bytes: int | None = None
+
+
+def inner_costs(costs: CostModel, group: Group, op: Op, split: Split) -> Inner:
+    """Run the local form of `op` on fake tensors, if it asks for a group of ranks, and watch it."""
+    with new_mode():
+        return _inner_costs(_Probe(costs, group, op, split), op)
+
+
+def _inner_costs(context: _Probe, op: Op) -> Inner:
     rule = find(op.name).localize
     assert rule is not None
-    values = [
-        torch.empty(context.in_shape(place), dtype=tensor.dtype, device="meta")
-        for place, tensor in enumerate(op.inputs)
-    ]
+    values = [torch.empty(context.in_shape(place), dtype=tensor.dtype) for place, tensor in enumerate(op.inputs)]
     for value, tensor in zip(values, op.inputs):
         value.requires_grad_(tensor.requires_grad)
     queue = iter(values)
     args, kwargs = torch.fx.map_arg((op.node.args, op.node.kwargs), lambda node: next(queue))
     function, args, kwargs = rule(context, op.node.target, tuple(args), dict(kwargs))
     if not context.asked:
-        return 0.0, 0.0
-    out = function(*args, **kwargs)
-    forward = context.total
-    if out.requires_grad:
-        out.backward(torch.empty_like(out))
-    return forward, context.total - forward
+        return Inner()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _noted(tensor, saved), lambda tensor: tensor):
+        out = function(*args, **kwargs)
+    forward_s = context.total
+    if not out.requires_grad:
+        return Inner(forward_s)
+    tracker = MemoryTracker("cpu")
+    tracker.watch([*values, *saved, out], "input")
+    with tracker:
+        given = torch.empty_like(out)
+        tracker.watch([given], "input")
+        kept = torch.autograd.grad([out], [value for value in values if value.requires_grad], [given])
+    del kept
+    return Inner(forward_s, context.total - forward_s, tracker.peak_bytes)
+
+
+def _noted(tensor: torch.Tensor, saved: list[torch.Tensor]) -> torch.Tensor:
+    saved.append(tensor.detach())
+    return tensor
 
 
 class _Probe:

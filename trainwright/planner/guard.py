@@ -16,7 +16,7 @@ _MORE_ROOM = 1.02
 
 
 def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer) -> Answer:
-    """Return `answer`, or the one of a known sharding that is faster within the budget."""
+    """Return `answer`, or the one of a known sharding that is faster within the budget by more than the proven gap."""
     aim = solver.last_aim
     if settings.budget_bytes is None or aim is None or settings.restriction.fates:
         return answer
@@ -27,7 +27,7 @@ def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer) -> 
         held = replace(
             settings,
             restriction=replace(settings.restriction, allowed=allowed),
-            cutoff_s=answer.objective_s * (1 - GAP),
+            cutoff_s=answer.objective_s * (1 - max(GAP, answer.gap or 0.0)),
             time_limit_s=settings.time_limit_s / 8,
         )
         found = solver.within(held, settings.budget_bytes, aim * _MORE_ROOM)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -153,12 +154,62 @@ class Model:
         highs.passModel(lp)
         return highs
 
+    def relaxation(self, fixed: Mapping[int, float], cost: Mapping[int, float] | None = None) -> Relaxation:
+        """Return the model without integrality, to be solved again and again under other bounds."""
+        highs = self._pass(True, fixed, cost)
+        highs.setOptionValue("threads", 1)
+        return Relaxation(highs)
+
     def _start(self, highs, values: np.ndarray) -> None:
         import highspy
 
         solution = highspy.HighsSolution()
         solution.col_value = [float(value) for value in values]
         highs.setSolution(solution)
+
+
+@dataclass(frozen=True)
+class Vertex:
+    """An optimal point of a relaxation, and the basis to go on from."""
+
+    objective: float
+    values: np.ndarray
+    basis: Any
+
+
+class Relaxation:
+    """A linear program in memory: a change of bounds costs a few dual simplex steps from a basis near by."""
+
+    def __init__(self, highs: Any) -> None:
+        self._highs = highs
+        self.pivots = 0
+
+    def bound(self, columns: Sequence[int], uppers: Sequence[float]) -> None:
+        """Let each of `columns` range from 0 to its upper bound."""
+        if len(columns):
+            size = len(columns)
+            self._highs.changeColsBounds(
+                size, np.array(columns, dtype=np.int32), np.zeros(size), np.array(uppers, float)
+            )
+
+    def solve(self, basis: Any = None, cutoff: float = INFINITY, time_limit_s: float = 30.0) -> Vertex | float | None:
+        """Return the optimum from `basis` on; None where it is infeasible or beyond `cutoff`, NaN where time ran out."""
+        import highspy
+
+        highs = self._highs
+        if basis is not None:
+            highs.setBasis(basis)
+        highs.setOptionValue("objective_bound", cutoff)
+        highs.setOptionValue("time_limit", highs.getRunTime() + max(0.05, time_limit_s))
+        highs.run()
+        info = highs.getInfo()
+        self.pivots += max(0, info.simplex_iteration_count)
+        status = highs.getModelStatus()
+        if status == highspy.HighsModelStatus.kOptimal:
+            if info.objective_function_value > cutoff:
+                return None
+            return Vertex(info.objective_function_value, np.array(highs.getSolution().col_value), highs.getBasis())
+        return math.nan if status == highspy.HighsModelStatus.kTimeLimit else None
 
 
 def _stop_when_good(highs, patience: Patience) -> None:

@@ -246,7 +246,7 @@ class _Builder:
                 read = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs)]
                 whole = sum(t.num_bytes for t, _ in read) + sum(t.num_bytes for t in op.outputs)
                 share = (sum(self.costs.local_bytes(t, layout) for t, layout in read) + given) / max(1, whole)
-                most = max(most, given + int(share * self.costs.records[op].backward_bytes))
+                most = max(most, given + self.costs.backward_bytes(group, op, split, share))
         return most
 
     def _add_inner_bytes(self, decision: Decision) -> None:

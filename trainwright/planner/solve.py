@@ -1,7 +1,8 @@
 """Solving one problem: the sharding alone, then both halves under the budget, and a simulation that has the last word.
 
-1. without memory rows: LP → sharding by argmax → MIP. If its simulated peak fits, it is the optimum.
-2. with them: LP → MIP over the options that it gives weight (a first answer) → MIP of everything from there (`stages`).
+1. without memory rows. If the simulated peak of that answer fits, it is the optimum; where the rows see it far above the
+   budget, it is not even simulated.
+2. with them: the relaxation, then branch and bound on the sharding (`stages`, `branching`).
 3. simulate; over the budget → tighten the rows by the excess and solve again; far below it → loosen them.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..capture.local import Decisions
+from .aim import UNBOUNDED, Search
 from .decode import Choice, decisions_from, read_choice
 from .memory import Memory, add_memory, set_budget
 from .milp import MIB, Model, Patience, Progress, Solution
@@ -23,19 +25,23 @@ from .offload import add_offload
 from .problem import Decision, Problem
 from .recipes import Restriction, restriction
 from .recompute import Recompute, add_recompute
-from .sharding import Sharding, add_sharding
+from .sharding import FEW_AXES, Sharding, add_sharding
 from .simulate import Simulation
-from .stages import CUT_OFF, Stages, held_at, solve_in_stages
+from .stages import CUT_OFF, FEW_COLUMNS, PATIENCE_ON_MANY_AXES, Stages, held_at, solve_in_stages
 
 Simulate = Callable[[Decisions], Simulation]
 Allowed = Mapping[Decision, frozenset[int]]
 Starts = Callable[[], Sequence[Mapping[Decision, int]]]
 MAX_CORRECTIONS = 5
-UNBOUNDED = 2**60
 SHARES = (1.0, 0.5, 0.25)
 """Of the budget, what a sharding that is chosen first may take at rest."""
-CLOSE = 0.03
-"""A plan whose peak is within this share of the budget is not looked at again."""
+MANY_OPS = 400
+"""Simulating a program of so many takes long enough to be saved where it can."""
+FAR = 1.1
+"""What the rows see so many times above the budget is not simulated: should they be wrong, the aim moves."""
+TIME_WEIGHT = 0.04
+"""What seconds count beside bytes where the least memory is looked for: without, most columns cost nothing and the
+relaxation's vertices are many."""
 
 
 @dataclass
@@ -94,34 +100,43 @@ class Solver:
         self._plain: tuple[Model, Sharding] | None = None
         self._full: tuple[Model, Sharding, Recompute, Memory] | None = None
         self._rest: tuple[Model, Sharding, int] | None = None
+        self._known: tuple[tuple[Restriction, int | None], list[Mapping[Decision, int]]] | None = None
 
     def solve(self, settings: Settings) -> Answer | Infeasible:
         """Return the fastest answer whose simulated peak is within the budget."""
         began = time.perf_counter()
         self._floor_s, self.last_aim = 0.0, None
-        answer = self.without_memory(settings)
-        if answer is None and settings.restriction.forbids is not None:
+        fastest = self.without_memory(settings)
+        if fastest is None and settings.restriction.forbids is not None:
             settings = replace(settings, restriction=_loosened(settings.restriction))
-            answer = self.without_memory(settings)
-        if answer is None:
+            fastest = self.without_memory(settings)
+        if fastest is None:
             return Infeasible(("the restrictions contradict one another",), None)
-        found = self._under_budget(answer, settings)
+        found = self._under_budget(fastest, settings)
         if isinstance(found, Answer):
             found.notes = settings.restriction.notes
             found.solve_s = time.perf_counter() - began
         return found
 
-    def _under_budget(self, answer: Answer, settings: Settings) -> Answer | Infeasible:
-        """Take `answer`, which no memory row has seen, if it fits; or look for one that does."""
+    def _under_budget(self, fastest: Solution, settings: Settings) -> Answer | Infeasible:
+        """Take the fastest answer, which no memory row has seen, if it fits; or look for one that does."""
         if settings.restriction.fates:
             return self.within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
         budget = settings.budget_bytes
-        self._floor_s = answer.objective_s * (1 - (answer.gap or 0.0))
-        if budget is None or answer.simulation.peak_bytes <= budget:
+        self._floor_s = min(fastest.bound, fastest.objective)
+        choice = read_choice(_values_of(fastest), self.plain()[1], None)
+        simulated = functools.cache(lambda: self._answer(fastest, choice))
+        if budget is None or not settings.restriction.recompute:
+            answer = simulated()
+            fits = budget is None or answer.simulation.peak_bytes <= budget
+            return answer if fits else Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
+        rows_peak = self._rows_peak(choice)
+        if rows_peak > FAR * budget and len(self.problem.program.ops) > MANY_OPS:
+            return self.within(settings, budget, wider=lambda: self._first_aim(rows_peak, simulated(), budget))
+        answer = simulated()
+        if answer.simulation.peak_bytes <= budget:
             return answer
-        if not settings.restriction.recompute:
-            return Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
-        return self.within(settings, budget, self._first_aim(answer, budget))
+        return self.within(settings, budget, self._first_aim(rows_peak, answer, budget))
 
     def lower_bound_s(self) -> float:
         """Return seconds that no answer on this mesh can beat, whatever the budget."""
@@ -137,13 +152,11 @@ class Solver:
             self._plain = (model, add_sharding(model, self.problem))
         return self._plain
 
-    def without_memory(self, settings: Settings) -> Answer | None:
-        """Return the fastest answer that keeps everything, whatever it holds."""
+    def without_memory(self, settings: Settings) -> Solution | None:
+        """Return the fastest solution that keeps everything, whatever it holds."""
         model, sharding = self.plain()
         solution = solve_in_stages(settings.stages(model, sharding))
-        if solution.values is None:
-            return None
-        return self._answer(solution, read_choice(solution.values, sharding, None))
+        return None if solution.values is None else solution
 
     def _answer(self, solution: Solution, choice: Choice) -> Answer:
         decisions = decisions_from(self.problem, choice)
@@ -164,33 +177,43 @@ class Solver:
             self._full = (model, sharding, recompute, memory)
         return self._full
 
-    def _first_aim(self, answer: Answer, budget: int) -> float:
-        """Return the rows' budget to begin with: what they count too much of `answer`, which keeps everything, is added."""
+    def _rows_peak(self, choice: Choice) -> float:
+        """Return the bytes that the rows count of `choice` when everything is kept."""
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
-        fixed = held_at(sharding, answer.choice.options)
-        fixed |= dict.fromkeys([*recompute.rerun.values(), *recompute.leaves.values()], 0.0)
+        again = [*recompute.rerun.values(), *recompute.convert.values(), *recompute.leaves.values()]
+        fixed = held_at(sharding, choice.options) | dict.fromkeys(again, 0.0)
         found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
-        if found.values is None:
-            return budget
-        return budget + max(0.0, self._peak_of_rows(found) - answer.simulation.peak_bytes)
+        return 0.0 if found.values is None else self._peak_of_rows(found)
+
+    @staticmethod
+    def _first_aim(rows_peak: float, kept: Answer, budget: int) -> float:
+        """Return the rows' budget to begin with: what they count too much of the answer that keeps everything is added."""
+        return budget + max(0.0, rows_peak - kept.simulation.peak_bytes)
 
     def _peak_of_rows(self, found: Solution) -> float:
         _, _, _, memory = self.full()
         assert found.values is not None
         return (found.values[memory.peak] + memory.static_mib) * MIB
 
-    def within(self, settings: Settings, budget: int, aim: float | None = None) -> Answer | Infeasible:
-        """Solve, simulate, and move the rows' budget until the simulated peak is within the true one."""
+    def within(
+        self, settings: Settings, budget: int, aim: float | None = None, wider: Callable[[], float] | None = None
+    ) -> Answer | Infeasible:
+        """Solve, simulate, and move the rows' budget until the simulated peak is within the true one.
+
+        aim: the rows' budget to begin with; `wider` makes another, where there is nothing within that.
+        """
         model, sharding, recompute, memory = self.full()
         deadline = time.perf_counter() + settings.time_limit_s
-        search = _Search(budget, aim)
+        search = Search(budget, aim)
         earlier: tuple[float, np.ndarray] | None = None
         for _ in range(MAX_CORRECTIONS + 1):
             set_budget(model, memory, search.aim)
             remaining = max(1.0, deadline - time.perf_counter())
             stages = settings.stages(model, sharding, recompute, self._starts_for(settings), remaining)
-            stages.cutoff = settings.cutoff_s
+            stages.cutoff, stages.floor = settings.cutoff_s, self._floor_s
+            if len(self.problem.mesh) > FEW_AXES:
+                stages.patience = PATIENCE_ON_MANY_AXES
             if earlier is not None and earlier[0] <= search.aim:
                 stages.earlier = earlier[1]
             solution = solve_in_stages(stages)
@@ -201,6 +224,9 @@ class Solver:
                 return Infeasible((CUT_OFF,), None, cut_off=True)
             elif search.low is not None:
                 break
+            elif wider is not None and (wide := wider()) > search.aim:
+                search.aim, wider = wide, None
+                continue
             else:
                 smallest = self.smallest(settings)
                 if smallest is None or smallest.simulation.peak_bytes > budget:
@@ -227,7 +253,8 @@ class Solver:
         limit = min(15.0, settings.time_limit_s)
         stages = settings.stages(model, sharding, recompute, self._starts_for(settings), limit)
         stages.gap, stages.patience = 5e-3, Patience(1.0, 2e-2)
-        solution = solve_in_stages(stages, {memory.peak: 1.0})
+        stages.floor = -math.inf
+        solution = solve_in_stages(stages, self._mostly_peak(settings.budget_bytes))
         if solution.values is None:
             return None
         self._row_peak = self._peak_of_rows(solution)
@@ -244,35 +271,68 @@ class Solver:
         answer.objective_s = float(np.dot(model.cost, solution.values))
         return answer
 
+    def _mostly_peak(self, budget: int | None) -> dict[int, float]:
+        """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds."""
+        model, _, _, memory = self.full()
+        cost = {memory.peak: 1.0}
+        floor_s = self._floor_s or self.lower_bound_s()
+        if model.num_columns > FEW_COLUMNS and floor_s > 0:
+            scale = model.solve(relaxed=True, cost=cost).objective if budget is None else budget / MIB
+            rate = TIME_WEIGHT * scale / floor_s
+            cost.update({column: rate * seconds for column, seconds in enumerate(model.cost) if seconds})
+        return cost
+
     def _starts_for(self, settings: Settings) -> Starts:
         return functools.cache(lambda: self.starts(settings))
 
-    def starts(self, settings: Settings) -> list[dict[Decision, int]]:
+    def starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
         """Return shardings to begin from: the fastest ones of those that rest in a share of the budget, and of `fsdp`."""
+        asked = settings.restriction, settings.budget_bytes
+        if self._known is None or self._known[0] != asked:
+            self._known = asked, self._starts(settings)
+        return self._known[1]
+
+    def _starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
         sharded = restriction(self.problem, "fsdp").allowed
         params = {decision: options for decision, options in sharded.items() if decision.group is None}
-        found = []
+        found: list[Mapping[Decision, int] | None] = []
         for extra in ({}, sharded, params):
             allowed = _both(settings.restriction.allowed, extra)
-            if all(allowed.values()):
+            if not all(allowed.values()):
+                found.append(None)
+            else:
                 found.append(
                     self._fastest(replace(settings, restriction=replace(settings.restriction, allowed=allowed)))
                 )
         if settings.budget_bytes is not None:
-            found += [self.first_stage(settings, share * settings.budget_bytes) for share in SHARES]
-        return [options for options in found if options is not None]
+            found += [self.first_stage(settings, share * settings.budget_bytes, found[0]) for share in SHARES]
+        return list({tuple(options.values()): options for options in found if options is not None}.values())
 
     def _fastest(self, settings: Settings) -> dict[Decision, int] | None:
         model, sharding = self.plain()
         solution = solve_in_stages(settings.stages(model, sharding))
         return None if solution.values is None else read_choice(solution.values, sharding, None).options
 
-    def first_stage(self, settings: Settings, static_bytes: float) -> dict[Decision, int] | None:
-        """Return the fastest sharding whose parameters and optimizer states rest in `static_bytes`."""
+    def first_stage(
+        self, settings: Settings, static_bytes: float, fastest: Mapping[Decision, int] | None = None
+    ) -> Mapping[Decision, int] | None:
+        """Return the fastest sharding whose parameters and optimizer states rest in `static_bytes`.
+
+        fastest: that of any, where it is known: it may do.
+        """
+        if fastest is not None and self._at_rest(fastest) <= static_bytes:
+            return fastest
         model, sharding, rest = self._plain_with_rest()
         model.row_upper[rest] = static_bytes / MIB
         solution = solve_in_stages(settings.stages(model, sharding))
         return None if solution.values is None else read_choice(solution.values, sharding, None).options
+
+    def _at_rest(self, options: Mapping[Decision, int]) -> int:
+        """Return the bytes of parameters and optimizer states under `options`."""
+        return sum(
+            decision.count * (decision.rest_bytes[options[decision]] + decision.state_bytes[options[decision]])
+            for decision in self.problem.params
+        )
 
     def _plain_with_rest(self) -> tuple[Model, Sharding, int]:
         """The model of the sharding alone, with a row of what rests in memory."""
@@ -300,34 +360,9 @@ class Solver:
         return self._binding_rows
 
 
-class _Search:
-    """Looks for the rows' budget whose answer just fits the true one, by what the simulations say."""
-
-    def __init__(self, budget: int, aim: float | None = None) -> None:
-        self.budget, self.aim = budget, float(budget if aim is None else aim)
-        self.low: float | None = None
-        """The largest aim whose answer fitted."""
-        self.high: float | None = None
-        """The smallest aim whose answer did not."""
-        self.best: Answer | None = None
-        self.done = False
-
-    def note(self, answer: Answer) -> None:
-        """Take in the answer to the present aim, and move on."""
-        left = self.budget - answer.simulation.peak_bytes
-        if left >= 0:
-            self.low = self.aim
-            if self.best is None or answer.objective_s < self.best.objective_s:
-                self.best = answer
-            self.done = left <= CLOSE * self.budget or self.budget == UNBOUNDED
-            self.aim += 0.9 * left
-        else:
-            self.high = self.aim
-            self.aim += 1.02 * left - 0.001 * self.budget
-        if self.low is not None and self.high is not None:
-            self.done |= self.high - self.low < 0.2 * CLOSE * self.budget
-            if not self.low < self.aim < self.high:
-                self.aim = (self.low + self.high) / 2
+def _values_of(solution: Solution) -> np.ndarray:
+    assert solution.values is not None
+    return solution.values
 
 
 def _both(first: Allowed, second: Allowed) -> dict[Decision, frozenset[int]]:

@@ -1,20 +1,20 @@
-"""One solve in stages: LP → the sharding by argmax → MIP over the LP's support → MIP of everything, from the best so far.
+"""One solve in stages: the relaxation, then branch and bound on the sharding, with a small MIP of counts at each leaf.
 
-The relaxation's bound is weak where memory binds, but the sharding is nearly always among the options that it gives any
-weight: a MIP of those alone takes a fraction of the whole one's time. Where the relaxation itself takes too long,
-shardings that are known to be good (`starts`) take its place.
+A small model is solved whole at once, as one MIP. Where the relaxation itself takes too long, shardings that are known
+to be good (`starts`) take its place, without a bound.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .milp import Model, Patience, Progress, Solution
+from .branching import Branching, connections
+from .milp import Model, Patience, Progress, Solution, Vertex
 from .problem import Decision
 from .recipes import Restriction
 from .recompute import Recompute
@@ -23,12 +23,15 @@ from .sharding import Sharding
 GAP = 1e-3
 PATIENCE = Patience(2.0, 5e-3)
 """A binding budget can take minutes to the last thousandth."""
+PATIENCE_ON_MANY_AXES = Patience(2.0, 2e-2)
+"""On three axes a relaxation alone takes seconds."""
 Options = Mapping[Decision, int]
 CUT_OFF = "another mesh has a faster answer"
 """The status of a solve that was given up."""
-_SUPPORT = 1e-6
-_FEW_COLUMNS = 3000
+FEW_COLUMNS = 3000
 """A MIP of so many is solved whole at once."""
+_MANY_COLUMNS = 40_000
+"""With so many, known shardings are tried before the relaxation: one may be close to the floor."""
 
 
 @dataclass(eq=False)
@@ -49,6 +52,8 @@ class Stages:
     """A solution of the same rows under a smaller budget."""
     cutoff: float = math.inf
     """An answer that is not below this is not wanted."""
+    floor: float = -math.inf
+    """What no answer is below."""
 
 
 def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> Solution:
@@ -59,70 +64,97 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     began = time.perf_counter()
     model, limit = stages.model, stages.time_limit_s
     fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
-    relaxed = model.solve(relaxed=True, fixed=fixed, cost=cost, time_limit_s=limit / 3 if stages.starts else limit)
-    if relaxed.status == "infeasible":
-        return relaxed
-    bound = relaxed.objective if relaxed.values is not None else -math.inf
+    held = _Held(stages, fixed, cost)
+    known = None
+    if model.num_columns > _MANY_COLUMNS and stages.starts is not None:
+        known = _best_known(stages, held, limit / 3)
+        if _close(known, stages.floor, stages.patience.gap) and known.objective < stages.cutoff:
+            return replace(known, status="feasible", bound=stages.floor, solve_s=time.perf_counter() - began)
+    relaxation = model.relaxation(fixed, cost)
+    root = relaxation.solve(time_limit_s=limit / 3 if stages.starts else limit)
+    if root is None:
+        return Solution("infeasible", None, math.inf, math.inf, time.perf_counter() - began)
+    bound = stages.floor if isinstance(root, float) else max(stages.floor, root.objective)
     if bound >= stages.cutoff:
         return Solution(CUT_OFF, None, math.inf, bound, time.perf_counter() - began)
-    first = _first(stages, relaxed, fixed, cost, bound)
-    if _close(first, bound, stages.gap) or relaxed.values is None:
-        status = "optimal" if _close(first, bound, stages.gap) else first.status.replace("optimal", "feasible")
-        return Solution(status, first.values, first.objective, bound, time.perf_counter() - began)
-    remaining = max(1.0, limit - (time.perf_counter() - began))
-    whole = model.solve(
-        fixed=fixed,
-        cost=cost,
-        start=first.values,
-        time_limit_s=remaining,
-        gap=stages.gap,
-        patience=stages.patience,
-        progress=stages.progress,
-    )
-    found = whole if whole.values is not None and whole.objective <= first.objective else first
+    left = limit - (time.perf_counter() - began)
+    if isinstance(root, float):
+        found = known or _best_known(stages, held, left)
+    elif model.num_columns - len(fixed) <= FEW_COLUMNS:
+        found = _whole(stages, held, root, left)
+    else:
+        branching = Branching(
+            relaxation, stages.sharding.choice, frozenset(fixed), connections(stages.sharding), held.solve, stages.gap,
+            stages.patience, left, stages.cutoff, stages.progress,
+        )  # fmt: skip
+        if known is not None and known.objective < stages.cutoff:
+            branching.best = known
+        if stages.earlier is not None:
+            branching.try_options(chosen(stages.sharding, stages.earlier))
+        found = branching.search(root)
+        if found.values is None and found.status == "stopped":
+            found = _best_known(stages, held, max(1.0, limit - (time.perf_counter() - began)))
+    bound = max(bound, found.bound if math.isfinite(found.bound) else -math.inf)
     if found.values is None:
-        return Solution(whole.status, None, math.inf, bound, time.perf_counter() - began)
-    bound = max(bound, whole.bound if math.isfinite(whole.bound) else -math.inf)
+        return Solution(found.status, None, math.inf, bound, time.perf_counter() - began)
     status = "optimal" if _close(found, bound, stages.gap) else "feasible"
     return Solution(status, found.values, found.objective, bound, time.perf_counter() - began)
+
+
+@dataclass(eq=False)
+class _Held:
+    """Solves what is left when the sharding is held."""
+
+    stages: Stages
+    fixed: Mapping[int, float]
+    cost: Mapping[int, float] | None
+
+    def solve(self, options: Options, time_limit_s: float | None = None) -> Solution:
+        """Return the best solution with `options`."""
+        stages = self.stages
+        held = held_at(stages.sharding, options)
+        if any(held[column] > 0 for column in self.fixed.keys() & held.keys()):
+            return Solution("infeasible", None, math.inf, math.inf, 0.0)
+        return stages.model.solve(
+            fixed={**self.fixed, **held},
+            cost=self.cost,
+            time_limit_s=stages.time_limit_s / 4 if time_limit_s is None else time_limit_s,
+            gap=stages.gap / 2,
+            patience=stages.patience,
+        )
+
+
+def _whole(stages: Stages, held: _Held, root: Vertex, time_limit_s: float) -> Solution:
+    """Solve everything as one MIP, from the sharding at the relaxation's argmax."""
+    first = held.solve(chosen(stages.sharding, root.values))
+    if _close(first, root.objective, stages.gap):
+        return replace(first, bound=root.objective)
+    start = first.values if first.values is not None else stages.earlier
+    whole = stages.model.solve(
+        fixed=held.fixed, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
+        patience=stages.patience, progress=stages.progress,
+    )  # fmt: skip
+    return whole if whole.values is not None or first.values is None else replace(first, bound=whole.bound)
+
+
+def _best_known(stages: Stages, held: _Held, time_limit_s: float) -> Solution:
+    """Return the best over known shardings: a last resort where the relaxation takes too long."""
+    best = Solution("stopped", None, math.inf, -math.inf, 0.0)
+    end = time.perf_counter() + time_limit_s
+    for options in stages.starts() if stages.starts is not None else ():
+        found = held.solve(options, max(0.5, end - time.perf_counter()))
+        if found.values is not None and found.objective < best.objective:
+            best = replace(found, bound=-math.inf)
+    return best
 
 
 def _close(solution: Solution, bound: float, gap: float) -> bool:
     return solution.values is not None and solution.objective <= bound + gap * abs(bound) + 1e-12
 
 
-def _first(
-    stages: Stages, relaxed: Solution, fixed: Mapping[int, float], cost: Mapping[int, float] | None, bound: float
-) -> Solution:
-    """The best MIP solution of a few small parts of the problem; without values where none of them has any."""
-    best = Solution("stopped", None, math.inf, bound, 0.0)
-    for held in _parts(stages, relaxed, fixed):
-        found = stages.model.solve(
-            fixed={**fixed, **held},
-            cost=cost,
-            start=best.values if best.values is not None else stages.earlier,
-            time_limit_s=stages.time_limit_s / 4,
-            gap=stages.gap,
-            patience=stages.patience,
-        )
-        if found.values is not None and found.objective < best.objective:
-            best = found
-        if _close(best, bound, stages.gap):
-            break
-    return best
-
-
-def _parts(stages: Stages, relaxed: Solution, fixed: Mapping[int, float]) -> Iterator[dict[int, float]]:
-    """Columns to hold: the sharding at the relaxation's argmax; all options at zero that it gives no weight; known ones."""
-    choice = stages.sharding.choice
-    if relaxed.values is not None:
-        values = relaxed.values
-        argmax = {decision: int(np.argmax(values[columns])) for decision, columns in choice.items()}
-        yield held_at(stages.sharding, argmax)
-        if stages.model.num_columns - len(fixed) > _FEW_COLUMNS:
-            yield {column: 0.0 for columns in choice.values() for column in columns if values[column] < _SUPPORT}
-    for options in stages.starts() if stages.starts is not None else ():
-        yield held_at(stages.sharding, options)
+def chosen(sharding: Sharding, values: np.ndarray) -> dict[Decision, int]:
+    """Return the option that has most weight, decision by decision."""
+    return {decision: int(np.argmax(values[columns])) for decision, columns in sharding.choice.items()}
 
 
 def held_at(sharding: Sharding, options: Options) -> dict[int, float]:

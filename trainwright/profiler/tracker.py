@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..artifacts import MemoryPoint
-from ..capture._torch_private import TorchDispatchMode
+from ..capture._torch_private import PlainDispatchMode
 from .caching import CachingAllocator
 from .generator_states import seen_generator_states
 from .gpu_workspace import gpu_workspace_bytes
@@ -51,7 +51,7 @@ class _Storage:
     """The weak reference whose callback ends the entry; it must live as long as the entry."""
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(PlainDispatchMode):
     """Follows the memory of what runs under it: `live_bytes`, `peak_bytes`, what made the peak, and where.
 
     `target` is the machine that is meant, not the one it runs on: `"cpu"` counts exact sizes and the workspaces of the

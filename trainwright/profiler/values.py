@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture._torch_private import VALUE_NEEDED, TorchDispatchMode, arguments, mutated_arguments
+from ..capture._torch_private import VALUE_NEEDED, PlainDispatchMode, arguments, mutated_arguments
 from ..capture.fakes import FakeMode
+from ..capture.repeats import RepeatedCalls
 from .fake_kernels import run_fake_kernel
 from .layouts import lay_out
-from .repeats import RepeatedCalls
 
 DEVICE_OF = torch.ops.prim.device.default
 """What `tensor.device` becomes under a mode: asked of fakes several times a call, answered without running anything."""
@@ -39,7 +39,7 @@ _LIMIT_OF_FLOATS_BYTES = 2**20
 """The same for floating-point results of known values: masks and tables that a forward makes."""
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(PlainDispatchMode):
     """Runs each call on fakes of `fake_mode`, but on values where all its tensors are real and the result may be.
 
     Enter it in place of `fake_mode`. What `keeps_values` accepts may enter as a real tensor; all else enters as fakes.

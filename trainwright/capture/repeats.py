@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture._torch_private import FakeTensor
-from ..capture.fakes import FakeMode
+from ..ops.functional import linear_io
+from ._torch_private import FakeTensor
+from .fakes import FakeMode
 
 Key = tuple[Any, ...]
 _META = torch.device("meta")
@@ -82,7 +83,7 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key |
     return None if named is None else (func, torch.get_default_dtype(), parts, tuple(kwargs), named)
 
 
-_REPEATABLE: dict[Any, bool] = {}
+_REPEATABLE: dict[Any, bool] = {linear_io: True}
 
 
 def _is_repeatable(func: Any) -> bool:
@@ -105,7 +106,7 @@ def _parts(values: tuple[Any, ...] | list[Any]) -> Key | None:
         elif kind in _PLAIN:
             found.append(kind)
             found.append(value)
-        elif kind is list or kind is tuple:
+        elif kind is tuple or isinstance(value, list):
             inner = _parts(value)
             if inner is None:
                 return None
@@ -206,6 +207,6 @@ def _tensors(args: tuple[Any, ...] | list[Any]) -> list[Tensor]:
     for arg in args:
         if isinstance(arg, Tensor):
             found.append(arg)
-        elif type(arg) is list or type(arg) is tuple:
+        elif type(arg) is tuple or isinstance(arg, list):
             found.extend(_tensors(arg))
     return found

@@ -1,0 +1,84 @@
+"""Plans held to a textbook recipe by what every decision may be, the rest left to the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tests.plans import plan_of
+from trainwright import optim
+from trainwright.artifacts import ModelRef
+from trainwright.capture import zoo
+from trainwright.capture.export import capture
+from trainwright.capture.program import build_program
+from trainwright.hardware import resolve
+from trainwright.planner.problem import Decision
+from trainwright.planner.recipes import Restriction
+from trainwright.planner.solve import Answer, Infeasible, Settings
+from trainwright.planner.task import Place, Task
+from trainwright.runtime.verify import verify
+
+ANY: list[str] = []
+LLAMA_OPTIMUS = {
+    ":embedding": ["b0/m"],
+    "norm:": ["d0/d2"],
+    "}:add": ["d0/d2"],
+    "q_proj:": ["b0/o.0"],
+    "k_proj:": ["b0/o.0"],
+    "v_proj:": ["b0/o.0"],
+    ":sdpa": ["b0/h"],
+    "o_proj:": ["b0/o"],
+    "gate_proj:": ["b0/o"],
+    "up_proj:": ["b0/o"],
+    "act_fn:": ["d0/d2"],
+    "down_proj:": ["b0/o"],
+    "lm_head:": ["b0/o"],
+}
+
+
+def option_name(decision: Decision, option: int) -> str:
+    """Return what an option splits, axis by axis: loops of a group, dims of a parameter; R for nothing."""
+    at = decision.options[option]
+    if decision.group is not None:
+        return "/".join("R" if index < 0 else decision.group.loops[index].name for index in at)
+    return "/".join("R" if index < 0 else f"d{decision.tied[0].slots[index].dim}" for index in at)
+
+
+def restricted(place: Place, names: Mapping[str, Sequence[str]]) -> Answer | Infeasible:
+    """Return the fastest plan in which each decision is what the last part of `names` that is in its key allows."""
+    allowed = {}
+    for decision in place.problem.decisions:
+        wanted = [options for part, options in names.items() if part in decision.key]
+        if wanted and wanted[-1]:
+            found = [k for k in range(len(decision.options)) if option_name(decision, k) in wanted[-1]]
+            offered = [option_name(decision, k) for k in range(len(decision.options))]
+            assert found, (decision.key, wanted[-1], offered)
+            allowed[decision] = frozenset(found)
+    return place.solver.solve(Settings(None, 60.0, Restriction(allowed)))
+
+
+def optimus(place: Place) -> Answer | Infeasible:
+    """Weights and activations of a Llama split on both axes: samples and width, width in and width out."""
+    names: dict[str, list[str]] = dict(LLAMA_OPTIMUS)
+    for decision in place.problem.params:
+        if len(decision.tied[0].shape) == 2:
+            both = [option_name(decision, k) for k in range(len(decision.options))]
+            names[decision.key] = [name for name in both if name == "d1/d0"] or [n for n in both if "R" not in n]
+    return restricted(place, names)
+
+
+def verify_optimus(model: str) -> dict[str, Any]:
+    """Run it on the ranks that call this."""
+    meta_model, meta_batch = zoo.build(model, device="meta")
+    program = build_program(capture(meta_model, meta_batch))
+    place = Task(
+        program, ModelRef(name="test"), resolve("cpu:4"), None, "adamw", optim.record("adamw"),
+        lambda params: optim.create("adamw", params), mesh=(2, 2),
+    ).places[0]  # fmt: skip
+    answer = optimus(place)
+    assert isinstance(answer, Answer)
+    literals = {name: value for name, value in meta_batch.items() if not isinstance(value, torch.Tensor)}
+    plan = plan_of(program, answer.decisions, literals)
+    return verify(lambda: zoo.build(model, device="cpu"), plan, dtype="float64").model_dump()

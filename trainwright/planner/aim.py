@@ -1,0 +1,42 @@
+"""Which budget to give the memory rows, so that what the simulation says just fits the true one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .solve import Answer
+
+UNBOUNDED = 2**60
+CLOSE = 0.02
+"""A plan whose peak is within this share of the budget is not looked at again."""
+
+
+class Search:
+    """Looks for the rows' budget whose answer just fits the true one, by what the simulations say."""
+
+    def __init__(self, budget: int, aim: float | None = None) -> None:
+        self.budget, self.aim = budget, float(budget if aim is None else aim)
+        self.low: float | None = None
+        """The largest aim whose answer fitted."""
+        self.high: float | None = None
+        """The smallest aim whose answer did not."""
+        self.best: Answer | None = None
+        self.done = False
+
+    def note(self, answer: Answer) -> None:
+        """Take in the answer to the present aim, and move on."""
+        left = self.budget - answer.simulation.peak_bytes
+        if left >= 0:
+            self.low = self.aim
+            if self.best is None or answer.objective_s < self.best.objective_s:
+                self.best = answer
+            self.done = left <= CLOSE * self.budget or self.budget == UNBOUNDED
+            self.aim += 0.97 * left
+        else:
+            self.high = self.aim
+            self.aim += 1.02 * left - 0.001 * self.budget
+        if self.low is not None and self.high is not None:
+            self.done |= self.high - self.low < 0.2 * CLOSE * self.budget
+            if not self.low < self.aim < self.high:
+                self.aim = (self.low + self.high) / 2
