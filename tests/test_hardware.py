@@ -165,7 +165,7 @@ def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> No
     cluster = hardware.calibrate(2, quick=True, progress=told.append)
     assert time.monotonic() - begin < 60
     assert told[:4] == ["matrix products", "convolutions", "memory", "kernels"]
-    assert told[4:] == ["kernels, 100 measured", "collectives"]
+    assert told[4:] == ["kernels, 100 measured", "disk", "collectives"]
     cluster.to_json(tmp_path / "here.json")
     assert hardware.resolve(str(tmp_path / "here.json")) == cluster
     assert cluster.num_devices == 2
@@ -176,6 +176,7 @@ def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> No
     )
     assert all(row[-1] > 1e6 for rows in device.kernels.values() for row in rows)
     assert device.overheads.forward_s > 0
+    assert cluster.tier("disk").write_bytes_per_s > 0
     assert set(device.flops_per_s) == {"fp64", "fp32", "bf16", "fp16"}
     assert 1e8 < device.flops_per_s["fp64"] < device.flops_per_s["fp32"] < 1e13
     assert 1e8 < device.bandwidth_bytes_per_s < 1e12

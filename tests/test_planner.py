@@ -96,6 +96,7 @@ def question(program, hardware: str = "cpu:2", **options) -> dict:
         "make_optimizer",
         "mesh",
         "pins",
+        "offload",
         "time_limit_s",
     ]
     return {name: getattr(found, name) for name in names}

@@ -115,7 +115,7 @@ def plan(
 
     memory: per device, the batch excluded; default 90 % of the device's. mesh: sizes of its axes, outermost first;
     default: the factorisations are searched. solver: joint, two-stage, ddp, fsdp, megatron. offload: host, disk, none, or
-    auto: to the host, where the hardware is GPUs and says how fast that is.
+    auto: to the host, for GPUs, where nothing fits without (`frontier` and the other solvers then offload nothing).
 
     Raises `Refusal` when nothing fits, with what binds, the smallest budget that would do, and the cheapest way out.
     """

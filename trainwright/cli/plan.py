@@ -44,7 +44,8 @@ def plan(
         list[str] | None, typer.Option(metavar="P", help="Hold a decision: 'h.*.mlp.c_fc=shard(out)@gpu'; repeatable.")
     ] = None,
     offload: Annotated[
-        str, typer.Option(metavar="TIER", help="host, disk or none; auto: to the host of GPUs, never to a disk.")
+        str,
+        typer.Option(metavar="TIER", help="host, disk or none; auto: to the host of GPUs where nothing fits without."),
     ] = "auto",
     compare: Annotated[bool, typer.Option("--compare", help="Show what every solver reaches.")] = False,
     frontier: Annotated[

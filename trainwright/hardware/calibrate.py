@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
-from ..artifacts import Cluster, Device, Link, Overheads, UserError
+from ..artifacts import Cluster, Device, Link, Overheads, Tier, UserError
 from ..launch import run_processes
 from ..launch.cores import num_cores
 from . import machine
 from .collectives import GLOO_FACTORS, Collective, terms
 from .kernels import kernel_table, rounded
+from .presets import DISK_LATENCY_S
 
 Row = tuple[Collective, float, float]
 """A measured collective: kind, bytes as in `collectives.seconds`, seconds."""
@@ -98,9 +99,24 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
         name=f"cpu:{num_ranks}",
         device=device,
         links=(link,),
+        offload=_tiers([rank["disk"] for rank in ranks]),
         source=_source(num_ranks, quick),
         fingerprint=machine.fingerprint(),
     )
+
+
+def _tiers(disks: list[dict[str, float]]) -> dict[Literal["host", "disk"], Tier]:
+    """The disk, as each rank found it while all used it; none where a rank could not write."""
+    if not all(disks):
+        return {}
+    middle = {name: statistics.median(disk[name] for disk in disks) for name in disks[0]}
+    tier = Tier(
+        write_bytes_per_s=rounded(middle["written"]),
+        read_bytes_per_s=rounded(middle["read"]),
+        latency_s=DISK_LATENCY_S,
+        overlap=round(middle["overlap"], 3),
+    )
+    return {"disk": tier}
 
 
 def _median_by_dtype(ranks: list[dict[str, Any]], what: str) -> dict[str, float]:

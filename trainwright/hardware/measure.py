@@ -9,6 +9,7 @@ from typing import Any
 
 from ..launch import emit
 from ..ops.kernel_table import KernelTable
+from .disk import disk_rates
 from .kernels import kernel_table, rates
 from .overheads import overheads
 
@@ -21,7 +22,7 @@ def measure(quick: bool) -> dict[str, Any]:
     """Return this rank's rates and its timings of collectives; runs on every rank at once, in the group.
 
     `matmul` and `conv`: FLOP/s by dtype; `bandwidth`: bytes read and written per second; `launch_s`: one small op;
-    `kernels`: rows as `kernels.rates` gives them, and `overheads`; `collectives`: rows [kind, bytes as in
+    `kernels`: rows as `kernels.rates` gives them, `overheads`, `disk` as they say; `collectives`: rows [kind, bytes as in
     `collectives.seconds`, seconds].
     """
     budget_s = 0.06 if quick else 0.6
@@ -34,6 +35,8 @@ def measure(quick: bool) -> dict[str, Any]:
     emit({"progress": "kernels"})
     table = rates(quick, _seconds, lambda measured: emit({"progress": f"kernels, {measured} measured"}))
     beyond = overheads(KernelTable(kernel_table([table])), _seconds)
+    emit({"progress": "disk"})
+    disk = disk_rates(quick)
     emit({"progress": "collectives"})
     rows = list(_collective_rows(quick))
     return {
@@ -43,6 +46,7 @@ def measure(quick: bool) -> dict[str, Any]:
         "launch_s": launch_s,
         "kernels": table,
         "overheads": beyond,
+        "disk": disk,
         "collectives": rows,
     }
 

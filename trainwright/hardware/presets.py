@@ -103,7 +103,7 @@ def cpu_cluster(num_processes: int) -> Cluster:
 
 def _cpu_disk(num_processes: int) -> Tier:
     rate = _DISK_BANDWIDTH / num_processes
-    return Tier(write_bytes_per_s=rate, read_bytes_per_s=rate, latency_s=_DISK_LATENCY_S, overlap=_DISK_OVERLAP)
+    return Tier(write_bytes_per_s=rate, read_bytes_per_s=rate, latency_s=DISK_LATENCY_S, overlap=_DISK_OVERLAP)
 
 
 # What torch gives cuBLAS where CUBLAS_WORKSPACE_CONFIG is not set: `:4096:2:16:8`, 32 MiB from Hopper on; hipBLAS on an
@@ -206,7 +206,8 @@ _GLOO_BANDWIDTH = 1e9
 _GLOO_LATENCY_S = 250e-6
 # A disk that is not the fastest, through the system's file cache, whose copies take processor time from the computation.
 _DISK_BANDWIDTH = 0.5e9
-_DISK_LATENCY_S = 100e-6
+DISK_LATENCY_S = 100e-6
+"""Of handing one transfer to the thread that makes it, and of waiting for it."""
 _DISK_OVERLAP = 0.5
 
 

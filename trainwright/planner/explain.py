@@ -29,6 +29,8 @@ class Row:
     """What it would keep for the backward, were everything kept; parameters: bytes at rest with states."""
     recomputed: str
     """Which blocks rederive what it leaves."""
+    offloaded: str
+    """Which blocks keep it off the device."""
     next_best: str
     """The best other option while all other decisions stay; empty: there is none."""
     next_best_extra_s: float
@@ -123,7 +125,8 @@ def _row(plan: Plan, edges: _Edges, decision: Decision, options: dict[Decision, 
         decision.count * (decision.forward_s[chosen] + decision.backward_s[chosen]),
         edges.seconds(decision, chosen) + decision.count * sum(decision.inner_comm_s[chosen]),
         _bytes(edges.problem, decision, chosen),
-        _fates(plan, decision),
+        _fate(plan, decision, "recomputed"),
+        _fate(plan, decision, "offloaded"),
         _option_text(decision, best) if best is not None else "",
         totals[best] - totals[chosen] if best is not None else 0.0,
     )
@@ -146,9 +149,9 @@ def _bytes(problem: Problem, decision: Decision, option: int) -> int:
     return decision.count * total
 
 
-def _fates(plan: Plan, decision: Decision) -> str:
+def _fate(plan: Plan, decision: Decision, fate: str) -> str:
     entry = plan.modules.get(decision.key)
-    return "; ".join(f"{name}: {blocks}" for name, blocks in entry.recomputed.items()) if entry is not None else ""
+    return "" if entry is None else "; ".join(f"{name}: {blocks}" for name, blocks in getattr(entry, fate).items())
 
 
 def _header(plan: Plan) -> list[str]:
@@ -161,6 +164,11 @@ def _header(plan: Plan) -> list[str]:
         f"peak {found.peak_bytes / 2**20:.1f} MiB"
         + ("" if plan.budget_bytes is None else f" of {plan.budget_bytes / 2**20:.1f} MiB"),
     ]
+    if plan.offload is not None:
+        lines.append(
+            f"offloaded {found.moved_bytes / 2**20:.1f} MiB to the {plan.offload.tier}, "
+            f"{_ms(found.transfer_s)} of it not beside computations"
+        )
     if plan.budget_bytes is not None:
         spare = 1 - found.peak_bytes / plan.budget_bytes
         binds = spare < 0.05 and (found.recompute_s > 0 or plan.solver.name in ("joint", "two-stage", "fsdp"))
@@ -173,6 +181,8 @@ def _row_text(row: Row) -> str:
     text = f"{row.key}: {row.chosen}  ({seconds}, {row.saved_bytes / 2**20:.1f} MiB)"
     if row.recomputed:
         text += f"; recomputed {row.recomputed}"
+    if row.offloaded:
+        text += f"; offloaded {row.offloaded}"
     if row.next_best:
         word = "slower" if row.next_best_extra_s >= 0 else "faster, but it does not fit"
         text += f"; next best {row.next_best}, {_ms(abs(row.next_best_extra_s))} {word}"

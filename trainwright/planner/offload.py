@@ -61,13 +61,17 @@ def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: R
     if tier.capacity_bytes is not None:
         terms = [(recompute.leaves[kept.column], kept.num_bytes / MIB) for kept in found]
         model.row(CAPACITY, terms, upper=tier.capacity_bytes / MIB)
-    out, back = _windows(model, problem, sharding, recompute)
+    unit_s = _unit_s(problem)
+    out, back = _windows(model, problem, sharding, recompute, unit_s)
     for window, rate in ((out, tier.write_bytes_per_s), (back, tier.read_bytes_per_s)):
         moved = [
-            (recompute.leaves[kept.column], problem.costs.num_passes * (kept.num_bytes / rate + tier.latency_s))
+            (
+                recompute.leaves[kept.column],
+                problem.costs.num_passes * (kept.num_bytes / rate + tier.latency_s) / unit_s,
+            )
             for kept in found
         ]
-        _add_exposed(model, tier, moved, window)
+        _add_exposed(model, tier, moved, window, unit_s)
 
 
 def spans(stored: Stored) -> list[tuple[int, int]]:
@@ -123,8 +127,17 @@ def _add_in_flight(model: Model, recompute: Recompute, found: list[_Kept]) -> No
             model.row(TRANSFERS, [(recompute.leaves[kept.column], size), (column, -1.0)], upper=0.0)
 
 
-def _windows(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> tuple[int, int]:
-    """Columns of the seconds of the forward, and of the backward with what is rederived in it."""
+def _unit_s(problem: Problem) -> float:
+    """A thousandth of a step, about: rows hold to 1e-6 of their unit, and a step may take microseconds or minutes."""
+    return max(
+        1e-9, sum(min(map(decision.option_s, range(len(decision.options)))) for decision in problem.decisions) / 1e3
+    )
+
+
+def _windows(
+    model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, unit_s: float
+) -> tuple[int, int]:
+    """Columns of the time of the forward, and of the backward with what is rederived in it."""
     out: Terms = []
     back: Terms = []
     for decision in problem.groups:
@@ -139,16 +152,16 @@ def _windows(model: Model, problem: Problem, sharding: Sharding, recompute: Reco
         back.append((column, use.count * times[1]))
     for column in (*recompute.rerun.values(), *recompute.convert.values()):
         back.append((column, model.cost[column]))
-    return _sum(model, out), _sum(model, back)
+    return _sum(model, out, unit_s), _sum(model, back, unit_s)
 
 
-def _sum(model: Model, terms: Terms) -> int:
+def _sum(model: Model, terms: Terms, unit_s: float) -> int:
     column = model.column()
-    model.row(TRANSFERS, [*terms, (column, -1.0)], 0.0, 0.0)
+    model.row(TRANSFERS, [*((c, seconds / unit_s) for c, seconds in terms), (column, -1.0)], 0.0, 0.0)
     return column
 
 
-def _add_exposed(model: Model, tier: Tier, moved: Terms, window: int) -> None:
-    exposed = model.column(cost=1.0)
+def _add_exposed(model: Model, tier: Tier, moved: Terms, window: int, unit_s: float) -> None:
+    exposed = model.column(cost=unit_s)
     model.row(TRANSFERS, [*((c, (1 - tier.overlap) * s) for c, s in moved), (exposed, -1.0)], upper=0.0)
     model.row(TRANSFERS, [*moved, (window, -tier.overlap), (exposed, -1.0)], upper=0.0)

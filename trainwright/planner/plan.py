@@ -93,7 +93,19 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
 
 
 def _search(task: Task, solver: str) -> Found:
-    """Return the fastest answer of all meshes; `Refusal` where there is none."""
+    """Return the fastest answer of all meshes; `Refusal` where there is none.
+
+    Where offloading is left to us, it is taken up when nothing fits without: it doubles the columns of what is kept.
+    """
+    try:
+        return _search_as_asked(task, solver)
+    except Refusal:
+        if task.offload != "auto" or solver != "joint" or not task.has_host:
+            raise
+        return _search_as_asked(replace(task, offload="host"), solver)
+
+
+def _search_as_asked(task: Task, solver: str) -> Found:
     search = MeshSearch(task, solver)
     for place in search.places:
         search.look_at(place)
@@ -151,7 +163,7 @@ def as_plan(task: Task, solver: str, found: Found, plan_s: float) -> Plan:
         cluster=task.cluster,
         budget_bytes=task.budget_bytes,
         mesh={axis.name: axis.size for axis in place.axes},
-        offload=_offload(task, answer.decisions),
+        offload=_offload(place.task, answer.decisions),
         predicted=_predicted(found.price, answer.simulation),
         solver=SolverInfo(
             name=solver,

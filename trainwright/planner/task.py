@@ -46,7 +46,7 @@ class Task:
     pins: tuple[str, ...] = ()
     literals: Mapping[str, Any] = field(default_factory=dict)
     offload: str = "auto"
-    """Where tensors may be offloaded to: host, disk, none, or auto: to the host, on hardware that says how fast that is."""
+    """Where tensors may be offloaded to: host, disk, none, or auto: to the host of a GPU, where nothing fits without."""
     time_limit_s: float = 30.0
     progress: Callable[[str], None] | None = None
     """Told, in words, of every better answer while the solver runs."""
@@ -64,9 +64,12 @@ class Task:
     @property
     def tier_name(self) -> Literal["host", "disk"] | None:
         """The tier that may be offloaded to."""
-        if self.offload == "auto":
-            return "host" if "host" in self.cluster.offload and self.cluster.device.kind == "gpu" else None
-        return None if self.offload == "none" else self.offload  # type: ignore[return-value]
+        return self.offload if self.offload in ("host", "disk") else None  # type: ignore[return-value]
+
+    @property
+    def has_host(self) -> bool:
+        """Whether the devices have memory beside their own, and the hardware says how fast it is."""
+        return "host" in self.cluster.offload and self.cluster.device.kind == "gpu"
 
     @cached_property
     def records(self) -> Records:

@@ -103,6 +103,7 @@ def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
         peak,
         Tile("communication", format_s(predicted.comm_s), f"{format_s(predicted.exposed_comm_s)} exposed"),
         Tile("recomputation", format_s(predicted.recompute_s), "a step"),
+        *_offload_tiles(plan),
         Tile("solver", plan.solver.name, f"{plan.solver.status}{gap}, {format_s(plan.solver.plan_s)}"),
     ]
     if report is not None:
@@ -110,6 +111,13 @@ def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
         error = f"as one process: gradients within {report.max_relative_error_gradient:.0e}"
         tiles.append(Tile("verified", verdict, error, bad=not report.passed))
     return tiles
+
+
+def _offload_tiles(plan: Plan) -> list[Tile]:
+    if plan.offload is None:
+        return []
+    moved, exposed = format_bytes(plan.predicted.moved_bytes), format_s(plan.predicted.transfer_s)
+    return [Tile("offloaded", moved, f"to the {plan.offload.tier} and back, {exposed} exposed")]
 
 
 # Sections

@@ -58,6 +58,9 @@ def cluster_table(cluster: Cluster) -> str:
         table.add_row(f"convolution {dtype}", f"{format_flops(rate)}/s", "")
     table.add_row("memory bandwidth", f"{format_bytes(device.bandwidth_bytes_per_s)}/s", "")
     table.add_row("smallest op", format_s(device.launch_s), "")
+    for name, tier in cluster.offload.items():
+        rates = f"{format_bytes(tier.write_bytes_per_s)}/s out, {format_bytes(tier.read_bytes_per_s)}/s back"
+        table.add_row(f"offload to {name}", rates, f"{100 * tier.overlap:.0f} % beside computations")
     for link in cluster.links:
         speed = f"{format_bytes(link.bandwidth_bytes_per_s)}/s"
         table.add_row(f"link {link.name}", speed, f"{link.size} sharing, {format_s(link.latency_s)} a hop")
@@ -120,6 +123,9 @@ def _prediction_of(plan: Plan) -> Table:
     table.add_row("peak per device", peak, "; ".join(filter(None, (verdict, _largest(predicted.breakdown)))))
     for name, num_bytes in predicted.comm_bytes.items():
         table.add_row(name, format_bytes(num_bytes), "sent by each rank in a step")
+    if plan.offload is not None:
+        beside = f"to the {plan.offload.tier} and back; {format_s(predicted.transfer_s)} not beside computations"
+        table.add_row("offloaded", format_bytes(predicted.moved_bytes), beside)
     gap = "" if not solver.gap else f", at most {100 * solver.gap:.2g} % from the optimum"
     table.add_row("solver", solver.name, f"{solver.status}{gap}; planned in {format_s(solver.plan_s)}")
     return table
