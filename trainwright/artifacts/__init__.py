@@ -2,6 +2,7 @@
 
 from .cluster import Cluster, Device, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
+from .estimator import Estimator
 from .plan import BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
@@ -13,6 +14,7 @@ __all__ = [
     "Cluster",
     "Device",
     "Difference",
+    "Estimator",
     "Fit",
     "Link",
     "MemoryPoint",
