@@ -13,7 +13,7 @@ from tests.models import clusters
 from trainwright.artifacts import Plan
 from trainwright.runtime import ExampleBatches, SelectedBatches, train_loop
 from trainwright.runtime.selected import all_logits
-from trainwright.selection import CRAIG, last_layer_gradients, logit_gradients
+from trainwright.selection import CRAIG, last_layer_gradients, logit_gradients, selection
 
 FRACTION = 0.2
 
@@ -118,3 +118,57 @@ def resumed_equals_uninterrupted(plan: str) -> dict[str, Any]:
     rest = [next(again) for _ in range(2)]
     equal = all(torch.equal(one, other) for pair in zip(batches[4:], rest) for one, other in zip(*pair))
     return {"equal": equal, "num_selections": again.num_selections}
+
+
+def augmented(plan: str, num_steps: int = 21) -> dict[str, Any]:
+    """An epoch of everything and strong copies of a coreset, beside one that is taken up again in the midst."""
+    parsed, built = Plan.parse(plan), _built("augmentable")
+    module = tw.parallelize(built["model"], parsed, loss_fn=built["loss_fn"], seed=0)
+    way = selection("augment")
+
+    def make(first: int) -> SelectedBatches:
+        batches = ExampleBatches(parsed, built["dataset"], first_step=first, strong=built["augment"])
+        return SelectedBatches(module, batches, way.make(0.1, 0), logit_gradients, compose=way.compose)
+
+    whole, rest = make(0), make(15)
+    rows = [next(whole) for _ in range(num_steps - 1)]  # 332 rows, in 16s: twenty batches
+    rest.load_state_dict(whole.state_dict())
+    again = [next(rest) for _ in range(num_steps - 16)]
+    plain = {tuple(x.tolist()) for x, _ in built["dataset"]}
+    seen = [tuple(row) for x, _ in rows for row in x.tolist()]
+    return {
+        "resumed": all(torch.equal(a, b) for pair in zip(rows[15:], again) for a, b in zip(*pair)),
+        "num_chosen": whole.num_chosen,
+        "num_strong": int(whole.batches.is_strong.sum()),
+        "num_new": len({row for row in seen if row not in plain}),
+        "num_distinct": len(set(seen)),
+        "sum": float(sum(x.sum() for x, _ in rows)),
+    }
+
+
+def random_choices(plan: str) -> dict[str, Any]:
+    """Subsets of three selections, and whether a run that was stopped goes on with the second and draws the same third."""
+    parsed, built = Plan.parse(plan), _built("drawn")
+    module = tw.parallelize(built["model"], parsed, loss_fn=built["loss_fn"], seed=0)
+    way = selection("random")
+
+    def make(first: int) -> SelectedBatches:
+        batches = ExampleBatches(parsed, built["dataset"], first_step=first)
+        return SelectedBatches(module, batches, lambda step: way.make(FRACTION, step), None, every=1)
+
+    whole, subsets = make(0), []
+    for step in range(9):  # 60 of 300 in batches of 16: three batches an epoch
+        next(whole)
+        if step % 3 == 0:
+            subsets.append(whole.batches.indices.tolist())
+        if step == 4:
+            state = whole.state_dict()
+    again = make(5)
+    again.load_state_dict(state)
+    for _ in range(4):
+        next(again)
+    return {
+        "subsets": subsets,
+        "resumed": again.batches.indices.tolist() == subsets[2],
+        "num_forwards": module.num_steps,
+    }

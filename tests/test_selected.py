@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from functools import cache
@@ -14,9 +15,11 @@ import torch
 import trainwright as tw
 from tests.models import clusters
 from tests.pool import Pool
-from trainwright.artifacts import Plan, UserError
+from trainwright.artifacts import BatchEntry, Plan, UserError
 from trainwright.cli import main
-from trainwright.runtime import ExampleBatches, SelectedBatches
+from trainwright.cli.selecting import SelectOption
+from trainwright.runtime import ExampleBatches, PaddedDataset, PlanSampler, SelectedBatches
+from trainwright.selection import selections
 
 CASES = "tests.selected_cases:"
 FILE = str(Path(clusters.__file__))
@@ -34,13 +37,35 @@ def batches_of(name: str, **options: Any) -> ExampleBatches:
     return ExampleBatches(Plan.parse(planned(name)), getattr(clusters, name)()["dataset"], **options)
 
 
-def test_an_epoch_takes_every_example_once_in_a_new_order() -> None:
+def test_an_epoch_is_as_many_whole_batches_as_there_are_in_a_new_order() -> None:
     batches = batches_of("drawn", seed=1)
-    stream = [tuple(row) for _ in range(75) for row in next(batches)[0].tolist()]  # 4 epochs of 300 in batches of 16
-    epochs = [stream[start : start + 300] for start in range(0, 1200, 300)]
-    assert all(len(set(epoch)) == 300 for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert [row.tolist() for row in next(batches_of("drawn", seed=2))[0]] != [list(row) for row in stream[:16]]
+    epochs = [[tuple(row) for _ in range(18) for row in next(batches)[0].tolist()] for _ in range(4)]  # 300 in 16s
+    assert all(len(set(epoch)) == 288 for epoch in epochs)
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 4, "others are left out each time"
+    assert [row.tolist() for row in next(batches_of("drawn", seed=2))[0]] != [list(row) for row in epochs[0][:16]]
+
+
+@pytest.mark.parametrize(("step", "last"), [(0, "drop"), (9, "drop"), (9, "pad")])
+def test_a_loader_with_the_plans_sampler_takes_the_same_batches(step: int, last: str) -> None:
+    """Over the ends of epochs (23 examples in fours), from a step that a run goes on at, and with what is left out or padded."""
+    entries = {
+        name: BatchEntry(shape=(4, *rest), dtype="int64", layout=("S0",))
+        for name, rest in (("x", (2,)), ("labels", ()))
+    }
+    plan = Plan.model_construct(batch=entries, mesh={"a0": 2}, modules={"head:cross_entropy": None}, literals={})
+    examples = [{"x": torch.tensor([index, -index]), "labels": index} for index in range(23)]
+    data = PaddedDataset(plan, examples) if last == "pad" else examples
+    batches = ExampleBatches(plan, data, seed=7, first_step=step, last=last)
+    samplers = [PlanSampler(plan, data, seed=7, last=last, coords=(rank,)) for rank in range(2)]
+    for sampler in samplers:
+        sampler.start_at(step)
+    parts = [itertools.chain.from_iterable(itertools.repeat(sampler)) for sampler in samplers]
+    num_padded = 0
+    for _ in range(14):
+        expected = next(batches)["labels"].tolist()
+        assert [int(data[index]["labels"]) for part in parts for index in next(part)] == expected
+        num_padded += expected.count(-100)
+    assert num_padded == (2 if last == "pad" else 0), "one row each at the ends of two epochs of six batches"
 
 
 def test_a_run_that_goes_on_sees_what_an_uninterrupted_one_would() -> None:
@@ -110,7 +135,7 @@ def test_training_with_weights_equals_one_process(pool2: Pool, solver: str) -> N
     one, other = pool2.run(CASES + "weighted_steps_equal_one_process", plan=planned("weighted", solver))
     assert one["losses"] < 1e-9
     assert one["parameters"] < 1e-9
-    assert one["num_selections"] == 3  # 60 of 300 examples, batches of 16: before steps 0, 4 and 8
+    assert one["num_selections"] == 4  # 60 of 300 examples, batches of 16: before steps 0, 3, 6 and 9
     assert one["num_weights"] > 2
     assert one["subset"] == other["subset"]
 
@@ -141,9 +166,8 @@ def test_selecting_from_the_command_line(folder: Path, capsys: pytest.CaptureFix
         "--lr", "0.003",
     )  # fmt: skip
     assert status == 0
-    # 24 or a few more of 96 in batches of 16: four epochs are 6 or 7 steps
     chosen = [row["step"] for row in rows if row["selection_s"] > 0]
-    assert chosen in ([0, 6, 12], [0, 7])
+    assert chosen == [0, 4, 8, 12]  # 24 or a few more of 96 in batches of 16: one whole batch an epoch
     printed = capsys.readouterr().out
     assert f"of 96 examples, chosen {len(chosen)} times in" in printed
     assert "% of the run" in printed
@@ -155,13 +179,43 @@ def test_a_resumed_run_goes_on_with_its_subset(folder: Path) -> None:
     options = ["--select", "craig", "--select-fraction", "0.2", "--select-every", "2", "--lr", "0.05"]
     status, whole = trained(folder, "drawn", *options, "--steps", "10")
     assert status == 0
-    assert [row["step"] for row in whole if row["selection_s"] > 0] == [0, 8]
+    assert [row["step"] for row in whole if row["selection_s"] > 0] == [0, 6]
     checkpoints = ["--checkpoint", str(folder / "checkpoints")]
     assert trained(folder, "drawn", *options, *checkpoints, "--steps", "3")[0] == 0
     status, rest = trained(folder, "drawn", *options, *checkpoints, "--steps", "10", "--resume")
     assert status == 0
-    assert [row["step"] for row in rest if row["selection_s"] > 0] == [8]
+    assert [row["step"] for row in rest if row["selection_s"] > 0] == [6]
     assert [row["loss"] for row in rest] == [row["loss"] for row in whole[3:]]
+
+
+def test_strong_copies_are_the_same_on_every_rank_and_when_taken_up_again(pool2: Pool) -> None:
+    found = pool2.run(CASES + "augmented", plan=planned("drawn"))
+    assert found[0] == found[1]
+    assert found[0]["resumed"]
+    assert (
+        found[0]["num_strong"] == found[0]["num_chosen"] == 32
+    )  # equally from four classes: a tenth of 300, rounded up
+    assert found[0]["num_distinct"] == 320, "of 332 rows twenty batches, none twice"
+    assert 20 <= found[0]["num_new"] <= 32
+
+
+def test_random_ones_are_drawn_anew_without_a_pass_over_the_examples(pool2: Pool) -> None:
+    one, other = pool2.run(CASES + "random_choices", plan=planned("drawn"))
+    assert one == other
+    assert one["resumed"]
+    assert len(set(map(tuple, one["subsets"]))) == 3
+    assert one["num_forwards"] == 0
+
+
+def test_every_way_to_select_is_named_in_the_help_and_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = str(SelectOption.__metadata__[0].help)  # type: ignore[attr-defined]
+    assert [name for name in (way.name for way in selections()) if name not in text] == []
+    assert len(selections()) >= 5
+    status, rows = trained(folder, "augmentable", "--select", "augment", "--steps", "24", "--lr", "0.02")
+    assert status == 0
+    assert [row["step"] for row in rows if row["selection_s"] > 0] == [0]  # 332 rows an epoch, every 5 epochs
+    assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
+    assert "subset 32 of 300 examples" in capsys.readouterr().out
 
 
 def test_a_subset_of_another_dataset_is_refused() -> None:
@@ -182,11 +236,16 @@ def test_a_dataset_alone_is_trained_on_in_epochs(folder: Path, capsys: pytest.Ca
     ("name", "options", "message"),
     [
         ("no_examples", ["--select", "craig"], "return a dict with model, batch and dataset"),
-        ("drawn", ["--select", "best"], "train needs --select one of craig; got 'best'"),
+        (
+            "drawn",
+            ["--select", "cragi"],
+            "one of craig, augment, augment-coreset, augment-random, random; got 'cragi'; did you mean craig?",
+        ),
+        ("drawn", ["--select", "augment"], "gives none; let its function's dict have `augment`"),
         ("drawn", ["--select", "craig", "--select-fraction", "0"], "--select-fraction in (0, 1]; got 0.0"),
         ("drawn", ["--select", "craig", "--select-every", "0"], "--select-every of at least 1; got 0"),
         ("drawn", ["--select-every", "2"], "--select-every needs a way to select; got no --select"),
-        ("drawn", ["--select", "craig", "--data", FILE], "--select needs examples with classes; got --data"),
+        ("drawn", ["--select", "craig", "--data", FILE], "--select needs examples by index; got --data"),
         ("only_a_loss", ["--select", "craig"], "logits [16, classes] are needed to select; the model returned []"),
         ("other_examples", [], "0 has shape [6]"),
     ],

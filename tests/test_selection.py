@@ -16,6 +16,7 @@ from trainwright.artifacts import UserError
 from trainwright.selection import (
     CRAIG,
     Distances,
+    RandomSubset,
     WeightedSubset,
     gradient_error,
     greedi,
@@ -136,6 +137,53 @@ def test_the_subset_stands_for_the_gradient_far_better_than_a_random_one(fractio
         unweighted.append(gradient_error(g, chosen.indices_, share))
     assert np.mean(ours) < bar * np.mean(random)
     assert np.mean(ours) < 0.5 * np.mean(unweighted)
+
+
+def fitted(rows: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean of the logistic losses and a ridge, by Newton's method."""
+    weight, eye = torch.zeros(rows.shape[1], dtype=rows.dtype), torch.eye(rows.shape[1], dtype=rows.dtype)
+    share = weights.double() / weights.sum()
+    for _ in range(25):
+        p = torch.sigmoid(rows @ weight)
+        hessian = rows.T @ ((share * p * (1 - p))[:, None] * rows) + 1e-3 * eye
+        weight = weight - torch.linalg.solve(hessian, rows.T @ (share * (p - labels)) + 1e-3 * weight)
+    return weight
+
+
+def test_a_model_fitted_to_the_subset_is_nearer_to_the_best_than_one_fitted_to_random_examples() -> None:
+    rows, labels = logistic()
+
+    def value(weight: Tensor) -> float:
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(rows @ weight, labels)
+        return float(losses + 5e-4 * weight.square().sum())
+
+    best = value(fitted(rows, labels, torch.ones(len(rows))))
+    for fraction in (0.02, 0.05, 0.1):
+        ours = CRAIG(fraction).fit(rows, labels)
+        gap = value(fitted(rows[ours.indices_], labels[ours.indices_], ours.weights_)) - best
+        gaps = []
+        for seed in range(7):
+            drawn = RandomSubset(fraction, seed=seed).fit(rows, labels)
+            gaps.append(value(fitted(rows[drawn.indices_], labels[drawn.indices_], drawn.weights_)) - best)
+        assert -1e-12 < gap < 0.3 * float(np.median(gaps))
+
+
+def test_a_random_subset_is_unbiased_and_takes_its_share_of_each_class() -> None:
+    rows, labels = logistic()
+    g = gradients(rows, labels, torch.ones(20, dtype=torch.float64))
+    total = torch.zeros(20, dtype=torch.float64)
+    for seed in range(300):
+        chosen = RandomSubset(0.1, seed=seed).fit(rows, labels)
+        total += chosen.weights_.double() @ g[chosen.indices_]
+        assert len(set(chosen.indices_.tolist())) == len(chosen.indices_)
+    assert torch.bincount(labels[chosen.indices_].long()).tolist() == [
+        int(np.ceil(0.1 * float((labels == each).sum()))) for each in (0, 1)
+    ]
+    assert float((total / 300 - g.sum(0)).norm()) < 0.03 * float(g.norm(dim=1).sum())
+    assert float((total / 300 - g.sum(0)).norm()) < 0.2 * float(g.sum(0).norm())
+    equally = RandomSubset(0.1, per_class="equal", normalise=True).fit(rows, labels)
+    assert torch.bincount(labels[equally.indices_].long()).tolist() == [100, 100]
+    assert float(equally.weights_.sum()) == pytest.approx(200)
 
 
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic", "greedi"])

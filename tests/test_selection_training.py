@@ -161,6 +161,7 @@ def test_strong_copies_of_a_coreset_do_not_cost_accuracy() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fraction", [0.1, 0.3])
 def test_strong_copies_of_a_coreset_do_not_cost_accuracy_in_full(fraction: float) -> None:
     none, chosen = (sum(accuracy(seed, each) for seed in range(8)) / 8 for each in (None, fraction))

@@ -161,6 +161,7 @@ def test_normalised_steps_cross_where_plain_ones_overflow() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_normalised_steps_in_full() -> None:
     """Other seeds, plain steps so small that they do not overflow, and y seldom refreshed."""
     problem = Steep()

@@ -243,6 +243,7 @@ def test_transport_and_curvature_track_the_gradient_better_than_momentum() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_tracking_in_full() -> None:
     momentum, transport, curvature = tracked(SHARP, momentum=0.01, batch_size=8, num_steps=1000, seeds=range(5))
     assert transport < 0.8 * momentum
@@ -252,6 +253,7 @@ def test_tracking_in_full() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_transport_tracks_the_gradient_with_single_trajectories() -> None:
     """Curvature's error is that of momentum here, whatever the weight: see docs/decisions.md."""
     momentum, transport, _ = tracked(SPREAD, momentum=0.01, batch_size=1, num_steps=1500, seeds=range(5))
@@ -277,6 +279,7 @@ def test_every_method_closes_most_of_the_gap(method: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("method", [NPGIGT(step=0.5), HARPG(step=0.5), HARPG(step=0.5, normalized=True)])
 def test_single_trajectories_close_most_of_the_gap(method: Any) -> None:
     """The median of four runs: single runs may saturate at a wrong action within the first steps."""

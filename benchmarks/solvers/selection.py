@@ -1,13 +1,17 @@
 """Facility location against apricot and submodlib on the same similarities, and CRAIG against random subsets on digits.
 
-    python -m benchmarks.solvers.selection [--quick]
+    python -m benchmarks.solvers.selection [--quick] [--sizes POINTSxCHOSEN ...]
 
-Peers that cannot be imported are left out. Seconds include making the distances (or the matrix that a peer needs).
+Peers that cannot be imported are left out; they want an older NumPy as a dependency, but run with a new one:
+
+    pip install --no-deps --target peers apricot-select submodlib-py numba llvmlite; export PYTHONPATH=.:peers
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import resource
 import time
 from collections.abc import Callable
 from statistics import median
@@ -17,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.solvers.record import write
+from benchmarks.solvers.record import CPU_SECONDS, write
 from trainwright.selection import CRAIG, Distances, gradient_error, lazy_greedy, stochastic_greedy
 
 Choice = Callable[[Tensor, int], list[int]]
@@ -58,24 +62,63 @@ def by_stochastic(rows: Tensor, num_chosen: int) -> list[int]:
     return stochastic_greedy(Distances(rows), num_chosen, torch.Generator().manual_seed(0)).indices.tolist()
 
 
+METHODS: dict[str, Choice] = {"lazy greedy": by_lazy, "stochastic greedy": by_stochastic,
+                              "apricot, lazy": by_apricot, "submodlib, lazy": by_submodlib}  # fmt: skip
+STORE_A_MATRIX = ("apricot, lazy", "submodlib, lazy")
+MOST_STORED = 10_000
+"""Points above which a matrix of n² similarities is not asked for: at 60,000 it would take 29 GB."""
+
+
 def against_peers(num_points: int, num_chosen: int, seeds: int) -> list[dict[str, Any]]:
-    methods: dict[str, Choice] = {"lazy greedy": by_lazy, "stochastic greedy": by_stochastic,
-                                  "apricot, lazy": by_apricot, "submodlib, lazy": by_submodlib}  # fmt: skip
     found = []
-    for name, choose in methods.items():
-        seconds, totals = [], []
+    for name, choose in METHODS.items():
+        if name in STORE_A_MATRIX and num_points > MOST_STORED:
+            continue
+        runs = alone(choose, num_points, num_chosen, seeds)
+        if not runs:
+            continue
+        found.append((name, runs))
+        print(num_points, name, [round(run["seconds"], 2) for run in runs], flush=True)
+    exact = found[0][1]
+    return [
+        {
+            "method": name,
+            "seconds": median(run["seconds"] for run in runs),
+            "time / lazy": median(run["seconds"] / other["seconds"] for run, other in zip(runs, exact)),
+            "memory taken, MB": max(run["peak_bytes"] for run in runs) / 1e6,
+            "L(S)": median(run["total"] for run in runs),
+            "L(S) / lazy": median(run["total"] / other["total"] for run, other in zip(runs, exact)),
+            "same choice": all(run["chosen"] == other["chosen"] for run, other in zip(runs, exact)),
+        }
+        for name, runs in found
+    ]
+
+
+def alone(choose: Choice, num_points: int, num_chosen: int, seeds: int) -> list[dict[str, Any]]:
+    """Run in a process of its own, so that the memory taken is this method's; nothing where it cannot be imported."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def work() -> None:
         try:
             choose(points(60, 0), 20)  # imports, and what is compiled at the first call
         except ImportError:
-            continue
-        for seed in range(seeds):
-            rows = points(num_points, seed)
-            started = time.perf_counter()
-            chosen = choose(rows, num_chosen)
-            seconds.append(time.perf_counter() - started)
-            totals.append(float(torch.cdist(rows, rows[chosen]).min(1).values.sum()))
-        found.append({"method": name, "seconds": median(seconds), "L(S)": median(totals)})
-    return [{**row, "time / lazy": row["seconds"] / found[0]["seconds"]} for row in found]
+            sender.send([])
+            return
+        sender.send([measured(choose, points(num_points, seed), num_chosen) for seed in range(seeds)])
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    found = receiver.recv()
+    child.join()
+    return found
+
+
+def measured(choose: Choice, rows: Tensor, num_chosen: int) -> dict[str, Any]:
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    chosen = choose(rows, num_chosen)
+    seconds, after = time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    total = sum(float(torch.cdist(part, rows[chosen]).min(1).values.sum()) for part in rows.split(1000))
+    return {"seconds": seconds, "peak_bytes": 1024 * (after - before), "total": total, "chosen": chosen}
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -127,16 +170,37 @@ def fit(X: Tensor, y: Tensor, weights: Tensor) -> Tensor:
     return weight.detach()
 
 
+def size(text: str) -> tuple[int, int]:
+    """Read POINTSxCHOSEN."""
+    num_points, num_chosen = text.split("x")
+    return int(num_points), int(num_chosen)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="Small, nothing written.")
-    quick = parser.parse_args().quick
-    sizes = [(500, 25)] if quick else [(1000, 50), (4000, 200)]
-    sections = {f"{n} points, {k} chosen": against_peers(n, k, 1 if quick else 3) for n, k in sizes}
+    parser.add_argument("--sizes", nargs="+", type=size, metavar="POINTSxCHOSEN", default=[(1000, 50), (4000, 200)],
+                        help="Of one class; 60000x600 is a record of its own. Default: 1000x50 4000x200.")  # fmt: skip
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    torch.set_num_threads(1)
+    remarks = [
+        CPU_SECONDS,
+        "L(S): sum of distances to the nearest chosen, lower is better. Medians over three seeds, one where a matrix of "
+        "n² similarities would not fit; there the peers, which need one, are left out.",
+        "Seconds and memory include making the distances, or the matrix.",
+    ]
     fractions = (0.05,) if quick else (0.02, 0.05, 0.1)
-    sections["digits"] = [row for fraction in fractions for row in on_digits(fraction, 3 if quick else 10)]
-    write("solvers-selection", sections, ["L(S): sum of distances to the nearest chosen, lower is better; medians over seeds."],
-          ("apricot-select", "submodlib-py", "scikit-learn"), keep=not quick)  # fmt: skip
+    sizes = [(500, 25)] if quick else arguments.sizes
+    sections = {}
+    if sizes[0][0] <= MOST_STORED:
+        sections["digits"] = [row for fraction in fractions for row in on_digits(fraction, 3 if quick else 10)]
+    for n, k in sizes:
+        rows = against_peers(n, k, 1 if quick or n > MOST_STORED else 3)
+        sections = {f"{n} points, {k} chosen": rows, **sections}
+        write(
+            "solvers-selection", sections, remarks, ("apricot-select", "submodlib-py", "scikit-learn"), keep=not quick
+        )
 
 
 if __name__ == "__main__":

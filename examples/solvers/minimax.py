@@ -61,7 +61,7 @@ def main() -> None:
         figure.add_scatter(x=x, y=y, name=name, mode="lines+markers", line=look, showlegend=False, row=1, col=2)
         print(f"{name:15s} ‖∇f‖ = {result.grad_norm:.2e} after {result.nsfo / NUM:.0f} passes, x = {result.x.tolist()}")
     figure.update_xaxes(title="component gradients / n", row=1, col=1)
-    figure.update_yaxes(type="log", exponentformat="power", row=1, col=1)
+    figure.update_yaxes(type="log", dtick=1, exponentformat="power", row=1, col=1)
     figure.update_xaxes(title="x₁", row=1, col=2)
     figure.update_yaxes(title="x₂", row=1, col=2)
     figure.update_layout(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -54,6 +55,16 @@ def weighted(num: int = 300, batch_size: int = 16) -> dict[str, Any]:
     found = drawn(num, batch_size)
     batch = (*found["batch"], torch.ones(batch_size, dtype=torch.float64))
     return {**found, "batch": batch, "loss_fn": weighted_loss}
+
+
+def augmentable(num: int = 300, batch_size: int = 16) -> dict[str, Any]:
+    """With a strong augmentation, noise from NumPy's generator."""
+
+    def augment(example: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = example
+        return x + 0.3 * torch.from_numpy(np.random.normal(size=len(x))), y
+
+    return {**drawn(num, batch_size), "augment": augment}
 
 
 def only_a_loss() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
+from .estimator import Estimator
 from .plan import BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
@@ -15,6 +16,7 @@ __all__ = [
     "Compared",
     "Device",
     "Difference",
+    "Estimator",
     "Fit",
     "Learned",
     "Link",

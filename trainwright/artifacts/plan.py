@@ -141,7 +141,7 @@ class Plan(Artifact):
 
     def padded(self, dataset: Any) -> Any:
         """Return `dataset` with an example that has no weight in the loss, for `sampler(last="pad")`; see `PaddedDataset`."""
-        from ..runtime.sampler import PaddedDataset
+        from ..runtime.padding import PaddedDataset
 
         return PaddedDataset(self, dataset)
 

@@ -26,7 +26,11 @@ def check_range(owner: str, **values: tuple[Any, str, Callable[[Any], bool]]) ->
     trainwright.artifacts.record.UserError: SGD needs lr at least 0; got -1.0; give such a value
     """
     for name, (value, words, test) in values.items():
-        if not test(value):
+        try:
+            holds = test(value)
+        except TypeError:  # not even of a kind that can be compared
+            holds = False
+        if not holds:
             raise UserError(f"{owner} needs {name} {words}; got {value!r}; give such a value")
 
 

@@ -29,7 +29,7 @@ __all__ = ["Loaded", "load", "parse_settings"]
 
 ZOO = "zoo:"
 FORMS = "zoo:NAME, FILE.py:function or package.module:function"
-KEYS = ("model", "batch", "loss_fn", "data", "eval_batch", "dataset")
+KEYS = ("model", "batch", "loss_fn", "data", "eval_batch", "dataset", "augment")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,8 @@ class Loaded:
     eval_batch: Any
     dataset: Any
     """Examples by index, of which `train` makes batches."""
+    augment: Callable[[Any], Any] | None
+    """A strong augmentation, from an example to an example, for `train --select augment`."""
     ref: ModelRef
     notes: tuple[str, ...] = ()
 
@@ -199,6 +201,11 @@ class _Target:
             )
         if loss_fn is not None and not callable(loss_fn):
             raise UserError(f"loss_fn(output, batch) is needed; {self.spec} returned {type(loss_fn).__name__}")
+        augment = parts["augment"]
+        if augment is not None and not callable(augment):
+            raise UserError(
+                f"augment(example) is needed; {self.spec} returned {type(augment).__name__}; give a function"
+            )
         return parts
 
     def _converted(self, model: nn.Module, keywords: dict[str, Any]) -> nn.Module:

@@ -15,20 +15,23 @@ if TYPE_CHECKING:
     from ..runtime import ParallelModule, SelectedBatches
 
 PANEL = "Selection of examples"
-SELECTORS = ("craig",)
 FRACTION, EVERY = 0.1, 5
 
 SelectOption = Annotated[
     str | None,
     typer.Option(
-        "--select", metavar="craig", rich_help_panel=PANEL,
-        help="Train on a weighted subset of MODEL's `dataset`, by its gradients at the logits.",
+        "--select", metavar="NAME", rich_help_panel=PANEL,
+        help="Train on a part of MODEL's `dataset`: craig, random; or on strongly augmented copies beside it: augment, "
+        "augment-coreset, augment-random.",
     ),
 ]  # fmt: skip
 FractionOption = Annotated[
     float | None,
     typer.Option(
-        "--select-fraction", metavar="X", rich_help_panel=PANEL, help=f"Of each class that is kept; default {FRACTION}."
+        "--select-fraction",
+        metavar="X",
+        rich_help_panel=PANEL,
+        help=f"Of the examples that is chosen; default {FRACTION}.",
     ),
 ]
 EveryOption = Annotated[
@@ -47,35 +50,47 @@ def check_select(
     if name is None:
         for option, value in (("--select-fraction", fraction), ("--select-every", every)):
             if value is not None:
-                raise UserError(f"{option} needs a way to select; got no --select; add --select {SELECTORS[0]}")
+                raise UserError(f"{option} needs a way to select; got no --select; add --select craig")
         return None
     if data:
-        raise UserError("--select needs examples with classes; got --data, which is text; leave one of them out")
+        raise UserError("--select needs examples by index; got --data, which is text; leave one of them out")
+    from ..selection import selection
+
+    selection(name)
     fraction, every = FRACTION if fraction is None else fraction, EVERY if every is None else every
     check_range(
         "train",
         **{
-            "--select": (name, f"one of {', '.join(SELECTORS)}", lambda value: value in SELECTORS),
             "--select-fraction": (fraction, "in (0, 1]", lambda value: 0 < value <= 1),
             "--select-every": (every, "of at least 1", lambda value: value >= 1),
         },
     )
-    return {"fraction": fraction, "every": every}
+    return {"name": name, "fraction": fraction, "every": every}
 
 
 def selected(module: ParallelModule, loaded: Loaded, options: Mapping[str, Any], seed: int) -> SelectedBatches:
     """Return batches from a subset of the loaded model's examples, as `check_select` described it."""
+    from ..capture.randomness import derived_seed
     from ..runtime import ExampleBatches, SelectedBatches
-    from ..selection import CRAIG, logit_gradients
+    from ..selection import logit_gradients, selection
 
+    way, spec = selection(options["name"]), loaded.ref.spec
     if loaded.dataset is None:
         raise UserError(
-            f"examples to select from are needed; {loaded.ref.spec} gives none; let its function return a dict with "
+            f"examples to select from are needed; {spec} gives none; let its function return a dict with "
             "model, batch and dataset"
         )
-    batches = ExampleBatches(module.plan, loaded.dataset, seed=seed)
-    selector = CRAIG(options["fraction"], normalise=True, seed=seed)
-    return SelectedBatches(module, batches, selector, logit_gradients, every=options["every"])
+    if way.compose is not None and loaded.augment is None:
+        raise UserError(
+            f"a strong augmentation is needed for --select {way.name}; {spec} gives none; let its function's dict have "
+            "`augment`, from an example to an example"
+        )
+    strong = None if way.compose is None else loaded.augment
+    batches = ExampleBatches(module.plan, loaded.dataset, seed=seed, strong=strong)
+    return SelectedBatches(
+        module, batches, lambda step: way.make(options["fraction"], derived_seed(seed, step) % 2**31),
+        logit_gradients if way.reads_gradients else None, every=options["every"], compose=way.compose,
+    )  # fmt: skip
 
 
 def selection_line(found: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:

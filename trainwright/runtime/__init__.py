@@ -5,7 +5,8 @@ from .checkpoint import Checkpointer
 from .examples import ExampleBatches
 from .export import export_weights
 from .module import LossOutput, ParallelModule, full_state_dict, parallelize
-from .sampler import PaddedDataset, PlanSampler
+from .padding import PaddedDataset
+from .sampler import PlanSampler
 from .selected import SelectedBatches
 from .train import train_loop, train_step
 from .verify import verify

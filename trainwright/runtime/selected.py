@@ -21,15 +21,20 @@ from .module import LossOutput, ParallelModule
 
 Gradients = Callable[[Tensor, Tensor], Tensor]
 """(logits [n, C], labels [n]) → what examples are told apart by [n, p]."""
+Compose = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(number of examples, indices, weights chosen) → indices, weights and strong marks of what is trained on."""
 
 
 class SelectedBatches:
     """Iterate over batches from a subset of the examples, chosen before the first step and after every `every` epochs of it.
 
     batches: all examples, as `ExampleBatches`; it says how the weights reach the loss. selector: `CRAIG`, or anything with its
-    `fit(gradients, labels)`, `indices_` and `weights_`. gradients: `logit_gradients` of `trainwright.selection`. The model
-    must be a classifier: its output, or that output's `.logits`, is [batch, C], and the labels are the batch's
-    `labels` or, in a tuple, its second entry. Every rank iterates; no rank ever holds the whole model.
+    `fit(gradients, labels)`, `indices_` and `weights_`; or a function from the step to one, for those that draw. gradients:
+    `logit_gradients` of `trainwright.selection`. The model must then be a classifier: its output, or that output's `.logits`,
+    is [batch, C], and the labels are the batch's `labels` or, in a tuple, its second entry. With None the selector is
+    given the examples' numbers alone (`RandomSubset`): no pass over them, any model. compose: `with_strong_copies`, where
+    strongly augmented copies of the chosen are trained on (`strong` of the batches makes them); by default the chosen ones are.
+    Every rank iterates; no rank ever holds the whole model.
 
     `seconds_of(step)`: spent on choosing before that step, the pass over all examples included; `selection_s`, `num_selections`.
 
@@ -56,11 +61,12 @@ class SelectedBatches:
     """
 
     def __init__(
-        self, module: ParallelModule, batches: ExampleBatches, selector: Any, gradients: Gradients, *, every: int = 1
-    ) -> None:
+        self, module: ParallelModule, batches: ExampleBatches, selector: Any, gradients: Gradients | None, *,
+        every: int = 1, compose: Compose | None = None,
+    ) -> None:  # fmt: skip
         check_range("SelectedBatches", every=(every, "of at least 1", lambda value: value >= 1))
         self.module, self.batches, self.selector, self.gradients = module, batches, selector, gradients
-        self.every, self.num_selections = every, 0
+        self.every, self.compose, self.num_chosen, self.num_selections = every, compose, 0, 0
         self._seconds: dict[int, float] = {}
 
     @property
@@ -71,11 +77,6 @@ class SelectedBatches:
     def seconds_of(self, step: int) -> float:
         """Return the seconds spent on choosing before `step`, 0 where nothing was chosen."""
         return self._seconds.get(step, 0.0)
-
-    @property
-    def num_chosen(self) -> int:
-        """How many examples the subset has."""
-        return len(self.batches.indices)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -93,7 +94,12 @@ class SelectedBatches:
     def select(self) -> None:
         """Choose now; a collective call."""
         started = time.perf_counter()
-        self.batches.use(*self._choose())
+        indices, weights = self._choose()
+        self.num_chosen = len(indices)
+        composed = (
+            (indices, weights) if self.compose is None else self.compose(self.batches.num_examples, indices, weights)
+        )
+        self.batches.use(*composed)
         self.num_selections += 1
         step = self.batches.step
         self._seconds[step] = self.seconds_of(step) + time.perf_counter() - started
@@ -105,7 +111,10 @@ class SelectedBatches:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on with the same subset."""
         batches = self.batches
-        return {"since": batches.since, "indices": batches.indices, "weights": batches.weights}
+        return {
+            "since": batches.since, "indices": batches.indices, "weights": batches.weights, "strong": batches.is_strong,
+            "num_chosen": self.num_chosen,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the subset of `state_dict()`; `UserError` where the dataset has become smaller."""
@@ -115,23 +124,30 @@ class SelectedBatches:
                 f"the dataset that the checkpoint's subset was chosen from is needed, with example {largest}; got "
                 f"{self.batches.num_examples} examples; give the same dataset"
             )
-        self.batches.use(state["indices"], state["weights"], since=int(state["since"]))
+        self.batches.use(state["indices"], state["weights"], state["strong"], since=int(state["since"]))
+        self.num_chosen = int(state["num_chosen"])
         self.num_selections += 1
 
     def _choose(self) -> tuple[Tensor, Tensor]:
-        logits, labels = all_logits(self.module, self.batches)
-        # what can be wrong with them is found on every rank, or the others would wait for rank 0 for ever
-        gradients = self.gradients(logits, labels)
-        if not bool(gradients.isfinite().all()):
-            raise Refusal(
-                "logits that are finite are needed to select by; got NaN or infinity; lower the learning rate"
-            )
+        rows: Tensor = torch.arange(self.batches.num_examples)
+        labels: Tensor | None = None
+        if self.gradients is not None:
+            # what can be wrong with them is found on every rank, or the others would wait for rank 0 for ever
+            logits, labels = all_logits(self.module, self.batches)
+            rows = self.gradients(logits, labels)
+            if not bool(rows.isfinite().all()):
+                raise Refusal(
+                    "logits that are finite are needed to select by; got NaN or infinity; lower the learning rate"
+                )
         if dist.get_rank() == 0:
-            self.selector.fit(gradients, labels)
-            indices, weights = (torch.as_tensor(value) for value in (self.selector.indices_, self.selector.weights_))
+            chosen = self._selector_now().fit(rows, labels)
+            indices, weights = (torch.as_tensor(value) for value in (chosen.indices_, chosen.weights_))
         else:
             indices = weights = torch.empty(0)
         return _from_first(indices.long()), _from_first(weights.double())
+
+    def _selector_now(self) -> Any:
+        return self.selector(self.batches.step) if callable(self.selector) else self.selector
 
 
 def all_logits(module: ParallelModule, batches: ExampleBatches) -> tuple[Tensor, Tensor]:
@@ -148,7 +164,7 @@ def all_logits(module: ParallelModule, batches: ExampleBatches) -> tuple[Tensor,
             for start in range(0, batches.num_examples, size):
                 num_own = min(size, batches.num_examples - start)
                 indices = [start + min(place, num_own - 1) for place in range(size)]
-                batch = batches.batch(indices, torch.ones(size))
+                batch = batches.batch(indices)
                 part = module.plan.shard_batch(batch)
                 with module.communicator.activity.doing(f"the logits of examples {start} to {start + num_own - 1}"):
                     output = module(**part) if isinstance(part, dict) else module(*part)

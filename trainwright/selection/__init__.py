@@ -1,9 +1,11 @@
 """Which examples to train on: weighted subsets, one selector a file."""
 
-from .augmentation import AugmentedCoreset
+from .augmentation import AugmentedCoreset, with_strong_copies
 from .craig import CRAIG, gradient_error
 from .facility_location import Chosen, Distances, greedi, lazy_greedy, stochastic_greedy
 from .gradients import last_layer_gradients, logit_gradients
+from .random_subset import RandomSubset
+from .registry import Selection, selection, selections
 from .reselection import Reselection, Selector
 from .weighted_subset import WeightedSubset
 
@@ -12,7 +14,9 @@ __all__ = [
     "AugmentedCoreset",
     "Chosen",
     "Distances",
+    "RandomSubset",
     "Reselection",
+    "Selection",
     "Selector",
     "WeightedSubset",
     "gradient_error",
@@ -20,5 +24,8 @@ __all__ = [
     "last_layer_gradients",
     "lazy_greedy",
     "logit_gradients",
+    "selection",
+    "selections",
     "stochastic_greedy",
+    "with_strong_copies",
 ]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ..artifacts import UserError, check_range
+from ..artifacts import Estimator, UserError, check_range
 from .facility_location import Chosen, Distances, greedi, lazy_greedy, merged, stochastic_greedy
 from .inputs import as_features, as_labels, like
+from .sizes import class_sizes
 
 _GREEDY = ("lazy", "stochastic", "greedi")
 _METRICS = ("euclidean", "cosine")
 
 
-class CRAIG:
+class CRAIG(Estimator):
     r"""Choose S and weights γ with Σ_i ∇f_i(w) ≈ Σ_{j in S} γ_j ∇f_j(w), by facility location in each class.
 
     The error is at most L(S) = Σ_i min_{j in S} max_w ‖∇f_i(w) - ∇f_j(w)‖, which for linear models with labels is bounded by
@@ -25,7 +25,7 @@ class CRAIG:
     chosen anew every few epochs (`Reselection`).
 
     fraction: of each class that is kept, rounded up, one at least. budget: examples in all, in place of `fraction`.
-    per_class: share the budget in proportion to the classes (`proportional`) or equally (`equal`). radius: in place of
+    per_class: share them in proportion to the classes (`proportional`) or equally (`equal`). radius: in place of
     both, the smallest subset that greedy finds with L(S) ≤ radius in every class (the cover form). greedy: `lazy` (as
     plain greedy), `stochastic` (some candidates a step, at least 1 - 1/e - delta of the best on average), or `greedi` (in
     `num_parts` parts, then merged). metric: `euclidean` or `cosine` (1 - cosine). normalise: weights then sum to the number chosen.
@@ -90,17 +90,9 @@ class CRAIG:
         self.num_evaluations_ = sum(chosen.num_evaluations for _, chosen in parts)
         return self
 
-    def _sizes(self, class_sizes: list[int]) -> list[int]:
-        """How many of each class are chosen: one at least, all at most."""
-        if self.radius is not None:
-            return class_sizes
-        if self.budget is None:
-            wanted = [math.ceil(self.fraction * size - 1e-9) for size in class_sizes]
-        elif self.per_class == "equal":
-            wanted = [math.ceil(self.budget / len(class_sizes))] * len(class_sizes)
-        else:
-            wanted = _proportional(self.budget, class_sizes)
-        return [max(1, min(size, most)) for size, most in zip(wanted, class_sizes)]
+    def _sizes(self, sizes: list[int]) -> list[int]:
+        """How many of each class are chosen, at most."""
+        return sizes if self.radius is not None else class_sizes(sizes, self.fraction, self.budget, self.per_class)
 
     def _choose(self, distances: Distances, size: int, generator: torch.Generator) -> Chosen:
         radius = self.radius if self.radius is not None else -1.0
@@ -109,21 +101,6 @@ class CRAIG:
         if self.greedy == "greedi":
             return greedi(distances, size, generator, self.num_parts, radius)
         return lazy_greedy(distances, size, radius)
-
-
-def _proportional(budget: int, sizes: list[int]) -> list[int]:
-    """Largest remainders: shares that sum to the budget.
-
-    >>> _proportional(5, [10, 10, 30])
-    [1, 1, 3]
-    """
-    total = sum(sizes)
-    shares = [budget * size / total for size in sizes]
-    wanted = [int(share) for share in shares]
-    by_remainder = sorted(range(len(sizes)), key=lambda place: wanted[place] - shares[place])
-    for place in by_remainder[: budget - sum(wanted)]:
-        wanted[place] += 1
-    return wanted
 
 
 def gradient_error(gradients: Tensor, indices: Tensor, weights: Tensor) -> float:

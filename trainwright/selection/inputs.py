@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ _SMALL = 4096
 
 def as_features(X: Any) -> Tensor:
     """Return features [n, d] as a floating tensor; in fp64 where there are few, since near points cancel."""
-    features = torch.as_tensor(X)
+    features = X if isinstance(X, Tensor) else _from_array(np.asarray(X))
     if features.dim() == 1:
         features = features[:, None]
     if features.dim() != 2 or len(features) == 0 or features.shape[1] == 0:
@@ -31,11 +32,26 @@ def as_features(X: Any) -> Tensor:
 
 
 def as_labels(y: Any, features: Tensor) -> list[Tensor]:
-    """Return for each class the places of its examples, classes in order."""
-    labels = torch.as_tensor(y).flatten().to(features.device)
+    """Return for each class (of numbers or names) the places of its examples, classes in order."""
+    if isinstance(y, Tensor):
+        labels = y.flatten().to(features.device)
+    else:
+        given = np.asarray(y).reshape(-1)
+        labels = torch.from_numpy(
+            given.copy() if given.dtype.kind in "biuf" else np.unique(given, return_inverse=True)[1]
+        )
+        labels = labels.to(features.device)
+    if labels.is_floating_point() and bool(labels.isnan().any()):
+        raise UserError("a class for each example is needed; got NaN among the labels; give those examples a class")
     if len(labels) != len(features):
         raise UserError(f"one label an example is needed; got {len(labels)} for {len(features)} examples; match them")
     return [(labels == label).nonzero().flatten() for label in labels.unique()]
+
+
+def _from_array(array: np.ndarray) -> Tensor:
+    if array.dtype.kind not in "biuf":
+        raise UserError(f"features of real numbers are needed; got {array.dtype}; convert them, or encode categories")
+    return torch.from_numpy(array.copy())
 
 
 def like(given: Any, found: Tensor) -> Any:

@@ -87,11 +87,13 @@ class Local:
         num_dims = self.y.shape[1]
         self.problem.count(num_products=self.size * num_dims)
         slope = self.lower_y
-        if not slope.requires_grad:
+        if not slope.requires_grad:  # lower is linear in both
             return torch.zeros(*self.y.shape, num_dims, dtype=self.y.dtype, device=self.y.device)
         basis = torch.eye(num_dims, dtype=self.y.dtype, device=self.y.device)[:, None, :].expand(-1, self.size, -1)
-        (found,) = torch.autograd.grad(slope, self.y, basis, retain_graph=True, is_grads_batched=True)
-        return found.transpose(0, 1)
+        (found,) = torch.autograd.grad(
+            slope, self.y, basis, retain_graph=True, is_grads_batched=True, allow_unused=True
+        )
+        return torch.zeros_like(basis).transpose(0, 1) if found is None else found.transpose(0, 1)
 
     def hypergradient(self, v: Tensor) -> Tensor:
         """(1/I) Σ [∇ₓfᵢ - ∇²ₓᵧgᵢ vᵢ], where vᵢ stands for [∇²ᵧᵧgᵢ]⁻¹ ∇ᵧfᵢ."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,8 +53,9 @@ def bilevel(
     """Find min over x of (1/m) Σᵢ fᵢ(x, yᵢ(x)) with yᵢ(x) = argmin over y of gᵢ(x, y), gᵢ strongly convex in y.
 
     `upper`, `lower`: (x, y [I, d], blocks [I], batch) → fᵢ and gᵢ of the chosen blocks, shape [I], differentiable twice.
-    `x0`: a tensor or a mapping of them; `y0` [m, d]: a row a block (m = 1 for one problem). `sample(blocks, generator)`: draws
-    the batch of a step, handed to both levels; both iterates of a step see the same one. Default: `None`, no noise.
+    `x0`: a tensor, an array or a mapping of them (the levels always see tensors); `y0` [m, d]: a row a block (m = 1 for one
+    problem). `sample(blocks, generator)`: draws the batch of a step, handed to both levels; both iterates of a step see the
+    same one. Default: `None`, no noise.
 
     The residual is `grad_norm(x)` where given (the norm of the true hypergradient), else the norm of the method's own
     direction, an estimate; it is compared with `atol` and with `rtol` times its first known size. `max_nfev` limits gradients and
@@ -70,19 +72,21 @@ def bilevel(
     >>> result.success, round(float(result.x), 6)
     (True, 2.0)
     """
-    packing, x = Packing.of(x0, "x0")
-    if not isinstance(y0, Tensor) or y0.dim() != 2 or len(y0) == 0:
-        found = list(y0.shape) if isinstance(y0, Tensor) else type(y0).__name__
-        raise UserError(f"y0 of shape [blocks, variables of a block] is needed; got {found}; give a row a block")
-    y, problem = y0.detach().to(x), Blocks(upper, lower, packing, len(y0))
+    given, x = Packing.of(x0, "x0")
+    packing = replace(given, is_numpy=False)  # both levels are functions of tensors
+    y = _lower_start(y0, x)
+    problem = Blocks(upper, lower, packing, len(y))
+    if not isinstance(method, BSVRB | BOREP):
+        raise UserError(f"a method BSVRB(…) or BOREP(…) is needed; got {method!r}; see trainwright.solvers.bilevel")
     generator, draw = as_generator(seed, x.device), sample or no_batch
     algorithm: Any = method
 
     def measure(state: Any) -> Measured:
         size = float(state.direction.norm()) if grad_norm is None else float(grad_norm(packing.unpack(state.x)))
-        return Measured(residual=size, fun=0.0 if grad_norm is None else torch.nan)
+        # Without grad_norm there is no objective to look at: 0 says that all is well, NaN that it is not.
+        return Measured(residual=size, fun=0.0 if grad_norm is None and math.isfinite(size) else torch.nan)
 
-    start = algorithm.start(problem, x, y)
+    start = first = algorithm.start(problem, x, y)
     if grad_norm is None:  # the first direction is known after one step
         start = algorithm.step(problem, start, draw, generator)
     run = drive(
@@ -97,9 +101,11 @@ def bilevel(
         progress=progress,
     )
     point = run.last if run.status.success else run.best
+    if not bool(point.x.isfinite().all() and point.y.isfinite().all()):
+        point = first  # the very first step went wrong
     return BilevelResult(
-        x=packing.unpack(point.x),
-        y=point.y,
+        x=given.unpack(point.x),
+        y=point.y if isinstance(y0, Tensor) else point.y.cpu().numpy(),
         fun=_upper_value(problem, point, draw, generator),
         success=run.status.success,
         status=run.status,
@@ -110,6 +116,16 @@ def bilevel(
         nhvp=run.counts["nhvp"],
         history=run.history,
     )
+
+
+def _lower_start(y0: Any, like: Tensor) -> Tensor:
+    rows = y0.detach() if isinstance(y0, Tensor) else torch.as_tensor(np.asarray(y0))
+    if rows.dim() != 2 or len(rows) == 0 or not bool(torch.isfinite(rows).all()):
+        found = list(rows.shape) if bool(torch.isfinite(rows).all()) else "NaN or infinity in it"
+        raise UserError(
+            f"a finite y0 of shape [blocks, variables of a block] is needed; got {found}; give a row a block"
+        )
+    return rows.to(like)
 
 
 def _upper_value(problem: Blocks, point: Any, draw: Sample, generator: torch.Generator) -> float:

@@ -78,7 +78,11 @@ def begin(
     seed: int | torch.Generator,
 ) -> tuple[Box, torch.Generator, Tensor]:
     """Return the box, the generator and the first particles."""
-    if num_particles < 1 or (spread is not None and not spread > 0):
+    if not isinstance(method, CBO | ConsensusHopping):
+        raise UserError(f"a method CBO(…) or ConsensusHopping(…) is needed; got {method!r}; leave it out for CBO()")
+    if x0 is not None and not bool(torch.isfinite(torch.as_tensor(x0)).all()):
+        raise UserError("a finite x0 is needed; got NaN or infinity in it; start elsewhere")
+    if not isinstance(num_particles, int) or num_particles < 1 or (spread is not None and not spread > 0):
         raise UserError(
             f"num_particles ≥ 1 and spread > 0 are needed; got {num_particles} and {spread}; start with 100 and 1.0"
         )

@@ -155,8 +155,8 @@ def solve_ai_sqp(
     `SqpOptions(sketch="exact")`, larger blocks (`size`), or SciPy's SLSQP and trust-constr, which are quicker on small
     dense problems. The Hessian is formed (n × n). Inequalities and bounds: `minimize`, by squared slacks.
 
-    Errors: `UserError` for shapes and constants; constraints whose gradients are dependent end as BREAKDOWN, values that
-    are not finite as NOT_FINITE, both with the best iterate so far.
+    Errors: `UserError` for shapes and constants; constraints whose gradients are dependent end as BREAKDOWN, as INFEASIBLE
+    where no step meets them to first order, values that are not finite as NOT_FINITE, all with the best iterate so far.
 
     >>> result = solve_ai_sqp(lambda x: x.square().sum(), [3.0, 1.0], lambda x: x[:1] + x[1:] - 1)
     >>> result.success, [round(float(v), 6) for v in result.x], round(float(result.multipliers[0]), 6)
@@ -238,7 +238,7 @@ class _AiSqp:
         else:
             least_g = float(np.linalg.eigvalsh(jacobian @ jacobian.T)[0])
             if least_g <= RANK * max(float(np.linalg.norm(jacobian)) ** 2, 1e-300):
-                raise Ended(Status.BREAKDOWN)
+                raise Ended(_why_dependent(point.values))
             null = linalg.qr(jacobian.T, mode="full")[0][:, jacobian.shape[0] :]
         reduced = null.T @ hessian @ null
         if reduced.size and np.linalg.eigvalsh(reduced)[0] < CURVATURE:
@@ -316,6 +316,14 @@ def _result(run: Run[Point], method: _AiSqp, back: Callable[[Array], Any]) -> Co
         constr_violation=float(np.abs(c).max()) if c.size else 0.0, njev=counts["njev"], nhev=counts["nhev"],
         num_sketches=counts["num_sketches"], num_capped=method.num_capped,
     )  # fmt: skip
+
+
+def _why_dependent(values: Values) -> Status:
+    """Return INFEASIBLE where no step x + d meets c + G d = 0, else BREAKDOWN: some constraints only say the same twice."""
+    constraints, jacobian = values.constraints, values.jacobian
+    nearest = np.linalg.lstsq(jacobian, -constraints, rcond=None)[0]
+    left = float(np.linalg.norm(constraints + jacobian @ nearest))
+    return Status.INFEASIBLE if left > 1e-6 * max(float(np.linalg.norm(constraints)), 1e-6) else Status.BREAKDOWN
 
 
 def _message(status: Status, method: _AiSqp) -> str:

@@ -16,6 +16,8 @@ from ..driver import Moment
 from .ai_sqp import ConstrainedResult, SqpOptions, solve_ai_sqp
 from .problem import Array, EqualityProblem, NumpyProblem, SlackProblem, TorchProblem
 
+METHODS = ("ai-sqp", "adasketch-newton")
+
 
 @dataclass(frozen=True)
 class _Piece:
@@ -28,15 +30,28 @@ class _Piece:
     signs: Array
     offsets: Array
     inequality: bool
+    num_rows: int
+    """Values that fun returns, all of them."""
 
     def values(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             signs, offsets = (torch.from_numpy(part).to(x.device) for part in (self.signs, self.offsets))
-            return signs * torch.atleast_1d(self.fun(x)).to(torch.float64)[torch.from_numpy(self.rows)] - offsets
+            found = self.fun(x)
+            if not isinstance(found, Tensor):
+                raise UserError(
+                    f"constraints that return tensors are needed; got {type(found).__name__}; compute them with torch from x"
+                )
+            return signs * torch.atleast_1d(found).to(torch.float64)[torch.from_numpy(self.rows)] - offsets
         return self.signs * np.atleast_1d(np.asarray(self.fun(x), dtype=np.float64))[self.rows] - self.offsets
 
     def jacobian(self, x: Array) -> Array:
-        return self.signs[:, None] * np.atleast_2d(np.asarray(self.jac(x), dtype=np.float64))[self.rows]
+        found = np.atleast_2d(np.asarray(self.jac(x), dtype=np.float64))
+        if found.shape != (self.num_rows, x.size):
+            raise UserError(
+                f"a constraint's jac of shape ({self.num_rows}, {x.size}) is needed, a row for each of its values; got "
+                f"{found.shape}; check what it returns"
+            )
+        return self.signs[:, None] * found[self.rows]
 
     def hessian(self, x: Array, multipliers: Array, size: int) -> Array:
         weights = np.zeros(size)
@@ -48,6 +63,7 @@ def minimize(
     fun: Callable[..., Any], x0: Any, args: tuple[Any, ...] = (), jac: Callable[..., Any] | None = None,
     hess: Callable[..., Any] | None = None, bounds: Any = None, constraints: Any = (), tol: float = 1e-8,
     callback: Callable[[Any], bool | None] | None = None, options: dict[str, Any] | None = None,
+    method: str | None = None,
 ) -> ConstrainedResult:  # fmt: skip
     """Minimise f(x) subject to constraints and bounds, called as `scipy.optimize.minimize` is; the method is AI-SQP.
 
@@ -56,7 +72,8 @@ def minimize(
     constraints: dicts (`type` "eq" or "ineq", `fun`, `jac`, `args`), `LinearConstraint`, `NonlinearConstraint`, or a list.
     Inequalities and bounds become equalities by squared slacks; `multipliers` has a row for each equality, then one for
     each side of an inequality. `options`: `maxiter`, `seed`, and the fields of `SqpOptions`. `callback(x)` returning True
-    stops. The result has SciPy's names; `success`, `status`, `message` as everywhere here.
+    stops. The result has SciPy's names; `success`, `status`, `message` as everywhere here. method: `ai-sqp`, or its other
+    name `adasketch-newton`; there is no other one here.
 
     When not: see `solve_ai_sqp`; problems with many inequalities (squared slacks are no active-set method).
 
@@ -66,6 +83,10 @@ def minimize(
     >>> result.success, [round(float(v), 4) for v in result.x]
     (True, [1.4142, 1.4142])
     """
+    if method is not None and method.lower() not in METHODS:
+        raise UserError(
+            f"method {' or '.join(METHODS)} is needed; got {method!r}; leave it out, or use scipy.optimize.minimize"
+        )
     settings = dict(options or {})
     maxiter, seed = settings.pop("maxiter", 1000), settings.pop("seed", 0)
     pieces = _pieces(constraints, bounds, x0)
@@ -134,12 +155,18 @@ def _pieces(constraints: Any, bounds: Any, x0: Any) -> list[_Piece]:
     given: Sequence[Any] = constraints if isinstance(constraints, (list, tuple)) else [constraints]
     found = [piece for constraint in given for piece in _from_constraint(constraint, x0)]
     if bounds is not None:
-        limits = bounds if isinstance(bounds, Bounds) else Bounds(*_ends(bounds))
+        limits = bounds if isinstance(bounds, Bounds) else Bounds(*_ends(bounds, len(x0)))
         found += _from_constraint(LinearConstraint(np.eye(len(x0)), limits.lb, limits.ub), x0)
     return sorted(found, key=lambda piece: piece.inequality)
 
 
-def _ends(bounds: Sequence[tuple[float | None, float | None]]) -> tuple[Array, Array]:
+def _ends(bounds: Sequence[tuple[float | None, float | None]], size: int) -> tuple[Array, Array]:
+    pairs = [isinstance(pair, Sequence | np.ndarray) and len(pair) == 2 for pair in bounds]
+    if len(pairs) != size or not all(pairs):
+        raise UserError(
+            f"bounds as {size} pairs (low, high) are needed, one for each variable; got {len(pairs)} entries; "
+            "None stands for no bound"
+        )
     lows = np.array([-np.inf if low is None else low for low, _ in bounds], dtype=np.float64)
     return lows, np.array([np.inf if high is None else high for _, high in bounds], dtype=np.float64)
 
@@ -173,7 +200,7 @@ def _from_dict(constraint: dict[str, Any], x0: Any) -> _Piece:
     num = _num_rows(fun, x0)
     return _Piece(
         fun, _bound(constraint.get("jac"), args), constraint.get("hess"), np.arange(num), np.ones(num), np.zeros(num),
-        kind == "ineq",
+        kind == "ineq", num,
     )  # fmt: skip
 
 
@@ -190,7 +217,7 @@ def _from_interval(fun: Any, jac: Any, hess: Any, low: Any, high: Any, num: int)
     below = np.flatnonzero((lows < highs) & np.isfinite(highs))
     parts = [(equal, 1.0, lows, False), (above, 1.0, lows, True), (below, -1.0, -highs, True)]
     return [
-        _Piece(fun, jac, hess, rows, np.full(rows.size, sign), ends[rows], inequality)
+        _Piece(fun, jac, hess, rows, np.full(rows.size, sign), ends[rows], inequality, num)
         for rows, sign, ends, inequality in parts
         if rows.size
     ]  # fmt: skip

@@ -113,20 +113,28 @@ class NumpyProblem:
 
     def values(self, x: Array) -> Values:
         self.counts.add(nfev=1, njev=1)
+        fun = np.asarray(self._fun(x), dtype=np.float64)
+        if fun.size != 1:
+            raise UserError(f"fun that returns one number is needed; got shape {fun.shape}; sum it")
         constraints = np.atleast_1d(np.asarray(self._constraints(x), dtype=np.float64)).reshape(-1)
-        jacobian = np.asarray(self._constraints_jac(x), dtype=np.float64).reshape(-1, x.size)
+        jacobian = np.atleast_2d(np.asarray(self._constraints_jac(x), dtype=np.float64))
         gradient = np.asarray(self._jac(x), dtype=np.float64).reshape(-1)
-        if gradient.size != x.size or jacobian.shape[0] != constraints.size:
+        if gradient.size != x.size or jacobian.shape != (constraints.size, x.size):
             raise UserError(
                 f"jac of shape ({x.size},) and constraint rows ({constraints.size}, {x.size}) are needed; "
                 f"got {gradient.shape} and {jacobian.shape}; check what the derivatives return"
             )
-        return Values(float(self._fun(x)), gradient, constraints, jacobian)
+        return Values(float(fun.reshape(())), gradient, constraints, jacobian)
 
     def hessian(self, x: Array, multipliers: Array) -> Array:
         self.counts.add(nhev=1)
         if self._hess is not None:
-            return np.asarray(self._hess(x, multipliers), dtype=np.float64)
+            found = np.asarray(self._hess(x, multipliers), dtype=np.float64)
+            if found.shape != (x.size, x.size):
+                raise UserError(
+                    f"hess of shape ({x.size}, {x.size}) is needed; got {found.shape}; check it, or leave it out"
+                )
+            return found
         steps = np.cbrt(np.finfo(np.float64).eps) * np.maximum(1.0, np.abs(x))
         columns = []
         for i, step in enumerate(steps):

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...artifacts import UserError
+from ...artifacts import Estimator, UserError
 from ..outcome import Status
 from ..seeds import as_generator
 from .inputs import as_classes, as_examples, as_numbers, like
@@ -16,7 +16,7 @@ from .patterns import sample_patterns
 from .programme import AdmmOptions, ReLUProgrammeResult, solve_relu_programme
 
 
-class _ReLUNet:
+class _ReLUNet(Estimator):
     """What both estimators share: settings, the programme's run, and the fitted network's attributes."""
 
     network_: TwoLayerReLU
@@ -31,14 +31,15 @@ class _ReLUNet:
     message_: str
     history_: dict[str, list[float]]
     _loss = "squared"
+    _estimator_type = "regressor"
 
     def __init__(
         self, beta: float = 1e-3, *, num_patterns: int = 100, rho: float = 0.1, step: float = 1.0,
         max_iterations: int = 2000, rtol: float = 1e-5, fit_intercept: bool = True, keep_history: bool = False,
         seed: int = 0,
     ) -> None:  # fmt: skip
-        self.options = AdmmOptions(rho, step)
-        self.beta, self.num_patterns, self.seed = beta, num_patterns, seed
+        AdmmOptions(rho, step)  # raises where they are out of range
+        self.beta, self.num_patterns, self.rho, self.step, self.seed = beta, num_patterns, rho, step, seed
         self.max_iterations, self.rtol = max_iterations, rtol
         self.fit_intercept, self.keep_history = fit_intercept, keep_history
 
@@ -48,7 +49,7 @@ class _ReLUNet:
             patterns = sample_patterns(examples, self.num_patterns, as_generator(self.seed, examples.device))
         found = solve_relu_programme(
             examples, y.to(examples), torch.as_tensor(patterns, device=examples.device), self.beta, loss=self._loss,
-            options=self.options, max_iterations=self.max_iterations, rtol=self.rtol, seed=self.seed,
+            options=AdmmOptions(self.rho, self.step), max_iterations=self.max_iterations, rtol=self.rtol, seed=self.seed,
             keep_history=self.keep_history,
         )  # fmt: skip
         self._take(found, examples.shape[1] - int(self.fit_intercept), patterns.shape[1])
@@ -97,6 +98,12 @@ class ReLURegressor(_ReLUNet):
         """Return the outputs (n)."""
         return like(X, self._outputs(X))
 
+    def score(self, X: Any, y: Any) -> float:
+        """Return R² on (X, y), as regressors of scikit-learn do: 1 for exact outputs, 0 for the mean of y."""
+        wanted = as_numbers(y)
+        left = (wanted - self._outputs(X).cpu()).square().sum()
+        return float(1 - left / (wanted - wanted.mean()).square().sum())
+
 
 class ReLUClassifier(_ReLUNet):
     r"""As `ReLURegressor` for two classes, with Σ log(1 + exp(-y f(x))); ADMM's first step is Newton's method in the n outputs.
@@ -113,6 +120,7 @@ class ReLUClassifier(_ReLUNet):
 
     classes_: Any
     _loss = "logistic"
+    _estimator_type = "classifier"
 
     def fit(self, X: Any, y: Any, patterns: Tensor | None = None) -> Self:
         """Fit to labels y (n) of two classes."""
@@ -131,3 +139,7 @@ class ReLUClassifier(_ReLUNet):
     def predict(self, X: Any) -> Any:
         """Return the likelier label of each example."""
         return self.classes_[like(X, (self._outputs(X) > 0).long())]
+
+    def score(self, X: Any, y: Any) -> float:
+        """Return the share of labels that are right."""
+        return float((torch.as_tensor(self.predict(X)) == torch.as_tensor(y).flatten()).double().mean())

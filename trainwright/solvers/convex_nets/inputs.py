@@ -13,7 +13,7 @@ from ...artifacts import UserError
 
 def as_examples(X: Any, intercept: bool) -> Tensor:
     """Return X (n, d) in float64, with a column of ones where there is an intercept."""
-    examples = torch.as_tensor(X).detach().to(torch.float64)
+    examples = _numbers(X, "X")
     if examples.dim() != 2 or len(examples) == 0 or examples.shape[1] == 0:
         raise UserError(f"X of shape [n, d] is needed; got {list(examples.shape)}; a row for each example")
     if not bool(examples.isfinite().all()):
@@ -23,7 +23,16 @@ def as_examples(X: Any, intercept: bool) -> Tensor:
 
 def as_numbers(y: Any) -> Tensor:
     """Return y (n) in float64."""
-    return torch.as_tensor(y).detach().to(torch.float64).flatten()
+    return _numbers(y, "y").flatten()
+
+
+def _numbers(values: Any, name: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().to(torch.float64)
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuf":
+        raise UserError(f"{name} of real numbers is needed; got {array.dtype}; convert it, or encode its categories")
+    return torch.from_numpy(np.array(array, dtype=np.float64))
 
 
 def as_classes(y: Any) -> tuple[Any, Tensor]:

@@ -100,6 +100,8 @@ class _Dcdm:
         self, product: Callable[[Tensor], Tensor], right: Tensor, model: Callable[[Tensor], Tensor], num_previous: int,
         project: Callable[[Tensor], Tensor],
     ) -> None:  # fmt: skip
+        if not callable(model):
+            raise UserError(f"a model, residual to direction, is needed; got {type(model).__name__}; try net.direction")
         if num_previous < 0:
             raise UserError(f"num_previous ≥ 0 is needed; got {num_previous}; the paper uses 2")
         self.product, self.model, self.num_previous, self.project = product, model, num_previous, project

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...artifacts import UserError
+from ...artifacts import UserError, check_range
 from ..driver import Callback, Counts, Limits, Measured, drive
 from ..outcome import Result
 from .direction_net import DirectionNet
@@ -44,6 +44,17 @@ def train_direction_net(
     """
     if not families:
         raise UserError("at least one family of systems is needed; got none; try [PoissonGrid((32, 32))]")
+    check_range(
+        "train_direction_net",
+        batch_size=(batch_size, "of at least 1", lambda value: value >= 1),
+        learning_rate=(learning_rate, "above 0", lambda value: value > 0),
+    )
+    for family in families:
+        if len(family.shape) != net.num_dims:
+            raise UserError(
+                f"grids of {net.num_dims} dimensions are needed for this network; got {family.shape}; make "
+                f"DirectionNet({len(family.shape)})"
+            )
     optimizer = torch.optim.Adam(net.parameters(), learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(num_steps, 1))
     losses: list[float] = []

@@ -21,6 +21,8 @@ LOW_WEIGHT = 9.0
 class Family(Protocol):
     """What training asks for: products with A, batched over leading dimensions, and random right-hand sides."""
 
+    shape: tuple[int, ...]
+
     def apply(self, x: Tensor) -> Tensor: ...
 
     def sample(self, num: int, generator: torch.Generator) -> Tensor: ...

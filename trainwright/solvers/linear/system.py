@@ -101,6 +101,10 @@ def _matrix(A: Any) -> sparse.csr_array:
             "a matrix with its entries is needed for relaxation; got an operator; use solve_dcdm or scipy's cg"
         )
     found = A if sparse.issparse(A) else np.atleast_2d(np.asarray(A))
+    if found.dtype.kind not in "biufc":
+        raise UserError(
+            f"a matrix of numbers is needed as A; got {type(A).__name__}; give an array, or a sparse matrix"
+        )
     if np.issubdtype(found.dtype, np.complexfloating) or found.ndim != 2:
         raise UserError(f"a real matrix is needed; got {found.dtype} of shape {found.shape}; give A as a real matrix")
     matrix = sparse.csr_array(found, dtype=np.float64)

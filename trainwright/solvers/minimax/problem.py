@@ -140,7 +140,7 @@ def _check(
         raise UserError("fun or jac is needed; got neither; give the components' mean, or its gradients")
     if jac is None and any(packing.is_numpy for packing in packings):
         raise UserError("jac is needed where x0 or y0 is a NumPy array; got fun alone; give jac, or start from tensors")
-    if num_components < 1 or (max_batch is not None and max_batch < 1):
+    if not isinstance(num_components, int) or num_components < 1 or (max_batch is not None and max_batch < 1):
         raise UserError(
             f"num_components and max_batch of at least 1 are needed; got {num_components} and {max_batch}; give such"
         )

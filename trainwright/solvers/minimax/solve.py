@@ -78,6 +78,8 @@ def minimax(
         raise UserError(
             f"x0 and y0 of one dtype on one device are needed; got {x.dtype} on {x.device} and {y.dtype} on {y.device}"
         )
+    if not isinstance(method, SpiderGDA | AccSpiderGDA | SVRGGDA | GDA):
+        raise UserError(f"a method such as SpiderGDA(…) or GDA(…) is needed; got {method!r}; make one with its steps")
     oracle = Oracle(fun, jac, num_components, (packing_x, packing_y), max_batch=max_batch, device=x.device)
     generator = as_generator(seed, x.device)
 

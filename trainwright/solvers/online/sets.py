@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,7 @@ class Ball:
 
 @dataclass(frozen=True)
 class Box:
-    """{x: low ≤ x ≤ high}, tensors (d,) with low < high.
+    """{x: low ≤ x ≤ high}, tensors or arrays (d,) with low < high.
 
     >>> Box(torch.zeros(2), torch.ones(2)).project(torch.tensor([-1.0, 0.5]))
     tensor([0.0000, 0.5000])
@@ -88,6 +89,8 @@ class Box:
     high: Tensor
 
     def __post_init__(self) -> None:
+        _set(self, "low", torch.as_tensor(self.low))
+        _set(self, "high", torch.as_tensor(self.high))
         bounded = bool(torch.isfinite(self.low).all() and torch.isfinite(self.high).all())
         if self.low.ndim != 1 or self.low.shape != self.high.shape or not bounded or not (self.low < self.high).all():
             raise UserError("finite low < high of one shape (d,) are needed; got others; give such bounds")
@@ -147,6 +150,7 @@ class Simplex:
 def _point(value: Any, fill: float) -> Tensor:
     if isinstance(value, int) and value >= 1:
         return torch.full((value,), fill, dtype=torch.float64)
+    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     if isinstance(value, Tensor) and value.ndim == 1 and len(value) > 0 and torch.isfinite(value).all():
         return value if value.is_floating_point() else value.double()
     raise UserError(f"a finite centre of shape (d,), or a dimension of at least 1, is needed; got {value!r}; give one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,8 @@ def play(
     >>> result.status.name, round(float(result.regret), 4)
     ('COMPLETED', 0.25)
     """
+    if not isinstance(learner, Learner):
+        raise UserError(f"a learner such as OptimisticOMD(…) is needed; got {learner!r}; make one with its set")
     if num_rounds < 1:
         raise UserError(f"num_rounds of at least 1 is needed; got {num_rounds}; play a round")
     counts, losses, compared = Counts(nfev=0), [], []
@@ -75,7 +78,7 @@ def play(
     def step(state: _Round) -> _Round:
         nonlocal total
         x = learner.predict()
-        loss, gradient = environment(state.num, x)
+        loss, gradient = _answer(environment(state.num, x))
         if not (torch.isfinite(loss).all() and torch.isfinite(gradient).all()):
             raise Ended(Status.NOT_FINITE)
         learner.update(gradient)
@@ -83,7 +86,8 @@ def play(
         losses.append(loss.detach())
         if comparator is not None:
             point = comparator(state.num) if callable(comparator) else comparator
-            compared.append(environment(state.num, point.to(x).expand_as(x))[0])
+            point = torch.as_tensor(point).to(x).expand_as(x)
+            compared.append(_answer(environment(state.num, point))[0])
         total = total + x
         return _Round(x, state.total_loss + float(loss.mean()), state.num + 1)
 
@@ -107,3 +111,13 @@ def play(
         nfev=counts["nfev"],
         history=run.history,
     )
+
+
+def _answer(found: Any) -> tuple[Tensor, Tensor]:
+    """Return the environment's loss and gradient as tensors."""
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise UserError(
+            f"an environment that returns (loss, gradient) is needed; got {type(found).__name__}; return both"
+        )
+    loss, gradient = found
+    return torch.as_tensor(loss), torch.as_tensor(gradient)

@@ -79,6 +79,9 @@ def _batch(env: Any, policy: nn.Module, horizon: int, generator: torch.Generator
 
 def _inside(env: Any, actions: Tensor) -> np.ndarray:
     space: Any = getattr(env, "single_action_space", None)
+    if space is not None and hasattr(space, "low") != actions.is_floating_point():
+        kinds = ("discrete", "SoftmaxMLP") if not hasattr(space, "low") else ("continuous", "GaussianMLP")
+        raise UserError(f"a policy of {kinds[0]} actions is needed for {space}; got another; take {kinds[1]}")
     array = actions.cpu().numpy()
     return np.clip(array, space.low, space.high) if hasattr(space, "low") else array
 

@@ -80,6 +80,10 @@ def learn(
     (True, 248)
     """
     _check(policy, batch_size, horizon, discount)
+    if not isinstance(method, REINFORCE | NPGIGT | HARPG):
+        raise UserError(
+            f"a method REINFORCE(…), NPGIGT(…) or HARPG(…) is needed; got {method!r}; make one with its step"
+        )
     generator = as_generator(seed, next(policy.parameters()).device)
     baseline = LinearBaseline(discount) if use_baseline else None
     oracle = Estimator(check_env(env), policy, batch_size=batch_size, horizon=horizon, discount=discount,

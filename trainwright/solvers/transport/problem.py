@@ -132,7 +132,7 @@ def make_problem(a: Any, b: Any, cost: Any, reg: float) -> Problem:
     matrix = _tensor(cost, "the cost M")
     if matrix.dim() != 2 or 0 in matrix.shape:
         raise UserError(f"a cost matrix of shape (n, m) is needed; got {tuple(matrix.shape)}; give M[i, j] as a matrix")
-    if not (math.isfinite(reg) and reg > 0):
+    if not isinstance(reg, int | float | np.number) or not (math.isfinite(reg) and reg > 0):
         raise UserError(f"a finite reg > 0 is needed; got {reg}; give reg in the cost's units, such as 0.01 * M.max()")
     low, high = (float(value) for value in matrix.aminmax())
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -146,7 +146,7 @@ def make_problem(a: Any, b: Any, cost: Any, reg: float) -> Problem:
 
 def _marginal(values: Any, name: str, cost: Tensor, dim: int) -> Tensor:
     size = cost.shape[dim]
-    if len(values) == 0:
+    if values is None or np.size(values) == 0:
         return torch.full((size,), 1.0 / size, dtype=torch.float64, device=cost.device)
     marginal = _tensor(values, f"the marginal {name}").to(cost.device, torch.float64)
     if marginal.shape != (size,):
@@ -165,7 +165,10 @@ def _marginal(values: Any, name: str, cost: Tensor, dim: int) -> Tensor:
 
 
 def _tensor(values: Any, what: str) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    except TypeError:
+        raise UserError(f"numbers are needed in {what}; got {type(values).__name__}; give an array or tensor") from None
     if tensor.is_floating_point():
         return tensor.detach()
     if tensor.dtype.is_complex or tensor.dtype == torch.bool:
