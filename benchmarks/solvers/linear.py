@@ -12,6 +12,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -147,28 +148,44 @@ def attempt(
     return {"iterations": iterations, "seconds": seconds, "of these to prepare": prepared, "residual": residual}
 
 
-def trained(num_dims: int, quick: bool) -> tuple[DirectionNet, str]:
+CHANNELS = 16
+TRAINING: dict[int, list[tuple[tuple[int, ...], int, int, float]]] = {
+    # Sides, steps, right-hand sides a step, learning rate. Small grids teach what a level does; what stays wrong there shows,
+    # multiplied, on grids that are deeper, so that some steps on large ones have to follow.
+    2: [((33, 47, 64), 600, 10, 2e-3), ((181, 251), 40, 2, 1e-3), ((301, 501), 40, 1, 1e-3)],
+    3: [((15, 16, 21, 24, 33, 40), 500, 4, 2e-3)],
+}
+
+
+def trained(num_dims: int, quick: bool, kept: Path | None) -> tuple[DirectionNet, str]:
+    """Return a network, read from the file `kept` where there is one, else trained and written there."""
     random = torch.Generator().manual_seed(0)
-    # Odd and even sides, so that the network meets levels of every kind: pooling rounds odd sides up.
-    sizes, num_steps, batch = ((33, 47, 64), 600, 10) if num_dims == 2 else ((15, 16, 21, 24, 33, 40), 500, 4)
-    channels = 16
-    net = DirectionNet(num_dims, channels=channels, generator=random)
-    begin = time.process_time()
-    result = train_direction_net(
-        net, [PoissonGrid((size,) * num_dims) for size in sizes], num_steps=200 if quick else num_steps, batch_size=batch,
-        generator=random,
-    )  # fmt: skip
+    net = DirectionNet(num_dims, channels=CHANNELS, generator=random)
+    if kept is not None and kept.exists():
+        found = torch.load(kept, weights_only=True)
+        net.load_state_dict(found["net"])
+        return net, found["text"]
+    begin, parts = time.process_time(), []
+    for sides, num_steps, batch, rate in TRAINING[num_dims][: 1 if quick else None]:
+        result = train_direction_net(
+            net, [PoissonGrid((side,) * num_dims) for side in sides], num_steps=200 if quick else num_steps, batch_size=batch,
+            learning_rate=rate, generator=random,
+        )  # fmt: skip
+        parts.append(f"{result.nit} steps of {batch} on sides {sides} (last loss {result.fun:.4f})")
+        print(parts[-1], flush=True)
     seconds = time.process_time() - begin
     text = (
-        f"DCDM in {num_dims} dimensions: {channels} channels, all levels share their weights, trained on grids of side {sizes} "
-        f"for {result.nit} steps of {batch} in {seconds:.0f} s (not in the table); last loss {result.fun:.4f}."
+        f"DCDM in {num_dims} dimensions: {CHANNELS} channels, all levels share their weights, trained for {', then '.join(parts)}, "
+        f"{seconds:.0f} s in all (not in the table)."
     )
-    print(text, flush=True)
+    if kept is not None:
+        torch.save({"net": net.state_dict(), "text": text}, kept)
     return net, text
 
 
-def poisson_tables(num_dims: int, quick: bool) -> None:
-    net, about_training = trained(num_dims, quick)
+def poisson_tables(num_dims: int, quick: bool, kept: Path | None) -> None:
+    net, about_training = trained(num_dims, quick, kept)
+    print(about_training, flush=True)
     remarks = [CPU_SECONDS, LEFT_OUT[num_dims], about_training]
     sections: dict[str, Any] = {}
     for shape in SHAPES[num_dims][: 1 if quick else None]:
@@ -180,12 +197,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("poisson-2d", "poisson-3d", "streams"))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--network", type=Path, metavar="FILE", help="Of DCDM: read from there, or trained and written."
+    )
+    parser.add_argument("--train-only", action="store_true", help="Write the network, solve nothing.")
     torch.set_num_threads(1)
     arguments = parser.parse_args()
+    num_dims = 2 if arguments.what == "poisson-2d" else 3
     if arguments.what == "streams":
         linear_streams.tables(arguments.quick)
+    elif arguments.train_only:
+        trained(num_dims, arguments.quick, arguments.network)
     else:
-        poisson_tables(2 if arguments.what == "poisson-2d" else 3, arguments.quick)
+        poisson_tables(num_dims, arguments.quick, arguments.network)
 
 
 if __name__ == "__main__":
