@@ -108,6 +108,7 @@ def plan(
     offload: str = "auto",
     time_limit_s: float = 30.0,
     autocast: str | None = None,
+    micro_batches: int | str = 1,
     model_ref: ModelRef | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -116,13 +117,15 @@ def plan(
     memory: per device, the batch excluded; default 90 % of the device's. mesh: sizes of its axes, outermost first;
     default: the factorisations are searched. solver: joint, two-stage, ddp, fsdp, megatron. offload: host, disk, none, or
     auto: to the host, for GPUs, where nothing fits without (`frontier` and the other solvers then offload nothing).
+    micro_batches: into how many parts a step cuts the batch, one after the other, with the whole batch's loss and
+    gradients; `"auto"` chooses.
 
     Raises `Refusal` when nothing fits, with what binds, the smallest budget that would do, and the cheapest way out.
     """
     from .planner import make_plan
 
     return make_plan(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s,
-                                 autocast, model_ref, progress), solver=solver)  # fmt: skip
+                                 autocast, model_ref, progress, micro_batches), solver=solver)  # fmt: skip
 
 
 def compare(
@@ -138,6 +141,7 @@ def compare(
     offload: str = "auto",
     time_limit_s: float = 30.0,
     autocast: str | None = None,
+    micro_batches: int | str = 1,
     model_ref: ModelRef | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Plan | Refusal]:
@@ -145,7 +149,7 @@ def compare(
     from .planner import compare as run
 
     question = _question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s, autocast,
-                         model_ref, progress)  # fmt: skip
+                         model_ref, progress, micro_batches)  # fmt: skip
     if memory is None:
         question["budget_bytes"] = None
     return run(**question)
@@ -164,6 +168,7 @@ def frontier(
     offload: str = "auto",
     time_limit_s: float = 30.0,
     autocast: str | None = None,
+    micro_batches: int | str = 1,
     model_ref: ModelRef | None = None,
     num_points: int = 8,
     progress: Callable[[str], None] | None = None,
@@ -175,7 +180,7 @@ def frontier(
     from .planner import frontier as run
 
     return run(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s,
-                           autocast, model_ref, progress), num_points=num_points)  # fmt: skip
+                           autocast, model_ref, progress, micro_batches), num_points=num_points)  # fmt: skip
 
 
 def check(
@@ -186,7 +191,7 @@ def check(
 
     budget = parse_bytes(memory) if memory is not None else plan.budget_bytes
     make, _ = _optimizer(plan.optimizer)
-    return run(plan, _program(model, batch, loss_fn, plan.autocast), budget, _optimizer_cost(plan.optimizer), make)
+    return run(plan, _program_of(plan, model, batch, loss_fn), budget, _optimizer_cost(plan.optimizer), make)
 
 
 def explain(
@@ -195,7 +200,7 @@ def explain(
     """Say why a plan is as it is: for each op (or those that `key` names) its choice, its cost, and the next best."""
     from .planner import explain as run
 
-    return run(plan, _program(model, batch, loss_fn, plan.autocast), key, _optimizer_cost(plan.optimizer))
+    return run(plan, _program_of(plan, model, batch, loss_fn), key, _optimizer_cost(plan.optimizer))
 
 
 def simulate_plan(plan: Plan, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:
@@ -203,7 +208,7 @@ def simulate_plan(plan: Plan, model: nn.Module, batch: Any, *, loss_fn: LossFn |
     from .capture.decide import decisions_of
     from .planner import simulate
 
-    program = _program(model, batch, loss_fn, plan.autocast)
+    program = _program_of(plan, model, batch, loss_fn)
     make, _ = _optimizer(plan.optimizer)
     return simulate(program, decisions_of(program, plan), make, target=plan.cluster.device.kind, timeline=True,
                     optimizer_cost=_optimizer_cost(plan.optimizer))  # fmt: skip
@@ -276,13 +281,15 @@ def __getattr__(name: str) -> Any:
 
 
 def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: str, loss_fn: Any, mesh: Any, pins: Sequence[str],
-              offload: str, time_limit_s: float, autocast: str | None, model_ref: ModelRef | None,
-              progress: Any) -> dict[str, Any]:  # fmt: skip
+              offload: str, time_limit_s: float, autocast: str | None, model_ref: ModelRef | None, progress: Any,
+              micro_batches: int | str) -> dict[str, Any]:  # fmt: skip
     cluster = _cluster(hardware)
     budget = parse_bytes(memory) if memory is not None else int(MEMORY_SHARE * cluster.device.memory_bytes)
     make, label = _optimizer(optimizer)
+    program, variants = _programs(model, batch, loss_fn, autocast, micro_batches)
     return {
-        "program": _program(model, batch, loss_fn, autocast),
+        "program": program,
+        "variants": variants,
         "model_ref": model_ref or ModelRef(name=type(model).__name__),
         "cluster": cluster,
         "budget_bytes": budget,
@@ -303,12 +310,29 @@ def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: str
 _cluster = hardware
 
 
-def _program(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None) -> Any:
-    from .capture.export import capture
-    from .capture.program import build_program
+def _programs(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None, micro_batches: int | str) -> Any:
+    """The program of `micro_batches`, and those of other numbers where it is to be chosen."""
+    from .capture.micro_batches import batch_size, candidates, capture_step
+    from .planner import Variants
     from .runtime.module import DTYPES
 
-    return build_program(capture(model, batch, loss_fn, autocast=DTYPES[autocast] if autocast else None))
+    dtype = DTYPES[autocast] if autocast else None
+    if micro_batches != "auto" and (not isinstance(micro_batches, int) or micro_batches < 1):
+        raise UserError(f"a number of micro-batches is needed, 1 or more, or auto; got {micro_batches!r}; try auto")
+    if isinstance(micro_batches, int):
+        return capture_step(model, batch, loss_fn, dtype, micro_batches), None
+    whole = capture_step(model, batch, loss_fn, dtype)
+    return whole, Variants(
+        candidates(batch_size(batch)), lambda num: capture_step(model, batch, loss_fn, dtype, num, whole=whole)
+    )
+
+
+def _program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Any:
+    from .capture.micro_batches import capture_step
+    from .runtime.module import DTYPES
+
+    dtype = DTYPES[plan.autocast] if plan.autocast else None
+    return capture_step(model, batch, loss_fn, dtype, plan.micro_batches, plan.corrections)
 
 
 def _optimizer(optimizer: Any) -> tuple[Callable[[Any], Any], str]:

@@ -21,7 +21,17 @@ _PROFILE_TOTALS = (
     "forward_flops", "backward_flops", "other_flops", "num_ops", "step_s",
 )  # fmt: skip
 _MODULE_COSTS = ("saved_bytes", "param_bytes", "forward_flops", "backward_flops", "num_ops", "forward_s", "backward_s")
-_PLAN_SETTINGS = ("dtype", "autocast", "optimizer", "mesh", "batch", "fingerprint", "torch_version")
+_PLAN_SETTINGS = (
+    "dtype",
+    "autocast",
+    "optimizer",
+    "mesh",
+    "micro_batches",
+    "corrections",
+    "batch",
+    "fingerprint",
+    "torch_version",
+)
 _PLAN_TOTALS = (
     "step_s", "compute_s", "comm_s", "exposed_comm_s", "recompute_s", "transfer_s", "moved_bytes", "peak_bytes",
 )  # fmt: skip

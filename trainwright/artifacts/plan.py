@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -114,6 +114,10 @@ class Plan(Artifact):
     mesh: dict[str, int] = Field(min_length=1)
     offload: OffloadPlan | None = None
     """Where anything is offloaded."""
+    micro_batches: int = Field(default=1, ge=1)
+    """Into how many parts a step cuts the batch, one forward and backward after the other."""
+    corrections: dict[str, float | str] = {}
+    """By op, what makes the mean over micro-batches exact: a factor, `weighted` (by what counts), `whole-sum` …"""
     predicted: Predicted
     solver: SolverInfo
     params: dict[str, ParamPlan]
@@ -126,6 +130,16 @@ class Plan(Artifact):
         for size in self.mesh.values():
             product *= size
         return product
+
+    def micro_batch(self) -> dict[str, BatchEntry]:
+        """Return the entries of one micro-batch, over all ranks: `fingerprint` and layouts are of these shapes."""
+        own = names_of_batch({name: entry.shape for name, entry in self.batch.items()})
+        return {
+            name: entry.model_copy(update={"shape": (entry.shape[0] // self.micro_batches, *entry.shape[1:])})
+            if name in own
+            else entry
+            for name, entry in self.batch.items()
+        }
 
     def shard_batch(self, batch: Mapping[str, Any] | tuple[Any, ...]) -> Any:
         """Return this rank's part of a global `batch`, under `torch.distributed`."""
@@ -195,6 +209,16 @@ class Plan(Artifact):
             problem = error.errors()[0]
             place = ".".join(str(part) for part in problem["loc"])
             raise UserError(f"a valid plan is needed; {where} is not one: {place}: {problem['msg']}") from None
+
+
+def names_of_batch(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
+    """Return the entries that hold a row for every example: those as long as the first entry that has a dim.
+
+    >>> sorted(names_of_batch({"ids": (8, 128), "positions": (1, 128), "labels": (8,)}))
+    ['ids', 'labels']
+    """
+    size = next((shape[0] for shape in shapes.values() if len(shape)), None)
+    return frozenset(name for name, shape in shapes.items() if len(shape) and shape[0] == size)
 
 
 _TABLES = '"(tables)"'

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..artifacts import BatchEntry, OpPlan, ParamPlan, Plan, UserError
+from ..artifacts.plan import names_of_batch
 from .blocks import RegionClass
 from .groups import Group
 from .layout import REPLICATE, layout_text, parse_layout
@@ -26,9 +27,10 @@ def plan_sections(
         for group in region_class.groups:
             modules[group_key(region_class, group)] = _op_plan(region_class, group, decisions)
     replicated = (REPLICATE,) * len(decisions.mesh)
+    own = names_of_batch({tensor.key: tensor.shape for tensor in program.inputs})
     batch = {
         tensor.key: BatchEntry(
-            shape=tensor.shape,
+            shape=(program.num_runs * tensor.shape[0], *tensor.shape[1:]) if tensor.key in own else tensor.shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
             layout=layout_text(decisions.inputs.get(tensor, replicated), tensor.slots),
         )

@@ -31,6 +31,17 @@ class RunState:
     training: bool = True
     dropout: bool = True
     """False: as if every dropout probability were zero, for comparisons."""
+    micro: int = 0
+    """Which of the step's micro-batches this is: each draws its own numbers."""
+    known: Mapping[int, Any] = field(default_factory=dict)
+    """Values that are there before the run, where a step takes several (`accumulate`)."""
+    factors: Mapping[int, Any] = field(default_factory=dict)
+    """What makes sums over labels a share of the whole batch's mean, by the value that is multiplied."""
+
+    @property
+    def draw(self) -> tuple[int, ...]:
+        """What the random numbers of this run depend on, besides their place."""
+        return (self.seed, self.step, self.micro) if self.micro else (self.seed, self.step)
 
 
 class Executor:

@@ -96,9 +96,15 @@ class LocalProgram:
     """Value of the whole loss."""
 
 
-def build_local(program: Program, decisions: Decisions, communicator: Communicator) -> LocalProgram:
-    """Write the local program of the rank that `communicator` stands for."""
-    return _Builder(program, decisions, communicator).build()
+def build_local(
+    program: Program, decisions: Decisions, communicator: Communicator, all_outputs: bool = False
+) -> LocalProgram:
+    """Write the local program of the rank that `communicator` stands for; of micro-batches with the loss as its output.
+
+    all_outputs: with the others too, for validation.
+    """
+    outputs = program.outputs if all_outputs else program.kept_outputs
+    return _Builder(program, decisions, communicator).build(outputs)
 
 
 class _Builder:
@@ -110,7 +116,7 @@ class _Builder:
         self.copies: dict[tuple[Tensor, Layout, Layout, int], Value] = {}
         self.replicated: Layout = (REPLICATE,) * len(decisions.mesh)
 
-    def build(self) -> LocalProgram:
+    def build(self, kept: Sequence[Any]) -> LocalProgram:
         layouts = {**self.decisions.params, **self.decisions.inputs}
         for tensor in self.program.tensors:
             if tensor.role != "op":
@@ -122,7 +128,7 @@ class _Builder:
             else:
                 self._op(op)
         loss = self._whole(self.program.loss)
-        outputs = [self._output(found, loss) for found in self.program.outputs]
+        outputs = [self._output(found, loss) for found in kept]
         return LocalProgram(
             self.program,
             self.decisions,
@@ -242,12 +248,16 @@ def _run_route(x: Any, forward: Route, backward: Route) -> Any:
 
 
 def _fill(node: fx.Node, inputs: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the node's arguments with a `Ref` in place of each tensor, in order."""
+    return fill_arguments(node, [value.index for value in inputs])
+
+
+def fill_arguments(node: fx.Node, inputs: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the node's arguments with a `Ref` to one of the values `inputs` in place of each tensor, in order."""
     queue = iter(inputs)
 
     def walk(tree: Any) -> Any:
         if isinstance(tree, fx.Node):
-            return Ref(next(queue).index)
+            return Ref(next(queue))
         if isinstance(tree, (list, tuple)):
             return (
                 type(tree)(walk(item) for item in tree)

@@ -125,6 +125,17 @@ class Program:
     outputs: list[Tensor | Any]
     loss: Tensor
     by_node: dict[fx.Node, Tensor | tuple[Tensor, ...]]
+    num_runs: int = 1
+    """So many runs, each on a micro-batch, make one step."""
+    corrections: dict[str, float | str] = field(default_factory=dict)
+    """By op, what makes the mean of several runs' losses exact; see `micro_batches`."""
+
+    @property
+    def kept_outputs(self) -> list[Tensor | Any]:
+        """What the caller of a training step holds: all outputs, or of several runs the loss alone."""
+        if self.num_runs == 1:
+            return self.outputs
+        return [found if found is self.loss else None for found in self.outputs]
 
     @property
     def params(self) -> list[Tensor]:

@@ -62,7 +62,7 @@ def _dropout(place: tuple[Any, ...]) -> WithState:
         if not (state.training and state.dropout and train) or p == 0:
             return x
         generator = torch.Generator(device=x.device)
-        generator.manual_seed(derived_seed(state.seed, state.step, place))
+        generator.manual_seed(derived_seed(*state.draw, place))
         mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
         return _Masked.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0)
 
@@ -89,7 +89,7 @@ def _attention(function: Callable[..., Any], place: tuple[Any, ...]) -> WithStat
         if not (state.training and state.dropout):
             args, kwargs = replace_arg(args, kwargs, 4, "dropout_p", 0.0)
             return function(*args, **kwargs)
-        return _under_seed(derived_seed(state.seed, state.step, place), function, args, kwargs)
+        return _under_seed(derived_seed(*state.draw, place), function, args, kwargs)
 
     return attention
 
@@ -105,7 +105,7 @@ def _batch_norm(function: Callable[..., Any]) -> WithState:
 
 def _drawing(function: Callable[..., Any], place: tuple[Any, ...]) -> WithState:
     def draw(state: RunState, *args: Any, **kwargs: Any) -> Any:
-        return _under_seed(derived_seed(state.seed, state.step, place), function, args, kwargs)
+        return _under_seed(derived_seed(*state.draw, place), function, args, kwargs)
 
     return draw
 

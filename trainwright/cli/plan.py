@@ -51,6 +51,9 @@ def plan(
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Plans from the smallest to the fastest; -o names a folder for them.")
     ] = False,
+    micro_batches: Annotated[
+        str, typer.Option(metavar="K|auto", help="Parts of the batch, one after the other; auto: as memory asks for.")
+    ] = "1",
     time_limit: Annotated[float, typer.Option(metavar="S", min=0.0, help="Seconds for the solver.")] = 30.0,
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan there.")] = None,
     json_path: JsonOption = None,
@@ -65,6 +68,7 @@ def plan(
         "offload": offload,
         "time_limit_s": time_limit,
         "autocast": model.autocast,
+        "micro_batches": parse_micro_batches(micro_batches),
     }
     optimizers, solver = _names(optimizer), _solver(solver)
     if compare and frontier:
@@ -96,6 +100,19 @@ def parse_mesh(text: str | None) -> tuple[int, ...] | None:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip().lower()):
         raise UserError(f"a mesh is needed as sizes joined by x; got {text!r}; write for example 2x4")
     return tuple(int(size) for size in text.strip().lower().split("x"))
+
+
+def parse_micro_batches(text: str) -> int | str:
+    """Return the number in `text`, or `auto`.
+
+    >>> parse_micro_batches("4"), parse_micro_batches("auto")
+    (4, 'auto')
+    """
+    if text.strip().lower() == "auto":
+        return "auto"
+    if not text.strip().isdigit() or int(text) < 1:
+        raise UserError(f"a number of micro-batches is needed, 1 or more, or auto; got {text!r}; try auto")
+    return int(text)
 
 
 def compared_as_json(comparison: Mapping[str, Plan | Refusal], budget_bytes: int | None) -> dict[str, Any]:
@@ -232,7 +249,12 @@ def frontier_as_json(points: Sequence[Plan]) -> dict[str, Any]:
     names = ("step_s", "comm_s", "exposed_comm_s", "recompute_s", "peak_bytes")
     rows = [
         {name: getattr(plan.predicted, name) for name in names}
-        | {"budget_bytes": plan.budget_bytes, "mesh": plan.mesh, "plan": json.loads(plan.to_json())}
+        | {
+            "budget_bytes": plan.budget_bytes,
+            "mesh": plan.mesh,
+            "micro_batches": plan.micro_batches,
+            "plan": json.loads(plan.to_json()),
+        }
         for plan in points
     ]
     return {"points": rows}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from . import partial
 from .elementwise import elementwise_signature
 from .local import LocalContext, replace_arg
-from .registry import rule
+from .registry import WeightRule, rule
 from .signature import Call, Signature, SignatureBuilder, broadcast_dims
 
 MEAN, SUM = 1, 2
@@ -46,7 +48,22 @@ def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], 
     return partial_loss, (values["input"], values["target"], values["weight"]), {}
 
 
-@rule("cross_entropy_loss", localize=_local_cross_entropy)
+def _weight_of_labels(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number of labels that count, or the sum of their classes' weights."""
+    values = {**dict(zip(("input", "target", "weight", "reduction", "ignore_index"), args)), **kwargs}
+    ignored = values.get("ignore_index", -100)
+    return partial.label_weight(values["target"], values.get("weight"), ignored, torch.float64)
+
+
+def _summed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given = dict(kwargs)
+    given.pop("reduction", None)
+    if len(args) > 3:
+        return (*args[:3], SUM, *args[4:]), given
+    return args, {**given, "reduction": SUM}
+
+
+@rule("cross_entropy_loss", localize=_local_cross_entropy, weight=WeightRule(_weight_of_labels, _summed))
 def cross_entropy(call: Call) -> Signature | None:
     """`t v s*, t s*, v -> `: samples are a reduced loop (when averaged or summed), the vocabulary is split with care."""
     logits, labels, *weight = call.inputs
@@ -63,7 +80,7 @@ def cross_entropy(call: Call) -> Signature | None:
     ins = [(*lead, v, *space), (*lead, *space)] + [(v,) for _ in weight]
     outs = [()] if reduction else [(*lead, *space)]
     reduced = ["t", *(f"s{k}" for k in range(len(space)))] if reduction else []
-    return builder.build(ins, outs, reduced)
+    return builder.build(ins, outs, reduced, averaged=reduction == MEAN, joint=["v"])
 
 
 def _local_mean_loss(place: int):
@@ -89,7 +106,8 @@ def _elementwise_loss(call: Call, place: int) -> Signature:
     builder = SignatureBuilder()
     shape = call.inputs[0].shape
     ins = [broadcast_dims(spec.shape, shape, builder) for spec in call.inputs]
-    return builder.build(ins, [()], [f"d{k}" for k in range(len(shape))])
+    averaged = call.arg(place, "reduction", MEAN) == MEAN
+    return builder.build(ins, [()], [f"d{k}" for k in range(len(shape))], averaged=averaged)
 
 
 @rule("mse_loss", "l1_loss", "soft_margin_loss", localize=_local_mean_loss(2))

@@ -76,7 +76,8 @@ def batch_norm(call: Call) -> Signature | None:
     builder = SignatureBuilder()
     shape = call.inputs[0].shape
     dims = same_dims(shape, builder, whole=range(1, len(shape)))
-    return builder.build([dims] + [(dims[1],) for _ in call.inputs[1:]], [dims])
+    joint = ["d0"] if call.arg(5, "training", False) else []
+    return builder.build([dims] + [(dims[1],) for _ in call.inputs[1:]], [dims], joint=joint)
 
 
 @rule("instance_norm")

@@ -69,13 +69,14 @@ def cross_entropy_over(
         loss = F.cross_entropy(logits, labels, weight, None, ignore_index, None, name, label_smoothing)
     if reduction != MEAN:
         return loss
-    count = _label_weight(labels, weight, ignore_index, loss.dtype)
+    count = label_weight(labels, weight, ignore_index, loss.dtype)
     if samples is not None:
         count = samples.all_reduce(count)
     return loss / count
 
 
-def _label_weight(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def label_weight(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """Return what a mean over `labels` is divided by: how many count, or the sum of their classes' weights."""
     valid = labels != ignore_index
     if weight is None:
         return valid.sum().to(dtype)

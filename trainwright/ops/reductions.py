@@ -19,7 +19,7 @@ def _axes(call: Call, index: int = 1) -> set[int]:
     return {axis % rank for axis in ([dim] if isinstance(dim, int) else dim)} if rank else set()
 
 
-def _reduction(call: Call, axes: set[int], summed: bool) -> Signature:
+def _reduction(call: Call, axes: set[int], summed: bool, averaged: bool = False) -> Signature:
     builder = SignatureBuilder()
     shape = call.inputs[0].shape
     dims = tuple(builder.loop(f"d{k}", n, whole=k in axes and not summed) for k, n in enumerate(shape))
@@ -31,7 +31,7 @@ def _reduction(call: Call, axes: set[int], summed: bool) -> Signature:
             if kept
             else tuple(dim for k, dim in enumerate(dims) if k not in axes)
         )
-    return builder.build([dims], outs, [f"d{k}" for k in axes] if summed else [])
+    return builder.build([dims], outs, [f"d{k}" for k in axes] if summed else [], averaged=averaged)
 
 
 def _local_mean(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -53,7 +53,7 @@ def _local_mean(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: d
 @rule("mean", localize=_local_mean)
 def mean(call: Call) -> Signature:
     """`d* -> ` without the averaged dims, which are reduced loops."""
-    return _reduction(call, _axes(call), summed=True)
+    return _reduction(call, _axes(call), summed=True, averaged=True)
 
 
 @rule("sum")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .signature import Call, Signature, SignatureBuilder
 
@@ -18,6 +18,15 @@ LocalRule = Callable[
 Kind = Literal["heavy", "elementwise", "view"]
 
 
+class WeightRule(NamedTuple):
+    """A mean that does not count all its entries alike. Both take (args, kwargs) of a call."""
+
+    weight: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    """How much a mean over these entries counts beside one over others, a scalar tensor; the first argument is not needed."""
+    as_sum: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    """The arguments with which the op gives the sum."""
+
+
 @dataclass(frozen=True)
 class OpRule:
     """All that trainwright knows of one op."""
@@ -28,13 +37,15 @@ class OpRule:
     signature: SignatureRule
     localize: LocalRule | None = None
     """Rewrites the call for one rank's part, where the literal arguments or the arithmetic depend on the split."""
+    weight: WeightRule | None = None
+    """Of a mean that does not count all its entries alike; none: means over as many entries weigh the same."""
 
 
 RULES: dict[str, OpRule] = {}
 
 
 def rule(
-    *names: str, kind: Kind = "heavy", localize: LocalRule | None = None
+    *names: str, kind: Kind = "heavy", localize: LocalRule | None = None, weight: WeightRule | None = None
 ) -> Callable[[SignatureRule], SignatureRule]:
     """Register the decorated signature rule for the ATen ops `names` (without namespace and overload)."""
 
@@ -42,7 +53,7 @@ def rule(
         for name in names:
             if name in RULES:
                 raise ValueError(f"op {name} has two rules; keep one")
-            RULES[name] = OpRule(name, kind, function, localize)
+            RULES[name] = OpRule(name, kind, function, localize, weight)
         return function
 
     return register

@@ -72,6 +72,10 @@ class Signature:
     """Loops that are never split: what the op computes along them is not separable."""
     once: frozenset[int] = field(default_factory=frozenset)
     """Tensor arguments that one rank alone adds where a reduced loop is split (a bias): their gradient is not partial."""
+    averaged: frozenset[str] = field(default_factory=frozenset)
+    """Reduced loops over which the op takes a mean: of parts of equal size, the mean of the means is the whole one."""
+    joint: frozenset[str] = field(default_factory=frozenset)
+    """Loops whose split makes ranks work together inside the op: no part of it can be computed for itself."""
     known: bool = True
     """False: no rule; the op runs on whole tensors."""
 
@@ -97,12 +101,22 @@ class SignatureBuilder:
         return tuple(self.loop(f"{prefix}{dim}", size, whole=True) for dim, size in enumerate(shape))
 
     def build(
-        self, inputs: Iterable[Dims], outputs: Iterable[Dims], reduced: Iterable[str] = (), once: Iterable[int] = ()
+        self,
+        inputs: Iterable[Dims],
+        outputs: Iterable[Dims],
+        reduced: Iterable[str] = (),
+        once: Iterable[int] = (),
+        averaged: bool = False,
+        joint: Iterable[str] = (),
     ) -> Signature:
         ins, outs = tuple(inputs), tuple(outputs)
         used = {name for dims in ins + outs for dim in dims for name in dim}
         sizes = {name: size for name, size in self.sizes.items() if name in used}
-        return Signature(sizes, ins, outs, frozenset(reduced) & used, frozenset(self.whole) & used, frozenset(once))
+        summed = frozenset(reduced) & used
+        return Signature(
+            sizes, ins, outs, summed, frozenset(self.whole) & used, frozenset(once),
+            averaged=summed if averaged else frozenset(), joint=frozenset(joint) & used,
+        )  # fmt: skip
 
 
 def einsum_signature(

@@ -2,6 +2,7 @@
 
 from .explain import Explanation, explain
 from .frontier import frontier
+from .micro_batches import Variants
 from .plan import check, compare, make_plan
 from .recipes import RECIPES
 from .simulate import Simulation, simulate
@@ -12,6 +13,7 @@ __all__ = [
     "Explanation",
     "Simulation",
     "Task",
+    "Variants",
     "check",
     "compare",
     "explain",

@@ -21,7 +21,7 @@ from ..capture.fakes import new_mode
 from ..capture.groups import Group, Split
 from ..capture.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
 from ..capture.offload import MIN_BYTES
-from ..capture.program import Op, Tensor
+from ..capture.program import Op, Program, Tensor
 from ..capture.transition import Step, gradient_layout, step_bytes, transition
 from ..hardware.collectives import seconds
 from ..ops import find
@@ -59,7 +59,9 @@ class CostModel:
     axes: tuple[MeshAxis, ...]
     records: Records
     num_passes: float = 1.0
-    """Forward and backward passes to a step: an optimizer may take more than one."""
+    """Forward and backward passes to a step: an optimizer may take more than one, and each micro-batch takes its own."""
+    num_runs: int = 1
+    """Micro-batches to a pass."""
     tier: Tier | None = None
     """Where tensors may be offloaded to; None: nowhere."""
     min_offload_bytes: int = MIN_BYTES
@@ -112,6 +114,8 @@ class CostModel:
         try:
             there = self.move_s(tensor, native, forward)
             back = self.move_s(tensor, gradient, gradient_layout(native)) if tensor.requires_grad else 0.0
+            if tensor.role == "param" and native == forward:
+                back /= self.num_runs  # the gradient is summed up locally, and once over the ranks
         except ValueError:
             return None
         return there, back
@@ -179,7 +183,11 @@ class CostModel:
         state = optimizer.state_bytes(self.local_shape(tensor, pieces), tensor.dtype)
         launches = 1 + 4 * (state > own // 2)
         update_s = (3 * own + 2 * state) / self.device.bandwidth_bytes_per_s + launches * self.device.launch_s
-        return self.device.factors.get("update", 1.0) * update_s + self.move_s(tensor, layout, pieces) / self.num_passes
+        update_s *= self.device.factors.get("update", 1.0)
+        gradient_bytes = 3 * self.local_bytes(tensor, layout)
+        adding_s = gradient_bytes / self.device.bandwidth_bytes_per_s + self.device.launch_s
+        update_s += (self.num_runs - 1) * self.num_passes / self.num_runs * adding_s
+        return update_s + self.move_s(tensor, layout, pieces) / self.num_passes
 
     def state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the bytes of optimizer state that a rank keeps for a parameter."""
@@ -194,6 +202,12 @@ class CostModel:
 
     def local_shape(self, tensor: Tensor, layout: Layout) -> tuple[int, ...]:
         return local_shape(tensor.shape, tensor.slots, layout, self.mesh, None)
+
+
+def cost_model(program: Program, device: Device, axes: tuple[MeshAxis, ...], records: Records, num_passes: float
+               ) -> CostModel:  # fmt: skip
+    """Return the costs of a program's step; `num_passes` are the optimizer's, each over all micro-batches."""
+    return CostModel(device, axes, records, num_passes * program.num_runs, program.num_runs)
 
 
 def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:

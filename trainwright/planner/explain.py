@@ -12,7 +12,7 @@ from ..capture.layout import layout_text
 from ..capture.local import Decisions
 from ..capture.program import Program
 from ..profiler.saved import record
-from .costs import CostModel, OptimizerCost
+from .costs import OptimizerCost, cost_model
 from .problem import Decision, Problem, Use, build_problem
 
 
@@ -56,7 +56,7 @@ def explain(plan: Plan, program: Program, key: str | None, optimizer_cost: Optim
     """
     device = plan.cluster.device
     axes = plan.cluster.mesh(tuple(plan.mesh.values()))
-    costs = CostModel(device, axes, record(program, device.kind), optimizer_cost.num_passes)
+    costs = cost_model(program, device, axes, record(program, device.kind), optimizer_cost.num_passes)
     problem = build_problem(program, costs, optimizer_cost)
     decisions = decisions_of(program, plan)
     options = {decision: _add_chosen(decision, decisions) for decision in problem.decisions}
@@ -157,8 +157,9 @@ def _fate(plan: Plan, decision: Decision, fate: str) -> str:
 def _header(plan: Plan) -> list[str]:
     found = plan.predicted
     mesh = " x ".join(f"{name}={size}" for name, size in plan.mesh.items())
+    runs = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     lines = [
-        f"{plan.solver.name} on {plan.cluster.name}, mesh {mesh}",
+        f"{plan.solver.name} on {plan.cluster.name}, mesh {mesh}{runs}",
         f"step {_ms(found.step_s)}: compute {_ms(found.compute_s)}, communication {_ms(found.comm_s)}, "
         f"recomputation {_ms(found.recompute_s)}",
         f"peak {found.peak_bytes / 2**20:.1f} MiB"

@@ -36,7 +36,8 @@ def frontier(*, num_points: int = 8, solver: str = "joint", **question: Any) -> 
     began = time.perf_counter()
     task = Task(**question)
     found: list[Found] = []
-    for place in task.places:
+    tasks = [task] if task.variants is None else (variant for _, variant in task.variants.tasks(task))
+    for place in (place for variant in tasks for place in variant.places):
         spent_s = time.perf_counter() - began
         if found and spent_s > task.time_limit_s:
             break
@@ -90,4 +91,4 @@ def _undominated(points: Iterable[Found]) -> list[Found]:
 
 def _plan_of(task: Task, solver: str, point: Found, plan_s: float) -> Plan:
     budget = budget_for(point.answer.simulation.peak_bytes, task.divisor)
-    return as_plan(task, solver, point, plan_s).model_copy(update={"budget_bytes": budget})
+    return as_plan(solver, point, plan_s).model_copy(update={"budget_bytes": budget})

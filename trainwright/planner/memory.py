@@ -3,7 +3,8 @@
     static        buffers, parameters at rest, optimizer states
     kept          of every region not yet gone through backwards
     own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
-    gradients     of the activations around the group, of the parameters of the regions already gone through
+    gradients     of the activations around the group, of the parameters of the regions already gone through; with
+                  micro-batches of all parameters, and those are static
     in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
     changing      the most that bringing a gradient of the group's operands back holds
     update        static, all parameters' gradients, what the caller holds, and the optimizer's own temporaries
@@ -67,7 +68,7 @@ class _Builder:
     def build(self) -> Memory:
         memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
         self._collect()
-        static = self._sum_column(self._params(lambda d, k: d.rest_bytes[k] + d.state_bytes[k]))
+        static = self._sum_column(self._params(self._static_bytes))
         for region_class in self.problem.program.classes:
             for decision in self.problem.of_class(region_class):
                 changing = self.changes.backward(decision)
@@ -79,6 +80,15 @@ class _Builder:
             self._hold(memory, [(static, 1.0), *terms], _row_name("forward", decision, -1))
         self._hold(memory, [(static, 1.0), *self._update_terms()], "at the optimizer's step")
         return memory
+
+    def _static_bytes(self, decision: Decision, option: int) -> int:
+        """What is there throughout: with micro-batches the gradients too, which add up where they lie."""
+        adds_up = self.adds_up and decision.tied[0].requires_grad
+        return decision.rest_bytes[option] * (2 if adds_up else 1) + decision.state_bytes[option]
+
+    @property
+    def adds_up(self) -> bool:
+        return self.problem.program.num_runs > 1
 
     def _hold(self, memory: Memory, terms: Terms, name: str) -> None:
         row = self.model.row(name, [*terms, (memory.peak, -1.0)], upper=0.0)
@@ -197,7 +207,7 @@ class _Builder:
         """Of parameters read in this region or behind it: their gradients are there, at rest."""
         terms: Terms = []
         for decision in self.problem.params:
-            if decision.tied[0].requires_grad:
+            if decision.tied[0].requires_grad and not self.adds_up:
                 regions = self.gradient_regions[decision]
                 num = min(decision.count, sum(index >= region for index in regions))
                 if num:
@@ -213,7 +223,9 @@ class _Builder:
 
     def _update_terms(self) -> Terms:
         """All gradients, the held outputs, and the largest of the optimizer's temporaries."""
-        terms = self._params(lambda d, k: d.rest_bytes[k] if d.tied[0].requires_grad else 0)
+        terms: Terms = []
+        if not self.adds_up:
+            terms = self._params(lambda d, k: d.rest_bytes[k] if d.tied[0].requires_grad else 0)
         for stored in self.problem.stored:
             if stored.held:
                 for native in self.sharding.yields(stored.source):

@@ -34,8 +34,8 @@ class MeshSearch:
     `best` is the fastest so far, `failures` says why meshes have none, `slower` names those that were given up.
     """
 
-    def __init__(self, task: Task, solver: str) -> None:
-        self.task, self.solver = task, solver
+    def __init__(self, task: Task, solver: str, cutoff_s: float = math.inf) -> None:
+        self.task, self.solver, self.cutoff_s = task, solver, cutoff_s
         self.places = task.places
         if solver == "megatron" and task.mesh is None and not task.pins:
             self.places = task.places_on(mesh_shapes(task.cluster, ordered=True))
@@ -54,8 +54,8 @@ class MeshSearch:
         if not is_first and self._expected_s(place) > left_s:
             self.unseen.append(place.shape)
             return
-        cutoff_s = math.inf if self.best is None else self.best.price.step_s
-        if len(self.places) > 1 and self._bound_s(place) >= cutoff_s * (1 - GAP):
+        cutoff_s = self.cutoff_s if self.best is None else min(self.cutoff_s, self.best.price.step_s)
+        if (len(self.places) > 1 or math.isfinite(cutoff_s)) and self._bound_s(place) >= cutoff_s * (1 - GAP):
             self.slower.append(place.shape)
             return
         answer = place.solve(self.solver, None if is_first else max(1.0, left_s), cutoff_s)

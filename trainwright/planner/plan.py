@@ -17,6 +17,7 @@ from ..capture.program import Program
 from .budget import budget_for
 from .costs import OptimizerCost
 from .mesh_search import Found, MeshSearch
+from .micro_batches import fastest_number
 from .price import Price
 from .recipes import RECIPES
 from .simulate import MakeOptimizer, Simulation
@@ -40,7 +41,7 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
         raise UserError(f"a solver is one of {', '.join(RECIPES)}; got {solver!r}")
     task = Task(**question)
     found = _search(task, solver)
-    return as_plan(task, solver, found, time.perf_counter() - began)
+    return as_plan(solver, found, time.perf_counter() - began)
 
 
 def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, Plan | Refusal]:
@@ -54,12 +55,12 @@ def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, P
             found[solver] = _search(task, solver)
             if solver == "joint":
                 found[solver] = min(found.values(), key=lambda item: (item.price.step_s, item is not found[solver]))
-            results[solver] = as_plan(task, solver, found[solver], time.perf_counter() - began)
+            results[solver] = as_plan(solver, found[solver], time.perf_counter() - began)
         except Refusal as refusal:
             results[solver] = refusal
             if solver == "joint" and found:
                 best = min(found.values(), key=lambda item: item.price.step_s)
-                results[solver] = as_plan(task, solver, best, time.perf_counter() - began)
+                results[solver] = as_plan(solver, best, time.perf_counter() - began)
     return results
 
 
@@ -93,7 +94,7 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
 
 
 def _search(task: Task, solver: str) -> Found:
-    """Return the fastest answer of all meshes; `Refusal` where there is none.
+    """Return the fastest answer of all meshes and numbers of micro-batches; `Refusal` where there is none.
 
     Where offloading is left to us, it is taken up when nothing fits without: it doubles the columns of what is kept.
     """
@@ -106,12 +107,23 @@ def _search(task: Task, solver: str) -> Found:
 
 
 def _search_as_asked(task: Task, solver: str) -> Found:
-    search = MeshSearch(task, solver)
+    if task.variants is not None:
+        return fastest_number(task, task.variants, lambda variant, limit_s: _search_meshes(variant, solver, limit_s))
+    found = _search_meshes(task, solver)
+    assert found is not None
+    return found
+
+
+def _search_meshes(task: Task, solver: str, cutoff_s: float = math.inf) -> Found | None:
+    """Return the fastest answer of all meshes, `None` where none takes less than `cutoff_s`; `Refusal` where none fits."""
+    search = MeshSearch(task, solver, cutoff_s)
     for place in search.places:
         search.look_at(place)
-    if search.best is None:
-        raise Refusal(_why_not(task, solver, search.failures))
-    return replace(search.best, notes=search.notes())
+    if search.best is not None:
+        return replace(search.best, notes=search.notes())
+    if search.slower:
+        return None
+    raise Refusal(_why_not(task, solver, search.failures))
 
 
 def _why_not(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]]) -> str:
@@ -144,12 +156,16 @@ def _smaller_batch(task: Task, smallest: Simulation, budget: int) -> str:
     if not sizes or static >= budget or smallest.peak_bytes <= static:
         return ""
     fits = int(max(sizes) * (budget - static) / (smallest.peak_bytes - static))
-    return f", or a batch of about {fits} instead of {max(sizes)} (an estimate)" if fits >= 1 else ""
+    if fits < 1:
+        return ""
+    cut = "" if task.program.num_runs > 1 else "; --micro-batches auto may cut this one"
+    return f", or a batch of about {fits} instead of {max(sizes)} (an estimate{cut})"
 
 
-def as_plan(task: Task, solver: str, found: Found, plan_s: float) -> Plan:
+def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
     """Write an answer as a plan."""
     answer, place = found.answer, found.place
+    task = place.task
     params, modules, batch = plan_sections(task.program, answer.decisions)
     return Plan(
         model=task.model_ref,
@@ -163,7 +179,9 @@ def as_plan(task: Task, solver: str, found: Found, plan_s: float) -> Plan:
         cluster=task.cluster,
         budget_bytes=task.budget_bytes,
         mesh={axis.name: axis.size for axis in place.axes},
-        offload=_offload(place.task, answer.decisions),
+        offload=_offload(task, answer.decisions),
+        micro_batches=task.program.num_runs,
+        corrections=dict(task.program.corrections),
         predicted=_predicted(found.price, answer.simulation),
         solver=SolverInfo(
             name=solver,

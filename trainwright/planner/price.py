@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from ..artifacts import Tier
+from ..capture.accumulate import shared_conversions
 from ..capture.execute import Executor
 from ..capture.local import Instruction, LocalProgram
 from ..capture.offload import CountingStore
@@ -47,7 +48,11 @@ class Price:
 def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Price:
     """Price one step of a local program on the fullest rank."""
     total = Price()
+    shared = shared_conversions(executor.local) if costs.num_runs > 1 else {}
     for instruction in executor.local.instructions:
+        first = shared.get(instruction.outputs[0])
+        if first is not None and first != instruction.outputs[0]:
+            continue  # made once, with its like
         compute, comm = _instruction_s(executor.local, instruction, costs)
         total.compute_s += sum(compute)
         total.comm_s += sum(comm)
@@ -103,4 +108,6 @@ def _conversion_s(local: LocalProgram, instruction: Instruction, costs: CostMode
     forward = sum(costs.step_s(step, tensor.slots, itemsize) for step in there.steps)
     if not tensor.requires_grad:
         return forward, 0.0
-    return forward, sum(costs.step_s(step, tensor.slots, itemsize) for step in back.steps)
+    backward = sum(costs.step_s(step, tensor.slots, itemsize) for step in back.steps)
+    once = tensor.role == "param" and not there.steps
+    return forward, backward / costs.num_runs if once else backward

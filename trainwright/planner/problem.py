@@ -267,7 +267,7 @@ class _Builder:
             decision.inner_bytes.append(total)
 
     def _is_output(self, tensor: Tensor) -> bool:
-        return any(found is tensor for found in self.program.outputs)
+        return any(found is tensor for found in self.program.kept_outputs)
 
     def _param_decisions(self, demands: dict[RegionClass, dict[Tensor, list[Demand]]]) -> list[Decision]:
         wanted: dict[Tensor, set[Layout]] = {}
@@ -376,7 +376,7 @@ class _Builder:
         return list(found.values())
 
     def _any_output(self, decision: Decision, tensor: Tensor) -> bool:
-        op, outputs = tensor.producer, {id(found) for found in self.program.outputs}
+        op, outputs = tensor.producer, {id(found) for found in self.program.kept_outputs}
         assert op is not None
         assert decision.region_class is not None
         place = op.outputs.index(tensor)

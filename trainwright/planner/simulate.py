@@ -9,6 +9,7 @@ first, and one step is run.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import nn
 
 from ..artifacts import MemoryPoint, UserError
 from ..capture._torch_private import VALUE_NEEDED
+from ..capture.accumulate import Accumulator
 from ..capture.execute import Call, Executor, RunState
 from ..capture.fakes import new_mode
 from ..capture.layout import local_shape
@@ -110,7 +112,11 @@ def _simulate(
             tracker.keep_timeline = timeline
             communicator.num_bytes.clear()
             communicator.num_calls.clear()
-            _step(executor, sources, optimizer, tracker)
+            if program.num_runs == 1:
+                _step(executor, sources, optimizer, tracker)
+            else:
+                _accumulated_step(executor, sources, optimizer, tracker, communicator)
+                store.num_bytes, store.num_transfers = store.num_bytes // 2, store.num_transfers // 2  # of one run
             del state
     return Simulation(
         tracker.peak_bytes,
@@ -121,8 +127,8 @@ def _simulate(
         tracker.num_ops,
         executor,
         tracker.timeline,
-        store.num_bytes,
-        store.num_transfers,
+        program.num_runs * store.num_bytes,
+        program.num_runs * store.num_transfers,
     )
 
 
@@ -211,6 +217,35 @@ def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
                 "of its tensors; choose another, such as adamw or sgd"
             ) from None
     optimizer.zero_grad(set_to_none=True)
+
+
+def _accumulated_step(
+    executor: Executor,
+    sources: Mapping[Tensor, Any],
+    optimizer: torch.optim.Optimizer,
+    tracker: MemoryTracker,
+    communicator: SimulatedCommunicator,
+) -> None:
+    """The step of several micro-batches: two are followed, since a third one holds and sends what the second does."""
+    seen: list[tuple[Counter[str], Counter[str]]] = []
+
+    def note() -> None:
+        seen.append((communicator.num_bytes.copy(), communicator.num_calls.copy()))
+
+    part = {tensor: value for tensor, value in sources.items() if tensor.role == "input"}
+    rest = {tensor: value for tensor, value in sources.items() if tensor.role != "input"}
+    accumulator = Accumulator(executor)
+    state = run_state(None, tracker.target)
+    outputs = accumulator.run(rest, [part, part], state, tracker, note)
+    loss = outputs[executor.local.program.captured.loss_index]
+    for counted, before, after in zip((communicator.num_bytes, communicator.num_calls), *seen):
+        for kind in after:
+            counted[kind] += (accumulator.num - 2) * (after[kind] - before[kind])
+    with tracker.phase("backward"):
+        loss.backward()
+    with tracker.phase("update"):
+        optimizer.step()
+    del outputs, loss
 
 
 def _step(

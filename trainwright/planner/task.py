@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifacts import Cluster, MeshAxis, ModelRef, UserError
 from ..capture.local import Decisions
@@ -14,7 +14,7 @@ from ..capture.program import Program
 from ..hardware import machine, threads_each
 from ..profiler.saved import Records, record
 from .budget import divisor_for, usable_bytes
-from .costs import CostModel, OptimizerCost
+from .costs import OptimizerCost, cost_model
 from .guard import no_slower_than_known
 from .meshes import mesh_shapes
 from .milp import Progress
@@ -25,6 +25,9 @@ from .recipes import Restriction, restriction
 from .simulate import MakeOptimizer, Simulation, simulate
 from .solve import Answer, Infeasible, Settings, Solver
 from .two_stage import solve_two_stage
+
+if TYPE_CHECKING:
+    from .micro_batches import Variants
 
 OFFLOADS = ("auto", "host", "disk", "none")
 
@@ -48,6 +51,8 @@ class Task:
     offload: str = "auto"
     """Where tensors may be offloaded to: host, disk, none, or auto: to the host of a GPU, where nothing fits without."""
     time_limit_s: float = 30.0
+    variants: Variants | None = None
+    """The same batch in several micro-batches, where their number is to be chosen."""
     progress: Callable[[str], None] | None = None
     """Told, in words, of every better answer while the solver runs."""
 
@@ -136,7 +141,7 @@ class Place:
     def problem(self) -> Problem:
         """The options and their costs."""
         task = self.task
-        costs = CostModel(task.cluster.device, self.axes, task.records, task.optimizer_cost.num_passes)
+        costs = cost_model(task.program, task.cluster.device, self.axes, task.records, task.optimizer_cost.num_passes)
         if task.tier_name is not None:
             costs.tier = task.cluster.tier(task.tier_name)
         return build_problem(task.program, costs, task.optimizer_cost)

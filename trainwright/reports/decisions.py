@@ -42,6 +42,11 @@ def split_text(plan: Plan, op: OpPlan) -> str:
     return " ".join(split) or "whole"
 
 
+def micro_batches_text(plan: Plan) -> tuple[str, ...]:
+    """Return how many micro-batches a step takes; nothing for one."""
+    return () if plan.micro_batches == 1 else (f"{plan.micro_batches} micro-batches",)
+
+
 def layout_text(plan: Plan, param: ParamPlan) -> str:
     """Return a parameter's layout at rest: `S0@gpu`, or `replicated`."""
     sharded = [f"{place}@{axis}" for axis, place in zip(plan.mesh, param.layout) if place != "R"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..artifacts import Plan
+from .decisions import micro_batches_text
 from .figures import BUDGET, COLORS, MEASURED, Figure, unit_of
 from .text import plain_table, rendered
 from .units import format_bytes, format_ratio, format_s
@@ -80,4 +81,4 @@ def _hover(plan: Plan) -> str:
 
 
 def _mesh(plan: Plan) -> str:
-    return "×".join(map(str, plan.mesh.values()))
+    return ", ".join(("×".join(map(str, plan.mesh.values())), *micro_batches_text(plan)))

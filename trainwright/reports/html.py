@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ..artifacts import MemoryPoint, OpPlan, Plan, Profile, Refusal, Report
 from ..artifacts.record import write_atomically
-from .decisions import DecisionRow, decision_rows, split_text
+from .decisions import DecisionRow, decision_rows, micro_batches_text, split_text
 from .frontier_figure import frontier_figure
 from .memory_figures import breakdown_figure
 from .module_figures import modules_figure
@@ -65,7 +65,8 @@ def write_plan(
     report: predicted against measured. explanation: the reason beside each decision. frontier: time against memory.
     """
     mesh = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    subtitle = " · ".join((f"on {plan.cluster.name}", f"mesh {mesh}", plan.optimizer, plan.dtype))
+    parts = (f"on {plan.cluster.name}", f"mesh {mesh}", *micro_batches_text(plan), plan.optimizer, plan.dtype)
+    subtitle = " · ".join(parts)
     page = Page(plan.model.name, subtitle, _plan_tiles(plan, report))
     if report is not None:
         _measured_section(page, report)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..artifacts import Cluster, Plan, Refusal, Report
-from .decisions import DecisionRow, decision_rows
+from .decisions import DecisionRow, decision_rows, micro_batches_text
 from .text import note_lines, plain_table, rendered, title_line
 from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
@@ -21,7 +21,8 @@ __all__ = ["cluster_table", "compare_table", "plan_table", "report_table", "rows
 def plan_table(plan: Plan) -> str:
     """Return the prediction and the decisions of a plan."""
     mesh = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    title = title_line(plan.model.name, f"on {plan.cluster.name}", f"mesh {mesh}", plan.optimizer, plan.dtype)
+    title = title_line(plan.model.name, f"on {plan.cluster.name}", f"mesh {mesh}", *micro_batches_text(plan),
+                       plan.optimizer, plan.dtype)  # fmt: skip
     return rendered(title, _prediction_of(plan), _decision_table(decision_rows(plan)), *note_lines(plan.notes))
 
 

@@ -18,7 +18,8 @@ from .sharding import own_part
 def shard_batch(plan: Plan, batch: Mapping[str, Any] | Sequence[Any], coords: Sequence[int] | None = None) -> Any:
     """Return the part of a global `batch` that the rank at `coords` works on (default: this rank).
 
-    A batch of a loader with `plan.sampler` holds this rank's rows already; of that, what else the plan splits is cut.
+    A batch of a loader with `plan.sampler` holds this rank's rows already; of that, what else the plan splits is cut. Of a
+    plan with micro-batches, which are consecutive rows of the batch, the rank has its part of the first, then of the second …
 
     Raises `UserError` when an entry is missing or has another shape than the plan was made for.
     """
@@ -30,8 +31,17 @@ def shard_batch(plan: Plan, batch: Mapping[str, Any] | Sequence[Any], coords: Se
         raise UserError(f"a batch with {', '.join(plan.batch)} is needed; {', '.join(missing)} is missing; add it")
     num_rows = len(own_rows(plan, here))
     return rebuild(
-        [_part(plan, name, leaf, mesh, here, num_rows) if isinstance(leaf, Tensor) else leaf for name, leaf in named]
+        [_part(plan, name, leaf, here, num_rows) if isinstance(leaf, Tensor) else leaf for name, leaf in named]
     )
+
+
+def micro_parts(plan: Plan, leaf: Tensor, name: str) -> list[Tensor]:
+    """Return, for each micro-batch, its rows of this rank's part `leaf` of the entry `name`."""
+    num = plan.micro_batches
+    if plan.micro_batch()[name].shape == plan.batch[name].shape:
+        return [leaf] * num
+    size = leaf.shape[0] // num
+    return [leaf.narrow(0, k * size, size) for k in range(num)]
 
 
 def own_rows(plan: Plan, coords: Sequence[int]) -> list[int]:
@@ -39,12 +49,16 @@ def own_rows(plan: Plan, coords: Sequence[int]) -> list[int]:
     mesh = tuple(plan.mesh.values())
     found: set[tuple[int, ...]] = set()
     size = global_batch_size(plan)
-    for entry in plan.batch.values():
-        if entry.shape and entry.shape[0] == size:
+    each = size // plan.micro_batches
+    for entry in plan.micro_batch().values():
+        if entry.shape and entry.shape[0] == each:
             text = [part if _splits_rows(part) else "R" for part in entry.layout]
             boxes = region_of(entry.shape, *entry_slots(entry.shape, text), mesh, coords).boxes
             found.add(tuple(row for box in boxes for row in range(box.offset[0], box.offset[0] + box.size[0])))
-    return list(found.pop()) if len(found) == 1 else list(range(size))
+    if len(found) != 1:
+        return list(range(size))
+    rows = found.pop()
+    return [k * each + row for k in range(plan.micro_batches) for row in rows]
 
 
 def global_batch_size(plan: Plan) -> int:
@@ -67,11 +81,15 @@ def coordinates(mesh: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _part(plan: Plan, name: str, leaf: Tensor, mesh: Sequence[int], coords: Sequence[int], num_rows: int) -> Tensor:
-    entry = plan.batch.get(name)
+def _part(plan: Plan, name: str, leaf: Tensor, coords: Sequence[int], num_rows: int) -> Tensor:
+    entry, mesh = plan.batch.get(name), tuple(plan.mesh.values())
     if entry is None:
         return leaf
     text: Sequence[str] = entry.layout
+    if plan.micro_batch()[name].shape != entry.shape == tuple(leaf.shape):
+        pieces = micro_parts(plan, leaf, name)
+        slots, layout = entry_slots(pieces[0].shape, text)
+        return torch.cat([own_part(piece, slots, layout, mesh, coords) for piece in pieces])
     if tuple(leaf.shape) != entry.shape:
         if tuple(leaf.shape) != (num_rows, *entry.shape[1:]):
             raise UserError(
@@ -105,13 +123,15 @@ def _slot(part: str, start: dict[int, int]) -> int:
     return start[int(dim)] + (int(rest.split("/")[0]) if rest else 0)
 
 
-def check_part(plan_shape: Sequence[int], slots: Sequence[Slot], layout: Layout, leaf: Tensor, name: str, mesh: Sequence[int],
-               coords: Sequence[int]) -> None:  # fmt: skip
+def check_part(plan: Plan, plan_shape: Sequence[int], slots: Sequence[Slot], layout: Layout, leaf: Tensor, name: str,
+               mesh: Sequence[int], coords: Sequence[int]) -> None:  # fmt: skip
     """Raise `UserError` unless `leaf` is the rank's part of the entry `name`."""
-    wanted = local_shape(plan_shape, slots, layout, mesh, coords)
+    wanted, whole = local_shape(plan_shape, slots, layout, mesh, coords), plan.batch[name].shape
+    if whole != tuple(plan_shape):
+        wanted = (plan.micro_batches * wanted[0], *wanted[1:])
     if tuple(leaf.shape) == wanted:
         return
-    hint = "pass plan.shard_batch(batch)" if tuple(leaf.shape) == tuple(plan_shape) else "plan for the other shape"
+    hint = "pass plan.shard_batch(batch)" if tuple(leaf.shape) == whole else "plan for the other shape"
     raise UserError(f"this rank's part of {name} is needed, shape {list(wanted)}; got {list(leaf.shape)}; {hint}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from ..artifacts import Plan, UserError
 from ..capture._torch_private import flatten_batch
+from ..capture.accumulate import Accumulator
 from ..capture.decide import decisions_of
 from ..capture.execute import Executor, RunState
-from ..capture.export import as_batch, capture
+from ..capture.export import as_batch
 from ..capture.layout import REPLICATE
 from ..capture.local import Decisions, LocalProgram, Ref, build_local
-from ..capture.program import Program, build_program
+from ..capture.micro_batches import capture_step
+from ..capture.program import Program
 from ..capture.program import Tensor as ProgramTensor
 from ..capture.reshard import Route
 from ..capture.transition import transition
 from ..profiler.step import DTYPES
 from .adapters import adapter_of
-from .batch import check_part
+from .batch import check_part, global_batch_size, micro_parts
 from .communicator import MeshCommunicator, make_mesh
 from .offload import open_store
 from .regions import Region, region_of, whole_region
@@ -56,7 +58,9 @@ def parallelize(
 
     The module is called with this rank's part of the batch (`plan.shard_batch(batch)`) and returns what the model
     returns; with `loss_fn` (the one the plan was made with) it returns `LossOutput`. Its parameters are `DTensor`s under
-    the model's own names, so optimizers, `clip_grad_norm_`, `state_dict` and distributed checkpoints work.
+    the model's own names, so optimizers, `clip_grad_norm_`, `state_dict` and distributed checkpoints work. Of a plan with
+    micro-batches, the call takes the whole batch's part, runs all forwards and backwards, and `loss.backward()` hands the
+    gradients over; outputs beside the loss are `None` then, and whole tensors under `torch.no_grad()`.
 
     weights: a safetensors file or folder, or a distributed checkpoint (one of `Checkpointer`'s, or a folder of them), of
     which each rank reads its own part; `None` takes the model's own values, or, on the meta device, runs the model's
@@ -66,8 +70,8 @@ def parallelize(
     Raises `UserError` when the plan is not this model's, or when the number of ranks is not the plan's.
     """
     _check_ranks(plan)
-    captured = capture(model, plan_batch(plan), loss_fn, autocast=DTYPES[plan.autocast] if plan.autocast else None)
-    program = build_program(captured)
+    autocast = DTYPES[plan.autocast] if plan.autocast else None
+    program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
     decisions = decisions_of(program, plan)
     return ParallelModule(model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None)
 
@@ -149,6 +153,8 @@ class ParallelModule(nn.Module):
         self.communicator = MeshCommunicator(self.device_mesh)
         self._local: LocalProgram = build_local(program, decisions, self.communicator)
         self._executor = Executor(self._local, open_store(plan, self.device))
+        self._accumulator = Accumulator(self._executor) if program.num_runs > 1 else None
+        self._evaluator: Accumulator | None = None
         self._inputs = {tensor.key: tensor for tensor in program.inputs}
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._buffers_of: dict[ProgramTensor, Tensor] = {}
@@ -208,19 +214,42 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rank's part of the step on the rank's part of the batch."""
-        sources = self._sources(as_batch(kwargs if kwargs else args))
+        parts = self._parts(as_batch(kwargs if kwargs else args))
         state = RunState(self.seed, self.num_steps, self.training, self.use_dropout)
-        flat = self._executor.run(sources, state)
+        if self._accumulator is None:
+            flat = self._executor.run({**self._sources(), **parts[0]}, state)
+            wrapped = [self._wrap(place, value) for place, value in zip(self._local.outputs, flat)]
+        elif torch.is_grad_enabled():
+            wrapped = self._accumulator.run(self._sources(), parts, state)
+        else:
+            wrapped = self._evaluated(parts, state)
         if self.training and torch.is_grad_enabled():
             self.num_steps += 1
         loss_index = self.program.captured.loss_index
-        wrapped = [self._wrap(place, value) for place, value in zip(self._local.outputs, flat)]
         output = self.program.captured.rebuild(wrapped)
         return LossOutput(wrapped[loss_index], output) if self._has_loss_fn else output
 
-    def _sources(self, batch: Any) -> dict[ProgramTensor, Tensor]:
-        sources = dict(self._batch_sources(batch))
-        sources.update(self._constants)
+    def _evaluated(self, parts: list[dict[ProgramTensor, Tensor]], state: RunState) -> list[Any]:
+        """The outputs of all micro-batches as those of one batch: rows one after the other, whole on every rank."""
+        if self._evaluator is None:
+            everything = build_local(self.program, self._local.decisions, self.communicator, all_outputs=True)
+            self._evaluator = Accumulator(Executor(everything))
+        local = self._evaluator.local
+        found = self._evaluator.evaluate(self._sources(), parts, state)
+        whole = [[self._whole(local, place, value) for place, value in zip(local.outputs, flat)] for flat in found]
+        size = global_batch_size(self.plan) // self.plan.micro_batches
+        return [_joined(values, size) for values in zip(*whole)]
+
+    def _whole(self, local: LocalProgram, place: Any, value: Any) -> Any:
+        if not isinstance(place, Ref) or not isinstance(value, Tensor):
+            return value
+        held = local.values[place.value]
+        replicated = (REPLICATE,) * len(held.layout)
+        route = Route(transition(held.layout, replicated), held.tensor.shape, held.tensor.slots, self.communicator)
+        return route.run(value)
+
+    def _sources(self) -> dict[ProgramTensor, Tensor]:
+        sources: dict[ProgramTensor, Tensor] = dict(self._constants)
         sources.update(self._buffers_of)
         mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
         for tensor, param in self._params.items():
@@ -230,6 +259,14 @@ class ParallelModule(nn.Module):
             sources[tensor] = local if local.shape == shape else local.view(shape)
         return sources
 
+    def _parts(self, batch: Any) -> list[dict[ProgramTensor, Tensor]]:
+        """Return the rank's part of the entries of each micro-batch."""
+        found: list[dict[ProgramTensor, Tensor]] = [{} for _ in range(self.plan.micro_batches)]
+        for tensor, leaf in self._batch_sources(batch):
+            for part, piece in zip(found, micro_parts(self.plan, leaf, tensor.key)):
+                part[tensor] = piece
+        return found
+
     def _batch_sources(self, batch: Any) -> Iterator[tuple[ProgramTensor, Tensor]]:
         named = {name: leaf for name, leaf in flatten_batch(batch)[0] if isinstance(leaf, Tensor)}
         mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
@@ -237,7 +274,7 @@ class ParallelModule(nn.Module):
             if name not in named:
                 raise UserError(f"a batch with {', '.join(self._inputs)} is needed; {name} is missing; add it")
             layout = self._local.decisions.inputs.get(tensor, (REPLICATE,) * len(mesh))
-            check_part(tensor.shape, tensor.slots, layout, named[name], name, mesh, coords)
+            check_part(self.plan, tensor.shape, tensor.slots, layout, named[name], name, mesh, coords)
             yield tensor, named[name].to(self.device)
 
     def _wrap(self, place: Any, value: Any) -> Any:
@@ -256,6 +293,16 @@ class ParallelModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"plan={self.plan.solver.name}, mesh={self.plan.mesh}"
+
+
+def _joined(values: Sequence[Any], size: int) -> Any:
+    """One output of several micro-batches of `size`: rows below one another, the mean of what is no row of any example."""
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    if first.dim() and first.shape[0] == size:
+        return torch.cat(list(values))
+    return torch.stack(list(values)).mean(0) if first.is_floating_point() else first
 
 
 def full_state_dict(model: ParallelModule, *, trainable: bool = False) -> dict[str, Tensor]:

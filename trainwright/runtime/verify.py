@@ -16,10 +16,11 @@ from ..artifacts import Plan, Report, UserError
 from ..capture._torch_private import flatten_batch
 from ..capture.decide import decisions_of
 from ..capture.execute import Executor, RunState
-from ..capture.export import as_batch, capture, find_loss
+from ..capture.export import as_batch, find_loss
 from ..capture.lift import lift_dtypes
 from ..capture.local import Decisions, build_local
-from ..capture.program import Program, build_program
+from ..capture.micro_batches import capture_step
+from ..capture.program import Program
 from ..capture.reshard import SimulatedCommunicator
 from ..profiler.allocator import measure, static_bytes
 from .module import DTYPES, ParallelModule, _check_ranks, full_gradients, plan_batch
@@ -129,7 +130,7 @@ def _parts(built: Any) -> tuple[nn.Module, Any, Any]:
 
 def _program(plan: Plan, model: nn.Module, loss_fn: Any, lifted: bool) -> tuple[Program, Decisions]:
     autocast = DTYPES[plan.autocast] if plan.autocast else None
-    program = build_program(capture(model, plan_batch(plan), loss_fn, autocast=autocast))
+    program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
     decisions = decisions_of(program, plan)
     if lifted:
         lift_dtypes(program)
@@ -143,10 +144,11 @@ def _as_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
 
 
 def _single_process(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Result:
-    """The captured program on one process in float64: no split, nothing recomputed."""
-    program, decisions = _program(plan, model, loss_fn, lifted=True)
+    """The captured program of the whole batch on one process in float64: no split, nothing recomputed."""
+    program = capture_step(model, plan_batch(plan), loss_fn, DTYPES[plan.autocast] if plan.autocast else None)
+    lift_dtypes(program)
     model, batch = _as_double(model, batch)
-    alone = unsplit(program, len(decisions.mesh))
+    alone = unsplit(program, 1)
     executor = Executor(build_local(program, alone, SimulatedCommunicator(alone.mesh)))
     named = dict(flatten_batch(batch)[0])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers()) | named

@@ -1,0 +1,128 @@
+"""Models whose losses treat the batch in every way that matters for micro-batches: builders for the command line's MODEL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.capture import zoo
+
+BATCH, WIDTH, CLASSES = 8, 12, 5
+
+
+class _Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("class_weights", torch.linspace(0.5, 2.0, CLASSES))
+
+    def rows(self, x: Tensor) -> Tensor:
+        return self.second(self.dropout(torch.tanh(self.first(x))))
+
+
+def _data(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(BATCH, WIDTH, generator=generator)
+    return x, torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def _built(forward: Any, labels: Any = None, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(1)
+    net = type("Net", (_Net,), {"forward": forward})(**options)
+    x, known = _data()
+    return net, (x, known if labels is None else labels(known))
+
+
+def _ignored(labels: Tensor) -> Tensor:
+    """In the first two micro-batches of four nothing, and one label, counts."""
+    labels = labels.clone()
+    labels[:3] = -100
+    labels[6] = -100
+    return labels
+
+
+def uneven_labels(**_: Any) -> Any:
+    """A mean over labels of which the micro-batches have different numbers, one of them none."""
+    return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y), _ignored)
+
+
+def weighted_classes(**_: Any) -> Any:
+    """A mean by the weights of classes."""
+    return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y, self.class_weights), _ignored)
+
+
+def summed(**_: Any) -> Any:
+    """A sum over the batch."""
+    return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y, reduction="sum"))
+
+
+def over_batch_size(**_: Any) -> Any:
+    """A sum, divided by the batch's size as a number."""
+    return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y, reduction="sum") / x.shape[0])
+
+
+def masked_mean(**_: Any) -> Any:
+    """A mean written by hand: over the entries that a mask leaves, of which micro-batches have different numbers."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        mask = (y > 1).to(x.dtype)
+        return (F.cross_entropy(self.rows(x), y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+    return _built(forward)
+
+
+def regularised(**_: Any) -> Any:
+    """A mean, and a penalty that depends on no example."""
+    return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y) + 0.1 * self.first.weight.pow(2).sum())
+
+
+def with_dropout(**_: Any) -> Any:
+    """Random masks."""
+    return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y), dropout=0.5)
+
+
+def contrastive(**_: Any) -> Any:
+    """Examples compared with one another."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        rows = F.normalize(self.rows(x), dim=-1)
+        return F.cross_entropy(rows @ rows.T, y)
+
+    return _built(forward)
+
+
+def centred(**_: Any) -> Any:
+    """Each example less the batch's mean."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        rows = self.rows(x)
+        return F.cross_entropy(rows - rows.mean(0), y)
+
+    return _built(forward)
+
+
+def squared(**_: Any) -> Any:
+    """The square of an average."""
+    return _built(lambda self, x, y: self.rows(x).mean().square())
+
+
+def numbered(**_: Any) -> Any:
+    """Examples weighted by their place in the batch."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (F.cross_entropy(self.rows(x), y, reduction="none") * torch.arange(x.shape[0])).mean()
+
+    return _built(forward)
+
+
+def text(**_: Any) -> Any:
+    """A small GPT-2 of which most of a micro-batch's labels do not count."""
+    model, batch = zoo.build("gpt2-tiny", device="cpu", batch_size=BATCH)
+    labels = batch["labels"].clone()
+    labels[:2, 3:] = -100
+    labels[5] = -100
+    return model, {**batch, "labels": labels}

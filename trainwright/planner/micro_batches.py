@@ -1,0 +1,103 @@
+"""How many micro-batches: one first, then more as long as memory binds and their bound in seconds is below the best.
+
+More micro-batches never make a step faster by themselves: they gather weights and start kernels once for each, and add
+gradients up. They take less memory, so they are looked at when the plan without them does not fit, or has to give time
+for memory. What the sharding alone would take rises with their number, so the first number whose bound is not below the
+best ends the search.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..artifacts import Refusal, UserError
+from ..capture.program import Program
+from .mesh_search import Found
+from .stages import GAP
+from .task import Task
+
+Search = Callable[[Task, float], Found | None]
+"""The fastest answer of a task below some seconds on any mesh; `None`: there is none so fast; `Refusal`: none that fits."""
+
+
+@dataclass(eq=False)
+class Variants:
+    """The programs of one batch, by the number of micro-batches that make a step of it."""
+
+    numbers: Sequence[int]
+    program_of: Callable[[int], Program]
+    refused: dict[int, str] = field(default_factory=dict)
+    """Why a number cannot be."""
+    _tasks: dict[tuple[int, str], Task] = field(default_factory=dict)
+    """By number and where it may offload to."""
+    _programs: dict[int, Program] = field(default_factory=dict)
+
+    def tasks(self, task: Task) -> Iterator[tuple[int, Task]]:
+        """Yield the task of each number that can be, beginning with `task` itself."""
+        for num in self.numbers:
+            if num == task.program.num_runs:
+                yield num, task
+            elif num not in self.refused and (found := self._task(task, num)) is not None:
+                yield num, found
+
+    def _task(self, task: Task, num: int) -> Task | None:
+        if (num, task.offload) not in self._tasks:
+            try:
+                program = self._programs.get(num) or self.program_of(num)
+            except UserError as error:
+                self.refused[num] = str(error)
+                return None
+            self._programs[num] = program
+            self._tasks[num, task.offload] = replace(task, program=program, variants=None)
+        return self._tasks[num, task.offload]
+
+
+def fastest_number(task: Task, variants: Variants, search: Search) -> Found:
+    """Return the fastest answer over all numbers of micro-batches; `Refusal` where none fits."""
+    began = time.perf_counter()
+    best: Found | None = None
+    refusals: dict[int, Refusal] = {}
+    unseen: list[int] = []
+    for num, variant in variants.tasks(task):
+        spent_s = time.perf_counter() - began
+        if best is not None and spent_s > 2 * task.time_limit_s:
+            unseen.append(num)
+            continue
+        cutoff_s = math.inf if best is None else best.price.step_s
+        if best is not None and min(place.solver.lower_bound_s() for place in variant.places) >= cutoff_s * (1 - GAP):
+            break
+        try:
+            found = search(variant, cutoff_s)
+        except Refusal as refusal:
+            refusals[num] = refusal
+            continue
+        if found is not None and (best is None or found.price.step_s < best.price.step_s):
+            best = found
+        if best is not None and best.place.solver.last_aim is None:
+            break  # it fits as it is, and more of them would not be faster
+    if best is None:
+        raise _refused(refusals, variants)
+    return replace(best, notes=(*best.notes, *_notes(best, refusals, variants, unseen)))
+
+
+def _notes(best: Found, refusals: dict[int, Refusal], variants: Variants, unseen: list[int]) -> Iterator[str]:
+    num = best.place.task.program.num_runs
+    if num > 1:
+        small = [str(other) for other in sorted(refusals) if other < num]
+        why = f"{' and '.join(small)} would not fit" if small else "fewer would be slower in this memory"
+        yield f"{num} micro-batches were chosen: {why}"
+    elif variants.refused:
+        yield f"one micro-batch alone can be: {next(iter(variants.refused.values()))}"
+    if unseen:
+        yield f"numbers of micro-batches not looked at for lack of time: {', '.join(map(str, unseen))}"
+
+
+def _refused(refusals: dict[int, Refusal], variants: Variants) -> Refusal:
+    """The refusal of the number that needs least, with what was looked at."""
+    num = max(refusals)
+    seen = f"micro-batches looked at: {', '.join(map(str, sorted(refusals)))}"
+    why = "".join(f"; {text}" for text in list(variants.refused.values())[:1])
+    return Refusal(f"{refusals[num]}; {seen}{why}")
