@@ -95,6 +95,18 @@ def is_random(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags or "dropout" in packet(target)
 
 
+def is_pure(target: Any) -> bool:
+    """Tell whether an op only computes: it writes nothing, returns no view, draws no numbers, talks to no other rank."""
+    if not isinstance(target, OpOverload) or "c10d" in target.namespace or is_mutating(target) or is_random(target):
+        return False
+    return all(argument.alias_info is None for argument in target._schema.arguments)
+
+
+def schema_text(target: Any) -> str:
+    """Return an op's schema: name, arguments, results."""
+    return str(target._schema)
+
+
 def packet(target: Any) -> str:
     """Return the op's name without overload: `add` for `aten.add.Tensor`, `ours::add` for another's; a function's own name."""
     if isinstance(target, OpOverload):

@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from ..ops import Call, Dims, Signature, TensorSpec, find, signature_of
 from .blocks import Region, RegionClass, classify, find_regions
+from .discover import discovered
 from .export import Captured
 from .factors import Factor, leaves, unify, whole
 from .groups import Group, build_groups
@@ -229,6 +230,9 @@ class _Builder:
         inputs = [self._as_tensor(found) for found in _tensor_nodes((node.args, node.kwargs))]
         call = _call_of(node)
         signature = signature_of(call)
+        if not signature.known and not node.meta.get("constant"):
+            wanted = [tensor.requires_grad and call.name not in UNDIFFERENTIABLE for tensor in inputs]
+            signature = discovered(node.target, call, wanted) or signature
         loops = {name: [Factor(size)] for name, size in signature.sizes.items()}
         for tensor, dims in zip(inputs, signature.inputs):
             for factors, dim in zip(tensor.dims, dims):

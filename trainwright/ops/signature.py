@@ -76,6 +76,8 @@ class Signature:
     """Reduced loops over which the op takes a mean: of parts of equal size, the mean of the means is the whole one."""
     joint: frozenset[str] = field(default_factory=frozenset)
     """Loops whose split makes ranks work together inside the op: no part of it can be computed for itself."""
+    discovered: bool = False
+    """Found by trying shards of a small input, not written down by anybody."""
     known: bool = True
     """False: no rule; the op runs on whole tensors."""
 

@@ -193,7 +193,14 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         ),
         params=params,
         modules=modules,
-        notes=(*task.program.captured.notes, *_gathered(task.program), *_passes(task), *answer.notes, *found.notes),
+        notes=(
+            *task.program.captured.notes,
+            *_gathered(task.program, found.price),
+            *_discovered(task.program),
+            *_passes(task),
+            *answer.notes,
+            *found.notes,
+        ),
     )
 
 
@@ -232,12 +239,27 @@ def size_text(num_bytes: float, up: bool = False) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _gathered(program: Program) -> tuple[str, ...]:
-    """A note on the ops that no rule describes."""
-    names = sorted({op.name for op in program.ops if not op.constant and not op.signature.known})
+def _gathered(program: Program, price: Price) -> tuple[str, ...]:
+    """A note on the ops that no rule describes, with what running them whole takes of the step."""
+    ops = [op for op in program.ops if not op.constant and not op.signature.known]
+    if not ops:
+        return ()
+    keys = {key for op in ops for key in (op.key, *(f"{op.key}.in{place}" for place in range(len(op.inputs))))}
+    taken_s = sum(price.by_op.get(key, 0.0) for key in keys)
+    names = ", ".join(sorted({op.name for op in ops}))
+    return (
+        f"no rule describes {names}: every rank runs it on whole, gathered tensors, {taken_s * 1e3:.3g} ms of the step",
+    )
+
+
+def _discovered(program: Program) -> tuple[str, ...]:
+    """A note on the ops whose rule was found by trying."""
+    names = sorted({op.name for op in program.ops if op.signature.discovered})
     if not names:
         return ()
-    return (f"no rule describes {', '.join(names)}: every rank runs it on whole, gathered tensors",)
+    return (
+        f"the rule of {', '.join(names)} was found by trying shards of small inputs; `verify` holds it against one process",
+    )
 
 
 def _passes(task: Task) -> tuple[str, ...]:
