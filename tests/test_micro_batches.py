@@ -12,6 +12,9 @@ import trainwright as tw
 from tests.models import micro
 from tests.pool import Pool
 from trainwright.capture.micro_batches import capture_step
+from trainwright.cli import main
+from trainwright.planner import Task
+from trainwright.planner.solve import Answer
 from trainwright.runtime.batch import own_rows
 
 PEAK_BAR = 0.01
@@ -152,3 +155,55 @@ def test_in_training(pool2: Pool, function: str, tmp_path: Any) -> None:
     plan = planned(f"{OWN}:with_dropout" if function in ("dropout", "resumes") else f"{OWN}:uneven_labels", 4)
     results = pool2.run(f"tests.micro_cases:{function}", plan=plan.to_json(), folder=str(tmp_path))
     assert all(result == "ok" for result in results), results
+
+
+def test_what_the_solver_minimises_is_what_is_priced() -> None:
+    model, batch = micro.summed()
+    for num in (1, 4):
+        question = tw._question(
+            model, batch, "cpu:2", None, "adamw", None, (2,), (), "none", 30.0, None, None, None, num
+        )
+        (place,) = Task(**question).places
+        answer = place.solve("joint")
+        assert isinstance(answer, Answer)
+        assert answer.objective_s == pytest.approx(place.price(answer.simulation).step_s, rel=1e-6)
+
+
+def test_from_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, path, page = f"{OWN}:uneven_labels", str(tmp_path / "plan.json"), tmp_path / "plan.html"
+    assert main(["plan", spec, "--hardware", "cpu:2", "--micro-batches", "4", "-o", path, "--html", str(page)]) == 0
+    assert "4 micro-batches" in capsys.readouterr().out
+    assert "4 micro-batches" in page.read_text()
+    assert tw.Plan.from_json(path).micro_batches == 4
+    assert main(["check", path, "--model", spec]) == 0
+    assert main(["explain", path, "--model", spec]) == 0
+    assert "4 micro-batches" in capsys.readouterr().out
+    other = str(tmp_path / "other.json")
+    assert main(["plan", spec, "--hardware", "cpu:2", "--micro-batches", "auto", "-o", other]) == 0
+    capsys.readouterr()
+    assert main(["diff", path, other]) == 0
+    assert "micro" in capsys.readouterr().out
+    assert main(["plan", spec, "--hardware", "cpu:2", "--micro-batches", "some"]) == 2
+    assert "a number of micro-batches is needed" in capsys.readouterr().err
+
+
+def test_a_frontier_is_better_with_more_to_choose_from(pool2: Pool) -> None:
+    model, batch = micro.uneven_labels()
+    points = tw.frontier(model, batch, hardware="cpu:2", micro_batches="auto", num_points=2)
+    one = tw.frontier(model, batch, hardware="cpu:2", num_points=2)
+    assert {point.micro_batches for point in points} > {1}
+    assert points[0].predicted.peak_bytes <= one[0].predicted.peak_bytes
+    assert points[0].predicted.step_s < one[0].predicted.step_s
+    peaks = [point.predicted.peak_bytes for point in points]
+    steps = [point.predicted.step_s for point in points]
+    assert peaks == sorted(peaks)
+    assert steps == sorted(steps, reverse=True)
+    verified(pool2, f"{OWN}:uneven_labels", points[0])
+
+
+@pytest.mark.slow
+def test_with_offloading(pool2: Pool) -> None:
+    plan = planned("zoo:gpt2-tiny", 2, 0.5, offload="disk", pins=("transformer.h.*=offload",))
+    assert any(op.offloaded for op in plan.modules.values())
+    report = verified(pool2, "zoo:gpt2-tiny", plan)
+    assert max(report.peak_bytes) == pytest.approx(plan.predicted.peak_bytes, rel=PEAK_BAR)

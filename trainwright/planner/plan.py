@@ -158,8 +158,10 @@ def _smaller_batch(task: Task, smallest: Simulation, budget: int) -> str:
     fits = int(max(sizes) * (budget - static) / (smallest.peak_bytes - static))
     if fits < 1:
         return ""
-    cut = "" if task.program.num_runs > 1 else "; --micro-batches auto may cut this one"
-    return f", or a batch of about {fits} instead of {max(sizes)} (an estimate{cut})"
+    what, cut = (
+        ("micro-batch", "") if task.program.num_runs > 1 else ("batch", "; --micro-batches auto may cut this one")
+    )
+    return f", or a {what} of about {fits} instead of {max(sizes)} (an estimate{cut})"
 
 
 def as_plan(solver: str, found: Found, plan_s: float) -> Plan:

@@ -12,7 +12,9 @@ from ..artifacts import Tier
 from ..capture.accumulate import shared_conversions
 from ..capture.execute import Executor
 from ..capture.local import Instruction, LocalProgram
+from ..capture.micro_batches import WEIGHTED
 from ..capture.offload import CountingStore
+from ..hardware.collectives import seconds
 from .costs import CostModel, OptimizerCost
 
 
@@ -58,6 +60,8 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
         total.comm_s += sum(comm)
         total.forward_s += compute[0] + comm[0]
         total.by_op[instruction.key] += sum(compute) + sum(comm)
+    if costs.num_runs > 1:
+        total.comm_s += _weights_s(executor.local, costs)
     for rerun in executor.reruns.values():
         for index in rerun.instructions:
             compute, comm = _instruction_s(executor.local, executor.local.instructions[index], costs)
@@ -79,6 +83,17 @@ def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: floa
         for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
     )
     return tier.exposed_s(out_s, total.forward_s) + tier.exposed_s(back_s, backward_s)
+
+
+def _weights_s(local: LocalProgram, costs: CostModel) -> float:
+    """The seconds in which ranks learn once a step how many labels count in the whole batch: one number, where labels are split."""
+    total = 0.0
+    for instruction in local.instructions:
+        if local.program.corrections.get(instruction.key) == WEIGHTED and instruction.op is not None:
+            labels = local.values[instruction.inputs[1]]
+            split = [axis for axis, place in zip(costs.axes, labels.layout) if place >= 0]
+            total += sum(seconds("all_reduce", axis, 8) for axis in split)
+    return total * costs.num_passes / costs.num_runs
 
 
 Seconds = tuple[float, float]
