@@ -89,6 +89,7 @@ def test_every_way_to_average_is_exact(pool2: Pool, name: str, corrections: set[
         ("centred", "uses an average over all of them for each"),
         ("squared", "is not linear"),
         ("numbered", "numbers the examples"),
+        ("sized", "numbers that do not depend on the batch's size"),
     ],
 )
 def test_a_loss_that_has_no_parts_is_refused(name: str, why: str) -> None:

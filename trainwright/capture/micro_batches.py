@@ -203,11 +203,11 @@ class _Comparison:
         if twin is None:
             return 1.0
         pairs = list(_literals((op.node.args, op.node.kwargs), (twin.node.args, twin.node.kwargs)))
-        differing = [(a, b) for a, b in pairs if a != b]
-        takes_sizes = (
-            op.kind == "view" or op.name == "arange" or op.name in _UNIFORM or find(op.name).localize is not None
-        )
-        if not differing or (takes_sizes and all(isinstance(value, int) for pair in differing for value in pair)):
+        differing = [
+            (ours, theirs) for ours, theirs, listed in pairs if ours != theirs and not (listed and _takes_sizes(op))
+        ]
+        whole_numbers = all(isinstance(value, int) for pair in differing for value in pair)
+        if not differing or (whole_numbers and (op.kind == "view" or op.name == "arange")):
             return 1.0
         if op.name in ("mul", "div") and len(differing) == 1 and all(isinstance(v, int | float) for v in differing[0]):
             ours, theirs = map(float, differing[0])
@@ -332,18 +332,22 @@ class _Comparison:
         return [_State("mean", from_batch=known)] * len(op.outputs)
 
 
-def _literals(ours: Any, theirs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of corresponding literal arguments."""
+def _literals(ours: Any, theirs: Any, depth: int = 0) -> Iterator[tuple[Any, Any, bool]]:
+    """Yield pairs of corresponding literals of (args, kwargs), and whether they stand in a list, as sizes do."""
     if isinstance(ours, torch.fx.Node):
         return
     if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)) and len(ours) == len(theirs):
         for a, b in zip(ours, theirs):
-            yield from _literals(a, b)
+            yield from _literals(a, b, depth + 1)
     elif isinstance(ours, dict) and isinstance(theirs, Mapping) and ours.keys() == theirs.keys():
         for key in ours:
-            yield from _literals(ours[key], theirs[key])
+            yield from _literals(ours[key], theirs[key], depth + 1)
     else:
-        yield ours, theirs
+        yield ours, theirs, depth > 2
+
+
+def _takes_sizes(op: Op) -> bool:
+    return op.kind == "view" or op.name in _UNIFORM or find(op.name).localize is not None
 
 
 def as_runs(part: Captured, num: int, corrections: Corrections) -> Program:
