@@ -230,7 +230,7 @@ class _Builder:
         inputs = [self._as_tensor(found) for found in _tensor_nodes((node.args, node.kwargs))]
         call = _call_of(node)
         signature = signature_of(call)
-        if not signature.known and not node.meta.get("constant"):
+        if not signature.known and find(call.name).kind == "heavy" and not node.meta.get("constant"):
             wanted = [tensor.requires_grad and call.name not in UNDIFFERENTIABLE for tensor in inputs]
             signature = discovered(node.target, call, wanted) or signature
         loops = {name: [Factor(size)] for name, size in signature.sizes.items()}
