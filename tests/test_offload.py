@@ -166,9 +166,8 @@ def test_a_plan_that_offloads_is_run_as_promised(pool2: Pool) -> None:
     report = pool2.run("tests.parallel_cases:offloading_plan", timeout_s=280, budget_bytes=1_900_000)[0]
     assert report["passed"], report
     assert report["moved_bytes"] > 0
-    for peak in report["peak_bytes"]:
-        assert peak <= report["budget_bytes"]
-        assert peak == pytest.approx(report["predicted_peak_bytes"], rel=0.01)
+    assert max(report["peak_bytes"]) <= report["budget_bytes"]
+    assert max(report["peak_bytes"]) == pytest.approx(report["predicted_peak_bytes"], rel=0.01)
 
 
 @pytest.mark.parametrize(("tier", "moves"), [(QUICK, True), (SLOW, False)])

@@ -59,9 +59,9 @@ def cluster_table(cluster: Cluster) -> str:
         table.add_row(f"convolution {dtype}", f"{format_flops(rate)}/s", "")
     table.add_row("memory bandwidth", f"{format_bytes(device.bandwidth_bytes_per_s)}/s", "")
     table.add_row("smallest op", format_s(device.launch_s), "")
-    for name, tier in cluster.offload.items():
+    for place, tier in cluster.offload.items():
         rates = f"{format_bytes(tier.write_bytes_per_s)}/s out, {format_bytes(tier.read_bytes_per_s)}/s back"
-        table.add_row(f"offload to {name}", rates, f"{100 * tier.overlap:.0f} % beside computations")
+        table.add_row(f"offload to {place}", rates, f"{100 * tier.overlap:.0f} % beside computations")
     for link in cluster.links:
         speed = f"{format_bytes(link.bandwidth_bytes_per_s)}/s"
         table.add_row(f"link {link.name}", speed, f"{link.size} sharing, {format_s(link.latency_s)} a hop")
