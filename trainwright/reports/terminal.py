@@ -64,8 +64,8 @@ def cluster_table(cluster: Cluster) -> str:
     for link in cluster.links:
         speed = f"{format_bytes(link.bandwidth_bytes_per_s)}/s"
         table.add_row(f"link {link.name}", speed, f"{link.size} sharing, {format_s(link.latency_s)} a hop")
-    for name, factor in cluster.device.factors.items():
-        table.add_row(f"learned: {name}", f"× {factor:.3g}", _learned_from(cluster))
+    for what, factor in cluster.device.factors.items():
+        table.add_row(f"learned: {what}", f"× {factor:.3g}", _learned_from(cluster))
     if cluster.comm_factor != 1.0:
         table.add_row("learned: communication", f"× {cluster.comm_factor:.3g}", _learned_from(cluster))
     return rendered(title_line(cluster.name, cluster.source), table)
