@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib.util
+import io
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,18 @@ def saves(plan: str, name: str, folder: str) -> float:
         checkpointer.save(NUM_STEPS - 1)
     with torch.no_grad():
         return float(module(**part).loss)
+
+
+def example(plan_path: str, folder: str) -> str:
+    """Run `examples/lora.py` as its own last lines do, on these ranks; what it prints."""
+    path = Path(__file__).parent.parent / "examples" / "lora.py"
+    spec = importlib.util.spec_from_file_location("lora_example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        module.main(plan_path, folder)
+    dist.barrier()
+    return printed.getvalue()
 
 
 def begins_on_meta(plan: str, name: str, folder: str) -> dict[str, Any]:

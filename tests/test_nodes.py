@@ -59,10 +59,17 @@ def test_the_script_is_valid_and_asks_for_what_it_needs() -> None:
     assert "a model is needed" in done.stderr
 
 
-def test_two_nodes_train_together_and_go_on_when_the_job_comes_back(plan_path: Path, tmp_path: Path) -> None:
+def test_two_nodes_train_together(plan_path: Path, tmp_path: Path) -> None:
     first = run_script(tmp_path, plan_path, steps=4)
     assert first.returncode == 0, first.stderr
     assert "4 steps on 2 ranks" in first.stdout
+    assert [path.name for path in sorted((tmp_path / "run").iterdir())] == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.slow
+def test_they_go_on_when_the_job_comes_back(plan_path: Path, tmp_path: Path) -> None:
+    first = run_script(tmp_path, plan_path, steps=4)
+    assert first.returncode == 0, first.stderr
     again = run_script(tmp_path, plan_path, steps=6)
     assert again.returncode == 0, again.stderr
     rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]

@@ -40,7 +40,7 @@ def test_all_of_torchs_optimizers_are_here() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ON_SHARDS)
-@pytest.mark.parametrize("solver", ["fsdp", "megatron"])
+@pytest.mark.parametrize("solver", ["fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_torchs_optimizers_on_plans(pool2: Pool, solver: str, optimizer: str) -> None:
     for found in pool2.run(CASES + "steps", plan=planned(solver), optimizer=optimizer):
         assert_equal(found)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.runtime.checkpoints [--rounds 5] [--no-keep]
 
-Two ranks of this machine, a GPT-2 of some 13 million weights sharded by a plan, AdamW, saved to a local disk. A round is some
+Two ranks of this machine, a GPT-2 of some 4 million weights sharded by a plan, AdamW, saved to a local disk. A round is some
 steps without saving, then as many after a save of either kind, by turns. *held*: until `save` returns, as a ratio to the plain
 step. *slower after*: what the following steps take beyond plain ones until all is on the disk, in steps: there the writing
 thread and the ranks share the cores. *memory*: the largest that the allocator recorded beyond the training itself, as a ratio to
@@ -28,14 +28,7 @@ from trainwright.launch import run_processes
 from trainwright.profiler.allocator import measure
 from trainwright.runtime import Checkpointer, train_step
 
-OPTIONS: dict[str, Any] = {
-    "n_embd": 384,
-    "n_layer": 6,
-    "n_head": 6,
-    "vocab_size": 4096,
-    "batch_size": 4,
-    "seq_len": 128,
-}
+OPTIONS: dict[str, Any] = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 4096, "batch_size": 4, "seq_len": 64}
 STEPS_AFTER = 4
 
 
