@@ -12,10 +12,12 @@ from typing import Any
 import torch.fx as fx
 
 from ..ops import find
+from .buckets import Bucket
 from .groups import Group, Split
 from .layout import REPLICATE, Layout, local_shape, slot_range
 from .program import Op, Program, Tensor
 from .reshard import Axes, Communicator, Nothing, Route, reshard, tensors_in
+from .schedule import Overlap, in_buckets
 from .transition import gradient_layout, transition
 
 
@@ -34,6 +36,8 @@ class Decisions:
     offloaded: set[str] = field(default_factory=set)
     in_flight_bytes: int = 0
     """Of what is offloaded, how much may stand on the device while it leaves, and again before it is asked for."""
+    overlap: Overlap = "none"
+    """How far parameters travel ahead of their use, see `schedule`."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class Instruction:
     internal_offloaded: bool = False
     many: bool = False
     """Gives a tuple."""
+    bucket: Bucket | None = None
+    """Of an instruction that opens a bucket, or closes it for one parameter."""
 
 
 @dataclass(eq=False)
@@ -128,7 +134,7 @@ class _Builder:
             self.decisions,
             self.communicator,
             self.values,
-            self.instructions,
+            in_buckets(self.instructions, self.values, self.decisions.overlap),
             sources,
             outputs,
             loss.index,

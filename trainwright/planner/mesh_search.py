@@ -62,6 +62,7 @@ class MeshSearch:
         if isinstance(answer, Infeasible):
             (self.slower.append(place.shape) if answer.cut_off else self.failures.append((place, answer)))
             return
+        answer = answer.overlapped(place.simulate, self.task.usable_bytes)
         found = Found(place, answer, place.price(answer.simulation))
         if self.best is None or found.price.step_s < self.best.price.step_s:
             self.best = found

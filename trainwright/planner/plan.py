@@ -175,6 +175,7 @@ def as_plan(task: Task, solver: str, found: Found, plan_s: float) -> Plan:
         ),
         params=params,
         modules=modules,
+        overlap=answer.decisions.overlap,
         notes=(*task.program.captured.notes, *_gathered(task.program), *_passes(task), *answer.notes, *found.notes),
     )
 

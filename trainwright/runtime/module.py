@@ -151,6 +151,7 @@ class ParallelModule(nn.Module):
         self._executor = Executor(self._local, open_store(plan, self.device))
         self._inputs = {tensor.key: tensor for tensor in program.inputs}
         self._params: dict[ProgramTensor, nn.Parameter] = {}
+        self._local_shapes: dict[ProgramTensor, tuple[int, ...]] = {}
         self._buffers_of: dict[ProgramTensor, Tensor] = {}
         self._constants = {t: t.value.to(self.device) for t in program.tensors if t.role == "const"}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
@@ -183,6 +184,7 @@ class ParallelModule(nn.Module):
             self.regions[name] = region_of(tensor.shape, tensor.slots, layout, mesh, coords)
             local = read(name, self.regions[name]).to(self.device, original.dtype)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
+            self._local_shapes[tensor] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():
             made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
             if name in known:
@@ -208,9 +210,19 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rank's part of the step on the rank's part of the batch."""
+        if torch.compiler.is_compiling():
+            from . import compiled
+
+            return compiled.forward(self, args, kwargs)
+        return self._end(self._executor.run(*self._begin(args, kwargs)))
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[dict[ProgramTensor, Tensor], RunState]:
+        """What a run is given."""
         sources = self._sources(as_batch(kwargs if kwargs else args))
-        state = RunState(self.seed, self.num_steps, self.training, self.use_dropout)
-        flat = self._executor.run(sources, state)
+        return sources, RunState(self.seed, self.num_steps, self.training, self.use_dropout)
+
+    def _end(self, flat: list[Any]) -> Any:
+        """Count the step, and make the model's own output of a run's flat outputs."""
         if self.training and torch.is_grad_enabled():
             self.num_steps += 1
         loss_index = self.program.captured.loss_index
@@ -222,11 +234,9 @@ class ParallelModule(nn.Module):
         sources = dict(self._batch_sources(batch))
         sources.update(self._constants)
         sources.update(self._buffers_of)
-        mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
         for tensor, param in self._params.items():
             local = param.to_local()  # type: ignore[attr-defined]
-            layout = self._local.decisions.params[tensor]
-            shape = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
+            shape = self._local_shapes[tensor]
             sources[tensor] = local if local.shape == shape else local.view(shape)
         return sources
 
