@@ -20,6 +20,8 @@ from .reshard import Axes, Communicator, Nothing, Route, reshard, tensors_in
 from .schedule import Overlap, in_buckets
 from .transition import gradient_layout, transition
 
+_ANY_REGION = -2
+
 
 @dataclass(eq=False)
 class Decisions:
@@ -207,9 +209,12 @@ class _Builder:
             return held
         if not tensor.requires_grad and tensor.role not in ("op", "param"):
             region = -1  # a slice of the batch or of a constant serves every block
-        name = (tensor, forward, gradient, region)
+        # A tied parameter that is whole where it is read: its readers' gradients are summed here, and reduced once.
+        tied = self.decisions.overlap != "none" and tensor.role == "param" and held.layout == forward
+        name = (tensor, forward, gradient, _ANY_REGION if tied else region)
         if name not in self.copies:
             self.copies[name] = self._reshard(held, forward, gradient, due, region, key)
+            self.copies[name].recomputed &= not tied
         return self.copies[name]
 
     def _reshard(self, held: Value, forward: Layout, gradient: Layout, due: Layout, region: int, key: str) -> Value:

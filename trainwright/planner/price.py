@@ -47,7 +47,7 @@ class Price:
     @property
     def serial_s(self) -> float:
         """Return the seconds of the whole step if nothing were hidden."""
-        return self.compute_s + self.comm_s + self.recompute_s
+        return self.compute_s + self.comm_s + self.recompute_s + self.transfer_s
 
     @property
     def step_s(self) -> float:
@@ -67,7 +67,7 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
         total.by_op[instruction.key] += sum(compute) + sum(comm)
         timeline.add(instruction, compute, comm)
     if costs.device.kind == "gpu":
-        # Cores that compute are the ones that communicate: on CPUs nothing was seen to be hidden (docs/decisions.md).
+        # On CPUs the cores that compute are the ones that communicate: nothing counts as hidden there.
         total.hidden_comm_s = timeline.hidden_s()
     for rerun in executor.reruns.values():
         for index in rerun.instructions:
