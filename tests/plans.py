@@ -12,6 +12,7 @@ from trainwright.capture.decide import param_classes, plan_sections
 from trainwright.capture.layout import REPLICATE
 from trainwright.capture.local import Decisions
 from trainwright.capture.program import Program
+from trainwright.capture.schedule import OVERLAPS
 
 
 def cluster(num_ranks: int) -> Cluster:
@@ -48,6 +49,7 @@ def plan_of(program: Program, decisions: Decisions, literals: dict[str, Any] | N
         solver=SolverInfo(name="test", status="drawn", solve_s=0, plan_s=0),
         params=params,
         modules=modules,
+        overlap=decisions.overlap,
     )
 
 
@@ -72,6 +74,7 @@ def random_decisions(
     for tensor in program.inputs:
         slots = [index for index, slot in enumerate(tensor.slots) if not slot.blocked]
         decisions.inputs[tensor] = tuple(draw.choice([REPLICATE, *slots]) for _ in mesh)
+    decisions.overlap = OVERLAPS[-1 - seed % len(OVERLAPS)]
     for region_class in program.classes:
         for group in region_class.groups:
             _draw_fates(program, region_class, group, decisions, draw, recompute)

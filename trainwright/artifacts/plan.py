@@ -122,6 +122,8 @@ class Plan(Artifact):
     solver: SolverInfo
     params: dict[str, ParamPlan]
     modules: dict[str, OpPlan]
+    overlap: Literal["none", "buckets", "ahead"] = "none"
+    """Whether gradients are reduced together, and parameters gathered ahead of their use."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -47,7 +47,7 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
             f"({plan.model.name}, torch {plan.torch_version}); use the same model, batch shape and library versions, or plan anew"
         )
     mesh = tuple(plan.mesh.values())
-    decisions = Decisions(mesh, {}, {})
+    decisions = Decisions(mesh, {}, {}, overlap=plan.overlap)
     for tied in param_classes(program):
         key = span([tensor.key for tensor in tied])
         entry = _entry(plan.params, key, "params")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .buckets import Bucket, Flights
 from .local import Instruction, LocalProgram, Ref
 from .offload import OffloadedStorage, OffloadRun, OffloadStore
 from .program import Tensor as ProgramTensor
@@ -31,6 +33,8 @@ class RunState:
     training: bool = True
     dropout: bool = True
     """False: as if every dropout probability were zero, for comparisons."""
+    flights: Flights = field(default_factory=dict)
+    """The parameters that are under way in this run."""
     micro: int = 0
     """Which of the step's micro-batches this is: each draws its own numbers."""
     known: Mapping[int, Any] = field(default_factory=dict)
@@ -42,6 +46,16 @@ class RunState:
     def draw(self) -> tuple[int, ...]:
         """What the random numbers of this run depend on, besides their place."""
         return (self.seed, self.step, self.micro) if self.micro else (self.seed, self.step)
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a local program: the values that are there, and what the backward will rederive."""
+
+    env: dict[int, Any]
+    state: RunState
+    offload: OffloadRun | None = None
+    memories: dict[int, _RegionMemory] = field(default_factory=dict)
 
 
 class Executor:
@@ -56,26 +70,43 @@ class Executor:
         self.frees = _last_uses(local, self.reruns)
         self.last_offload = max((i.index for i in local.instructions if _offloads(local, i)), default=-1)
         """The last instruction that makes something to offload; -1: none does."""
+        self.before = _gathering_before(self.reruns, self.segments)
+        self.pieces: list[Any] | None = None
+        """The program in pieces (`pieces.pieces`), once it has been asked to run compiled."""
 
     def run(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> list[Any]:
         """Return the flat outputs, given the rank's part of every parameter, buffer, batch entry and constant."""
-        env: dict[int, Any] = {
-            index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources
-        }
-        memories: dict[int, _RegionMemory] = {}
-        offload = self._offload_run() if torch.is_grad_enabled() else None
+        run = self.begin(sources, state)
         for region, start, stop in self.segments:
-            rerun = self.reruns.get(region) if torch.is_grad_enabled() else None
-            if offload is not None and start > self.last_offload:
-                offload.settle()
-            if rerun is None and offload is None:
-                self._forward(env, start, stop, state)
-            else:
-                memory = memories.setdefault(region, _RegionMemory(self, rerun or _Rerun(), state, offload))
-                self._forward_watched(env, start, stop, state, memory)
-        if offload is not None:
-            offload.end_forward()
-        return [env[found.value] if isinstance(found, Ref) else found for found in self.local.outputs]
+            self.step(run, region, start, stop)
+        return self.end(run)
+
+    def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:
+        """Return a run of which no instruction has been carried out."""
+        env = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
+        offload = self._offload_run() if torch.is_grad_enabled() else None
+        return Run(env, replace(state, flights={}), offload)
+
+    def step(self, run: Run, region: int, start: int, stop: int) -> None:
+        """Carry out the instructions `start` to `stop`, all of one region."""
+        rerun = self.reruns.get(region) if torch.is_grad_enabled() else None
+        if run.offload is not None and start > self.last_offload:
+            run.offload.settle()
+        if rerun is None and run.offload is None:
+            self._forward(run.env, start, stop, run.state)
+            return
+        if region not in run.memories:
+            run.memories[region] = _RegionMemory(self, rerun or _Rerun(), run.state, run.offload)
+        self._forward_watched(run.env, start, stop, run.state, run.memories[region])
+
+    def end(self, run: Run) -> list[Any]:
+        """Return the flat outputs of a run whose instructions have all been carried out."""
+        if run.offload is not None:
+            run.offload.end_forward()
+        for region, before in self.before.items():
+            if region in run.memories:
+                run.memories[region].before = run.memories.get(before)
+        return [run.env[found.value] if isinstance(found, Ref) else found for found in self.local.outputs]
 
     def _offload_run(self) -> OffloadRun | None:
         if self.store is None or self.last_offload < 0:
@@ -110,19 +141,9 @@ Call = Callable[[dict[int, Any], RunState], None]
 
 def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
     """Bind an instruction to a function of the environment, with no search left to do at run time."""
-    function = with_state(instruction, coords)
-    args, kwargs, outputs = instruction.args, instruction.kwargs, instruction.outputs
-
-    if function is None:
-        plain = instruction.function
-
-        def compute(env: dict[int, Any], state: RunState) -> Any:
-            return plain(*_fill(args, env), **_fill_named(kwargs, env))
-    else:
-        stateful = function
-
-        def compute(env: dict[int, Any], state: RunState) -> Any:
-            return stateful(state, *_fill(args, env), **_fill_named(kwargs, env))
+    function = _in_flight(instruction) if instruction.bucket is not None else with_state(instruction, coords)
+    outputs = instruction.outputs
+    compute = _bind(instruction) if function is None else _bind_stateful(function, instruction)
 
     if instruction.many:
 
@@ -135,6 +156,38 @@ def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
             env[output] = compute(env, state)
 
     return call
+
+
+Compute = Callable[[dict[int, Any], RunState], Any]
+
+
+def _bind(instruction: Instruction) -> Compute:
+    """Look for the values once: most ops take values first, then constants."""
+    function, args, kwargs = instruction.function, instruction.args, instruction.kwargs
+    num = next((place for place, arg in enumerate(args) if type(arg) is not Ref), len(args))
+    rest = args[num:]
+    if num == 0 or any(_has_ref(arg) for arg in (*rest, *kwargs.values())):
+        return lambda env, state: function(*_fill(args, env), **_fill_named(kwargs, env))
+    if num == 1:
+        only = args[0].value
+        return lambda env, state: function(env[only], *rest, **kwargs)
+    values = itemgetter(*(arg.value for arg in args[:num]))
+    return lambda env, state: function(*values(env), *rest, **kwargs)
+
+
+def _bind_stateful(function: Callable[..., Any], instruction: Instruction) -> Compute:
+    args, kwargs = instruction.args, instruction.kwargs
+    return lambda env, state: function(state, *_fill(args, env), **_fill_named(kwargs, env))
+
+
+def _has_ref(tree: Any) -> bool:
+    return type(tree) is Ref or (isinstance(tree, (list, tuple)) and any(_has_ref(item) for item in tree))
+
+
+def _in_flight(instruction: Instruction) -> Callable[..., Any]:
+    """What opens or closes a bucket is told what is under way."""
+    function = instruction.function
+    return lambda state, *args: function(state.flights, *args)
 
 
 def _fill(args: Any, env: dict[int, Any]) -> list[Any]:
@@ -167,6 +220,13 @@ def _segments(instructions: Sequence[Instruction]) -> list[tuple[int, int, int]]
     return segments
 
 
+def _gathering_before(reruns: Mapping[int, _Rerun], segments: Sequence[tuple[int, int, int]]) -> dict[int, int]:
+    """For each region whose backward gathers parameters again, the one before it, whose backward comes next."""
+    order = [region for region in dict.fromkeys(region for region, _, _ in segments) if region in reruns]
+    gathering = [region for region in order if reruns[region].gathers]
+    return dict(zip(gathering[1:], gathering))
+
+
 def _last_uses(local: LocalProgram, reruns: Mapping[int, _Rerun]) -> list[list[int]]:
     """For each instruction, the values that nobody reads after it."""
     last: dict[int, int] = {}
@@ -195,6 +255,8 @@ class _Rerun:
     last_use: dict[int, int] = field(default_factory=dict)
     ends: dict[int, list[int]] = field(default_factory=dict)
     """Where the sub-graph communicates: the instructions that make the region's results, and those results."""
+    gathers: dict[Bucket, dict[int, int]] = field(default_factory=dict)
+    """The parameters that the sub-graph gathers again: by bucket, index → value to start from."""
 
 
 def _reruns(local: LocalProgram) -> dict[int, _Rerun]:
@@ -212,6 +274,9 @@ def _reruns(local: LocalProgram) -> dict[int, _Rerun]:
 
 
 def _communicates(instruction: Instruction) -> bool:
+    if instruction.bucket is not None:
+        index = instruction.args[0]
+        return isinstance(index, int) and instruction.bucket.members[index].there.moves
     if instruction.op is None:
         return any(isinstance(arg, Route) and arg.moves for arg in instruction.args[1:2])
     return instruction.function is not instruction.op.node.target
@@ -239,6 +304,8 @@ def _trace_back(local: LocalProgram, region: int, rerun: _Rerun) -> None:
         if not asked:
             continue
         rerun.instructions.insert(0, instruction.index)
+        if instruction.bucket is not None and instruction.bucket.ahead and _communicates(instruction):
+            rerun.gathers.setdefault(instruction.bucket, {})[instruction.args[0]] = instruction.inputs[0]
         for value in instruction.inputs:
             if local.values[value].recomputed or _is_view(local, value, region):
                 needed.add(value)
@@ -285,6 +352,8 @@ class _RegionMemory:
 
     def __init__(self, executor: Executor, rerun: _Rerun, state: RunState, offload: OffloadRun | None = None) -> None:
         self.executor, self.rerun, self.state, self.offload = executor, rerun, state, offload
+        self.before: _RegionMemory | None = None
+        """Of the region whose backward comes next, if that gathers parameters again."""
         self.sources: dict[int, _Saved] = {}
         self.registry: dict[int, tuple[StorageWeakRef, int]] = {}
         self.waiting: Counter[tuple[int, int]] = Counter()
@@ -384,9 +453,19 @@ class _RegionMemory:
                 env[value] = _Start.apply(env[value], self)
 
     def rederive_first(self) -> None:
-        """Rederive unless that was done."""
-        if not self.is_rederived:
-            self._rederive()
+        """Rederive unless that was done; what the next region gathers again is issued meanwhile."""
+        if self.is_rederived:
+            return
+        self.gather()
+        if self.before is not None:
+            self.before.gather()
+        self._rederive()
+
+    def gather(self) -> None:
+        """Issue the gathers of what is rederived from parameters."""
+        for bucket, starts in () if self.is_rederived else self.rerun.gathers.items():
+            params = {index: _unpack(self.sources[value]) for index, value in starts.items()}
+            self.state.flights[bucket].gather(params)
 
     def fetch(self, place: tuple[int, int]) -> Tensor:
         """Return a rederived tensor; the last one to ask for it takes it away."""

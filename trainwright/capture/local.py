@@ -12,11 +12,15 @@ from typing import Any
 import torch.fx as fx
 
 from ..ops import find
+from .buckets import Bucket
 from .groups import Group, Split
 from .layout import REPLICATE, Layout, local_shape, slot_range
 from .program import Op, Program, Tensor
 from .reshard import Axes, Communicator, Nothing, Route, reshard, tensors_in
+from .schedule import Overlap, in_buckets
 from .transition import gradient_layout, transition
+
+_ANY_REGION = -2
 
 
 @dataclass(eq=False)
@@ -34,6 +38,8 @@ class Decisions:
     offloaded: set[str] = field(default_factory=set)
     in_flight_bytes: int = 0
     """Of what is offloaded, how much may stand on the device while it leaves, and again before it is asked for."""
+    overlap: Overlap = "none"
+    """How far parameters travel ahead of their use, see `schedule`."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,8 @@ class Instruction:
     internal_offloaded: bool = False
     many: bool = False
     """Gives a tuple."""
+    bucket: Bucket | None = None
+    """Of an instruction that opens a bucket, or closes it for one parameter."""
 
 
 @dataclass(eq=False)
@@ -134,7 +142,7 @@ class _Builder:
             self.decisions,
             self.communicator,
             self.values,
-            self.instructions,
+            in_buckets(self.instructions, self.values, self.decisions.overlap),
             sources,
             outputs,
             loss.index,
@@ -207,9 +215,12 @@ class _Builder:
             return held
         if not tensor.requires_grad and tensor.role not in ("op", "param"):
             region = -1  # a slice of the batch or of a constant serves every block
-        name = (tensor, forward, gradient, region)
+        # A tied parameter that is whole where it is read: its readers' gradients are summed here, and reduced once.
+        tied = self.decisions.overlap != "none" and tensor.role == "param" and held.layout == forward
+        name = (tensor, forward, gradient, _ANY_REGION if tied else region)
         if name not in self.copies:
             self.copies[name] = self._reshard(held, forward, gradient, due, region, key)
+            self.copies[name].recomputed &= not tied
         return self.copies[name]
 
     def _reshard(self, held: Value, forward: Layout, gradient: Layout, due: Layout, region: int, key: str) -> Value:

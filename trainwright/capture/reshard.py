@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,13 @@ from torch import Tensor
 
 from .layout import Slot, chunk, local_shape, local_sizes
 from .transition import Step
+
+
+class Pending(Protocol):
+    """Something that is under way."""
+
+    def wait(self) -> Tensor:
+        """Return the result, once it is there."""
 
 
 class Communicator(Protocol):
@@ -35,6 +42,9 @@ class Communicator(Protocol):
 
     def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Send consecutive runs of `flat` (lengths `send`) to the ranks of `axis`; return what they sent."""
+
+    def issue(self, kind: str, axis: int, tensor: Tensor) -> Pending:
+        """Begin an `all_gather`, `reduce_scatter` or `all_reduce` of `tensor`, which stays untouched until it is waited for."""
 
 
 class Axes:
@@ -69,49 +79,92 @@ class Route:
             x = self._run_step(step, x)
         return x
 
+    def start(self, x: Tensor) -> Pending:
+        """Begin the way: `wait` gives what `run` would. What comes before and behind the first collective is not hidden."""
+        number = 0
+        while number < len(self.steps) and self.steps[number].kind == "slice":
+            x = self._run_step(self.steps[number], x)
+            number += 1
+        if number == len(self.steps) or self.steps[number].kind == "all_to_all":
+            return _Underway(x, None, _as_it_is, self, number)
+        step = self.steps[number]
+        sent, finish = self._prepare(step, x)
+        return _Underway(None, self.communicator.issue(step.kind, step.axis, sent), finish, self, number + 1)
+
+    def run_from(self, number: int, x: Tensor) -> Tensor:
+        """Return `x` after step `number` and those that follow."""
+        for step in self.steps[number:]:
+            x = self._run_step(step, x)
+        return x
+
     def _run_step(self, step: Step, x: Tensor) -> Tensor:
+        if step.kind == "all_to_all":
+            return self._exchange(step, x)
+        if step.kind == "slice":
+            return self._slice(step, x)
+        sent, finish = self._prepare(step, x)
+        del x
+        return finish(getattr(self.communicator, step.kind)(step.axis, sent))
+
+    def _parts(self, step: Step, x: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
+        """The operand as (before, along, behind) the slot that changes, the slot's size afterwards, and the result's shape."""
         mesh, coords = self.communicator.mesh, self.communicator.coords
-        if step.kind == "all_reduce":
-            return self.communicator.all_reduce(step.axis, x.clone(memory_format=torch.contiguous_format))
         before = local_sizes(self.slots, step.before, mesh, coords)
         after = local_sizes(self.slots, step.after, mesh, coords)
-        result_shape = local_shape(self.shape, self.slots, step.after, mesh, coords)
-        if step.kind == "all_to_all":
-            return self._exchange(step, x, before, after).reshape(result_shape)
+        shape = local_shape(self.shape, self.slots, step.after, mesh, coords)
         lead, tail = math.prod(before[: step.slot]), math.prod(before[step.slot + 1 :])
-        x = x.reshape(lead, before[step.slot], tail)
-        work = {"slice": self._slice, "all_gather": self._gather, "reduce_scatter": self._scatter}[step.kind]
-        return work(step, x, after[step.slot]).reshape(result_shape)
+        return x.reshape(lead, before[step.slot], tail), after[step.slot], shape
 
-    def _slice(self, step: Step, x: Tensor, size: int) -> Tensor:
+    def _prepare(self, step: Step, x: Tensor) -> tuple[Tensor, Finish]:
+        """What a collective is given, and what makes the step's result of its answer."""
+        if step.kind == "all_reduce":
+            return x.clone(memory_format=torch.contiguous_format), _as_it_is
+        if step.kind == "all_gather":
+            return self.before_gather(x, step), lambda parts: self.after_gather(parts, step)
+        x, size, shape = self._parts(step, x)
+        return self._before_scatter(step, x), lambda own: own[:, :size].reshape(shape)
+
+    def _slice(self, step: Step, x: Tensor) -> Tensor:
+        x, _, shape = self._parts(step, x)
         start, stop = chunk(x.shape[1], self.communicator.mesh[step.axis], self.communicator.coords[step.axis])
         part = x.narrow(1, start, stop - start)
         # A copy, so that the whole can be freed; integers are never big enough to matter.
-        return part.clone(memory_format=torch.contiguous_format) if x.is_floating_point() else part
+        part = part.clone(memory_format=torch.contiguous_format) if x.is_floating_point() else part
+        return part.reshape(shape)
 
-    def _gather(self, step: Step, x: Tensor, size: int) -> Tensor:
-        num = self.communicator.mesh[step.axis]
-        each = -(-size // num)
-        lead, own, tail = x.shape
-        if own < each:
-            x = torch.nn.functional.pad(x, (0, 0, 0, each - own))
-        parts = self.communicator.all_gather(step.axis, x.contiguous())
+    def before_gather(self, x: Tensor, step: Step | None = None) -> Tensor:
+        """Return what a gather sends (by default that of a way of one step): as many elements on every rank."""
+        step = step or self.steps[0]
+        x, size, _ = self._parts(step, x)
+        each = -(-size // self.communicator.mesh[step.axis])
+        if x.shape[1] < each:
+            x = torch.nn.functional.pad(x, (0, 0, 0, each - x.shape[1]))
+        return x.contiguous()
+
+    def after_gather(self, parts: Tensor, step: Step | None = None) -> Tensor:
+        """Return the tensor whose parts, as `before_gather` gave them on every rank, stand one behind the other."""
+        step = step or self.steps[0]
+        size = local_sizes(self.slots, step.after, self.communicator.mesh, self.communicator.coords)[step.slot]
+        shape = local_shape(self.shape, self.slots, step.after, self.communicator.mesh, self.communicator.coords)
+        num, lead, each, tail = parts.shape
         if lead == 1:
-            return parts.view(1, num * each, tail)[:, :size]
-        return parts.transpose(0, 1).reshape(lead, num * each, tail)[:, :size]
+            return parts.view(num * each, tail)[:size].reshape(shape)
+        return parts.transpose(0, 1).reshape(lead, num * each, tail)[:, :size].reshape(shape)
 
-    def _scatter(self, step: Step, x: Tensor, size: int) -> Tensor:
+    def _before_scatter(self, step: Step, x: Tensor) -> Tensor:
         num = self.communicator.mesh[step.axis]
         lead, whole, tail = x.shape
         each = -(-whole // num)
         if whole < num * each:
             x = torch.nn.functional.pad(x, (0, 0, 0, num * each - whole))
         pieces = x.view(lead, num, each, tail).transpose(0, 1)
-        parts = pieces.clone(memory_format=torch.contiguous_format) if lead == 1 else pieces.contiguous()
-        return self.communicator.reduce_scatter(step.axis, parts)[:, :size]
+        return pieces.clone(memory_format=torch.contiguous_format) if lead == 1 else pieces.contiguous()
 
-    def _exchange(self, step: Step, x: Tensor, before: list[int], after: list[int]) -> Tensor:
+    def _exchange(self, step: Step, x: Tensor) -> Tensor:
         """Cut the target slot, send the pieces, and join what arrives along the source slot."""
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        before = local_sizes(self.slots, step.before, mesh, coords)
+        after = local_sizes(self.slots, step.after, mesh, coords)
         num, source, target = self.communicator.mesh[step.axis], step.source, step.slot
         cuts = [chunk(before[target], num, index) for index in range(num)]
         joins = [chunk(after[source], num, index) for index in range(num)]
@@ -120,7 +173,30 @@ class Route:
         shapes = [_with(_with(before, target, after[target]), source, high - low) for low, high in joins]
         lengths = [math.prod(shape) for shape in shapes]
         flat = self.communicator.all_to_all(step.axis, torch.cat(pieces), [piece.numel() for piece in pieces], lengths)
-        return torch.cat([part.view(shape) for part, shape in zip(flat.split(lengths), shapes)], dim=source)
+        joined = torch.cat([part.view(shape) for part, shape in zip(flat.split(lengths), shapes)], dim=source)
+        return joined.reshape(local_shape(self.shape, self.slots, step.after, mesh, coords))
+
+
+Finish = Callable[[Tensor], Tensor]
+
+
+class _Underway:
+    """A way that has begun: what it has come to, or the collective under way, and the step that follows."""
+
+    def __init__(self, x: Tensor | None, pending: Pending | None, finish: Finish, route: Route, number: int) -> None:
+        self.x, self.pending, self.finish, self.route, self.number = x, pending, finish, route, number
+
+    def wait(self) -> Tensor:
+        x, self.x = self.x, None
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            x = self.finish(pending.wait())
+        assert x is not None
+        return self.route.run_from(self.number, x)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _with(sizes: Sequence[int], at: int, size: int) -> list[int]:
@@ -197,3 +273,18 @@ class SimulatedCommunicator:
     def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
         self._count("all_to_all", axis, flat)
         return flat.new_empty(sum(receive))
+
+    def issue(self, kind: str, axis: int, tensor: Tensor) -> Pending:
+        return _Simulated(tensor, getattr(self, kind)(axis, tensor))
+
+
+class _Simulated:
+    """A collective under way: it holds what it was given until it is waited for, as a real one does."""
+
+    def __init__(self, given: Tensor, result: Tensor) -> None:
+        self.given: Tensor | None = given
+        self.result = result
+
+    def wait(self) -> Tensor:
+        self.given = None
+        return self.result

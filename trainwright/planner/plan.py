@@ -195,6 +195,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         ),
         params=params,
         modules=modules,
+        overlap=answer.decisions.overlap,
         notes=(
             *task.program.captured.notes,
             *_gathered(task.program, found.price),

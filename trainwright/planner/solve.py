@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..capture.local import Decisions
+from ..capture.schedule import wider
 from .aim import UNBOUNDED, Search
 from .decode import Choice, decisions_from, read_choice
 from .memory import Memory, add_memory, set_budget
@@ -56,6 +57,17 @@ class Answer:
     objective_s: float
     solve_s: float
     notes: list[str] = field(default_factory=list)
+
+    def overlapped(self, simulate: Simulate, budget_bytes: int | None) -> Answer:
+        """Return the answer with its parameters travelling as far ahead as the budget allows (`capture.schedule`)."""
+        for overlap in wider("ahead"):
+            if overlap == self.decisions.overlap:
+                break
+            decisions = replace(self.decisions, overlap=overlap)
+            simulation = simulate(decisions)
+            if budget_bytes is None or simulation.peak_bytes <= budget_bytes:
+                return replace(self, decisions=decisions, simulation=simulation)
+        return self
 
 
 @dataclass

@@ -19,10 +19,11 @@ class Doing:
 
 
 class Activity:
-    """A rank's present doing, step and number of collectives; what they took (seconds) and moved (bytes).
+    """A rank's present doing, step and number of collectives; how long it waited for them (seconds), what they moved (bytes).
 
     >>> activity = Activity()
-    >>> with activity.collective("all_reduce", "a0", num_bytes=8):
+    >>> activity.sends("all_reduce", num_bytes=8)
+    >>> with activity.awaiting("all_reduce over axis a0"):
     ...     activity.now.what
     'all_reduce over axis a0'
     >>> activity.num_bytes["all_reduce"], activity.num_collectives
@@ -52,12 +53,15 @@ class Activity:
         """Say that inside the block all ranks meet for something that is no part of the step, and not counted."""
         return self.doing(what, is_collective=True)
 
-    @contextmanager
-    def collective(self, kind: str, axis: str, num_bytes: int) -> Iterator[None]:
-        """Say that the ranks of `axis` exchange something inside the block, and count it."""
-        started = time.monotonic()
+    def sends(self, kind: str, num_bytes: int) -> None:
+        """Count a collective that begins."""
         self.num_collectives += 1
-        with self.doing(f"{kind} over axis {axis}", is_collective=True):
+        self.num_bytes[kind] += num_bytes
+
+    @contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """Say that inside the block this rank waits for a collective, and add up how long."""
+        started = time.monotonic()
+        with self.doing(what, is_collective=True):
             yield
         self.comm_s += time.monotonic() - started
-        self.num_bytes[kind] += num_bytes

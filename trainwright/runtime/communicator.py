@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,6 @@ class MeshCommunicator:
         self.activity = Activity()
         self._settles = False
 
-    def _exchange(self, kind: str, axis: int, tensor: Tensor) -> AbstractContextManager[None]:
-        num_bytes = tensor.numel() * tensor.element_size() if self.mesh[axis] > 1 else 0
-        return self.activity.collective(kind, self.names[axis], num_bytes)
-
     @contextmanager
     def settling(self) -> Iterator[None]:
         """Let the backend's threads drop their tensors before this one goes on.
@@ -57,45 +54,70 @@ class MeshCommunicator:
 
     def all_gather(self, axis: int, part: Tensor) -> Tensor:
         """Return the parts of all ranks of `axis`, stacked in front."""
-        gathered = part.new_empty((self.mesh[axis], *part.shape))
-        if part.numel():
-            with self._exchange("all_gather", axis, gathered):
-                all_gather_flat(gathered.view(-1), part.view(-1), group=self.groups[axis])
-            self._settle()
-        return gathered
+        return self.issue("all_gather", axis, part).wait()
 
     def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
-        """Return the sum over the ranks of `axis` of the own entry of the leading dim.
-
-        Gloo's own reduce-scatter is an all-reduce of a copy; done in place here, it takes no copy.
-        """
-        if not parts.is_cuda:
-            return self._all_reduce("reduce_scatter", axis, parts)[self.coords[axis]].clone()
-        own = parts.new_empty(parts.shape[1:])
-        if parts.numel():
-            with self._exchange("reduce_scatter", axis, parts):
-                reduce_scatter_flat(own.view(-1), parts.view(-1), group=self.groups[axis])
-            self._settle()
-        return own
+        """Return the sum over the ranks of `axis` of the own entry of the leading dim."""
+        return self.issue("reduce_scatter", axis, parts).wait()
 
     def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` in place over the ranks of `axis`."""
-        return self._all_reduce("all_reduce", axis, tensor, op)
+        return self._issue("all_reduce", axis, tensor, op).wait()
 
-    def _all_reduce(self, kind: str, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
-        if tensor.numel() and self.mesh[axis] > 1:
-            with self._exchange(kind, axis, tensor):
-                dist.all_reduce(tensor, OPS[op], group=self.groups[axis])
-            self._settle()
-        return tensor
+    def issue(self, kind: str, axis: int, tensor: Tensor) -> Collective:
+        """Begin a collective, whose backend works on it while this rank goes on."""
+        return self._issue(kind, axis, tensor)
+
+    def _issue(self, kind: str, axis: int, tensor: Tensor, op: str = "sum") -> Collective:
+        group, result, finish = self.groups[axis], tensor, None
+        work: Any = None
+        if kind == "all_gather":
+            result = tensor.new_empty((self.mesh[axis], *tensor.shape))
+        elif kind == "reduce_scatter":
+            result = tensor.new_empty(tensor.shape[1:])
+        moved = result if kind == "all_gather" else tensor
+        if moved.numel() and self.mesh[axis] > 1:
+            self.activity.sends(kind, moved.numel() * moved.element_size())
+            if kind == "all_gather":
+                work = all_gather_flat(result.view(-1), tensor.view(-1), group=group, async_op=True)
+            elif kind == "all_reduce" or not tensor.is_cuda:
+                # Gloo's own reduce-scatter is an all-reduce of a copy; done in place here, it takes no copy.
+                work = dist.all_reduce(tensor, OPS[op], group=group, async_op=True)
+                finish = None if kind == "all_reduce" else self.coords[axis]
+            else:
+                work = reduce_scatter_flat(result.view(-1), tensor.view(-1), group=group, async_op=True)
+        elif kind != "all_reduce":
+            result.copy_(tensor.view(result.shape))
+        return Collective(self, f"{kind} over axis {self.names[axis]}", work, tensor, result, finish)
 
     def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Exchange runs of `flat` along `axis`."""
         received = flat.new_empty(sum(receive))
-        with self._exchange("all_to_all", axis, flat):
-            dist.all_to_all_single(received, flat, receive, send, group=self.groups[axis])
-        self._settle()
-        return received
+        self.activity.sends("all_to_all", flat.numel() * flat.element_size() if self.mesh[axis] > 1 else 0)
+        work = dist.all_to_all_single(received, flat, receive, send, group=self.groups[axis], async_op=True)
+        return Collective(self, f"all_to_all over axis {self.names[axis]}", work, flat, received, None).wait()
+
+
+class Collective:
+    """One collective under way; `wait` gives its result. It holds what it was given until then."""
+
+    def __init__(self, communicator: MeshCommunicator, what: str, work: Any, given: Tensor, result: Tensor,
+                 own_row: int | None) -> None:  # fmt: skip
+        self.communicator, self.what, self.work, self.own_row = communicator, what, work, own_row
+        self.given: Tensor | None = given
+        self.result = result
+
+    def wait(self) -> Tensor:
+        """Return the result once it is there."""
+        if self.work is not None:
+            with self.communicator.activity.awaiting(self.what):
+                self.work.wait()
+            self.work = None
+            self.communicator._settle()
+        if self.own_row is not None and self.given is not None:
+            self.result.copy_(self.given[self.own_row])
+        self.given = None
+        return self.result
 
 
 def make_mesh(mesh: dict[str, int], device_type: str) -> DeviceMesh:

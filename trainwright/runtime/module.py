@@ -157,6 +157,7 @@ class ParallelModule(nn.Module):
         self._evaluator: Accumulator | None = None
         self._inputs = {tensor.key: tensor for tensor in program.inputs}
         self._params: dict[ProgramTensor, nn.Parameter] = {}
+        self._local_shapes: dict[ProgramTensor, tuple[int, ...]] = {}
         self._buffers_of: dict[ProgramTensor, Tensor] = {}
         self._constants = {t: t.value.to(self.device) for t in program.tensors if t.role == "const"}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
@@ -189,6 +190,7 @@ class ParallelModule(nn.Module):
             self.regions[name] = region_of(tensor.shape, tensor.slots, layout, mesh, coords)
             local = read(name, self.regions[name]).to(self.device, original.dtype)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
+            self._local_shapes[tensor] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():
             made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
             if name in known:
@@ -214,15 +216,30 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rank's part of the step on the rank's part of the batch."""
-        parts = self._parts(as_batch(kwargs if kwargs else args))
-        state = RunState(self.seed, self.num_steps, self.training, self.use_dropout)
+        if torch.compiler.is_compiling() and self._accumulator is None:
+            from . import compiled
+
+            return compiled.forward(self, args, kwargs)
         if self._accumulator is None:
-            flat = self._executor.run({**self._sources(), **parts[0]}, state)
-            wrapped = [self._wrap(place, value) for place, value in zip(self._local.outputs, flat)]
-        elif torch.is_grad_enabled():
-            wrapped = self._accumulator.run(self._sources(), parts, state)
-        else:
-            wrapped = self._evaluated(parts, state)
+            return self._end(self._executor.run(*self._begin(args, kwargs)))
+        parts, state = self._parts(as_batch(kwargs if kwargs else args)), self._state()
+        if torch.is_grad_enabled():
+            return self._count(self._accumulator.run(self._sources(), parts, state))
+        return self._count(self._evaluated(parts, state))
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[dict[ProgramTensor, Tensor], RunState]:
+        """What a run is given."""
+        (part,) = self._parts(as_batch(kwargs if kwargs else args))
+        return {**self._sources(), **part}, self._state()
+
+    def _state(self) -> RunState:
+        return RunState(self.seed, self.num_steps, self.training, self.use_dropout)
+
+    def _end(self, flat: list[Any]) -> Any:
+        """Count the step, and make the model's own output of a run's flat outputs."""
+        return self._count([self._wrap(place, value) for place, value in zip(self._local.outputs, flat)])
+
+    def _count(self, wrapped: list[Any]) -> Any:
         if self.training and torch.is_grad_enabled():
             self.num_steps += 1
         loss_index = self.program.captured.loss_index
@@ -251,11 +268,9 @@ class ParallelModule(nn.Module):
     def _sources(self) -> dict[ProgramTensor, Tensor]:
         sources: dict[ProgramTensor, Tensor] = dict(self._constants)
         sources.update(self._buffers_of)
-        mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
         for tensor, param in self._params.items():
             local = param.to_local()  # type: ignore[attr-defined]
-            layout = self._local.decisions.params[tensor]
-            shape = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
+            shape = self._local_shapes[tensor]
             sources[tensor] = local if local.shape == shape else local.view(shape)
         return sources
 

@@ -1,0 +1,83 @@
+"""What the tests of buckets run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import trainwright as tw
+from trainwright.runtime.module import full_gradients
+
+
+class TwoOutputs(nn.Module):
+    """The weights of `side` are trained parameters that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.side = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.first(x).tanh()
+        return {"loss": self.second(hidden).pow(2).mean(), "side": self.side(hidden)}
+
+
+def _parallel(overlap: str) -> tuple[nn.Module, Any, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = TwoOutputs().double(), torch.randn(8, 6, dtype=torch.float64)
+    plan = tw.plan(model, (x,), hardware="cpu:2", mesh=(2,), solver="ddp").model_copy(update={"overlap": overlap})
+    torch.manual_seed(0)
+    return tw.parallelize(TwoOutputs().double(), plan), plan.shard_batch((x,)), model, x
+
+
+def unreached(overlap: str) -> float:
+    module, part, model, x = _parallel(overlap)
+    module(*part)["loss"].backward()
+    model(x)["loss"].backward()
+    return _largest_error(module, model)
+
+
+def two_forwards() -> float:
+    module, part, model, x = _parallel("ahead")
+    losses = [module(*part)["loss"], module(*part)["loss"]]
+    losses[0].backward()
+    losses[1].backward()
+    (2 * model(x)["loss"]).backward()
+    return _largest_error(module, model)
+
+
+def _largest_error(module: nn.Module, model: nn.Module) -> float:
+    found = full_gradients(module)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(expected) == 4
+    return max(float((found[name] - grad).abs().max()) for name, grad in expected.items())
+
+
+def compiled(overlap: str) -> list[float]:
+    """Return the largest error of the gradients of a compiled module, and how many graphs it was compiled to."""
+    module, part, model, x = _parallel(overlap)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(module, backend=backend)
+    for _ in range(2):
+        module.zero_grad()
+        step(*part)["loss"].backward()
+    model(x)["loss"].backward()
+    return [_largest_error(module, model), float(len(graphs))]
+
+
+def compiled_whole() -> str:
+    """Return what torch says when the whole module is to be one graph."""
+    module, part, _, _ = _parallel("ahead")
+    torch._dynamo.reset()
+    try:
+        torch.compile(module, backend="eager", fullgraph=True)(*part)
+    except torch._dynamo.exc.Unsupported as error:
+        return str(error)
+    return "no error"

@@ -1,0 +1,154 @@
+"""Parameters that travel in buckets: fewer collectives, issued early and waited for late, the same gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trainwright as tw
+from tests.pool import Pool
+from trainwright.capture.buckets import Bucket
+from trainwright.capture.decide import decisions_of
+from trainwright.capture.execute import Executor, RunState
+from trainwright.capture.export import capture
+from trainwright.capture.layout import local_shape
+from trainwright.capture.local import Decisions, LocalProgram, build_local
+from trainwright.capture.program import Program, build_program
+from trainwright.capture.reshard import Pending, SimulatedCommunicator
+from trainwright.capture.schedule import OVERLAPS, Overlap
+
+
+@cache
+def program() -> Program:
+    return build_program(capture(*tw.zoo.build("llama-tiny")))
+
+
+@cache
+def decisions(solver: str, memory: int | None = None) -> Decisions:
+    plan = tw.plan(*tw.zoo.build("llama-tiny"), hardware="cpu:2", mesh=(2,), solver=solver, memory=memory)
+    return decisions_of(program(), plan)
+
+
+class Log(TorchDispatchMode, SimulatedCommunicator):
+    """Collectives that are not made, and what happens between issuing them and waiting for them."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        SimulatedCommunicator.__init__(self, (2,))
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::mm", "aten::bmm"):
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+    def issue(self, kind: str, axis: int, tensor: torch.Tensor) -> Pending:
+        number = sum(event.startswith("issue") for event in self.events)
+        self.events.append(f"issue {number}")
+        return _Logged(self, number, super().issue(kind, axis, tensor))
+
+
+class _Logged:
+    def __init__(self, log: Log, number: int, pending: Pending) -> None:
+        self.log, self.number, self.pending = log, number, pending
+
+    def wait(self) -> torch.Tensor:
+        self.log.events.append(f"wait {self.number}")
+        return self.pending.wait()
+
+
+def products_in_flight(events: list[str]) -> list[int]:
+    """For each collective, the matrix products between its issue and its wait."""
+    found = []
+    for place, event in enumerate(events):
+        if event.startswith("issue"):
+            behind = events[place : events.index(event.replace("issue", "wait"))]
+            found.append(behind.count("product"))
+    return found
+
+
+def logged(chosen: Decisions, overlap: Overlap) -> tuple[Log, LocalProgram]:
+    """Run a step whose collectives are only noted down."""
+    log = Log()
+    local = build_local(program(), replace(chosen, overlap=overlap), log)
+    sources = {}
+    for tensor, index in local.sources.items():
+        shape = local_shape(tensor.shape, tensor.slots, local.values[index].layout, log.mesh, log.coords)
+        value = torch.zeros(shape, dtype=tensor.dtype) if tensor.role != "const" else tensor.value
+        sources[tensor] = value.requires_grad_(tensor.role == "param")
+    with log:
+        outputs = Executor(local).run(sources, RunState())
+        log.events.append("forward ends")
+        outputs[program().captured.loss_index].backward()
+    return log, local
+
+
+def test_gradients_are_reduced_together_beside_the_backward() -> None:
+    alone, _ = logged(decisions("ddp"), "none")
+    log, local = logged(decisions("ddp"), "ahead")
+    num_regions = len({instruction.region for instruction in local.instructions if instruction.bucket is not None})
+    assert log.num_bytes == alone.num_bytes, "no byte more or less"
+    assert log.num_calls["all_reduce"] < alone.num_calls["all_reduce"] / 2
+    flights = [num for num in products_in_flight(log.events) if num]
+    assert len(flights) >= num_regions - 2, "all but the first region's run beside a backward"
+    assert not any(products_in_flight(alone.events))
+
+
+def test_parameters_are_gathered_beside_the_forward() -> None:
+    log, _ = logged(decisions("fsdp"), "ahead")
+    forward = log.events[: log.events.index("forward ends")]
+    gathers = products_in_flight(forward)
+    assert len(gathers) >= 4, "small ones go together, one or more a region"
+    assert sum(num > 0 for num in gathers) >= len(gathers) / 2
+    assert not any(products_in_flight(logged(decisions("fsdp"), "none")[0].events))
+
+
+def test_what_is_gathered_again_is_gathered_ahead() -> None:
+    """Where the backward gathers anew, it does so while the region behind is still computing."""
+    loose = tw.plan(*tw.zoo.build("llama-tiny"), hardware="cpu:2", mesh=(2,), solver="fsdp")
+    chosen = decisions("fsdp", int(0.8 * loose.predicted.peak_bytes))
+    again = [key for key in chosen.recomputed if ".in1" in key]
+    assert again, "a plan that keeps every gathered weight would test nothing"
+    log, _ = logged(chosen, "ahead")
+    backward = log.events[log.events.index("forward ends") :]
+    kept, _ = logged(decisions("fsdp"), "ahead")
+    assert log.num_calls["all_gather"] > kept.num_calls["all_gather"]
+    assert any(
+        products_in_flight([event for event in backward if "issue" in event or "wait" in event or event == "product"])
+    )
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_parameter_that_the_loss_does_not_reach(pool2: Pool, overlap: str) -> None:
+    """A buffer that never fills is sent all the same: the other gradients in it are right, and nobody hangs."""
+    errors = pool2.run("tests.overlap_cases:unreached", overlap=overlap)
+    assert max(errors) < 1e-12
+
+
+def test_a_bucket_is_waited_for_by_its_own_run_alone(pool2: Pool) -> None:
+    """Two forwards before their backwards, and gradients that add up, give what one after the other gives."""
+    assert max(pool2.run("tests.overlap_cases:two_forwards")) < 1e-12
+
+
+def test_large_buffers_are_cut() -> None:
+    local = build_local(program(), replace(decisions("ddp"), overlap="buckets"), SimulatedCommunicator((2,)))
+    (bucket, *_) = {i.bucket for i in local.instructions if i.bucket is not None and len(i.bucket.members) > 4}
+    large = [replace(member, num_bytes=20 * 2**20) for member in bucket.members]
+    assert len(Bucket(large, False).reductions) == len(large)
+    assert len(Bucket(bucket.members, False).reductions) == 1
+
+
+@pytest.mark.parametrize("overlap", ["none", "ahead"])
+def test_a_compiled_module_computes_the_same(pool2: Pool, overlap: str) -> None:
+    for error, num_graphs in pool2.run("tests.overlap_cases:compiled", overlap=overlap):
+        assert error < 1e-12
+        assert 1 <= num_graphs <= 3, "what only computes is one graph, not one an op"
+
+
+def test_one_graph_for_all_is_refused_with_a_reason(pool2: Pool) -> None:
+    for message in pool2.run("tests.overlap_cases:compiled_whole"):
+        assert "trainwright communicates between the pieces" in message

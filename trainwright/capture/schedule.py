@@ -1,0 +1,117 @@
+"""When parameters travel: the changes of layout of a region's parameters become one bucket, issued early, waited for late.
+
+none      every change of layout runs where it is asked for, one at a time
+buckets   gradients of a region are reduced together, and waited for when the region's backward ends
+ahead     besides, gathers are issued one region ahead, in the forward and where the backward gathers again, and
+          reductions are waited for one region later
+
+Each of them holds more memory than the one before: `buckets` a region's gradients before they are reduced, `ahead` the
+gathered parameters of two regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+from .buckets import Bucket, Member
+from .layout import local_shape
+from .reshard import Route
+
+if TYPE_CHECKING:
+    from .local import Instruction, Value
+
+Overlap = Literal["none", "buckets", "ahead"]
+OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+
+
+def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap: Overlap) -> list[Instruction]:
+    """Return the instructions with the parameters' changes of layout in buckets; adds the values that this takes."""
+    travels = _travels(instructions, values)
+    if overlap == "none" or not travels:
+        return list(instructions)
+    starts = _starts(instructions)
+    opened_at: dict[int, list[Instruction]] = {}
+    closing: dict[int, Instruction] = {}
+    for region, found in travels.items():
+        opening, closed = _bucket(found, values, ahead=overlap == "ahead")
+        opened_at.setdefault(_opening(starts, region, overlap), []).append(opening)
+        closing.update(closed)
+    ordered: list[Instruction] = []
+    for instruction in instructions:
+        ordered += opened_at.get(instruction.index, [])
+        ordered.append(closing.get(instruction.index, instruction))
+    return [replace(instruction, index=index) for index, instruction in enumerate(ordered)]
+
+
+def _travels(instructions: Sequence[Instruction], values: Sequence[Value]) -> dict[int, list[Instruction]]:
+    """The changes of layout of parameters that move anything, by region, in order."""
+    found: dict[int, list[Instruction]] = {}
+    for instruction in instructions:
+        if instruction.op is None and values[instruction.inputs[0]].tensor.role == "param" and instruction.region >= 0:
+            _, there, back = instruction.args
+            if there.moves or (back.moves and values[instruction.inputs[0]].tensor.requires_grad):
+                found.setdefault(instruction.region, []).append(instruction)
+    return found
+
+
+def _starts(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """The first instruction of each region, in the order in which regions begin."""
+    starts: dict[int, int] = {}
+    for instruction in instructions:
+        if instruction.region >= 0:
+            starts.setdefault(instruction.region, instruction.index)
+    return starts
+
+
+def _opening(starts: dict[int, int], region: int, overlap: Overlap) -> int:
+    order = list(starts)
+    place = order.index(region)
+    return starts[order[place - 1]] if overlap == "ahead" and place else starts[region]
+
+
+def _bucket(
+    found: Sequence[Instruction], values: list[Value], ahead: bool
+) -> tuple[Instruction, dict[int, Instruction]]:
+    """The instruction that opens the bucket, and those that take the place of the changes of layout."""
+    first = found[0]
+    bucket = Bucket([_member(instruction, values) for instruction in found], ahead)
+    held = [values[instruction.inputs[0]] for instruction in found]
+    tokens = [
+        replace(value, index=len(values) + k, key=f"{i.key}.underway") for k, (value, i) in enumerate(zip(held, found))
+    ]
+    values += tokens
+    opening = replace(
+        first, key=f"{first.path}:open", function=bucket.open, bucket=bucket, many=True,
+        args=tuple(type(first.args[0])(value.index) for value in held),
+        inputs=tuple(value.index for value in held), outputs=tuple(value.index for value in tokens),
+    )  # fmt: skip
+    closed = {
+        instruction.index: replace(
+            instruction, function=bucket.close, bucket=bucket,
+            args=(place, type(first.args[0])(token.index)), inputs=(token.index,),
+        )
+        for place, (instruction, token) in enumerate(zip(found, tokens))
+    }  # fmt: skip
+    return opening, closed
+
+
+def _member(instruction: Instruction, values: Sequence[Value]) -> Member:
+    _, there, back = instruction.args
+    assert isinstance(there, Route)
+    tensor, copy = values[instruction.inputs[0]].tensor, values[instruction.outputs[0]]
+    mesh, coords = there.communicator.mesh, there.communicator.coords
+    size = tensor.dtype.itemsize
+    for entries in local_shape(tensor.shape, tensor.slots, copy.layout, mesh, coords):
+        size *= entries
+    return Member(there, back, tensor.requires_grad, tensor.dtype, size)
+
+
+def wider(overlap: Overlap) -> Iterator[Overlap]:
+    """Yield the ways that hold no more memory than `overlap`, the fastest first.
+
+    >>> list(wider("buckets"))
+    ['buckets', 'none']
+    """
+    yield from reversed(OVERLAPS[: OVERLAPS.index(overlap) + 1])

@@ -1,0 +1,62 @@
+"""`torch.compile` of a parallel module: the pieces of its program that only compute are compiled, each as one graph.
+
+Dynamo cannot follow what a step does around them (gathers that are under way, reductions that begin in the backward), so
+that runs as it always does. Imported when a module is compiled, since it needs Dynamo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..capture.pieces import Piece, pieces
+
+if TYPE_CHECKING:
+    from ..capture.execute import Run
+    from .module import ParallelModule
+
+_REASON = "trainwright communicates between the pieces that are compiled; fullgraph=True is not to be had"
+
+
+@torch.compiler.disable(recursive=False, reason=_REASON)
+def forward(module: ParallelModule, args: Any, kwargs: Any) -> Any:
+    """Run the rank's part of the step, its pieces compiled by the backend that the module was compiled with."""
+    run, program = _begin(module, args, kwargs)
+    # What has a frame of its own would be compiled too: pieces are meant to be, all else is kept from it.
+    for piece in program:
+        if piece.__class__ is Piece:
+            made = piece.graph.forward(*map(run.env.__getitem__, piece.inputs))
+            _take(module, run, piece, made)
+        else:
+            _one_by_one(module, run, piece)
+    return _end(module, run)
+
+
+@torch.compiler.disable
+def _begin(module: ParallelModule, args: Any, kwargs: Any) -> tuple[Run, list[Any]]:
+    executor = module._executor
+    if executor.pieces is None:
+        executor.pieces = pieces(executor)
+    return executor.begin(*module._begin(args, kwargs)), executor.pieces
+
+
+@torch.compiler.disable
+def _take(module: ParallelModule, run: Run, piece: Piece, made: Sequence[Any]) -> None:
+    """Note what a piece has made, and let go of what nobody reads after it."""
+    run.env.update(zip(piece.outputs, made))
+    for index in range(piece.start, piece.stop):
+        for value in module._executor.frees[index]:
+            run.env.pop(value, None)
+
+
+@torch.compiler.disable
+def _one_by_one(module: ParallelModule, run: Run, span: range) -> None:
+    executor = module._executor
+    executor.step(run, executor.local.instructions[span.start].region, span.start, span.stop)
+
+
+@torch.compiler.disable
+def _end(module: ParallelModule, run: Run) -> Any:
+    return module._end(module._executor.end(run))
