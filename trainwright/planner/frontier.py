@@ -78,8 +78,7 @@ def _points(place: Place, solver: str, num_points: int) -> Iterator[Found]:
 
 def _found(place: Place, answer: Answer) -> Found:
     """A point; what travels ahead must not make it larger than it was found."""
-    if place.task.program.num_runs == 1:
-        answer = answer.overlapped(place.simulate, answer.simulation.peak_bytes)
+    answer = answer.overlapped(place.simulate, answer.simulation.peak_bytes, place.task.furthest_overlap)
     return Found(place, answer, place.price(answer.simulation))
 
 

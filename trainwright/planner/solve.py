@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..capture.local import Decisions
-from ..capture.schedule import wider
+from ..capture.schedule import Overlap, wider
 from .aim import UNBOUNDED, Search
 from .decode import Choice, decisions_from, read_choice
 from .memory import Memory, add_memory, set_budget
@@ -58,9 +58,9 @@ class Answer:
     solve_s: float
     notes: list[str] = field(default_factory=list)
 
-    def overlapped(self, simulate: Simulate, budget_bytes: int | None) -> Answer:
+    def overlapped(self, simulate: Simulate, budget_bytes: int | None, furthest: Overlap) -> Answer:
         """Return the answer with its parameters travelling as far ahead as the budget allows (`capture.schedule`)."""
-        for overlap in wider("ahead"):
+        for overlap in wider(furthest):
             if overlap == self.decisions.overlap:
                 break
             decisions = replace(self.decisions, overlap=overlap)

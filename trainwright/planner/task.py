@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..artifacts import Cluster, MeshAxis, ModelRef, UserError
 from ..capture.local import Decisions
 from ..capture.program import Program
+from ..capture.schedule import Overlap
 from ..hardware import machine, threads_each
 from ..profiler.saved import Records, record
 from .budget import divisor_for, usable_bytes
@@ -75,6 +76,17 @@ class Task:
     def has_host(self) -> bool:
         """Whether the devices have memory beside their own, and the hardware says how fast it is."""
         return "host" in self.cluster.offload and self.cluster.device.kind == "gpu"
+
+    @property
+    def furthest_overlap(self) -> Overlap:
+        """How far ahead parameters may travel, where it is known what that holds and worth it.
+
+        On CPUs nothing is hidden, since the cores that compute are those that communicate, and what is under way is let go
+        when the transport has it, not when the program says so. What buckets hold over several runs is not known.
+        """
+        if self.program.num_runs > 1:
+            return "none"
+        return "buckets" if self.cluster.device.kind == "cpu" else "ahead"
 
     @cached_property
     def records(self) -> Records:
