@@ -187,6 +187,7 @@ def test_calibrate_needs_a_process() -> None:
         hardware.calibrate(0)
 
 
+@pytest.mark.slow
 def test_calibrate_of_one_process_has_no_collectives_to_fit() -> None:
     cluster = hardware.calibrate(1, quick=True)
     assert cluster.num_devices == 1

@@ -188,6 +188,7 @@ def test_from_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]
     assert "a number of micro-batches is needed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_frontier_is_better_with_more_to_choose_from(pool2: Pool) -> None:
     model, batch = micro.uneven_labels()
     points = tw.frontier(model, batch, hardware="cpu:2", micro_batches="auto", num_points=2)

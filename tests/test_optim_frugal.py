@@ -264,6 +264,7 @@ def test_groups_of_a_model_project_its_linear_layers_only() -> None:
     assert optimizer.state[model["mlp"].weight]["exp_avg"].shape == (6, 2)
 
 
+@pytest.mark.slow
 def test_quality_lies_between_adam_and_the_subspace_alone() -> None:
     for seed in range(3):
         adam, frugal, alone = (final_loss(seed, options) for options in ({"density": 1.0}, {}, {"inactive": "none"}))

@@ -97,7 +97,7 @@ def test_numbers_follow_torchs_default_dtype() -> None:
 
 
 @pytest.mark.parametrize("name", BY_GRADIENTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_temporaries_declared_are_those_of_the_step(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     for shape, options in itertools.product([(96, 512), (640, 64)], variants(name)):
         weight = parameter(shape, dtype)

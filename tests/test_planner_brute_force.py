@@ -139,6 +139,7 @@ def test_the_best_of_all_plans_that_may_offload_is_found():
     assert sum(num > 0 for num in compared) >= 20
 
 
+@pytest.mark.slow
 def test_branch_and_bound_finds_the_best_of_all(monkeypatch):
     """Small models are one MIP; here they are branched on as large ones are."""
     monkeypatch.setattr(stages, "FEW_COLUMNS", 0)

@@ -174,6 +174,7 @@ def test_selecting_from_the_command_line(folder: Path, capsys: pytest.CaptureFix
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_subset(folder: Path) -> None:
     """A new choice at step 3 would be another: the model has changed."""
     options = ["--select", "craig", "--select-fraction", "0.2", "--select-every", "2", "--lr", "0.05"]

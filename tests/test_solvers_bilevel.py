@@ -72,7 +72,7 @@ def test_derivatives_are_those_of_the_closed_form() -> None:
     assert dict(oracle.counts) == {"nsfo": 6, "nhvp": 3 * 6 + 3 + 3, "nfev": 30}
 
 
-@pytest.mark.parametrize(("version", "bar"), [(1, 1e-4), (2, 1e-4)])
+@pytest.mark.parametrize(("version", "bar"), [pytest.param(1, 1e-4, marks=pytest.mark.slow), (2, 1e-4)])
 def test_without_noise_and_with_all_blocks_the_gradient_vanishes(version: Any, bar: float) -> None:
     method = BSVRB(
         step_x=0.03, step_y=0.3, num_sampled=20, version=version, alpha=0.1, beta=0.1, gamma=0.9, curvature_floor=0.5

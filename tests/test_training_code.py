@@ -201,6 +201,7 @@ def test_accelerate_runs_a_planned_model(plan_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_fabric_runs_a_planned_model(plan_path: Path, tmp_path: Path) -> None:
     printed = run_example("fabric_loop.py", str(plan_path), str(tmp_path)).splitlines()
     losses = [float(line.split()[-1]) for line in printed if line.startswith("loss")]

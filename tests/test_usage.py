@@ -59,6 +59,7 @@ def test_ordinary_models_on_plans(pool2: Pool, solver: str) -> None:
         assert_equal(found, 1e-10)
 
 
+@pytest.mark.slow
 def test_ordinary_models_on_two_axes(pool4: Pool) -> None:
     for found in pool4.run(CASES + "steps", plan=planned("joint", (2, 2)), optimizer="sgd"):
         assert_equal(found, 1e-10)
