@@ -136,6 +136,7 @@ def test_failures_are_tried_again_and_mistakes_are_not() -> None:
         assert tries == [False]
 
 
+@pytest.mark.slow
 def test_what_restarts_and_resuming_need(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = ["train", MODEL, "--plan", str(plan_path), "--steps", "2"]
     assert main([*train, "--restarts", "1"]) == 2

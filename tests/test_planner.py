@@ -134,6 +134,7 @@ def test_changing_any_one_decision_gains_nothing():
             assert price_of(place, decisions_from(place.problem, changed)) >= best * (1 - 1.1e-3)
 
 
+@pytest.mark.slow
 def test_recomputation_comes_close_to_the_best_of_all():
     """Every number of reruns of every group, simulated and priced; rows see less than the simulation, hence 5 %."""
     num_blocks = 3

@@ -63,6 +63,7 @@ def test_frontiers_that_cannot_be_drawn(options, message):
         frontier(**question(tiny_program("gpt2-tiny")), **options)
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_every_plan_of_a_frontier(tmp_path):
     folder, listed, page = tmp_path / "plans", tmp_path / "frontier.json", tmp_path / "frontier.html"
     command = ["plan", "zoo:gpt2-tiny", "--hardware", "cpu:2", "--mesh", "2", "--frontier"]

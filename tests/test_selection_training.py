@@ -155,6 +155,7 @@ def accuracy(seed: int, fraction: float | None, epochs: int = 30) -> float:
     return float((model(test_on[0]).argmax(1) == test_on[1]).double().mean())
 
 
+@pytest.mark.slow
 def test_strong_copies_of_a_coreset_do_not_cost_accuracy() -> None:
     none, chosen = (sum(accuracy(seed, fraction) for seed in range(4)) / 4 for fraction in (None, 0.1))
     assert chosen >= none > 0.9

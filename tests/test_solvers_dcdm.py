@@ -179,6 +179,7 @@ def trained() -> tuple[DirectionNet, float]:
     return net, result.fun
 
 
+@pytest.mark.slow
 def test_a_trained_network_needs_a_third_of_the_iterations() -> None:
     net, loss = trained()
     assert loss < 0.05
