@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 import trainwright as tw
 from tests.plans import plan_of, random_decisions
@@ -18,7 +18,7 @@ from trainwright.capture.program import Program, build_program
 from trainwright.runtime import verify as compare
 
 
-@torch.library.custom_op("trainwright_tests::project", mutates_args=())
+@library.custom_op("trainwright_tests::project", mutates_args=())
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """3 x Wᵀ"""
     return 3 * x @ weight.t()
@@ -36,7 +36,7 @@ project.register_autograd(_project_backward, setup_context=lambda ctx, inputs, o
 tw.register_op(project, "b* i, o i -> b* o", reduced="i")
 
 
-@torch.library.custom_op("trainwright_tests::rounded", mutates_args=())
+@library.custom_op("trainwright_tests::rounded", mutates_args=())
 def rounded(x: Tensor, steps: int) -> Tensor:
     """x to the nearest of `steps` to a unit; its gradient passes as if there were no rounding, doubled."""
     return torch.round(x * steps) / steps
@@ -47,7 +47,7 @@ rounded.register_autograd(lambda ctx, grad: (2 * grad, None))
 tw.register_op("trainwright_tests::rounded", "d* -> d*", kind="elementwise")
 
 
-@torch.library.custom_op("trainwright_tests::linear", mutates_args=())
+@library.custom_op("trainwright_tests::linear", mutates_args=())
 def linear(x: Tensor) -> Tensor:
     """x / Σ x² along the last dim: nothing that may be split there, and nothing like torch's own op of that name."""
     return x / (1 + x.square().sum(-1, keepdim=True))

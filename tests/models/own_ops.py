@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 ROWS, WIDTH, INNER, OUT = 8, 12, 16, 6
 
 
-@torch.library.custom_op("tests_own::gate", mutates_args=())
+@library.custom_op("tests_own::gate", mutates_args=())
 def gate(x: Tensor, y: Tensor) -> Tensor:
     """Elementwise."""
     return torch.tanh(x) * y
@@ -28,7 +28,7 @@ def _gate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 gate.register_autograd(_gate_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
-@torch.library.custom_op("tests_own::rows", mutates_args=())
+@library.custom_op("tests_own::rows", mutates_args=())
 def rows(x: Tensor, dim: int) -> Tensor:
     """A softmax along `dim`."""
     return torch.softmax(x, dim)
@@ -50,7 +50,7 @@ def _rows_context(ctx: Any, inputs: Any, output: Tensor) -> None:
 rows.register_autograd(_rows_backward, setup_context=_rows_context)
 
 
-@torch.library.custom_op("tests_own::product", mutates_args=())
+@library.custom_op("tests_own::product", mutates_args=())
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """`b i, i o -> b o`."""
     return x @ weight
@@ -63,7 +63,7 @@ product.register_autograd(
 )
 
 
-@torch.library.custom_op("tests_own::ramp", mutates_args=())
+@library.custom_op("tests_own::ramp", mutates_args=())
 def ramp(x: Tensor) -> Tensor:
     """Adds each column's number: no shard of the columns knows its own."""
     return x + torch.arange(x.shape[1], dtype=x.dtype)
@@ -73,7 +73,7 @@ ramp.register_fake(torch.empty_like)
 ramp.register_autograd(lambda ctx, grad: grad)
 
 
-@torch.library.custom_op("tests_own::pairs", mutates_args=())
+@library.custom_op("tests_own::pairs", mutates_args=())
 def pairs(x: Tensor) -> Tensor:
     """Sums neighbours: takes an even number of columns, and nothing smaller than eight of them."""
     if x.shape[1] % 2 or x.shape[1] < 8:
@@ -85,7 +85,7 @@ pairs.register_fake(lambda x: x.new_empty(x.shape[0], x.shape[1] // 2))
 pairs.register_autograd(lambda ctx, grad: grad.repeat_interleave(2, 1))
 
 
-@torch.library.custom_op("tests_own::noise", mutates_args=())
+@library.custom_op("tests_own::noise", mutates_args=())
 def noise(x: Tensor) -> Tensor:
     """Draws random numbers."""
     return x * torch.rand_like(x)
@@ -95,7 +95,7 @@ noise.register_fake(torch.empty_like)
 noise.register_autograd(lambda ctx, grad: grad)
 
 
-@torch.library.custom_op("tests_own::add_in_place", mutates_args=["x"])
+@library.custom_op("tests_own::add_in_place", mutates_args=["x"])
 def add_in_place(x: Tensor) -> None:
     """Writes its input."""
     x.add_(1)

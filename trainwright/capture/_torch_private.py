@@ -115,7 +115,7 @@ def packet(target: Any) -> str:
 
 
 def registered(op: Any) -> Any:
-    """Return the `OpOverload` behind a `torch.library.custom_op` or one of `torch.ops`; anything else as it is."""
+    """Return the `OpOverload` behind a `custom_op` of torch or one of `torch.ops`; anything else as it is."""
     if hasattr(op, "_opoverload"):
         return op._opoverload
     return getattr(op, op.overloads()[0]) if hasattr(op, "overloads") else op

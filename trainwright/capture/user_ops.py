@@ -27,7 +27,7 @@ def register_op(
 ) -> None:
     """Say which loops a user's op runs over: a plan may then split them. Without, the op runs on whole tensors, gathered.
 
-    op: a `torch.library.custom_op`, one of `torch.ops`, or its name, `"ours::scaled"`. It needs its own `register_fake`, and
+    op: a `custom_op` of torch, one of `torch.ops`, or its name, `"ours::scaled"`. It needs its own `register_fake`, and
     `register_autograd` where a gradient passes through it.
     loops: an entry for each tensor argument, in order, an arrow, an entry for each output: `"b* i, o i -> b* o"`. The same
     letter is the same loop; `b*` stands for any number of leading dims; a dim of size 1 broadcasts. Or a function from the call
@@ -47,7 +47,8 @@ def register_op(
     fit the shapes of a call.
 
     >>> import torch
-    >>> @torch.library.custom_op("doctest::scaled", mutates_args=())
+    >>> from torch import library
+    >>> @library.custom_op("doctest::scaled", mutates_args=())
     ... def scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ...     return x * weight
     >>> _ = scaled.register_fake(lambda x, weight: torch.empty_like(x))
@@ -67,7 +68,7 @@ def _name_of(op: Any) -> str:
     namespace, _, own = name.partition("::")
     if not own or namespace == "aten":
         raise UserError(
-            f"an op of your own is needed, a torch.library.custom_op or its name such as 'ours::scaled'; got {name!r}; "
+            f"an op of your own is needed, one made with `custom_op` of torch, or its name such as 'ours::scaled'; got {name!r}; "
             "torch's own ops have their rules in trainwright/ops"
         )
     return name.partition(".")[0]
