@@ -48,18 +48,18 @@ def test_a_plan_for_the_learned_file_predicts_what_was_measured() -> None:
     learned = learn([run])
     again = priced_for(plan, learned).predicted
     assert again.step_s == pytest.approx(run.step_s.measured, rel=0.03)
-    assert again.comm_s == pytest.approx(run.comm_s.measured, rel=0.05)  # copies on the device belong to it too
+    assert again.comm_s == pytest.approx(run.comm_s.measured, rel=1e-3)
     assert again.update_s == pytest.approx(run.update_s.measured, rel=1e-3)
     assert again.compute_s - again.update_s == pytest.approx(run.compute_s.measured, rel=1e-3)
     assert again.peak_bytes == plan.predicted.peak_bytes
 
 
 def test_it_serves_other_plans_too() -> None:
-    """What was learned from one plan corrects most of another one, whose communication has other shares of copies."""
+    """What was learned from one plan corrects another one of which the same holds."""
     truth = run_of(planned("ddp"))
     learned = learn([run_of(planned("fsdp"))])
     before = abs(planned("ddp").predicted.step_s - truth.step_s.measured)
-    assert abs(priced_for(planned("ddp"), learned).predicted.step_s - truth.step_s.measured) < 0.2 * before
+    assert abs(priced_for(planned("ddp"), learned).predicted.step_s - truth.step_s.measured) < 0.05 * before
 
 
 def test_learning_twice_is_learning_once() -> None:
@@ -67,17 +67,18 @@ def test_learning_twice_is_learning_once() -> None:
     learned = learn([run_of(plan)])
     again = learn([run_of(priced_for(plan, learned), dict.fromkeys(RATIOS, 1.0))])
     assert again.device.factors == pytest.approx(learned.device.factors)
-    assert again.comm_factor == pytest.approx(learned.comm_factor)
     assert unlearned(again) == plan.cluster
     further = learn([run_of(priced_for(plan, learned), dict.fromkeys(RATIOS, 2.0))])
-    assert further.comm_factor == pytest.approx(2 * learned.comm_factor, rel=1e-3)
+    assert further.device.factors["communication"] == pytest.approx(
+        2 * learned.device.factors["communication"], rel=1e-3
+    )
 
 
 def test_several_runs_are_weighed_alike() -> None:
     plan = planned()
     fast, slow = (run_of(plan, dict.fromkeys(RATIOS, ratio)) for ratio in (0.5, 8.0))
     learned = learn([fast, slow])
-    assert learned.device.factors == pytest.approx({"compute": 2.0, "update": 2.0}, rel=1e-3)
+    assert learned.device.factors == pytest.approx(dict.fromkeys(("compute", "update", "communication"), 2.0), rel=1e-3)
     assert [record.measured_s["step"] for record in learned.learned] == [fast.step_s.measured, slow.step_s.measured]
 
 
@@ -130,5 +131,5 @@ def test_without_times_of_its_own_communication_is_left_alone() -> None:
         {"step": k, "step_s": 1.0, "comm_s": 0.0, "update_s": 0.0, "comm_bytes": {}, "peak_bytes": 0} for k in range(6)
     ]
     learned = learn([held_against(steps, plan.model_copy(update={"cluster": gpu}))])
-    assert learned.comm_factor == 1.0
+    assert "communication" not in learned.device.factors
     assert learned.device.factors["compute"] == pytest.approx(1.0 / plan.predicted.step_s, rel=1e-3)

@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 
 from .record import Artifact, Record, UserError
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-
 KernelRow = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=2)]
 """Sizes, then the work per second that was reached: FLOPs of a product, bytes of anything else."""
 
@@ -42,7 +40,7 @@ class Device(Record):
     kernels: dict[str, tuple[KernelRow, ...]] = {}
     """Measured kernels, `"mm fp32"`: rows; where there are any, they tell the time instead of the rates above."""
     overheads: Overheads = Overheads()
-    factors: dict[Literal["compute", "update"], Annotated[float, Field(gt=0)]] = {}
+    factors: dict[Literal["compute", "update", "communication"], Annotated[float, Field(gt=0)]] = {}
     """By how much forward and backward (`compute`) or the optimizer's step (`update`) take longer than all this says."""
 
 
@@ -115,10 +113,8 @@ class Cluster(Artifact):
     """Where a plan may keep what the backward, or the optimizer, needs later."""
     source: str = ""
     fingerprint: str | None = None
-    comm_factor: float = Field(default=1.0, gt=0)
-    """By how much every collective takes longer than its link says."""
     learned: tuple[Learned, ...] = ()
-    """The runs by which `calibrate --learn` has set `comm_factor` and the device's factors."""
+    """The runs by which `calibrate --learn` has set the device's factors."""
 
     @model_validator(mode="before")
     @classmethod
@@ -175,15 +171,10 @@ class Cluster(Artifact):
                     size=size,
                     bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in spanned),
                     latency_s=max(link.latency_s for link in spanned),
-                    factors=self._factors(max(spanned, key=lambda link: link.latency_s)),
+                    factors=max(spanned, key=lambda link: link.latency_s).factors,
                 )
             )
         return tuple(axes)
-
-    def _factors(self, link: Link) -> dict[str, float]:
-        if self.comm_factor == 1.0:
-            return link.factors
-        return {kind: self.comm_factor * link.factors.get(kind, 1.0) for kind in COLLECTIVES}
 
     def _strides(self) -> list[tuple[Link, int, int]]:
         """Each link of more than one device with its stride and its span, both in devices."""

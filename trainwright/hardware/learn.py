@@ -2,8 +2,8 @@
 
     factor of a category = geometric mean over the runs of  (the factor that it was predicted with) · measured / predicted
 
-*compute* multiplies forward, backward and reruns, *update* the optimizer's step, *communication* every collective of every
-link. The peak is no matter of speed and is left alone: it is simulated, not estimated.
+*compute* multiplies forward, backward and reruns, *update* the optimizer's step, *communication* every change of layout, with
+what it copies on the device. The peak is no matter of speed and is left alone: it is simulated, not estimated.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def learn(runs: Sequence[Run]) -> Cluster:
         update: float | None = compute  # measured together
     else:
         update = _factor([_corrected(run.cluster.device.factors.get("update", 1.0), run, "update_s") for run in runs])
-    comm = _factor([_corrected(run.cluster.comm_factor, run, "comm_s") for run in runs])
-    factors = {name: value for name, value in (("compute", compute), ("update", update)) if value is not None}
+    comm = _factor([_corrected(run.cluster.device.factors.get("communication", 1.0), run, "comm_s") for run in runs])
+    found = {"compute": compute, "update": update, "communication": comm}
+    factors = {name: value for name, value in found.items() if value is not None}
     device = base.device.model_copy(update={"factors": factors})
-    records = tuple(_record(run) for run in runs)
-    return base.model_copy(update={"device": device, "comm_factor": comm or 1.0, "learned": records})
+    return base.model_copy(update={"device": device, "learned": tuple(_record(run) for run in runs)})
 
 
 def _common(runs: Sequence[Run]) -> Cluster:
@@ -68,7 +68,7 @@ def _common(runs: Sequence[Run]) -> Cluster:
 def unlearned(cluster: Cluster) -> Cluster:
     """Return the cluster as it was before anything was learned."""
     device = cluster.device.model_copy(update={"factors": {}})
-    return cluster.model_copy(update={"device": device, "comm_factor": 1.0, "learned": ()})
+    return cluster.model_copy(update={"device": device, "learned": ()})
 
 
 def _check(run: Run) -> None:

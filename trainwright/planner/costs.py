@@ -23,7 +23,7 @@ from ..capture.layout import REPLICATE, Layout, Slot, fraction, local_shape, loc
 from ..capture.offload import MIN_BYTES
 from ..capture.program import Op, Program, Tensor
 from ..capture.transition import Step, gradient_layout, step_bytes, transition
-from ..hardware.collectives import seconds
+from ..hardware.collectives import Collective, seconds
 from ..ops import find
 from ..profiler.saved import Records
 from ..profiler.tracker import MemoryTracker
@@ -74,6 +74,11 @@ class CostModel:
     def mesh(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
+    @property
+    def _comm_factor(self) -> float:
+        """By how much all communication takes longer than the hardware says, where that was learned."""
+        return self.device.factors.get("communication", 1.0)
+
     def local_bytes(self, tensor: Tensor, layout: Layout) -> int:
         """Return the bytes of the fullest rank's part of `tensor`."""
         return math.ceil(tensor.num_bytes * fraction(tensor.slots, layout, self.mesh))
@@ -106,8 +111,12 @@ class CostModel:
         num_bytes = step_bytes(step, slots, itemsize, self.mesh)
         copy_s = 2 * num_bytes / self.device.bandwidth_bytes_per_s + self.device.launch_s
         if step.kind == "slice":
-            return self.num_passes * copy_s / self.mesh[step.axis]
-        return self.num_passes * (seconds(step.kind, self.axes[step.axis], num_bytes) + copy_s)
+            return self.num_passes * self._comm_factor * copy_s / self.mesh[step.axis]
+        return self.num_passes * (self.collective_s(step.kind, step.axis, num_bytes) + self._comm_factor * copy_s)
+
+    def collective_s(self, kind: Collective, axis: int, num_bytes: float) -> float:
+        """Return the seconds of one collective over `axis`, once."""
+        return self._comm_factor * seconds(kind, self.axes[axis], num_bytes)
 
     def edge_s(self, tensor: Tensor, native: Layout, forward: Layout, gradient: Layout) -> tuple[float, float] | None:
         """Return the seconds (forward, backward) to serve a want from `native`; `None` where no way leads."""
@@ -239,7 +248,7 @@ class TimedAxes:
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Return `tensor` as it is, and note the time of its reduction."""
         for axis in self.axes:
-            self.add(seconds("all_reduce", self.costs.axes[axis], tensor.numel() * tensor.element_size()))
+            self.add(self.costs.collective_s("all_reduce", axis, tensor.numel() * tensor.element_size()))
         return tensor
 
 

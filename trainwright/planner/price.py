@@ -17,7 +17,6 @@ from ..capture.execute import Executor
 from ..capture.local import Instruction, LocalProgram
 from ..capture.micro_batches import WEIGHTED
 from ..capture.offload import CountingStore
-from ..hardware.collectives import seconds
 from .costs import CostModel, OptimizerCost
 from .overlap import Timeline, bucket_s
 
@@ -107,8 +106,8 @@ def _weights_s(local: LocalProgram, costs: CostModel) -> float:
     for instruction in local.instructions:
         if local.program.corrections.get(instruction.key) == WEIGHTED and instruction.op is not None:
             labels = local.values[instruction.inputs[1]]
-            split = [axis for axis, place in zip(costs.axes, labels.layout) if place >= 0]
-            total += sum(seconds("all_reduce", axis, 8) for axis in split)
+            split = [axis for axis, place in enumerate(labels.layout) if place >= 0]
+            total += sum(costs.collective_s("all_reduce", axis, 8) for axis in split)
     return total * costs.num_passes / costs.num_runs
 
 

@@ -67,8 +67,6 @@ def cluster_table(cluster: Cluster) -> str:
         table.add_row(f"link {link.name}", speed, f"{link.size} sharing, {format_s(link.latency_s)} a hop")
     for phase, factor in cluster.device.factors.items():
         table.add_row(f"learned: {phase}", f"× {factor:.3g}", _learned_from(cluster))
-    if cluster.comm_factor != 1.0:
-        table.add_row("learned: communication", f"× {cluster.comm_factor:.3g}", _learned_from(cluster))
     return rendered(title_line(cluster.name, cluster.source), table)
 
 
