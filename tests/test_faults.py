@@ -25,7 +25,7 @@ from trainwright.cli import main
 from trainwright.cli.recovery import with_restarts
 from trainwright.cli.saving import KEEP
 from trainwright.launch import WorkerError, run_processes
-from trainwright.runtime.watchdog import RankHung
+from trainwright.runtime.watchdog import RankHung, listen
 
 CASES = "tests.fault_cases:"
 ROOT = Path(__file__).parent.parent
@@ -105,6 +105,17 @@ def test_skipping_for_ever_stops(pool2: Pool) -> None:
 def test_a_hung_rank_is_named_with_its_op(where: str, said: str) -> None:
     with pytest.raises(RankHung, match=said):
         run_processes(CASES + "hangs", {"plan": planned(), "where": where}, 2, timeout_s=120)
+
+
+def test_a_late_beat_is_not_silence() -> None:
+    """On a loaded machine a thread may be kept from telling for a few periods."""
+    looks = iter(range(100))
+
+    def look() -> dict[int, dict[str, int]]:
+        at = next(looks)
+        return {0: {"beat": at}, 1: {"beat": int(at >= 5)}, 2: {"beat": 0}}
+
+    assert listen(look, lambda: None)[1] == [2]
 
 
 # Ranks that die.

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,7 @@ from .activity import Activity
 STORE_TIMEOUT_S = 5.0
 # A rank is silent when it tells nothing new for this many periods: a loaded machine delays a thread for one or two.
 SILENT_PERIODS = 6
+Statuses = dict[int, dict[str, Any]]
 
 
 class RankHung(WorkerError):
@@ -91,26 +92,42 @@ class Watchdog:
         return f"{self._timeout_s:g} s"
 
     def _diagnosis(self) -> str:
+        def look() -> Statuses:
+            # The others may be asking the same at this time: a rank that asks goes on telling.
+            self._tell()
+            return self._statuses()
+
         try:
-            before = after = self._statuses()
-            silent = [rank for rank in before if rank != dist.get_rank()]
-            for _ in range(SILENT_PERIODS):
-                # The others may be asking the same at this time: a rank that asks goes on telling.
-                time.sleep(self._period_s)
-                self._tell()
-                after = self._statuses()
-                silent = [rank for rank in silent if after[rank]["beat"] == before[rank]["beat"]]
-                if not silent:
-                    break
+            statuses, silent = listen(look, lambda: time.sleep(self._period_s))
         except (RuntimeError, ValueError):
             return f"rank 0 hung: it does not respond within {self._limit}"
-        return describe_hang(after, silent, self._limit)
+        return describe_hang(statuses, silent, self._limit)
 
-    def _statuses(self) -> dict[int, dict[str, Any]]:
+    def _statuses(self) -> Statuses:
         if self._store is None:
             return {0: self._own}
         ranks = [rank for rank in range(dist.get_world_size()) if self._store.check([str(rank)])]
         return {rank: json.loads(self._store.get(str(rank))) for rank in ranks}
+
+
+def listen(look: Callable[[], Statuses], wait: Callable[[], None]) -> tuple[Statuses, list[int]]:
+    """Return what the ranks said last, and those that said nothing new in `SILENT_PERIODS` waits.
+
+    >>> beats = iter([1, 1, 2])
+    >>> listen(lambda: {0: {"beat": next(beats)}}, lambda: None)
+    ({0: {'beat': 2}}, [])
+    >>> listen(lambda: {0: {"beat": 1}}, lambda: None)
+    ({0: {'beat': 1}}, [0])
+    """
+    before = after = look()
+    silent = list(before)
+    for _ in range(SILENT_PERIODS):
+        wait()
+        after = look()
+        silent = [rank for rank in silent if after[rank]["beat"] == before[rank]["beat"]]
+        if not silent:
+            break
+    return after, silent
 
 
 def describe_hang(statuses: Mapping[int, Mapping[str, Any]], silent: Sequence[int], limit: str) -> str:
