@@ -1,0 +1,236 @@
+"""What autograd holds while a plan runs: saved tensors that are kept, rederived or fetched back when the backward asks.
+
+Autograd hands every tensor that it saves to a hook. One that the plan recomputes is replaced by a note of where it came
+from; when the backward asks for it, the region's pure sub-graph is run once, without autograd, for all that ask.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .local import Instruction
+from .offload import OffloadedStorage, OffloadRun
+from .reruns import Rerun
+
+if TYPE_CHECKING:
+    from .execute import Executor, RunState
+
+
+@dataclass(eq=False, slots=True)
+class _Saved:
+    """What autograd holds in place of a saved tensor: the tensor itself, or where to get it from."""
+
+    tensor: Tensor | None
+    memory: RegionMemory | OffloadedStorage | None = None
+    place: tuple[int, int] = (-1, -1)
+    """(value, -1), or (instruction, index among what it saves); of what was offloaded, (-1, -1)."""
+    size: Any = None
+    stride: Any = None
+    offset: int = 0
+
+
+class RegionMemory:
+    """One run of one region: which storages are not kept, and their rederived contents while the backward needs them."""
+
+    def __init__(self, executor: Executor, rerun: Rerun, state: RunState, offload: OffloadRun | None = None) -> None:
+        self.executor, self.rerun, self.state, self.offload = executor, rerun, state, offload
+        self.before: RegionMemory | None = None
+        """Of the region whose backward comes next, if that gathers parameters again."""
+        self.sources: dict[int, _Saved] = {}
+        self.registry: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.waiting: Counter[tuple[int, int]] = Counter()
+        self.found: dict[tuple[int, int], Tensor] = {}
+        self.pending: list[_Saved] = []
+        self.instruction: Instruction | None = None
+        self.is_rederived = False
+
+    def begin(self, instruction: Instruction) -> None:
+        self.instruction = instruction
+        self.pending = []
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Called by autograd for every tensor that it saves; decided upon in `end`, when the outputs are known."""
+        saved = _Saved(tensor)
+        self.pending.append(saved)
+        return saved
+
+    def end(self, env: dict[int, Any]) -> None:
+        """Note the outputs that are not kept, and let go of what can be rederived."""
+        instruction = self.instruction
+        assert instruction is not None
+        values = self.executor.local.values
+        self._register_offloaded(instruction, env)
+        for value in instruction.outputs:
+            if value in self.rerun.sources:
+                self.start_from(value, env[value])
+            if values[value].recomputed:
+                storage = StorageWeakRef(env[value].untyped_storage())
+                self.registry[storage.cdata] = (storage, value)
+        known = None
+        for index, saved in enumerate(self.pending):
+            assert saved.tensor is not None
+            key = _storage(saved.tensor)
+            entry = self.registry.get(key)
+            if entry is not None and not entry[0].expired():
+                self._release(saved, (entry[1], -1))
+                continue
+            if instruction.internal_recomputed or instruction.internal_offloaded:
+                if known is None:
+                    known = {_storage(env[v]) for v in (*instruction.inputs, *instruction.outputs)}
+                if key not in known:
+                    self._release_internal(saved, instruction, index)
+                    continue
+            self._send_away(saved)
+        self.pending = []
+
+    def _register_offloaded(self, instruction: Instruction, env: dict[int, Any]) -> None:
+        if self.offload is None:
+            return
+        chosen = [value for value in instruction.outputs if self.executor.local.values[value].offloaded]
+        if chosen:
+            # A view of what stands elsewhere frees nothing.
+            given = {_storage(env[value]) for value in instruction.inputs}
+            for value in chosen:
+                if _storage(env[value]) not in given:
+                    self.offload.register(env[value])
+
+    def start_from(self, value: int, tensor: Tensor) -> None:
+        """Note a value from which the sub-graph starts."""
+        saved = _Saved(tensor.detach())
+        self._send_away(saved)
+        self.sources[value] = saved
+
+    def _release_internal(self, saved: _Saved, instruction: Instruction, index: int) -> None:
+        assert saved.tensor is not None
+        if instruction.internal_recomputed:
+            self._release(saved, (instruction.index, index))
+        elif self.offload is not None:
+            if self.offload.find(saved.tensor) is None:
+                self.offload.register(saved.tensor)
+            self._send_away(saved)
+
+    def _send_away(self, saved: _Saved) -> None:
+        """Let go of a tensor whose storage is offloaded; any other stays."""
+        tensor = saved.tensor
+        item = self.offload.find(tensor) if self.offload is not None and tensor is not None else None
+        if self.offload is not None and item is not None and tensor is not None:
+            self.offload.save(item, tensor)
+            saved.size, saved.stride, saved.offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            saved.memory, saved.tensor = item, None
+
+    def _release(self, saved: _Saved, place: tuple[int, int]) -> None:
+        tensor = saved.tensor
+        assert tensor is not None
+        saved.size, saved.stride, saved.offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        saved.memory, saved.place, saved.tensor = self, place, None
+        self.waiting[place] += 1
+
+    def start_backward_at(self, env: dict[int, Any], values: Sequence[int]) -> None:
+        """Rederive as soon as the backward comes to the region, not when this rank first lacks something.
+
+        All ranks then communicate at the same point, also one whose own part is empty and asks for nothing.
+        """
+        for value in values:
+            if env[value].requires_grad:
+                env[value] = _Start.apply(env[value], self)
+
+    def rederive_first(self) -> None:
+        """Rederive unless that was done; what the next region gathers again is issued meanwhile."""
+        if self.is_rederived:
+            return
+        self.gather()
+        if self.before is not None:
+            self.before.gather()
+        self._rederive()
+
+    def gather(self) -> None:
+        """Issue the gathers of what is rederived from parameters."""
+        for bucket, starts in () if self.is_rederived else self.rerun.gathers.items():
+            params = {index: unpack(self.sources[value]) for index, value in starts.items()}
+            self.state.flights[bucket].gather(params)
+
+    def fetch(self, place: tuple[int, int]) -> Tensor:
+        """Return a rederived tensor; the last one to ask for it takes it away."""
+        if place not in self.found:
+            self._rederive()
+        tensor = self.found[place]
+        self.waiting[place] -= 1
+        if self.waiting[place] == 0:
+            del self.found[place]
+        return tensor
+
+    def _rederive(self) -> None:
+        """Run the region's sub-graph once; keep what somebody still waits for."""
+        self.is_rederived = True
+        env: dict[int, Any] = {}
+        for index in self.rerun.instructions:
+            instruction = self.executor.local.instructions[index]
+            for value in instruction.inputs:
+                if value not in env and value in self.sources:
+                    env[value] = unpack(self.sources[value])
+            if index in self.rerun.internals:
+                self._rerun_with_internals(instruction, env)
+            else:
+                with torch.no_grad():
+                    self.executor.calls[index](env, self.state)
+            for value in instruction.outputs:
+                if self.waiting[(value, -1)] > 0:
+                    self.found[(value, -1)] = env[value]
+            for value in (*instruction.inputs, *instruction.outputs):
+                if self.rerun.last_use.get(value, index) <= index:
+                    env.pop(value, None)
+
+    def _rerun_with_internals(self, instruction: Instruction, env: dict[int, Any]) -> None:
+        """Run one op under autograd to see what it saves."""
+        seen: list[Tensor] = []
+        values = self.executor.local.values
+        inner = dict(env)
+        for value in instruction.inputs:
+            if values[value].tensor.requires_grad:
+                inner[value] = env[value].detach().requires_grad_()
+
+        def note(tensor: Tensor) -> int:
+            seen.append(tensor.detach())
+            return len(seen) - 1
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda index: seen[index]):
+            self.executor.calls[instruction.index](inner, self.state)
+        for value in instruction.outputs:
+            env[value] = inner[value].detach()
+        for index, tensor in enumerate(seen):
+            if self.waiting[(instruction.index, index)] > 0:
+                self.found[(instruction.index, index)] = tensor
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: RegionMemory) -> Tensor:
+        ctx.memory = memory
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.memory.rederive_first()
+        return grads[0], None
+
+
+def unpack(saved: _Saved) -> Tensor:
+    """Return the tensor that `pack` took, as autograd saved it."""
+    if saved.memory is None:
+        assert saved.tensor is not None
+        return saved.tensor
+    tensor = saved.memory.fetch(saved.place)
+    if saved.place[1] >= 0:
+        return tensor
+    return torch.as_strided(tensor, saved.size, saved.stride, saved.offset)
+
+
+def _storage(tensor: Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
