@@ -28,6 +28,8 @@ _TRIALS = 3
 _BEYOND = 0.3
 """What a child without solution counts as, as a share of its parent's objective."""
 Allowed = Mapping[Decision, frozenset[int]]
+Child = tuple[frozenset[int], Vertex]
+"""The options that one decision is held to, and the relaxation's solution then."""
 Leaf = Callable[[Mapping[Decision, int]], Solution]
 """Options → the best solution with those."""
 
@@ -160,10 +162,12 @@ class Branching:
         if self.progress is not None:
             self.progress(self._spent(), self.best.objective, self._bound())
 
-    def _branch(self, allowed: Allowed, vertex: Vertex, mixed: Mapping[Decision, float]):
+    def _branch(
+        self, allowed: Allowed, vertex: Vertex, mixed: Mapping[Decision, float]
+    ) -> tuple[Decision, list[Child]]:
         """Return the decision to branch on, with its children that may hold something better."""
         known = [d for d in mixed if d in self._gains]
-        fresh = sorted(mixed.keys() - set(known), key=lambda d: -mixed[d] * self.weight.get(d, 0.0))
+        fresh = sorted((d for d in mixed if d not in self._gains), key=lambda d: -mixed[d] * self.weight.get(d, 0.0))
         best_known = max(known, key=lambda d: self._expected(d) * mixed[d], default=None)
         floor = -1.0 if best_known is None else self._expected(best_known) * mixed[best_known]
         chosen, kept = best_known, None
@@ -180,13 +184,14 @@ class Branching:
         gains = self._gains[decision]
         return sum(gains) / len(gains)
 
-    def _children(self, allowed: Allowed, vertex: Vertex, decision: Decision):
+    def _children(self, allowed: Allowed, vertex: Vertex, decision: Decision) -> tuple[list[Child], float]:
         """Solve the children; return those worth keeping, and the least that branching raises the bound by, relatively."""
         columns = self.choice[decision]
         options = allowed.get(decision) or frozenset(k for k, column in enumerate(columns) if column not in self.closed)
         weighted = [k for k in options if vertex.values[columns[k]] > _WHOLE]
         rest = options.difference(weighted)
-        found, rises = [], []
+        found: list[Child] = []
+        rises: list[float] = []
         for part in [*(frozenset([k]) for k in weighted), *([rest] if rest else [])]:
             child = self._solve({**allowed, decision: part}, vertex)
             if child is None:
