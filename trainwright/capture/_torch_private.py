@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch._subclasses.fake_tensor import (  # shapes without memory, on a devic
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx._lazy_graph_module import _use_lazy_graph_module  # graphs that nobody calls are not compiled
 from torch.multiprocessing.reductions import StorageWeakRef  # public module, not documented: a storage's identity
 from torch.utils import _pytree as pytree  # the trees that `torch.export` itself flattens; the public one lacks paths
 from torch.utils._python_dispatch import TorchDispatchMode  # observes the ops below autocast and autograd
 
 __all__ = [
     "VALUE_NEEDED",
+    "FakeMaker",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
@@ -35,6 +38,7 @@ __all__ = [
     "overload_of",
     "packet",
     "storage_of",
+    "without_compiling",
 ]
 
 
@@ -47,6 +51,36 @@ class PlainDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class FakeMaker:
+    """Makes fakes of `mode` around tensors on the meta device, as `FakeTensor(mode, tensor, device)` does.
+
+    Torch's constructor looks at each of its many fields anew; here they are those of a first fake on the same device. A
+    simulation makes tens of thousands.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._fields: dict[torch.device, dict[str, Any]] = {}
+
+    def __call__(self, plain: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a fake on `device` of the shape, strides, type and storage of `plain`."""
+        fields = self._fields.get(device)
+        if fields is None:
+            first = FakeTensor(self._mode, plain, device)
+            self._fields[device] = dict(vars(first))
+            return first
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(fake).update(fields)
+        return fake
+
+
+def without_compiling() -> AbstractContextManager[None]:
+    """Leave graph modules that are made inside without Python code until they are called: export makes dozens."""
+    return _use_lazy_graph_module(True)
 
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)

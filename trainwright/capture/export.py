@@ -195,7 +195,7 @@ def _export(model: nn.Module, batch: Any, loss_fn: Any) -> Any:
             f"a loss without parameters of its own is needed; {type(loss_fn).__name__} has some; "
             "make it part of the model"
         )
-    with explained(model, batch), refused_backwards(), warnings.catch_warnings():
+    with explained(model, batch), refused_backwards(), private.without_compiling(), warnings.catch_warnings():
         # modules that keep their weights in a list as well (LSTM) are told off by torch for what is torch's own doing
         warnings.filterwarnings("ignore", message="The tensor attribute")
         return torch.export.export(step, (batch,), strict=False)

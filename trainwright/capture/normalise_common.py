@@ -60,11 +60,22 @@ def value_of_call(context: Context, target: Callable[..., Any], args: Any, kwarg
         return target(*fakes, **named)
 
 
+class _Followed(private.PlainDispatchMode):
+    """Runs on fakes of a context, below autograd, each call like an earlier one answered from that."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self._calls = context.calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._calls(func, args, kwargs or {})
+
+
 def propagate(graph: fx.Graph, context: Context) -> None:
     """Run the graph on fakes, gradients on: every node's `val` (no history) and `requires_grad`."""
     values: dict[fx.Node, Any] = {}
     last_use = _last_uses(graph)
-    with context.mode, torch.enable_grad():
+    with _Followed(context), torch.enable_grad():
         for node in graph.nodes:
             if node.op == "placeholder":
                 values[node] = node.meta["val"].detach().requires_grad_(bool(node.meta.get("requires_grad")))

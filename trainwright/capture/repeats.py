@@ -16,18 +16,22 @@ import torch
 from torch import Tensor
 
 from ..ops.functional import linear_io
-from ._torch_private import FakeTensor
+from ._torch_private import FakeMaker, FakeTensor
 from .fakes import FakeMode
 
 Key = tuple[Any, ...]
 _META = torch.device("meta")
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _BEYOND_SHAPES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_MOST_RECIPES = 100_000
+"""A process that plans for very many models forgets the first ones'."""
 _EXCEPTIONS = ("as_strided", "lift", "set_", "resize")
 
 
 class RepeatedCalls:
     """Runs calls on fakes of `mode` through `run(func, args, kwargs)`, every signature once.
+
+    recipes: what earlier ones with the same `run`, on other modes, learned of results; added to.
 
     >>> from trainwright.capture.fakes import new_mode
     >>> add, mode, followed = torch.ops.aten.add.Tensor, new_mode(), []
@@ -42,10 +46,17 @@ class RepeatedCalls:
     (True, 1)
     """
 
-    def __init__(self, mode: FakeMode, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        self._mode = mode
+    def __init__(
+        self,
+        mode: FakeMode,
+        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        recipes: dict[Key, Recipe | None] | None = None,
+    ) -> None:
+        self._make = FakeMaker(mode)
         self._run = run
-        self._recipes: dict[Key, _Recipe | None] = {}
+        self._recipes: dict[Key, Recipe | None] = {} if recipes is None else recipes
+        if len(self._recipes) > _MOST_RECIPES:
+            self._recipes.clear()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = signature(func, args, kwargs)
@@ -53,7 +64,7 @@ class RepeatedCalls:
             return self._run(func, args, kwargs)
         recipe = self._recipes.get(key)
         if recipe is not None:
-            return recipe.build(self._mode, args)
+            return recipe.build(self._make, args)
         out = self._run(func, args, kwargs)
         if key not in self._recipes:
             self._recipes[key] = _recipe(args, out)
@@ -131,7 +142,7 @@ class _Output:
     dtype: torch.dtype
     device: torch.device
 
-    def build(self, mode: FakeMode, earlier: list[Tensor]) -> Tensor:
+    def build(self, make: FakeMaker, earlier: list[Tensor]) -> Tensor:
         if self.source is None:
             plain = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
         elif self.is_source:
@@ -140,28 +151,28 @@ class _Output:
             storage = earlier[self.source].untyped_storage()
             plain = torch.empty(0, dtype=self.dtype, device=_META)
             plain.set_(storage, self.offset, self.shape, self.stride)
-        return FakeTensor(mode, plain, self.device)
+        return make(plain, self.device)
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
+class Recipe:
     """How the result of a call is made again."""
 
     outputs: tuple[_Output | None, ...]
     container: type | None
     """list or tuple; None for a single tensor."""
 
-    def build(self, mode: FakeMode, args: tuple[Any, ...]) -> Any:
+    def build(self, make: FakeMaker, args: tuple[Any, ...]) -> Any:
         earlier = _tensors(args)
         made: list[Tensor | None] = []
         for output in self.outputs:
-            made.append(None if output is None else output.build(mode, earlier))
+            made.append(None if output is None else output.build(make, earlier))
             if made[-1] is not None:
                 earlier.append(made[-1])
         return made[0] if self.container is None else self.container(made)
 
 
-def _recipe(args: tuple[Any, ...], out: Any) -> _Recipe | None:
+def _recipe(args: tuple[Any, ...], out: Any) -> Recipe | None:
     """Return how `out` came from `args`; None where that cannot be said from shapes alone."""
     container = type(out) if type(out) in (list, tuple) else None
     earlier = _tensors(args)
@@ -179,7 +190,7 @@ def _recipe(args: tuple[Any, ...], out: Any) -> _Recipe | None:
         outputs.append(output)
         earlier.append(result)
         sources.append(id(result.untyped_storage()))
-    return _Recipe(tuple(outputs), container)
+    return Recipe(tuple(outputs), container)
 
 
 def _output(result: Any, earlier: list[Tensor], sources: list[int]) -> _Output:

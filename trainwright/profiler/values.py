@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..capture._torch_private import VALUE_NEEDED, PlainDispatchMode, arguments, mutated_arguments
 from ..capture.fakes import FakeMode
-from ..capture.repeats import RepeatedCalls
+from ..capture.repeats import Key, Recipe, RepeatedCalls
 from .fake_kernels import run_fake_kernel
 from .layouts import lay_out
 
@@ -33,6 +33,8 @@ _INDEXED = {
     for name in ("index", "index_put", "index_put_", "_index_put_impl_")
 }
 _READERS = ("tolist", "numpy")
+_RECIPES: dict[Key, Recipe | None] = {}
+"""What calls on fakes make, for all simulations and profiles of the process: it depends on the calls' signatures alone."""
 LIMIT_BYTES = 16 * 2**20
 """Larger results than this (a mask of 4096 × 4096 booleans) have no values."""
 _LIMIT_OF_FLOATS_BYTES = 2**20
@@ -56,7 +58,7 @@ class KnownValues(PlainDispatchMode):
         self._forgotten: set[int] = set()
         # its own memory of calls forgets which outputs share storage (an LSTM's two gradients of its biases)
         fake_mode.cache_enabled = False
-        self._on_fakes = RepeatedCalls(fake_mode, self._follow)
+        self._on_fakes = RepeatedCalls(fake_mode, self._follow, _RECIPES)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_OF:

@@ -1,0 +1,86 @@
+"""What trainwright uses of torch's private names behaves as it is used; a failure names the release that changed it."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.capture import _torch_private as private
+from trainwright.capture.fakes import new_mode
+
+RELEASE = f"changed in torch {torch.__version__}"
+aten = torch.ops.aten
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(("shape", "stride"), [((3, 4), (4, 1)), ((3, 4), (1, 3)), ((), ()), ((0, 2), (2, 1))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_fake_made_the_short_way_is_the_one_that_torch_makes(shape, stride, dtype):
+    mode, cpu = new_mode(), torch.device("cpu")
+    plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    theirs, make = private.FakeTensor(mode, plain, cpu), private.FakeMaker(mode)
+    for ours in (make(plain, cpu), make(plain, cpu)):  # the second is the short way
+        assert (type(ours), vars(ours)) == (type(theirs), vars(theirs)), RELEASE
+        assert (ours.shape, ours.stride(), ours.dtype, ours.device) == (shape, stride, dtype, cpu), RELEASE
+        keys = [torch._C._dispatch_keys(fake) for fake in (ours, theirs)]
+        assert keys[0] == keys[1], RELEASE
+        assert (ours.requires_grad, ours.untyped_storage().nbytes()) == (False, plain.untyped_storage().nbytes()), (
+            RELEASE
+        )
+
+
+def test_fakes_made_the_short_way_compute_and_differentiate():
+    mode = new_mode()
+    make = private.FakeMaker(mode)
+    weight, x = (make(torch.empty(3, 3, device="meta"), torch.device("cpu")) for _ in range(2))
+    weight.requires_grad_()
+    with mode:
+        (weight @ x).sum().backward()
+    assert (weight.grad.shape, weight.grad.device.type) == ((3, 3), "cpu"), RELEASE
+    assert (x.grad, x.requires_grad) == (None, False), RELEASE
+
+
+def test_an_export_without_compiling_is_the_same_export():
+    plain = torch.export.export(Double(), (torch.ones(3),), strict=False)
+    with private.without_compiling():
+        lazy = torch.export.export(Double(), (torch.ones(3),), strict=False)
+    assert str(lazy.graph) == str(plain.graph), RELEASE
+    assert torch.equal(lazy.module()(torch.ones(3)), torch.full((3,), 2.0)), RELEASE
+
+
+def test_ops_say_what_they_write_view_and_draw():
+    add, add_ = aten.add.Tensor, aten.add_.Tensor
+    assert [private.is_mutating(op) for op in (add_, add)] == [True, False], RELEASE
+    assert private.mutated_arguments(add_) == ["self"], RELEASE
+    assert [private.is_view(op) for op in (aten.view.default, add)] == [True, False], RELEASE
+    assert [private.is_random(op) for op in (aten.dropout.default, aten.rand.default, add)] == [True, True, False], (
+        RELEASE
+    )
+    assert [private.is_pure(op) for op in (add, add_)] == [True, False], RELEASE
+    assert (private.packet(add), private.overload_of(add, "mul")) == ("add", aten.mul.Tensor), RELEASE
+    assert [name for name, _, _ in private.arguments(add)] == ["self", "other", "alpha"], RELEASE
+
+
+def test_batches_are_taken_apart_and_put_together():
+    named, rebuild = private.flatten_batch({"a": (1, 2), "b": [3]})
+    assert [name for name, _ in named] == ["a.0", "a.1", "b.0"], RELEASE
+    assert rebuild([leaf for _, leaf in named]) == {"a": (1, 2), "b": [3]}, RELEASE
+
+
+def test_tensors_that_share_memory_have_equal_storages():
+    x = torch.ones(4)
+    assert private.storage_of(x) == private.storage_of(x[1:]) != private.storage_of(x.clone()), RELEASE
+
+
+def test_values_that_fakes_lack_are_asked_for_by_name():
+    with new_mode(), pytest.raises(private.VALUE_NEEDED):
+        torch.ones(3).nonzero().shape[0] and torch.ones(()).item()
+
+
+def test_profilers_are_seen():
+    assert not private.is_profiled(), RELEASE
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.is_profiled(), RELEASE
