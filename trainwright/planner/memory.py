@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..capture.blocks import RegionClass
 from ..capture.program import Tensor
 from .forward_memory import Changes, ForwardMemory
@@ -38,6 +40,14 @@ class Memory:
     static_mib: float = 0.0
     peak: int = -1
     """A column that is at least every row: minimise it for the smallest budget."""
+
+    def loads(self, values: np.ndarray) -> dict[int, float]:
+        """Return what each row counts at a solution, in MiB."""
+        return {row: sum(factor * values[column] for column, factor in terms) for row, terms in self.rows.items()}
+
+    def peak_bytes(self, values: np.ndarray) -> float:
+        """Return the most that a row counts at a solution."""
+        return (max(self.loads(values).values(), default=0.0) + self.static_mib) * MIB
 
 
 def add_memory(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, budget_bytes: float) -> Memory:

@@ -24,6 +24,9 @@ from .milp import Model
 from .problem import Decision, Demand, Problem, Source, Use, Want
 
 FEW_AXES = 2
+MANY_USES = 80
+"""So many tensors between groups and parameters (an encoder with a decoder) are too many for every change of layout on two
+axes."""
 ONE_OPTION = "one option for every group and parameter"
 DEMAND = "every want is served"
 SUPPLY = "only the layout that is there serves"
@@ -58,6 +61,12 @@ def add_sharding(model: Model, problem: Problem) -> Sharding:
     for use in problem.uses:
         _add_flow(model, problem, sharding, use)
     return sharding
+
+
+def is_large(problem: Problem) -> bool:
+    """Tell whether only plain changes of layout are offered, and a wider gap is taken soon: all would be too many."""
+    num_axes = len(problem.mesh)
+    return num_axes > FEW_AXES or (num_axes == FEW_AXES and len(problem.uses) > MANY_USES)
 
 
 def wants_of(use: Use) -> list[Want]:
@@ -95,13 +104,13 @@ def ones(columns: Iterable[int], factor: float = 1.0) -> list[tuple[int, float]]
 
 def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> None:
     supply = sharding.yields(use.source)
-    many_axes = len(problem.mesh) > FEW_AXES
+    only_plain = is_large(problem)
     served: dict[Want, list[int]] = defaultdict(list)
     given: dict[Layout, list[int]] = defaultdict(list)
     for want in wants_of(use):
         for native in supply:
             there, back = aligned(use, native, want)
-            if many_axes and not (is_plain(native, there) and is_plain(back, gradient_layout(native))):
+            if only_plain and not (is_plain(native, there) and is_plain(back, gradient_layout(native))):
                 continue
             times = problem.costs.edge_s(use.source.tensor, native, there, back)
             if times is not None:

@@ -3,7 +3,7 @@
 1. without memory rows. If the simulated peak of that answer fits, it is the optimum; where the rows see it far above the
    budget, it is not even simulated.
 2. with them: the relaxation, then branch and bound on the sharding (`stages`, `branching`).
-3. simulate; over the budget → tighten the rows by the excess and solve again; far below it → loosen them.
+3. simulate; over the budget → tighten the rows by the excess and solve again; far below it → loosen them (`fitting`).
 """
 
 from __future__ import annotations
@@ -11,29 +11,25 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from ..capture.local import Decisions
-from ..capture.schedule import Overlap, wider
-from .aim import UNBOUNDED, Search
+from .aim import UNBOUNDED
+from .answer import Answer, Infeasible, Settings, Simulate
 from .decode import Choice, decisions_from, read_choice
+from .fitting import Fitting
 from .memory import Memory, add_memory, set_budget
-from .milp import MIB, Model, Patience, Progress, Solution
+from .milp import MIB, Model, Patience, Solution
 from .offload import add_offload
 from .problem import Decision, Problem
 from .recipes import Restriction, restriction
 from .recompute import Recompute, add_recompute
-from .sharding import FEW_AXES, Sharding, add_sharding
-from .simulate import Simulation
-from .stages import CUT_OFF, FEW_COLUMNS, PATIENCE_ON_MANY_AXES, Stages, held_at, solve_in_stages
+from .sharding import Sharding, add_sharding
+from .stages import FEW_COLUMNS, Starts, held_at, solve_in_stages
 
-Simulate = Callable[[Decisions], Simulation]
 Allowed = Mapping[Decision, frozenset[int]]
-Starts = Callable[[], Sequence[Mapping[Decision, int]]]
-MAX_CORRECTIONS = 5
 SHARES = (1.0, 0.5, 0.25)
 """Of the budget, what a sharding that is chosen first may take at rest."""
 MANY_OPS = 400
@@ -44,64 +40,8 @@ TIME_WEIGHT = 0.04
 """What seconds count beside bytes where the least memory is looked for: without, most columns cost nothing and the
 relaxation's vertices are many."""
 
-
-@dataclass
-class Answer:
-    """A solved problem: what was chosen, what it costs by the model, and what the simulation says it holds."""
-
-    choice: Choice
-    decisions: Decisions
-    simulation: Simulation
-    status: str
-    gap: float | None
-    objective_s: float
-    solve_s: float
-    notes: list[str] = field(default_factory=list)
-
-    def overlapped(self, simulate: Simulate, budget_bytes: int | None, furthest: Overlap) -> Answer:
-        """Return the answer with its parameters travelling as far ahead as the budget allows (`capture.schedule`)."""
-        for overlap in wider(furthest):
-            if overlap == self.decisions.overlap:
-                break
-            decisions = replace(self.decisions, overlap=overlap)
-            simulation = simulate(decisions)
-            if budget_bytes is None or simulation.peak_bytes <= budget_bytes:
-                return replace(self, decisions=decisions, simulation=simulation)
-        return self
-
-
-@dataclass
-class Infeasible:
-    """No answer within the budget: what binds, and the least that would do."""
-
-    binding: tuple[str, ...]
-    smallest: Answer | None
-    cut_off: bool = False
-    """Not asked further: whatever there is, another mesh has a faster one."""
-
-
-@dataclass(eq=False)
-class Settings:
-    """What a solve is given besides the problem."""
-
-    budget_bytes: int | None
-    time_limit_s: float = 30.0
-    restriction: Restriction = field(default_factory=Restriction)
-    progress: Progress | None = None
-    cutoff_s: float = math.inf
-    """An answer that takes as long as this is not wanted: another mesh has one."""
-
-    def stages(
-        self,
-        model: Model,
-        sharding: Sharding,
-        recompute: Recompute | None = None,
-        starts: Starts | None = None,
-        time_limit_s: float | None = None,
-    ) -> Stages:
-        """Return what `solve_in_stages` takes."""
-        limit = self.time_limit_s if time_limit_s is None else time_limit_s
-        return Stages(model, sharding, self.restriction, recompute, starts, self.progress, limit)
+_KEPT_TO_LEAST = 4
+"""About how many times more the fastest sharding holds than the least possible: for the size of `TIME_WEIGHT` only."""
 
 
 class Solver:
@@ -117,7 +57,7 @@ class Solver:
     def solve(self, settings: Settings) -> Answer | Infeasible:
         """Return the fastest answer whose simulated peak is within the budget."""
         began = time.perf_counter()
-        self._floor_s, self.last_aim = 0.0, None
+        self.floor_s, self.last_aim = 0.0, None
         fastest = self.without_memory(settings)
         if fastest is None and settings.restriction.forbids is not None:
             settings = replace(settings, restriction=_loosened(settings.restriction))
@@ -135,9 +75,9 @@ class Solver:
         if settings.restriction.fates:
             return self.within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
         budget = settings.budget_bytes
-        self._floor_s = min(fastest.bound, fastest.objective)
-        choice = read_choice(_values_of(fastest), self.plain()[1], None)
-        simulated = functools.cache(lambda: self._answer(fastest, choice))
+        self.floor_s = min(fastest.bound, fastest.objective)
+        choice = read_choice(values_of(fastest), self.plain()[1], None)
+        simulated = functools.cache(lambda: self.answer(fastest, choice))
         if budget is None or not settings.restriction.recompute:
             answer = simulated()
             fits = budget is None or answer.simulation.peak_bytes <= budget
@@ -170,10 +110,14 @@ class Solver:
         solution = solve_in_stages(settings.stages(model, sharding))
         return None if solution.values is None else solution
 
-    def _answer(self, solution: Solution, choice: Choice) -> Answer:
+    def answer(self, solution: Solution, choice: Choice | None = None) -> Answer:
+        """Return what a solution says, simulated; `choice` is read from it where it is not given."""
+        if choice is None:
+            _, sharding, recompute, _ = self.full()
+            choice = read_choice(values_of(solution), sharding, recompute)
         decisions = decisions_from(self.problem, choice)
         simulation = self.simulate(decisions)
-        gap = min(solution.gap, 1 - self._floor_s / solution.objective if solution.objective > 0 else math.inf)
+        gap = min(solution.gap, 1 - self.floor_s / solution.objective if solution.objective > 0 else math.inf)
         return Answer(choice, decisions, simulation, solution.status, gap, solution.objective, solution.solve_s)
 
     # Within a budget
@@ -196,105 +140,65 @@ class Solver:
         again = [*recompute.rerun.values(), *recompute.convert.values(), *recompute.leaves.values()]
         fixed = held_at(sharding, choice.options) | dict.fromkeys(again, 0.0)
         found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
-        return 0.0 if found.values is None else self._peak_of_rows(found)
+        return 0.0 if found.values is None else memory.peak_bytes(found.values)
 
     @staticmethod
     def _first_aim(rows_peak: float, kept: Answer, budget: int) -> float:
         """Return the rows' budget to begin with: what they count too much of the answer that keeps everything is added."""
         return budget + max(0.0, rows_peak - kept.simulation.peak_bytes)
 
-    def _peak_of_rows(self, found: Solution) -> float:
-        _, _, _, memory = self.full()
-        assert found.values is not None
-        return (found.values[memory.peak] + memory.static_mib) * MIB
-
     def within(
         self, settings: Settings, budget: int, aim: float | None = None, wider: Callable[[], float] | None = None
     ) -> Answer | Infeasible:
-        """Solve, simulate, and move the rows' budget until the simulated peak is within the true one.
+        """Return the fastest answer whose simulated peak is within `budget`; see `fitting`.
 
         aim: the rows' budget to begin with; `wider` makes another, where there is nothing within that.
         """
-        model, sharding, recompute, memory = self.full()
-        deadline = time.perf_counter() + settings.time_limit_s
-        search = Search(budget, aim)
-        earlier: tuple[float, np.ndarray] | None = None
-        for _ in range(MAX_CORRECTIONS + 1):
-            set_budget(model, memory, search.aim)
-            remaining = max(1.0, deadline - time.perf_counter())
-            stages = settings.stages(model, sharding, recompute, self._starts_for(settings), remaining)
-            stages.cutoff, stages.floor = settings.cutoff_s, self._floor_s
-            if len(self.problem.mesh) > FEW_AXES:
-                stages.patience = PATIENCE_ON_MANY_AXES
-            if earlier is not None and earlier[0] <= search.aim:
-                stages.earlier = earlier[1]
-            solution = solve_in_stages(stages)
-            if solution.values is not None:
-                earlier = search.aim, solution.values
-                search.note(self._answer(solution, read_choice(solution.values, sharding, recompute)))
-            elif search.best is None and (solution.status == CUT_OFF or math.isfinite(settings.cutoff_s)):
-                return Infeasible((CUT_OFF,), None, cut_off=True)
-            elif search.low is not None:
-                break
-            elif wider is not None and (wide := wider()) > search.aim:
-                search.aim, wider = wide, None
-                continue
-            else:
-                smallest = self.smallest(settings)
-                if smallest is None or smallest.simulation.peak_bytes > budget:
-                    return Infeasible(self._binding(smallest), smallest)
-                # The rows were too careful: what they say of this answer may stand, and what it leaves of the budget.
-                search.aim = self._row_peak
-                search.note(smallest)
-            if search.done or time.perf_counter() > deadline:
-                break
-        self.last_aim = search.low
-        if search.best is None and math.isfinite(settings.cutoff_s):
-            return Infeasible((CUT_OFF,), None, cut_off=True)
-        if search.best is None:
-            smallest = self.smallest(settings)
-            if smallest is None or smallest.simulation.peak_bytes > budget:
-                return Infeasible(self._binding(smallest), smallest)
-            return smallest
-        return search.best
+        return Fitting(self, settings, budget, aim, wider).run()
 
     def smallest(self, settings: Settings) -> Answer | None:
         """Return the answer that holds least by the rows."""
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
         limit = min(15.0, settings.time_limit_s)
-        stages = settings.stages(model, sharding, recompute, self._starts_for(settings), limit)
+        stages = settings.stages(model, sharding, recompute, self.starts_for(settings), limit)
         stages.gap, stages.patience = 5e-3, Patience(1.0, 2e-2)
         stages.floor = -math.inf
-        solution = solve_in_stages(stages, self._mostly_peak(settings.budget_bytes))
+        solution = solve_in_stages(stages, self._mostly_peak(settings))
         if solution.values is None:
             return None
-        self._row_peak = self._peak_of_rows(solution)
+        self.row_peak = memory.peak_bytes(solution.values)
         self._binding_rows = _tight_rows(model, memory, solution.values)
         choice = read_choice(solution.values, sharding, recompute)
         # The same sharding, with no more recomputation than that budget asks for.
-        set_budget(model, memory, self._row_peak * 1.0001 + 1024)
+        set_budget(model, memory, self.row_peak * 1.0001 + 1024)
         only = {decision: frozenset([option]) for decision, option in choice.options.items()}
         same = replace(settings, restriction=replace(settings.restriction, allowed=only))
         fastest = solve_in_stages(same.stages(model, sharding, recompute, None, limit))
         if fastest.values is not None:
-            return self._answer(fastest, read_choice(fastest.values, sharding, recompute))
-        answer = self._answer(solution, choice)
+            # proven for this sharding alone
+            return self.answer(replace(fastest, bound=self.floor_s), read_choice(fastest.values, sharding, recompute))
+        answer = self.answer(replace(solution, bound=-math.inf), choice)
         answer.objective_s = float(np.dot(model.cost, solution.values))
         return answer
 
-    def _mostly_peak(self, budget: int | None) -> dict[int, float]:
+    def _mostly_peak(self, settings: Settings) -> dict[int, float]:
         """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds."""
         model, _, _, memory = self.full()
-        cost = {memory.peak: 1.0}
-        floor_s = self._floor_s or self.lower_bound_s()
+        cost, budget = {memory.peak: 1.0}, settings.budget_bytes
+        floor_s = self.floor_s or self.lower_bound_s()
         if model.num_columns > FEW_COLUMNS and floor_s > 0:
-            scale = model.solve(relaxed=True, cost=cost).objective if budget is None else budget / MIB
+            scale = (self._kept_bytes(settings) / _KEPT_TO_LEAST if budget is None else budget) / MIB
             rate = TIME_WEIGHT * scale / floor_s
             cost.update({column: rate * seconds for column, seconds in enumerate(model.cost) if seconds})
         return cost
 
-    def _starts_for(self, settings: Settings) -> Starts:
+    def _kept_bytes(self, settings: Settings) -> float:
+        """Return what the rows count of the fastest sharding when everything is kept."""
+        fastest = self.without_memory(settings)
+        return 0.0 if fastest is None else self._rows_peak(read_choice(values_of(fastest), self.plain()[1], None))
+
+    def starts_for(self, settings: Settings) -> Starts:
         return functools.cache(lambda: self.starts(settings))
 
     def starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
@@ -309,7 +213,7 @@ class Solver:
         params = {decision: options for decision, options in sharded.items() if decision.group is None}
         found: list[Mapping[Decision, int] | None] = []
         for extra in ({}, sharded, params):
-            allowed = _both(settings.restriction.allowed, extra)
+            allowed = both(settings.restriction.allowed, extra)
             if not all(allowed.values()):
                 found.append(None)
             else:
@@ -361,24 +265,24 @@ class Solver:
 
     last_aim: float | None = None
     """The rows' budget under which the last answer fitted the true one; None where it fitted without rows."""
-    _floor_s = 0.0
+    floor_s = 0.0
     """What the sharding alone takes at least: a bound where the whole problem gives none."""
-    _row_peak = 0.0
+    row_peak = 0.0
     _binding_rows: tuple[str, ...] = ()
 
-    def _binding(self, smallest: Answer | None) -> tuple[str, ...]:
+    def binding(self, smallest: Answer | None) -> tuple[str, ...]:
         if smallest is None:
             return ("the restrictions contradict one another",)
         return self._binding_rows
 
 
-def _values_of(solution: Solution) -> np.ndarray:
+def values_of(solution: Solution) -> np.ndarray:
     assert solution.values is not None
     return solution.values
 
 
-def _both(first: Allowed, second: Allowed) -> dict[Decision, frozenset[int]]:
-    """What two restrictions allow together."""
+def both(first: Allowed, second: Allowed) -> dict[Decision, frozenset[int]]:
+    """Return what two restrictions allow together."""
     merged = dict(first)
     for decision, options in second.items():
         merged[decision] = merged.get(decision, options) & options
@@ -393,9 +297,7 @@ def _loosened(given: Restriction) -> Restriction:
 
 def _tight_rows(model: Model, memory: Memory, values: np.ndarray) -> tuple[str, ...]:
     """The names of the rows that reach the peak, the fullest first."""
-    loads = {
-        row: sum(coefficient * values[column] for column, coefficient in terms) for row, terms in memory.rows.items()
-    }
+    loads = memory.loads(values)
     peak = max(loads.values(), default=0.0)
     near = sorted((row for row, load in loads.items() if load >= 0.995 * peak), key=lambda row: -loads[row])
     return tuple(dict.fromkeys(model.row_names[row] for row in near))[:3]

@@ -23,15 +23,18 @@ from .sharding import Sharding
 GAP = 1e-3
 PATIENCE = Patience(2.0, 5e-3)
 """A binding budget can take minutes to the last thousandth."""
-PATIENCE_ON_MANY_AXES = Patience(2.0, 2e-2)
-"""On three axes a relaxation alone takes seconds."""
+PATIENCE_OF_LARGE = Patience(2.0, 2e-2)
+"""On three axes, or with an encoder and a decoder on two, a relaxation alone takes seconds."""
 Options = Mapping[Decision, int]
+Starts = Callable[[], Sequence[Options]]
 CUT_OFF = "another mesh has a faster answer"
 """The status of a solve that was given up."""
 FEW_COLUMNS = 3000
 """A MIP of so many is solved whole at once."""
 _MANY_COLUMNS = 40_000
 """With so many, known shardings are tried before the relaxation: one may be close to the floor."""
+_LEAST_S = 10.0
+"""What is left of the time or not, so long is a known sharding looked at where there is no answer yet."""
 
 
 @dataclass(eq=False)
@@ -42,7 +45,7 @@ class Stages:
     sharding: Sharding
     restriction: Restriction
     recompute: Recompute | None = None
-    starts: Callable[[], Sequence[Options]] | None = None
+    starts: Starts | None = None
     """Shardings to begin from, made when they are needed."""
     progress: Progress | None = None
     time_limit_s: float = 30.0
@@ -140,9 +143,11 @@ def _whole(stages: Stages, held: _Held, root: Vertex, time_limit_s: float) -> So
 def _best_known(stages: Stages, held: _Held, time_limit_s: float) -> Solution:
     """Return the best over known shardings: a last resort where the relaxation takes too long."""
     best = Solution("stopped", None, math.inf, -math.inf, 0.0)
+    known = stages.starts() if stages.starts is not None else ()
     end = time.perf_counter() + time_limit_s
-    for options in stages.starts() if stages.starts is not None else ():
-        found = held.solve(options, max(0.5, end - time.perf_counter()))
+    for options in known:
+        least_s = _LEAST_S if best.values is None else 0.5
+        found = held.solve(options, max(least_s, end - time.perf_counter()))
         if found.values is not None and found.objective < best.objective:
             best = replace(found, bound=-math.inf)
     return best

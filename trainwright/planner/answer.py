@@ -1,0 +1,78 @@
+"""What a solve is given, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ..capture.local import Decisions
+from ..capture.schedule import Overlap, wider
+from .decode import Choice
+from .milp import Model, Progress
+from .recipes import Restriction
+from .recompute import Recompute
+from .sharding import Sharding
+from .simulate import Simulation
+from .stages import Stages, Starts
+
+Simulate = Callable[[Decisions], Simulation]
+
+
+@dataclass
+class Answer:
+    """A solved problem: what was chosen, what it costs by the model, and what the simulation says it holds."""
+
+    choice: Choice
+    decisions: Decisions
+    simulation: Simulation
+    status: str
+    gap: float | None
+    objective_s: float
+    solve_s: float
+    notes: list[str] = field(default_factory=list)
+
+    def overlapped(self, simulate: Simulate, budget_bytes: int | None, furthest: Overlap) -> Answer:
+        """Return the answer with its parameters travelling as far ahead as the budget allows (`capture.schedule`)."""
+        for overlap in wider(furthest):
+            if overlap == self.decisions.overlap:
+                break
+            decisions = replace(self.decisions, overlap=overlap)
+            simulation = simulate(decisions)
+            if budget_bytes is None or simulation.peak_bytes <= budget_bytes:
+                return replace(self, decisions=decisions, simulation=simulation)
+        return self
+
+
+@dataclass
+class Infeasible:
+    """No answer within the budget: what binds, and the least that would do."""
+
+    binding: tuple[str, ...]
+    smallest: Answer | None
+    cut_off: bool = False
+    """Not asked further: whatever there is, another mesh has a faster one."""
+
+
+@dataclass(eq=False)
+class Settings:
+    """What a solve is given besides the problem."""
+
+    budget_bytes: int | None
+    time_limit_s: float = 30.0
+    restriction: Restriction = field(default_factory=Restriction)
+    progress: Progress | None = None
+    cutoff_s: float = math.inf
+    """An answer that takes as long as this is not wanted: another mesh has one."""
+
+    def stages(
+        self,
+        model: Model,
+        sharding: Sharding,
+        recompute: Recompute | None = None,
+        starts: Starts | None = None,
+        time_limit_s: float | None = None,
+    ) -> Stages:
+        """Return what `solve_in_stages` takes."""
+        limit = self.time_limit_s if time_limit_s is None else time_limit_s
+        return Stages(model, sharding, self.restriction, recompute, starts, self.progress, limit)

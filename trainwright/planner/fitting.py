@@ -1,0 +1,158 @@
+"""Finding the fastest answer whose simulated peak is within a budget: solve, simulate, move the rows' budget, solve again.
+
+The rows count a little too much, for some shardings more than for others. So no one budget of the rows is right for all:
+at one that lets a careful sharding in, another is let in that does not fit. What does not fit, or leaves much, is therefore
+fitted by itself too: with its sharding held, only what is kept is chosen anew, under a budget of the rows of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .aim import CLOSE, Search
+from .answer import Answer, Infeasible, Settings
+from .memory import set_budget
+from .milp import Solution
+from .sharding import is_large
+from .stages import CUT_OFF, PATIENCE_OF_LARGE, Options, solve_in_stages
+
+if TYPE_CHECKING:
+    from .solve import Solver
+
+MAX_CORRECTIONS = 5
+_MOST_HELD = 3
+"""How often what is kept is chosen anew for one sharding."""
+
+
+class Fitting:
+    """One search; `aim` is the rows' budget to begin with, `wider` makes another where nothing is within that."""
+
+    def __init__(
+        self,
+        solver: Solver,
+        settings: Settings,
+        budget: int,
+        aim: float | None = None,
+        wider: Callable[[], float] | None = None,
+    ) -> None:
+        self.solver, self.settings, self.budget, self.wider = solver, settings, budget, wider
+        self.search = Search(budget, aim)
+        self._deadline = time.perf_counter() + settings.time_limit_s
+        self._earlier: tuple[float, np.ndarray] | None = None
+        self._held: set[tuple[int, ...]] = set()
+
+    def run(self) -> Answer | Infeasible:
+        """Return the answer, or why there is none."""
+        search = self.search
+        for _ in range(MAX_CORRECTIONS + 1):
+            solution = self._solve()
+            if solution.values is not None:
+                self._note(solution)
+            elif search.best is None and (solution.status == CUT_OFF or math.isfinite(self.settings.cutoff_s)):
+                return self._cut_off()
+            elif search.best is not None:
+                break
+            elif self.wider is not None and (wide := self.wider()) > search.aim:
+                search.aim, self.wider = wide, None
+                continue
+            elif (refused := self._begin_from_smallest()) is not None:
+                return refused
+            if search.done or time.perf_counter() > self._deadline:
+                break
+        self.solver.last_aim = search.low
+        if search.best is not None:
+            return search.best
+        if math.isfinite(self.settings.cutoff_s):
+            return self._cut_off()
+        return self._smallest()
+
+    def _solve(self) -> Solution:
+        """Solve under the rows' present budget."""
+        solver, settings, search = self.solver, self.settings, self.search
+        model, sharding, recompute, memory = solver.full()
+        set_budget(model, memory, search.aim)
+        remaining = max(1.0, self._deadline - time.perf_counter())
+        stages = settings.stages(model, sharding, recompute, solver.starts_for(settings), remaining)
+        stages.cutoff, stages.floor = settings.cutoff_s, solver.floor_s
+        if is_large(solver.problem):
+            stages.patience = PATIENCE_OF_LARGE
+        if self._earlier is not None and self._earlier[0] <= search.aim:
+            stages.earlier = self._earlier[1]
+        solution = solve_in_stages(stages)
+        if solution.values is not None:
+            self._earlier = search.aim, solution.values
+        return solution
+
+    def _note(self, solution: Solution) -> None:
+        assert solution.values is not None
+        answer = self.solver.answer(solution)
+        rows_peak = self.solver.full()[3].peak_bytes(solution.values)
+        self.search.note(answer)
+        self._refit(answer, rows_peak, solution.bound)
+
+    def _begin_from_smallest(self) -> Infeasible | None:
+        """Go on from what holds least: the rows were too careful, and what they say of it may stand, with what it leaves."""
+        smallest = self._smallest()
+        if isinstance(smallest, Infeasible):
+            return smallest
+        self.search.aim = rows_peak = self.solver.row_peak
+        self.search.note(smallest)
+        self._refit(smallest, rows_peak, -math.inf)
+        return None
+
+    def _smallest(self) -> Answer | Infeasible:
+        smallest = self.solver.smallest(self.settings)
+        if smallest is not None and smallest.simulation.peak_bytes <= self.budget:
+            return smallest
+        return Infeasible(self.solver.binding(smallest), smallest)
+
+    def _cut_off(self) -> Infeasible:
+        return Infeasible((CUT_OFF,), None, cut_off=True)
+
+    def _refit(self, answer: Answer, rows_peak: float, bound: float) -> None:
+        """Choose anew what is kept with the sharding of `answer`, where that does not fit or leaves much."""
+        left = self.budget - answer.simulation.peak_bytes
+        options = answer.choice.options
+        if 0 <= left <= CLOSE * self.budget or tuple(options.values()) in self._held:
+            return
+        own = Search(self.budget, rows_peak)
+        own.note(answer)
+        self._fit(options, own, bound)
+
+    def fitted(self, options: Options) -> Answer | None:
+        """Return the fastest answer with one sharding that fits; None where there is none below the cutoff."""
+        self._fit(options, Search(self.budget, self.search.aim), -math.inf)
+        return self.search.best
+
+    def _fit(self, options: Options, own: Search, bound: float) -> None:
+        """Choose what is kept with one sharding, under a budget of the rows of its own."""
+        self._held.add(tuple(options.values()))
+        allowed = {decision: frozenset([option]) for decision, option in options.items()}
+        held = replace(self.settings, restriction=replace(self.settings.restriction, allowed=allowed))
+        for _ in range(_MOST_HELD):
+            if own.done or time.perf_counter() > self._deadline:
+                break
+            found = self._solve_held(held, own.aim)
+            if found.values is None or found.objective >= self._to_beat:
+                break
+            refitted = self.solver.answer(replace(found, bound=min(found.objective, max(bound, self.solver.floor_s))))
+            own.note(refitted)
+            if refitted.simulation.peak_bytes <= self.budget and refitted.objective_s < self.settings.cutoff_s:
+                self.search.offer(refitted)
+
+    def _solve_held(self, held: Settings, aim: float) -> Solution:
+        model, sharding, recompute, memory = self.solver.full()
+        set_budget(model, memory, aim)
+        limit = max(1.0, self._deadline - time.perf_counter())
+        return solve_in_stages(held.stages(model, sharding, recompute, None, limit))
+
+    @property
+    def _to_beat(self) -> float:
+        best = self.search.best
+        return self.settings.cutoff_s if best is None else min(best.objective_s, self.settings.cutoff_s)
