@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from scipy import linalg
 from torch import Tensor
 
@@ -23,7 +22,8 @@ from ...artifacts import UserError
 from ...numerics.linesearch import armijo
 from ..driver import Callback, Ended, Limits, Measured, Run, drive
 from ..outcome import Result, Status
-from .problem import EqualityProblem, TorchProblem, Values
+from ..seeds import as_numpy_generator
+from .problem import EqualityProblem, TorchProblem, Values, back_like
 from .sketch import Sketch, SketchedSystem
 
 Array = np.ndarray
@@ -32,6 +32,8 @@ RANK = 1e-12
 PENALTY_LIMITS = (1e8, 1e-8)
 SMALLEST_STEP = 1e-10
 ROUNDING = 1e-14
+VIOLATED, STATIONARY = 1e-6, 1e-2
+"""From where on constraints count as violated; and the slope of ‖c‖²/2, over ‖c‖ ‖G‖, that counts as zero."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +142,16 @@ class ConstrainedResult(Result):
 def solve_ai_sqp(
     fun: Callable[[Tensor], Tensor] | EqualityProblem, x0: Any, constraints: Callable[[Tensor], Tensor] | None = None, *,
     multipliers: Any = None, rtol: float = 0.0, atol: float = 1e-8, max_iterations: int = 1000,
-    options: SqpOptions | None = None, random: np.random.Generator | int = 0, callback: Callback | None = None,
-    keep_history: bool = False,
+    max_seconds: float | None = None, options: SqpOptions | None = None, random: np.random.Generator | int = 0,
+    callback: Callback | None = None, keep_history: bool = False,
 ) -> ConstrainedResult:  # fmt: skip
     """Minimise f(x) subject to c(x) = 0 by Newton steps on the KKT conditions, each solved only as well as is needed.
 
     fun, constraints: torch functions of x (n,), to a number and to a vector (m,); derivatives come from autograd. Or an
-    `EqualityProblem` as `fun` (NumPy functions: `NumpyProblem`). x0: a vector, array or tensor; float64 inside, `x` comes
-    back as x0 was. multipliers: λ at the start (zeros). It stops at ‖(∇ₓL, c)‖ ≤ max(atol, rtol · that at the start).
-    `random`: a NumPy generator or a seed, for the sketches.
+    `EqualityProblem` as `fun` (NumPy functions: `NumpyProblem`). x0: a vector, array or tensor; float64 inside and in what
+    the functions see, `x` comes back as x0 was, in float64. multipliers: λ at the start (zeros). It stops at ‖(∇ₓL, c)‖ ≤
+    max(atol, rtol · that at the start). `max_seconds` is looked at between steps. `random`: a NumPy generator or a seed,
+    for the sketches.
 
     When not: a sketch reads a row of K in O(n + m), but needs about cond(K)² log(1/ε) of them. With ill-conditioned
     systems (discretised differential equations, κ above 10³) the limit `max_sketches` comes first: take
@@ -156,7 +159,8 @@ def solve_ai_sqp(
     dense problems. The Hessian is formed (n × n). Inequalities and bounds: `minimize`, by squared slacks.
 
     Errors: `UserError` for shapes and constants; constraints whose gradients are dependent end as BREAKDOWN, as INFEASIBLE
-    where no step meets them to first order, values that are not finite as NOT_FINITE, all with the best iterate so far.
+    where no step meets them to first order or nothing but their violation is left to lower, values that are not finite as
+    NOT_FINITE, all with the best iterate so far.
 
     >>> result = solve_ai_sqp(lambda x: x.square().sum(), [3.0, 1.0], lambda x: x[:1] + x[1:] - 1)
     >>> result.success, [round(float(v), 6) for v in result.x], round(float(result.multipliers[0]), 6)
@@ -173,9 +177,10 @@ def solve_ai_sqp(
         )
     else:
         problem = fun
-    method = _AiSqp(problem, options or SqpOptions(), np.random.default_rng(random))
+    method = _AiSqp(problem, options or SqpOptions(), as_numpy_generator(random))
     run = drive(
-        method.start(start_x, multipliers), method.step, _measure, Limits(max_iterations, rtol=rtol, atol=atol),
+        method.start(start_x, multipliers), method.step, _measure,
+        Limits(max_iterations, rtol=rtol, atol=atol, max_seconds=max_seconds),
         counts=problem.counts, callback=callback, keep_history=keep_history,
     )  # fmt: skip
     return _result(run, method, back)
@@ -300,18 +305,18 @@ def _vector(values: Any) -> tuple[Array, Callable[[Array], Any]]:
         raise UserError(
             f"a vector of finite numbers is needed as a start; got shape {array.shape}; flatten it, check for NaN"
         )
-    if isinstance(values, Tensor):
-        device = values.device
-        return array, lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device)
-    return array, lambda x: x
+    return array, lambda x: back_like(values, x)
 
 
 def _result(run: Run[Point], method: _AiSqp, back: Callable[[Array], Any]) -> ConstrainedResult:
     best, counts = run.best, run.counts
     c = best.values.constraints
+    status = run.status
+    if status in (Status.STALLED, Status.MAX_ITERATIONS, Status.DIVERGED) and _only_violation_is_left(run.last.values):
+        status = Status.INFEASIBLE
     return ConstrainedResult(
-        x=back(best.x), fun=best.values.fun, success=run.status.success, status=run.status,
-        message=_message(run.status, method), nit=run.nit, nfev=counts["nfev"], history=run.history,
+        x=back(best.x), fun=best.values.fun, success=status.success, status=status,
+        message=_message(status, method, best.values), nit=run.nit, nfev=counts["nfev"], history=run.history,
         multipliers=back(best.multipliers), jac=back(best.values.gradient), kkt_residual=run.best_measured.residual,
         constr_violation=float(np.abs(c).max()) if c.size else 0.0, njev=counts["njev"], nhev=counts["nhev"],
         num_sketches=counts["num_sketches"], num_capped=method.num_capped,
@@ -326,9 +331,19 @@ def _why_dependent(values: Values) -> Status:
     return Status.INFEASIBLE if left > 1e-6 * max(float(np.linalg.norm(constraints)), 1e-6) else Status.BREAKDOWN
 
 
-def _message(status: Status, method: _AiSqp) -> str:
+def _only_violation_is_left(values: Values) -> bool:
+    """Whether c is not met and ‖c‖² is nearly stationary: no step near here brings the constraints nearer to zero."""
+    size = float(np.linalg.norm(values.constraints))
+    slope = float(np.linalg.norm(values.jacobian.T @ values.constraints))
+    return size > VIOLATED and slope <= STATIONARY * size * max(float(np.linalg.norm(values.jacobian)), 1.0)
+
+
+def _message(status: Status, method: _AiSqp, values: Values) -> str:
     if status is Status.BREAKDOWN:
         return "the constraints' gradients are linearly dependent; leave out redundant constraints, or start elsewhere"
+    violation = float(np.abs(values.constraints).max(initial=0.0))
+    if status is Status.STALLED and violation > VIOLATED:
+        return f"{status.value}; the constraints are violated by {violation:.3g}: check that they can be met together"
     if method.num_capped and not status.success:
         return f"{status.value}; {method.num_capped} Newton systems met max_sketches: raise it, or use sketch='exact'"
     return status.value

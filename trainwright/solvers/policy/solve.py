@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...artifacts import UserError
 from ..driver import Callback, Limits, Measured, drive
 from ..outcome import Result
-from ..seeds import as_generator
+from ..seeds import as_generator, need_count
 from .ascent import Ascent
 from .baseline import LinearBaseline
 from .estimators import Estimator
@@ -123,6 +123,8 @@ def evaluate(
 
     `env` and `policy` as in `learn`. The policy acts at random as it was trained to; returns stand in their own order.
     """
+    need_count("num_trajectories", num_trajectories, 1)
+    need_count("horizon", horizon, 1)
     generator = as_generator(seed, next(policy.parameters()).device)
     return rollout(check_env(env), policy, num_trajectories, horizon, generator).returns()
 
@@ -142,8 +144,7 @@ def _check(policy: nn.Module, batch_size: int, horizon: int, discount: float) ->
             f"a policy module with parameters, sample and log_prob is needed; got {type(policy).__name__} "
             f"without {missing or 'parameters'}; see SoftmaxMLP"
         )
-    if batch_size < 1 or horizon < 1 or not 0 < discount <= 1:
-        raise UserError(
-            "batch_size ≥ 1, horizon ≥ 1 and discount in (0, 1] are needed; "
-            f"got {batch_size}, {horizon} and {discount}; start with 16, 200 and 0.99"
-        )
+    need_count("batch_size", batch_size, 1)
+    need_count("horizon", horizon, 1)
+    if not 0 < discount <= 1:
+        raise UserError(f"a discount in (0, 1] is needed; got {discount}; start with 0.99")
