@@ -264,8 +264,9 @@ def test_environments_that_do_not_fit_are_named() -> None:
         (lambda: learned(OldStep()), "step returns .* got 4 entries"),
         (lambda: learned(observation_dim=3), r"a policy for observations of shape \(1,\) is needed"),
         (lambda: learned(few, num_actions=9), "actions below 2 are needed"),
-        (lambda: learned(batch_size=2.5), "batch_size as a whole number"),
-        (lambda: policy.evaluate(Levers(), policy.SoftmaxMLP(1, 2), num_trajectories=0), "num_trajectories as a whole"),
+        (lambda: learned(Levers(observation=np.nan)), "finite observations and parameters are needed"),
+        (lambda: learned(batch_size=2.5), "batch_size of at least 1"),
+        (lambda: policy.evaluate(Levers(), policy.SoftmaxMLP(1, 2), num_trajectories=0), "num_trajectories of at least 1"),
     ):
         with pytest.raises(UserError, match=message):
             call()

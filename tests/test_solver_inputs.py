@@ -93,7 +93,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         r"returns \(loss, gradient\) is needed; got Tensor",
     ),
     (lambda: consensus.minimize(squares, [(-1, 1)], method="cbo"), "a method CBO.* got 'cbo'"),  # type: ignore[arg-type]
-    (lambda: consensus.minimize(squares, [(-1, 1)], num_particles=2.5), "num_particles as a whole number"),  # type: ignore[arg-type]
+    (lambda: consensus.minimize(squares, [(-1, 1)], num_particles=2.5), "num_particles of at least 1"),  # type: ignore[arg-type]
     (lambda: consensus.minimize(squares, x0=vector(math.nan), spread=1.0), "a finite x0"),
     (lambda: convex_nets.ReLURegressor().fit(ROWS, ["a"] * 4), "y of real numbers is needed"),
     (lambda: convex_nets.ReLURegressor().fit([["a"]], [1.0]), "X of real numbers is needed"),
@@ -105,7 +105,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: RandomSubset().fit(ROWS, [0]), "one label an example is needed; got 1 for 4"),
     (lambda: CRAIG(budget=2.5), "budget whole, of at least 1; got 2.5"),  # type: ignore[arg-type]
     (lambda: RandomSubset(seed=None), "seed whole; got None"),  # type: ignore[arg-type]
-    (lambda: descend(GDA(0.1, 0.1), np.int64(0)), "num_components as a whole number of at least 1 is needed; got"),
+    (lambda: descend(GDA(0.1, 0.1), np.int64(0)), "num_components of at least 1, a whole number, is needed; got"),
     (lambda: descend(GDA("0.1", 0.1)), "positive step sizes are needed; got step_x='0.1'"),  # type: ignore[arg-type]
     (
         lambda: minimax(None, [1j], [1.0], 4, jac=lambda x, y, i: (x, y), method=GDA(0.1, 0.1), max_iterations=2),
@@ -136,7 +136,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: online.OGD(online.Ball(2), gradient_bound="1"), "a positive gradient_bound .* got '1'"),  # type: ignore[arg-type]
     (lambda: played(lambda t, x: (x, x)), r"a loss of shape \(\), one number a player, is needed; got \(2,\)"),
     (lambda: played(lambda t, x: (x.sum(), x), comparator=torch.zeros(3)), r"a comparator of shape \(2,\)"),
-    (lambda: played(lambda t, x: (x.sum(), x), num_rounds=1.5), "num_rounds as a whole number"),
+    (lambda: played(lambda t, x: (x.sum(), x), num_rounds=1.5), "num_rounds of at least 1"),
     (lambda: convex_nets.RobustReLUClassifier(0.1).predict(ROWS), "a fitted estimator is needed"),
     (lambda: selection("crag"), "one of craig, augment, .*; got 'crag'; did you mean craig?"),
 ]

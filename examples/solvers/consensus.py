@@ -26,7 +26,15 @@ def contour() -> go.Contour:
     axis = torch.linspace(LOW, HIGH, 160)
     grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1)
     values = rastrigin(grid.view(-1, 2)).view(160, 160)
-    return go.Contour(x=axis.tolist(), y=axis.tolist(), z=values.tolist(), colorscale="Blues", showscale=False, opacity=0.6, ncontours=25)
+    return go.Contour(
+        x=axis.tolist(),
+        y=axis.tolist(),
+        z=values.tolist(),
+        colorscale="Blues",
+        showscale=False,
+        opacity=0.6,
+        ncontours=25,
+    )
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def need_count(name: str, value: Any, low: int) -> int:
     """
     found = whole(value)
     if found is None or found < low:
-        raise UserError(f"{name} as a whole number of at least {low} is needed; got {value!r}; give such a value")
+        raise UserError(f"{name} of at least {low}, a whole number, is needed; got {value!r}; give such a value")
     return found
 
 
