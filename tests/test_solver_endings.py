@@ -266,7 +266,10 @@ def test_environments_that_do_not_fit_are_named() -> None:
         (lambda: learned(few, num_actions=9), "actions below 2 are needed"),
         (lambda: learned(Levers(observation=np.nan)), "finite observations and parameters are needed"),
         (lambda: learned(batch_size=2.5), "batch_size of at least 1"),
-        (lambda: policy.evaluate(Levers(), policy.SoftmaxMLP(1, 2), num_trajectories=0), "num_trajectories of at least 1"),
+        (
+            lambda: policy.evaluate(Levers(), policy.SoftmaxMLP(1, 2), num_trajectories=0),
+            "num_trajectories of at least 1",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             call()

@@ -21,8 +21,9 @@ from torch import Tensor
 from ...artifacts import UserError
 from ...numerics.linesearch import armijo
 from ..driver import Callback, Ended, Limits, Measured, Run, drive
-from ..outcome import Result, Status
+from ..outcome import Status
 from ..seeds import as_numpy_generator
+from .ending import ConstrainedResult, message, only_violation_is_left, why_dependent
 from .problem import EqualityProblem, TorchProblem, Values, back_like
 from .sketch import Sketch, SketchedSystem
 
@@ -32,8 +33,6 @@ RANK = 1e-12
 PENALTY_LIMITS = (1e8, 1e-8)
 SMALLEST_STEP = 1e-10
 ROUNDING = 1e-14
-VIOLATED, STATIONARY = 1e-6, 1e-2
-"""From where on constraints count as violated; and the slope of ‖c‖²/2, over ‖c‖ ‖G‖, that counts as zero."""
 
 
 @dataclass(frozen=True)
@@ -119,24 +118,6 @@ class Point:
         multipliers = self.multipliers + length * step[self.x.size :]
         values = self.problem.values(x)
         return Point(x, multipliers, values, self.problem, self.eta1, self.eta2, self.delta, length)
-
-
-@dataclass(frozen=True)
-class ConstrainedResult(Result):
-    """`x` (n,) as x0 was; `multipliers` (m,) of L = f + λᵀc; `kkt_residual` is ‖(∇ₓL, c)‖₂.
-
-    `nfev`, `njev`, `nhev` count values, gradients with Jacobians, and Hessians; `num_sketches` the row actions of all
-    Newton systems together; `num_capped` the systems that met `max_sketches` before their tolerance.
-    """
-
-    multipliers: Any
-    jac: Any
-    kkt_residual: float
-    constr_violation: float
-    njev: int
-    nhev: int
-    num_sketches: int
-    num_capped: int
 
 
 def solve_ai_sqp(
@@ -243,7 +224,7 @@ class _AiSqp:
         else:
             least_g = float(np.linalg.eigvalsh(jacobian @ jacobian.T)[0])
             if least_g <= RANK * max(float(np.linalg.norm(jacobian)) ** 2, 1e-300):
-                raise Ended(_why_dependent(point.values))
+                raise Ended(why_dependent(point.values))
             null = linalg.qr(jacobian.T, mode="full")[0][:, jacobian.shape[0] :]
         reduced = null.T @ hessian @ null
         if reduced.size and np.linalg.eigvalsh(reduced)[0] < CURVATURE:
@@ -312,38 +293,12 @@ def _result(run: Run[Point], method: _AiSqp, back: Callable[[Array], Any]) -> Co
     best, counts = run.best, run.counts
     c = best.values.constraints
     status = run.status
-    if status in (Status.STALLED, Status.MAX_ITERATIONS, Status.DIVERGED) and _only_violation_is_left(run.last.values):
+    if status in (Status.STALLED, Status.MAX_ITERATIONS, Status.DIVERGED) and only_violation_is_left(run.last.values):
         status = Status.INFEASIBLE
     return ConstrainedResult(
         x=back(best.x), fun=best.values.fun, success=status.success, status=status,
-        message=_message(status, method, best.values), nit=run.nit, nfev=counts["nfev"], history=run.history,
+        message=message(status, method.num_capped, best.values), nit=run.nit, nfev=counts["nfev"], history=run.history,
         multipliers=back(best.multipliers), jac=back(best.values.gradient), kkt_residual=run.best_measured.residual,
         constr_violation=float(np.abs(c).max()) if c.size else 0.0, njev=counts["njev"], nhev=counts["nhev"],
         num_sketches=counts["num_sketches"], num_capped=method.num_capped,
     )  # fmt: skip
-
-
-def _why_dependent(values: Values) -> Status:
-    """Return INFEASIBLE where no step x + d meets c + G d = 0, else BREAKDOWN: some constraints only say the same twice."""
-    constraints, jacobian = values.constraints, values.jacobian
-    nearest = np.linalg.lstsq(jacobian, -constraints, rcond=None)[0]
-    left = float(np.linalg.norm(constraints + jacobian @ nearest))
-    return Status.INFEASIBLE if left > 1e-6 * max(float(np.linalg.norm(constraints)), 1e-6) else Status.BREAKDOWN
-
-
-def _only_violation_is_left(values: Values) -> bool:
-    """Whether c is not met and ‖c‖² is nearly stationary: no step near here brings the constraints nearer to zero."""
-    size = float(np.linalg.norm(values.constraints))
-    slope = float(np.linalg.norm(values.jacobian.T @ values.constraints))
-    return size > VIOLATED and slope <= STATIONARY * size * max(float(np.linalg.norm(values.jacobian)), 1.0)
-
-
-def _message(status: Status, method: _AiSqp, values: Values) -> str:
-    if status is Status.BREAKDOWN:
-        return "the constraints' gradients are linearly dependent; leave out redundant constraints, or start elsewhere"
-    violation = float(np.abs(values.constraints).max(initial=0.0))
-    if status is Status.STALLED and violation > VIOLATED:
-        return f"{status.value}; the constraints are violated by {violation:.3g}: check that they can be met together"
-    if method.num_capped and not status.success:
-        return f"{status.value}; {method.num_capped} Newton systems met max_sketches: raise it, or use sketch='exact'"
-    return status.value

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...artifacts import UserError
 from ..driver import Moment
-from .ai_sqp import ConstrainedResult, SqpOptions, solve_ai_sqp
+from .ai_sqp import SqpOptions, solve_ai_sqp
+from .ending import ConstrainedResult
 from .problem import Array, EqualityProblem, NumpyProblem, SlackProblem, TorchProblem, back_like
 
 METHODS = ("ai-sqp", "adasketch-newton")
