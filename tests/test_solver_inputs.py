@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import Bounds
 
 from trainwright.artifacts import UserError
 from trainwright.selection import CRAIG, RandomSubset, selection
 from trainwright.solvers import consensus, constrained, convex_nets, online
 from trainwright.solvers.bilevel import BOREP, BSVRB, bilevel
-from trainwright.solvers.linear import DirectionNet, PoissonGrid, solve_dcdm, solve_sor, train_direction_net
+from trainwright.solvers.linear import DirectionNet, PoissonGrid, TsallisINF, solve_dcdm, solve_sor, train_direction_net
 from trainwright.solvers.minimax import GDA, minimax
 from trainwright.solvers.outcome import Status
 from trainwright.solvers.transport import sinkhorn
@@ -53,6 +54,10 @@ def trained(net: DirectionNet, **options: Any) -> Any:
     return train_direction_net(net, [PoissonGrid((8, 8))], num_steps=1, generator=torch.Generator(), **options)
 
 
+def played(environment: Any, num_rounds: Any = 3, **options: Any) -> Any:
+    return online.play(online.OGD(online.Ball(2), gradient_bound=1.0), environment, num_rounds, **options)
+
+
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: sinkhorn([], [], None, 0.1), "numbers are needed in the cost M; got NoneType"),
     (lambda: sinkhorn([], [], COST, "0.1"), "a finite reg > 0 is needed; got 0.1"),  # type: ignore[arg-type]
@@ -88,7 +93,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         r"returns \(loss, gradient\) is needed; got Tensor",
     ),
     (lambda: consensus.minimize(squares, [(-1, 1)], method="cbo"), "a method CBO.* got 'cbo'"),  # type: ignore[arg-type]
-    (lambda: consensus.minimize(squares, [(-1, 1)], num_particles=2.5), "num_particles ≥ 1"),  # type: ignore[arg-type]
+    (lambda: consensus.minimize(squares, [(-1, 1)], num_particles=2.5), "num_particles of at least 1"),  # type: ignore[arg-type]
     (lambda: consensus.minimize(squares, x0=vector(math.nan), spread=1.0), "a finite x0"),
     (lambda: convex_nets.ReLURegressor().fit(ROWS, ["a"] * 4), "y of real numbers is needed"),
     (lambda: convex_nets.ReLURegressor().fit([["a"]], [1.0]), "X of real numbers is needed"),
@@ -98,6 +103,41 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: CRAIG().set_params(budgets=3), "a setting of CRAIG is needed; got 'budgets'; it has fraction, budget"),
     (lambda: RandomSubset().fit(None), "examples with a length are needed; got NoneType"),
     (lambda: RandomSubset().fit(ROWS, [0]), "one label an example is needed; got 1 for 4"),
+    (lambda: CRAIG(budget=2.5), "budget whole, of at least 1; got 2.5"),  # type: ignore[arg-type]
+    (lambda: RandomSubset(seed=None), "seed whole; got None"),  # type: ignore[arg-type]
+    (lambda: descend(GDA(0.1, 0.1), np.int64(0)), "num_components of at least 1, a whole number, is needed; got"),
+    (lambda: descend(GDA("0.1", 0.1)), "positive step sizes are needed; got step_x='0.1'"),  # type: ignore[arg-type]
+    (
+        lambda: minimax(None, [1j], [1.0], 4, jac=lambda x, y, i: (x, y), method=GDA(0.1, 0.1), max_iterations=2),
+        "a real x0 is needed; got torch.complex128",
+    ),
+    (
+        lambda: minimax(None, [1.0], [], 4, jac=lambda x, y, i: (x, y), method=GDA(0.1, 0.1), max_iterations=2),
+        "y0 with at least one number is needed",
+    ),
+    (
+        lambda: minimax(None, [1.0], [1.0], 4, jac=lambda x, y, i: (None, y), method=GDA(0.1, 0.1), max_iterations=2),
+        "the gradient in x as numbers is needed; got NoneType",
+    ),
+    (lambda: solve_sor(ROWS[:2], ROWS[:2, 0] + 1j), "real numbers are needed in b and x0; got complex128"),
+    (lambda: solve_sor(np.eye(2), "ab"), "real numbers are needed in b and x0; got <U2"),
+    (lambda: solve_sor(np.eye(2), np.ones(2), "1"), r"omega in \(0, 2\) .* got '1'"),  # type: ignore[arg-type]
+    (lambda: solve_dcdm(1j * np.eye(2), np.ones(2), squares), "a real A is needed; got complex128"),
+    (lambda: solve_dcdm(lambda x: x.numpy(), np.ones(2), squares), "A gave ndarray"),
+    (lambda: TsallisINF(random=-1), "random as a non-negative int or a numpy.random.Generator is needed; got -1"),
+    (lambda: arrays(bounds=Bounds([0, 0, 0], [1, 1, 1])), "bounds for 2 variables are needed; got 3"),
+    (lambda: arrays(jac=True), r"\(value, gradient\) is needed with jac=True; got float64"),
+    (
+        lambda: constrained.minimize(lambda x: (torch.ones(2, 2) @ x).sum(), torch.ones(2)),
+        "functions of a float64 x are needed, whatever x0 is",
+    ),
+    (lambda: consensus.minimize(lambda x: ["a"] * len(x), [(-1, 1)]), "fun that returns numbers is needed; got list"),
+    (lambda: online.OGD([0, 1], gradient_bound=1.0), "a set such as Ball.* got list"),  # type: ignore[arg-type]
+    (lambda: online.OGD(online.Ball(2), gradient_bound="1"), "a positive gradient_bound .* got '1'"),  # type: ignore[arg-type]
+    (lambda: played(lambda t, x: (x, x)), r"a loss of shape \(\), one number a player, is needed; got \(2,\)"),
+    (lambda: played(lambda t, x: (x.sum(), x), comparator=torch.zeros(3)), r"a comparator of shape \(2,\)"),
+    (lambda: played(lambda t, x: (x.sum(), x), num_rounds=1.5), "num_rounds of at least 1"),
+    (lambda: convex_nets.RobustReLUClassifier(0.1).predict(ROWS), "a fitted estimator is needed"),
     (lambda: selection("crag"), "one of craig, augment, .*; got 'crag'; did you mean craig?"),
 ]
 

@@ -229,7 +229,7 @@ def test_mistakes_are_named() -> None:
         ({"bounds": torch.zeros(3, 3)}, "pairs \\(low, high\\)"),
         ({"x0": x0}, "finite bounds, or x0 with spread"),
         ({"bounds": [(None, 1.0)]}, "finite bounds"),
-        ({"bounds": fine, "num_particles": 0}, "num_particles ≥ 1"),
+        ({"bounds": fine, "num_particles": 0}, "num_particles of at least 1"),
         ({"bounds": fine, "method": ConsensusHopping(), "rtol": 0.1}, "CBO is needed for a tolerance"),
     ):
         with pytest.raises(UserError, match=message):

@@ -273,7 +273,7 @@ def test_the_robust_objective_is_the_worst_case_over_all_corners() -> None:
 
 def test_without_cvxpy_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cvxpy", None)
-    with pytest.raises(UserError, match="pip install cvxpy"):
+    with pytest.raises(UserError, match="solvers-convex-nets"):
         RobustReLUClassifier(0.1).fit(*two_moons())
 
 

@@ -152,7 +152,11 @@ CHANNELS = 16
 TRAINING: dict[int, list[tuple[tuple[int, ...], int, int, float]]] = {
     # Sides, steps, right-hand sides a step, learning rate. Small grids teach what a level does; what stays wrong there shows,
     # multiplied, on grids that are deeper, so that some steps on large ones have to follow.
-    2: [((33, 47, 64), 600, 10, 2e-3), ((181, 251), 40, 2, 1e-3), ((301, 501), 40, 1, 1e-3)],
+    2: [
+        ((32, 33, 47, 63, 64), 1500, 10, 2e-3),
+        ((125, 126, 181, 251), 100, 4, 1e-3),
+        ((251, 301, 501), 60, 2, 5e-4),
+    ],
     3: [((15, 16, 21, 24, 33, 40), 500, 4, 2e-3)],
 }
 

@@ -193,14 +193,14 @@ def main() -> None:
     fractions = (0.05,) if quick else (0.02, 0.05, 0.1)
     sizes = [(500, 25)] if quick else arguments.sizes
     sections = {}
-    if sizes[0][0] <= MOST_STORED:
+    is_large = sizes[0][0] > MOST_STORED
+    if not is_large:
         sections["digits"] = [row for fraction in fractions for row in on_digits(fraction, 3 if quick else 10)]
     for n, k in sizes:
         rows = against_peers(n, k, 1 if quick or n > MOST_STORED else 3)
         sections = {f"{n} points, {k} chosen": rows, **sections}
-        write(
-            "solvers-selection", sections, remarks, ("apricot-select", "submodlib-py", "scikit-learn"), keep=not quick
-        )
+        name = "solvers-selection-large" if is_large else "solvers-selection"
+        write(name, sections, remarks, ("apricot-select", "submodlib-py", "scikit-learn"), keep=not quick)
 
 
 if __name__ == "__main__":

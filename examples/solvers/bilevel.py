@@ -98,9 +98,9 @@ def main() -> None:
                                legendgroup=str(column), legendgrouptitle_text=("left", "right")[column - 1])  # fmt: skip
             print(f"{name:20s} ‖∇F‖ = {norms[-1]:.3g} after {calls[-1]:.0f} calls: {result.message}")
     figure.update_xaxes(title="gradients and second-order products, one a block")
-    figure.update_yaxes(type="log", exponentformat="power")
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
     figure.update_yaxes(title="norm of the true hypergradient", row=1, col=1)
-    figure.update_yaxes(range=[-2, 6], row=1, col=2)
+    figure.update_yaxes(range=[-3, 6], row=1, col=2)
     figure.update_layout(title="min over x of F(x, y(x)): tracking and normalised steps", template="plotly_white")
     go.Figure(figure).write_html(out, include_plotlyjs=True)
 

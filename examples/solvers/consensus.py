@@ -26,7 +26,15 @@ def contour() -> go.Contour:
     axis = torch.linspace(LOW, HIGH, 160)
     grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1)
     values = rastrigin(grid.view(-1, 2)).view(160, 160)
-    return go.Contour(x=axis, y=axis, z=values, colorscale="Blues", showscale=False, opacity=0.6, ncontours=25)
+    return go.Contour(
+        x=axis.tolist(),
+        y=axis.tolist(),
+        z=values.tolist(),
+        colorscale="Blues",
+        showscale=False,
+        opacity=0.6,
+        ncontours=25,
+    )
 
 
 def main() -> None:
@@ -47,7 +55,9 @@ def main() -> None:
         swarm.tell(rastrigin(points))
         if num % 10 == 0:
             look = {"size": 5, "color": "#d97706"}
-            cloud = go.Scatter(x=points[:, 0], y=points[:, 1], mode="markers", marker=look, name="particles")
+            cloud = go.Scatter(
+                x=points[:, 0].tolist(), y=points[:, 1].tolist(), mode="markers", marker=look, name="particles"
+            )
             frames.append(go.Frame(name=str(num), data=[cloud], traces=[2]))
     figure.add_trace(frames[0].data[0], row=1, col=1)
     figure.frames = frames
@@ -72,11 +82,12 @@ def main() -> None:
         }
         for frame in frames
     ]
-    figure.update_xaxes(range=[LOW, HIGH])
-    figure.update_yaxes(range=[LOW, HIGH])
+    figure.update_xaxes(range=[LOW, HIGH], title="x₁")
+    figure.update_yaxes(range=[LOW, HIGH], title="x₂")
     figure.update_layout(
-        title="Global minimisation from values alone: Rastrigin", template="plotly_white", sliders=[{"steps": steps}]
-    )
+        title="Global minimisation from values alone: Rastrigin (the lighter, the lower)", template="plotly_white",
+        sliders=[{"steps": steps, "currentvalue": {"prefix": "step "}, "pad": {"t": 40}}],
+    )  # fmt: skip
     figure.write_html(out, include_plotlyjs=True, auto_play=False)
 
 

@@ -66,10 +66,12 @@ def main() -> None:
         actions, residuals = result.history["num_sketches"], result.history["residual"]
         figure.add_scatter(x=actions[1:], y=residuals[1:], name=name, line={"color": color}, row=1, col=2)
         print(f"{name}: {result.nit} iterations, {result.num_sketches} row actions, x = {np.round(result.x, 5)}")
+    figure.update_xaxes(title="x₁", row=1, col=1)
+    figure.update_yaxes(title="x₂", row=1, col=1)
     figure.update_yaxes(type="log", exponentformat="power", dtick=4, row=1, col=2)
     figure.update_xaxes(type="log", exponentformat="power", dtick=1, title="rows of KKT systems read", row=1, col=2)
     figure.update_layout(title="Sketched SQP: looser Newton systems, fewer rows", template="plotly_white")
-    figure.write_html(arguments.out, include_plotlyjs="cdn")
+    figure.write_html(arguments.out, include_plotlyjs=True)
     print(f"wrote {arguments.out}")
 
 

@@ -26,7 +26,7 @@ def main() -> None:
     y = torch.sin(2 * x) + 0.3 + 0.1 * torch.randn(NUM, generator=generator, dtype=torch.float64)
     X = torch.stack([x, torch.ones_like(x)], 1)
     fine = torch.linspace(-1.5, 3.5, 400, dtype=torch.float64)
-    figure = make_subplots(1, 2, subplot_titles=("the networks", "the way to the optimum"))
+    figure = make_subplots(1, 2, horizontal_spacing=0.14, subplot_titles=("the networks", "the way to the optimum"))
     figure.add_scatter(x=x.tolist(), y=y.tolist(), mode="markers", name="data", marker={"color": "#111"}, row=1, col=1)
     choices = {
         "all patterns": (enumerate_patterns(X), "#2563eb"),
@@ -46,7 +46,7 @@ def main() -> None:
     figure.update_xaxes(title="x", row=1, col=1)
     figure.update_yaxes(title="y", row=1, col=1)
     figure.update_xaxes(title="iteration", row=1, col=2)
-    figure.update_yaxes(type="log", exponentformat="power", title="primal + dual residual", row=1, col=2)
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="primal + dual residual", row=1, col=2)
     figure.update_layout(title="Two-layer ReLU networks by ADMM", template="plotly_white")
     go.Figure(figure).write_html(out, include_plotlyjs=True)
 

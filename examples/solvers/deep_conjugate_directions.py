@@ -67,7 +67,7 @@ def main() -> None:
         title=f"A Poisson problem on {arguments.side} × {arguments.side} points, a network trained on 32 × 32",
         template="plotly_white", legend={"x": 0.0, "y": 0.05},
     )  # fmt: skip
-    figure.write_html(arguments.out, include_plotlyjs="cdn")
+    figure.write_html(arguments.out, include_plotlyjs=True)
     print(f"wrote {arguments.out}")
 
 

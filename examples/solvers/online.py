@@ -27,7 +27,7 @@ def main() -> None:
     for col, (noise, num_flips) in enumerate(cases.values(), start=1):
         for name, regrets in regrets_of(noise, num_flips).items():
             figure.add_scatter(
-                y=regrets[::5], x=list(range(0, NUM_ROUNDS, 5)), name=name, line={"color": COLOURS[name]},
+                y=regrets[::5].tolist(), x=list(range(0, NUM_ROUNDS, 5)), name=name, line={"color": COLOURS[name]},
                 showlegend=col == 1, row=1, col=col,
             )  # fmt: skip
             print(f"noise {noise}, {num_flips} flips: {name:15s} regret {float(regrets[-1]):8.2f}")

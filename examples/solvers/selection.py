@@ -48,8 +48,8 @@ def main() -> None:
     X, y = torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target)
     X = torch.cat([X, torch.ones_like(X[:, :1])], 1)
     train, rest = TensorDataset(X[:NUM_TRAIN], y[:NUM_TRAIN]), (X[NUM_TRAIN:], y[NUM_TRAIN:])
-    errors: dict[str, list[float]] = {"CRAIG": [], "random": []}
-    hits: dict[str, list[float]] = {"CRAIG": [], "random": []}
+    errors: dict[str, list[tuple[float, ...]]] = {"CRAIG": [], "random": []}
+    hits: dict[str, list[tuple[float, ...]]] = {"CRAIG": [], "random": []}
     for fraction in FRACTIONS:
         chosen = CRAIG(fraction).fit(*train.tensors)
         found: dict[str, list[tuple[float, float]]] = {"CRAIG": [], "random": []}
@@ -61,20 +61,27 @@ def main() -> None:
             for name, pair in {"CRAIG": (chosen.indices_, chosen.weights_), "random": (drawn, share)}.items():
                 found[name].append((gradient_error(g, *pair), accuracy(WeightedSubset(train, *pair), *rest, seed)))
         for name, pairs in found.items():
-            error, hit = torch.tensor(pairs).mean(0).tolist()
+            error, hit = zip(*pairs)
             errors[name].append(error)
             hits[name].append(hit)
-            print(f"{fraction:4.0%} {name:7s} gradient error {error:.3f}, test accuracy {hit:.3f}")
+            means = sum(error) / SEEDS, sum(hit) / SEEDS
+            print(f"{fraction:4.0%} {name:7s} gradient error {means[0]:.3f}, test accuracy {means[1]:.3f}")
     figure = make_subplots(1, 2, subplot_titles=("error of the gradient sum", "test accuracy"))
     for name, color in (("CRAIG", "#2563eb"), ("random", "#888888")):
         for column, values in ((1, errors[name]), (2, hits[name])):
+            means = [sum(runs) / len(runs) for runs in values]
+            above = [max(runs) - mean for runs, mean in zip(values, means)]
+            below = [mean - min(runs) for runs, mean in zip(values, means)]
             figure.add_scatter(
-                x=[100 * fraction for fraction in FRACTIONS], y=values, name=name, line={"color": color},
-                showlegend=column == 1, row=1, col=column,
+                x=[100 * fraction for fraction in FRACTIONS], y=means, name=name, line={"color": color},
+                error_y={"array": above, "arrayminus": below, "thickness": 1}, showlegend=column == 1, row=1, col=column,
             )  # fmt: skip
     figure.update_xaxes(title="% of the training examples")
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
-    figure.update_layout(title="Digits: a weighted subset against a random one", template="plotly_white")
+    figure.update_layout(
+        title=f"Digits: a weighted subset against a random one, mean and range of {SEEDS} seeds",
+        template="plotly_white",
+    )
     go.Figure(figure).write_html(out, include_plotlyjs=True)
 
 

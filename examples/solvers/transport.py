@@ -53,7 +53,7 @@ def main() -> None:
         title=f"Entropic transport of one pile to two, reg = {arguments.reg:g}", template="plotly_white",
         legend={"x": 0.22, "y": 0.5},
     )  # fmt: skip
-    figure.write_html(arguments.out, include_plotlyjs="cdn")
+    figure.write_html(arguments.out, include_plotlyjs=True)
     print(f"{newton.num_sinkhorn} Sinkhorn and {newton.num_newton} Newton steps to {newton.marginal_error:.1e}")
     print(f"Sinkhorn after {sinkhorn.nit} steps: {sinkhorn.marginal_error:.1e}; wrote {arguments.out}")
 

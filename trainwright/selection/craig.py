@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..artifacts import Estimator, UserError, check_range
 from .facility_location import Chosen, Distances, greedi, lazy_greedy, merged, stochastic_greedy
-from .inputs import as_features, as_labels, like
+from .inputs import as_features, as_labels, is_whole, like
 from .sizes import class_sizes
 
 _GREEDY = ("lazy", "stochastic", "greedi")
@@ -60,7 +60,8 @@ class CRAIG(Estimator):
         check_range(
             "CRAIG",
             fraction=(fraction, "in (0, 1]", lambda value: 0.0 < value <= 1.0),
-            budget=(budget, "of at least 1", lambda value: value is None or value >= 1),
+            budget=(budget, "whole, of at least 1", lambda value: value is None or (is_whole(value) and value >= 1)),
+            seed=(seed, "whole", is_whole),
             radius=(radius, "of at least 0", lambda value: value is None or value >= 0.0),
             per_class=(per_class, "proportional or equal", lambda value: value in ("proportional", "equal")),
             greedy=(greedy, f"one of {', '.join(_GREEDY)}", lambda value: value in _GREEDY),
@@ -78,7 +79,7 @@ class CRAIG(Estimator):
         """Choose the subset of X [n, d], class by class where labels y [n] are given."""
         features = as_features(X)
         classes = [torch.arange(len(features), device=features.device)] if y is None else as_labels(y, features)
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(int(self.seed))
         parts = []
         for places, size in zip(classes, self._sizes([len(places) for places in classes])):
             parts.append((places, self._choose(Distances(features[places], self.metric), size, generator)))

@@ -15,7 +15,7 @@ _SMALL = 4096
 
 def as_features(X: Any) -> Tensor:
     """Return features [n, d] as a floating tensor; in fp64 where there are few, since near points cancel."""
-    features = X if isinstance(X, Tensor) else _from_array(np.asarray(X))
+    features = X.detach() if isinstance(X, Tensor) else _from_array(np.asarray(X))
     if features.dim() == 1:
         features = features[:, None]
     if features.dim() != 2 or len(features) == 0 or features.shape[1] == 0:
@@ -46,6 +46,11 @@ def as_labels(y: Any, features: Tensor) -> list[Tensor]:
     if len(labels) != len(features):
         raise UserError(f"one label an example is needed; got {len(labels)} for {len(features)} examples; match them")
     return [(labels == label).nonzero().flatten() for label in labels.unique()]
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a setting is a whole number, of Python's or NumPy's kind."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _from_array(array: np.ndarray) -> Tensor:

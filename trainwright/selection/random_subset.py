@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..artifacts import Estimator, UserError, check_range
-from .inputs import as_features, as_labels, like
+from .inputs import as_features, as_labels, is_whole, like
 from .sizes import class_sizes
 
 
@@ -37,7 +37,8 @@ class RandomSubset(Estimator):
         check_range(
             "RandomSubset",
             fraction=(fraction, "in (0, 1]", lambda value: 0.0 < value <= 1.0),
-            budget=(budget, "of at least 1", lambda value: value is None or value >= 1),
+            budget=(budget, "whole, of at least 1", lambda value: value is None or (is_whole(value) and value >= 1)),
+            seed=(seed, "whole", is_whole),
             per_class=(per_class, "proportional or equal", lambda value: value in ("proportional", "equal")),
         )
         self.fraction, self.budget, self.per_class = fraction, budget, per_class
@@ -49,7 +50,7 @@ class RandomSubset(Estimator):
             raise UserError(f"examples with a length are needed; got {type(X).__name__}; give their features")
         rows = as_features(torch.zeros(len(X), 1))
         classes = [torch.arange(len(rows))] if y is None else as_labels(y, rows)
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(int(self.seed))
         indices: list[Tensor] = []
         weights: list[Tensor] = []
         for places, size in zip(

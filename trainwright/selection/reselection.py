@@ -82,7 +82,10 @@ class Reselection:
     def select(self) -> None:
         """Choose now, whatever the epoch."""
         started = time.perf_counter()
-        batches = DataLoader(self.dataset, max(self.batch_size, 256), num_workers=self.num_workers)
+        # A loader draws a seed even without shuffling: from a generator, so that the global state stays as it is.
+        batches = DataLoader(
+            self.dataset, max(self.batch_size, 256), num_workers=self.num_workers, generator=torch.Generator()
+        )
         gradients, labels = last_layer_gradients(self.model, batches, last_layer=self.last_layer)
         chosen = self.selector.fit(gradients, labels)
         self.indices_, self.weights_ = torch.as_tensor(chosen.indices_), torch.as_tensor(chosen.weights_)

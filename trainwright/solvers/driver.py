@@ -11,6 +11,7 @@ An algorithm gives `step(state) -> state` (a new state; what an old state holds 
 from __future__ import annotations
 
 import math
+import numbers
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from ..artifacts import UserError
 from .outcome import Status
+from .seeds import need_count
 
 State = TypeVar("State")
 
@@ -48,10 +50,14 @@ class Limits:
     """Steps between two measurements; the last state is always measured."""
 
     def __post_init__(self) -> None:
-        for name, low in (("max_iterations", 0), ("rtol", 0.0), ("atol", 0.0), ("check_every", 1), ("divergence", 1.0)):
+        for name, low in (("max_iterations", 0), ("check_every", 1)):
+            object.__setattr__(self, name, need_count(name, getattr(self, name), low))
+        for name, low in (("rtol", 0), ("atol", 0), ("divergence", 1), ("max_evaluations", 0), ("max_seconds", 0)):
             value = getattr(self, name)
-            if not value >= low:
-                raise UserError(f"{name} of at least {low} is needed; got {value}; give such a value")
+            if value is None and name.startswith("max_"):
+                continue
+            if not isinstance(value, numbers.Real) or not float(value) >= low:
+                raise UserError(f"{name} of at least {low} is needed; got {value!r}; give such a value")
 
 
 class Counts(Counter[str]):
@@ -63,7 +69,7 @@ class Counts(Counter[str]):
 
 @dataclass(frozen=True)
 class Moment(Generic[State]):
-    """What a callback sees: `callback(moment)` returning True stops the run."""
+    """What a callback sees: `callback(moment)` returning True, or raising StopIteration, stops the run."""
 
     nit: int
     state: State
@@ -108,6 +114,7 @@ def drive(
 
     `step` may raise `Ended(status)` where it cannot go on (a breakdown, no descent): the state before it stands.
     `progress` gets a line at most once a second. A `KeyboardInterrupt` ends the run as STOPPED with the best so far.
+    `rtol` and `divergence` are relative to the first residual that is known, that is, not NaN.
 
     >>> halve = lambda x: x / 2
     >>> run = drive(8.0, halve, lambda x: Measured(residual=abs(x)), Limits(100, rtol=1e-3))
@@ -133,32 +140,32 @@ class _Loop(Generic[State]):
         self.keep_history = keep_history
         self.history: dict[str, list[float]] = {}
         self.start = self.told = time.monotonic()
+        self.first = math.nan
+        """The first residual that is known."""
 
     def run(self, state: State, step: Callable[[State], State], measure: Callable[[State], Measured]) -> Run[State]:
-        nit = 0
-        measured = best_measured = measure(state)
-        self.first = measured.residual
-        last = best = state
-        status = self.verdict(nit, state, measured)
-        while status is None:
-            try:
+        nit, last, best, status = 0, state, state, None
+        measured = best_measured = Measured(math.nan)
+        try:
+            measured = best_measured = measure(state)
+            status = self.verdict(nit, state, measured)
+            while status is None:
                 state = step(state)
-            except Ended as ended:
-                status = ended.status
-                break
-            except KeyboardInterrupt:
-                status = Status.STOPPED
-                break
-            nit += 1
-            if nit % self.limits.check_every and nit < self.limits.max_iterations and not self._out_of_budget():
-                continue
-            found = measure(state)
-            status = self.verdict(nit, state, found)
-            if status in (Status.NOT_FINITE, Status.DIVERGED):
-                break
-            last, measured = state, found
-            if _better(found, best_measured):
-                best, best_measured = state, found
+                nit += 1
+                if nit % self.limits.check_every and nit < self.limits.max_iterations and not self._out_of_budget():
+                    continue
+                found = measure(state)
+                status = self.verdict(nit, state, found)
+                if status in (Status.NOT_FINITE, Status.DIVERGED):
+                    break
+                last, measured = state, found
+                if _better(found, best_measured):
+                    best, best_measured = state, found
+        except Ended as ended:
+            status = ended.status
+        except KeyboardInterrupt:  # in a step, a measurement or the callback
+            status = Status.STOPPED
+        assert status is not None
         return Run(last, best, measured, best_measured, status, nit, self.counts, self.history)
 
     def verdict(self, nit: int, state: State, measured: Measured) -> Status | None:
@@ -169,14 +176,21 @@ class _Loop(Generic[State]):
             return Status.NOT_FINITE
         if math.isnan(residual) and not math.isnan(self.first):
             return Status.NOT_FINITE
+        if math.isnan(self.first):
+            self.first = residual
         if residual > limits.divergence * max(self.first, 1e-300):
             return Status.DIVERGED
+        asked = self._asked_to_stop(Moment(nit, state, measured, self.counts, time.monotonic() - self.start))
         if (limits.rtol > 0 or limits.atol > 0) and residual <= max(limits.atol, limits.rtol * self.first):
             return Status.CONVERGED
-        moment = Moment(nit, state, measured, self.counts, time.monotonic() - self.start)
-        if self.callback is not None and self.callback(moment):
-            return Status.STOPPED
-        return self._limit(nit)
+        return Status.STOPPED if asked else self._limit(nit)
+
+    def _asked_to_stop(self, moment: Moment[State]) -> bool:
+        """SciPy's callbacks raise StopIteration; ours return True."""
+        try:
+            return self.callback is not None and bool(self.callback(moment))
+        except StopIteration:
+            return True
 
     def _limit(self, nit: int) -> Status | None:
         limits = self.limits
@@ -209,6 +223,8 @@ class _Loop(Generic[State]):
 
 
 def _better(one: Measured, other: Measured) -> bool:
-    if math.isnan(one.residual) or math.isnan(other.residual):
+    if math.isnan(one.residual) != math.isnan(other.residual):
+        return math.isnan(other.residual)
+    if math.isnan(one.residual):
         return one.fun < other.fun or math.isnan(other.fun)
     return one.residual < other.residual

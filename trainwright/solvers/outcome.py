@@ -15,9 +15,13 @@ class Status(Enum):
     MAX_ITERATIONS = "the iteration limit was reached; raise max_iterations or loosen the tolerance"
     MAX_EVALUATIONS = "the evaluation limit was reached; raise max_evaluations or loosen the tolerance"
     MAX_SECONDS = "the time limit was reached; raise max_seconds or loosen the tolerance"
-    STOPPED = "the callback asked to stop; the best iterate so far is returned"
+    STOPPED = (
+        "stopped by the callback or by Ctrl-C; the best iterate so far is returned; go on from there, or run it again"
+    )
     NOT_FINITE = "a value or gradient was not finite; the best iterate so far is returned; check the oracle, or take smaller steps"
-    DIVERGED = "the residual grew beyond the divergence limit; the best iterate so far is returned; take smaller steps"
+    DIVERGED = (
+        "residual or iterates grew beyond the divergence limit; the best iterate so far is returned; take smaller steps"
+    )
     STALLED = (
         "no step makes progress any more at this precision; loosen the tolerance, rescale the problem, or use float64"
     )

@@ -42,6 +42,8 @@ class Packing:
                 f"{name} of one dtype on one device is needed; got {[(t.dtype, str(t.device)) for t in tensors]}; convert"
             )
         vector = torch.cat([tensor.reshape(-1) for tensor in tensors]).clone()
+        if not len(vector):
+            raise UserError(f"{name} with at least one number is needed; got an empty one; give the variables")
         if not torch.isfinite(vector).all():
             raise UserError(f"a finite {name} is needed; got NaN or infinity in it; start elsewhere")
         shapes = tuple(tensor.shape for tensor in tensors)
@@ -61,7 +63,10 @@ class Packing:
             entries = [value[key] for key in self.names] if self.is_mapping else [value]
         except (KeyError, TypeError, IndexError) as error:
             raise UserError(f"{name} as a mapping with {list(self.names)} is needed; got {_kind(value)}") from error
-        tensors = [torch.as_tensor(entry, dtype=like.dtype, device=like.device) for entry in entries]
+        try:
+            tensors = [torch.as_tensor(entry, dtype=like.dtype, device=like.device) for entry in entries]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{name} as numbers is needed; got {_kind(value)}; return a tensor or an array") from error
         if tuple(tensor.shape for tensor in tensors) != self.shapes:
             found = [tuple(tensor.shape) for tensor in tensors]
             wanted = [tuple(shape) for shape in self.shapes]
@@ -74,6 +79,8 @@ def _tensor(entry: Any, name: str) -> Tensor:
         tensor = entry.detach() if isinstance(entry, Tensor) else torch.as_tensor(np.asarray(entry))
     except TypeError as error:
         raise UserError(f"{name} of numbers is needed; got {_kind(entry)}; give a tensor or an array") from error
+    if tensor.is_complex():
+        raise UserError(f"a real {name} is needed; got {tensor.dtype}; stack real and imaginary parts")
     return tensor if tensor.is_floating_point() else tensor.to(torch.float64)
 
 

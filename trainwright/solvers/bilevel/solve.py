@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from ...artifacts import UserError
-from ..driver import Callback, Limits, Measured, drive
-from ..outcome import Result
+from ..driver import Callback, Ended, Limits, Measured, drive
+from ..outcome import Result, Status
 from ..seeds import as_generator
 from ..values import Packing
 from .bo_rep import BOREP
 from .bsvrb import BSVRB, no_batch
 from .problem import Blocks, Level, Sample
+
+FAR = 1e12
+"""An iterate this many times larger than the start (or than one) has diverged."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,10 @@ def bilevel(
     same one. Default: `None`, no noise.
 
     The residual is `grad_norm(x)` where given (the norm of the true hypergradient), else the norm of the method's own
-    direction, an estimate; it is compared with `atol` and with `rtol` times its first known size. `max_nfev` limits gradients and
-    second-order products together. Returns the last iterate where the plan was carried out, else the best measured.
-    Raises `UserError` where an oracle's shape or an option is wrong; NaN and divergence end the run with a status.
+    direction, an estimate; it is compared with `atol` and with `rtol` times its first size that is not zero. `max_nfev` limits
+    gradients and second-order products together. Returns the last iterate; with `grad_norm`, where a limit or the callback ended
+    the run, the best measured, and so where it failed. Raises `UserError` where an oracle's shape or an option is wrong; NaN and
+    divergence (also of y, as where a lower problem is not convex) end the run with a status.
     Not for lower problems without strong convexity: yᵢ(x) is then no function.
 
     >>> a = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
@@ -81,28 +85,32 @@ def bilevel(
     generator, draw = as_generator(seed, x.device), sample or no_batch
     algorithm: Any = method
 
-    def measure(state: Any) -> Measured:
-        size = float(state.direction.norm()) if grad_norm is None else float(grad_norm(packing.unpack(state.x)))
-        # Without grad_norm there is no objective to look at: 0 says that all is well, NaN that it is not.
-        return Measured(residual=size, fun=0.0 if grad_norm is None and math.isfinite(size) else torch.nan)
+    measure = _Directions() if grad_norm is None else lambda state: Measured(float(grad_norm(packing.unpack(state.x))))
+    start = algorithm.start(problem, x, y)
+    far = FAR * max(1.0, float(x.abs().max()), float(y.abs().max()) if y.numel() else 0.0)
 
-    start = first = algorithm.start(problem, x, y)
-    if grad_norm is None:  # the first direction is known after one step
-        start = algorithm.step(problem, start, draw, generator)
+    def step(state: Any) -> Any:
+        found = algorithm.step(problem, state, draw, generator)
+        if max(float(found.x.abs().max()), float(found.y.abs().max())) > far:
+            raise Ended(Status.DIVERGED)
+        return found
+
     run = drive(
         start,
-        lambda state: algorithm.step(problem, state, draw, generator),
+        step,
         measure,
-        # A method's first direction may vanish where the gradient does not: no size to hold a later one against.
+        # A method's first directions may be small where the gradient is not: no size to hold a later one against.
         Limits(max_iterations, rtol, atol, max_nfev, max_seconds, 1e12 if grad_norm else math.inf, check_every),
         counts=problem.counts,
         callback=callback,
         keep_history=keep_history,
         progress=progress,
     )
-    point = run.last if run.status.success else run.best
+    # The smallest of many estimates is the luckiest, not the best: without grad_norm the last one stands.
+    is_last = run.status.success or (grad_norm is None and run.status not in (Status.NOT_FINITE, Status.DIVERGED))
+    point = run.last if is_last else run.best
     if not bool(point.x.isfinite().all() and point.y.isfinite().all()):
-        point = first  # the very first step went wrong
+        point = start
     return BilevelResult(
         x=given.unpack(point.x),
         y=point.y if isinstance(y0, Tensor) else point.y.cpu().numpy(),
@@ -116,6 +124,23 @@ def bilevel(
         nhvp=run.counts["nhvp"],
         history=run.history,
     )
+
+
+class _Directions:
+    """Measures a state by its direction: unknown before the first step, and as long as it is exactly zero.
+
+    Version 2 of `BSVRB` starts with v = 0, so that its first direction may vanish anywhere; it is no sign of convergence.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+
+    def __call__(self, state: Any) -> Measured:
+        size = float(state.direction.norm())
+        self.known = self.known or size > 0
+        # There is no objective to look at: 0 says that all is well, NaN that it is not.
+        all_is_well = state.nit == 0 or math.isfinite(size)
+        return Measured(size if self.known else math.nan, fun=0.0 if all_is_well else math.nan)
 
 
 def _lower_start(y0: Any, like: Tensor) -> Tensor:

@@ -26,8 +26,10 @@ class Box:
         """Read pairs (low, high), an array of shape (d, 2), or scipy's `Bounds`; without bounds, `x0` gives dimension and type."""
         if bounds is None and x0 is None:
             raise UserError("bounds or x0 are needed; got neither; say where to search: bounds=[(low, high), …]")
-        like = torch.as_tensor(x0) if x0 is not None else torch.zeros((), dtype=torch.float64)
-        if not like.is_floating_point():
+        like = (
+            (x0 if isinstance(x0, Tensor) else torch.as_tensor(np.asarray(x0))) if x0 is not None else torch.zeros(())
+        )
+        if x0 is None or not like.is_floating_point():
             like = like.to(torch.float64)
         is_numpy = isinstance(x0, np.ndarray) or isinstance(bounds, np.ndarray) or hasattr(bounds, "lb")
         if bounds is None:

@@ -107,11 +107,16 @@ def minimize(
 
 
 def _values(fun: Callable[[Any], Any], points: Tensor, box: Box, vectorized: bool) -> Tensor:
-    given = _like(points, box)
+    given = _like(points.clone(), box)  # fun may write to it
     with torch.no_grad():
         values = fun(given) if vectorized else [_number(fun(point)) for point in given]
     if not isinstance(values, Tensor):
-        values = torch.from_numpy(np.array(values, dtype=np.float64))
+        try:
+            values = torch.from_numpy(np.array(values, dtype=np.float64))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"fun that returns numbers is needed; got {type(values).__name__}: {error}; return one a row"
+            ) from error
     return check_values(values, points)
 
 

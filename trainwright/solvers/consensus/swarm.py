@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...artifacts import UserError
-from ..seeds import as_generator
+from ..seeds import as_generator, need_count
 from .box import Box
 from .cbo import CBO
 from .ensemble import Ensemble, check_values
@@ -82,10 +82,9 @@ def begin(
         raise UserError(f"a method CBO(…) or ConsensusHopping(…) is needed; got {method!r}; leave it out for CBO()")
     if x0 is not None and not bool(torch.isfinite(torch.as_tensor(x0)).all()):
         raise UserError("a finite x0 is needed; got NaN or infinity in it; start elsewhere")
-    if not isinstance(num_particles, int) or num_particles < 1 or (spread is not None and not spread > 0):
-        raise UserError(
-            f"num_particles ≥ 1 and spread > 0 are needed; got {num_particles} and {spread}; start with 100 and 1.0"
-        )
+    num_particles = need_count("num_particles", num_particles, 1)
+    if spread is not None and not spread > 0:
+        raise UserError(f"spread > 0 is needed; got {spread}; start with 1.0")
     box = Box.of(bounds, x0)
     generator = as_generator(seed, box.low.device)
     return box, generator, box.inside(method.first(box, x0, spread, num_particles, generator))

@@ -1,7 +1,8 @@
 """Constrained problems: adaptive inexact SQP with sketched Newton systems, and `minimize` as in SciPy."""
 
-from .ai_sqp import ConstrainedResult, SqpOptions, solve_adasketch_newton, solve_ai_sqp
+from .ai_sqp import SqpOptions, solve_adasketch_newton, solve_ai_sqp
 from .dialect import minimize
+from .ending import ConstrainedResult
 from .problem import EqualityProblem, NumpyProblem, SlackProblem, TorchProblem, Values
 
 __all__ = [

@@ -15,15 +15,16 @@ from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from scipy import linalg
 from torch import Tensor
 
 from ...artifacts import UserError
 from ...numerics.linesearch import armijo
 from ..driver import Callback, Ended, Limits, Measured, Run, drive
-from ..outcome import Result, Status
-from .problem import EqualityProblem, TorchProblem, Values
+from ..outcome import Status
+from ..seeds import as_numpy_generator
+from .ending import ConstrainedResult, message, only_violation_is_left, why_dependent
+from .problem import EqualityProblem, TorchProblem, Values, back_like
 from .sketch import Sketch, SketchedSystem
 
 Array = np.ndarray
@@ -119,36 +120,19 @@ class Point:
         return Point(x, multipliers, values, self.problem, self.eta1, self.eta2, self.delta, length)
 
 
-@dataclass(frozen=True)
-class ConstrainedResult(Result):
-    """`x` (n,) as x0 was; `multipliers` (m,) of L = f + λᵀc; `kkt_residual` is ‖(∇ₓL, c)‖₂.
-
-    `nfev`, `njev`, `nhev` count values, gradients with Jacobians, and Hessians; `num_sketches` the row actions of all
-    Newton systems together; `num_capped` the systems that met `max_sketches` before their tolerance.
-    """
-
-    multipliers: Any
-    jac: Any
-    kkt_residual: float
-    constr_violation: float
-    njev: int
-    nhev: int
-    num_sketches: int
-    num_capped: int
-
-
 def solve_ai_sqp(
     fun: Callable[[Tensor], Tensor] | EqualityProblem, x0: Any, constraints: Callable[[Tensor], Tensor] | None = None, *,
     multipliers: Any = None, rtol: float = 0.0, atol: float = 1e-8, max_iterations: int = 1000,
-    options: SqpOptions | None = None, random: np.random.Generator | int = 0, callback: Callback | None = None,
-    keep_history: bool = False,
+    max_seconds: float | None = None, options: SqpOptions | None = None, random: np.random.Generator | int = 0,
+    callback: Callback | None = None, keep_history: bool = False,
 ) -> ConstrainedResult:  # fmt: skip
     """Minimise f(x) subject to c(x) = 0 by Newton steps on the KKT conditions, each solved only as well as is needed.
 
     fun, constraints: torch functions of x (n,), to a number and to a vector (m,); derivatives come from autograd. Or an
-    `EqualityProblem` as `fun` (NumPy functions: `NumpyProblem`). x0: a vector, array or tensor; float64 inside, `x` comes
-    back as x0 was. multipliers: λ at the start (zeros). It stops at ‖(∇ₓL, c)‖ ≤ max(atol, rtol · that at the start).
-    `random`: a NumPy generator or a seed, for the sketches.
+    `EqualityProblem` as `fun` (NumPy functions: `NumpyProblem`). x0: a vector, array or tensor; float64 inside and in what
+    the functions see, `x` comes back as x0 was, in float64. multipliers: λ at the start (zeros). It stops at ‖(∇ₓL, c)‖ ≤
+    max(atol, rtol · that at the start). `max_seconds` is looked at between steps. `random`: a NumPy generator or a seed,
+    for the sketches.
 
     When not: a sketch reads a row of K in O(n + m), but needs about cond(K)² log(1/ε) of them. With ill-conditioned
     systems (discretised differential equations, κ above 10³) the limit `max_sketches` comes first: take
@@ -156,7 +140,8 @@ def solve_ai_sqp(
     dense problems. The Hessian is formed (n × n). Inequalities and bounds: `minimize`, by squared slacks.
 
     Errors: `UserError` for shapes and constants; constraints whose gradients are dependent end as BREAKDOWN, as INFEASIBLE
-    where no step meets them to first order, values that are not finite as NOT_FINITE, all with the best iterate so far.
+    where no step meets them to first order or nothing but their violation is left to lower, values that are not finite as
+    NOT_FINITE, all with the best iterate so far.
 
     >>> result = solve_ai_sqp(lambda x: x.square().sum(), [3.0, 1.0], lambda x: x[:1] + x[1:] - 1)
     >>> result.success, [round(float(v), 6) for v in result.x], round(float(result.multipliers[0]), 6)
@@ -173,9 +158,10 @@ def solve_ai_sqp(
         )
     else:
         problem = fun
-    method = _AiSqp(problem, options or SqpOptions(), np.random.default_rng(random))
+    method = _AiSqp(problem, options or SqpOptions(), as_numpy_generator(random))
     run = drive(
-        method.start(start_x, multipliers), method.step, _measure, Limits(max_iterations, rtol=rtol, atol=atol),
+        method.start(start_x, multipliers), method.step, _measure,
+        Limits(max_iterations, rtol=rtol, atol=atol, max_seconds=max_seconds),
         counts=problem.counts, callback=callback, keep_history=keep_history,
     )  # fmt: skip
     return _result(run, method, back)
@@ -238,7 +224,7 @@ class _AiSqp:
         else:
             least_g = float(np.linalg.eigvalsh(jacobian @ jacobian.T)[0])
             if least_g <= RANK * max(float(np.linalg.norm(jacobian)) ** 2, 1e-300):
-                raise Ended(_why_dependent(point.values))
+                raise Ended(why_dependent(point.values))
             null = linalg.qr(jacobian.T, mode="full")[0][:, jacobian.shape[0] :]
         reduced = null.T @ hessian @ null
         if reduced.size and np.linalg.eigvalsh(reduced)[0] < CURVATURE:
@@ -300,35 +286,19 @@ def _vector(values: Any) -> tuple[Array, Callable[[Array], Any]]:
         raise UserError(
             f"a vector of finite numbers is needed as a start; got shape {array.shape}; flatten it, check for NaN"
         )
-    if isinstance(values, Tensor):
-        device = values.device
-        return array, lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device)
-    return array, lambda x: x
+    return array, lambda x: back_like(values, x)
 
 
 def _result(run: Run[Point], method: _AiSqp, back: Callable[[Array], Any]) -> ConstrainedResult:
     best, counts = run.best, run.counts
     c = best.values.constraints
+    status = run.status
+    if status in (Status.STALLED, Status.MAX_ITERATIONS, Status.DIVERGED) and only_violation_is_left(run.last.values):
+        status = Status.INFEASIBLE
     return ConstrainedResult(
-        x=back(best.x), fun=best.values.fun, success=run.status.success, status=run.status,
-        message=_message(run.status, method), nit=run.nit, nfev=counts["nfev"], history=run.history,
+        x=back(best.x), fun=best.values.fun, success=status.success, status=status,
+        message=message(status, method.num_capped, best.values), nit=run.nit, nfev=counts["nfev"], history=run.history,
         multipliers=back(best.multipliers), jac=back(best.values.gradient), kkt_residual=run.best_measured.residual,
         constr_violation=float(np.abs(c).max()) if c.size else 0.0, njev=counts["njev"], nhev=counts["nhev"],
         num_sketches=counts["num_sketches"], num_capped=method.num_capped,
     )  # fmt: skip
-
-
-def _why_dependent(values: Values) -> Status:
-    """Return INFEASIBLE where no step x + d meets c + G d = 0, else BREAKDOWN: some constraints only say the same twice."""
-    constraints, jacobian = values.constraints, values.jacobian
-    nearest = np.linalg.lstsq(jacobian, -constraints, rcond=None)[0]
-    left = float(np.linalg.norm(constraints + jacobian @ nearest))
-    return Status.INFEASIBLE if left > 1e-6 * max(float(np.linalg.norm(constraints)), 1e-6) else Status.BREAKDOWN
-
-
-def _message(status: Status, method: _AiSqp) -> str:
-    if status is Status.BREAKDOWN:
-        return "the constraints' gradients are linearly dependent; leave out redundant constraints, or start elsewhere"
-    if method.num_capped and not status.success:
-        return f"{status.value}; {method.num_capped} Newton systems met max_sketches: raise it, or use sketch='exact'"
-    return status.value

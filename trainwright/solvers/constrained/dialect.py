@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, NonlinearConstraint
 from torch import Tensor
 
 from ...artifacts import UserError
 from ..driver import Moment
-from .ai_sqp import ConstrainedResult, SqpOptions, solve_ai_sqp
-from .problem import Array, EqualityProblem, NumpyProblem, SlackProblem, TorchProblem
+from .ai_sqp import SqpOptions, solve_ai_sqp
+from .ending import ConstrainedResult
+from .problem import Array, EqualityProblem, NumpyProblem, SlackProblem, TorchProblem, back_like
 
 METHODS = ("ai-sqp", "adasketch-newton")
 
@@ -60,18 +62,19 @@ class _Piece:
 
 
 def minimize(
-    fun: Callable[..., Any], x0: Any, args: tuple[Any, ...] = (), jac: Callable[..., Any] | None = None,
-    hess: Callable[..., Any] | None = None, bounds: Any = None, constraints: Any = (), tol: float = 1e-8,
+    fun: Callable[..., Any], x0: Any, args: Any = (), jac: Callable[..., Any] | bool | None = None,
+    hess: Callable[..., Any] | None = None, bounds: Any = None, constraints: Any = (), tol: float | None = None,
     callback: Callable[[Any], bool | None] | None = None, options: dict[str, Any] | None = None,
     method: str | None = None,
 ) -> ConstrainedResult:  # fmt: skip
     """Minimise f(x) subject to constraints and bounds, called as `scipy.optimize.minimize` is; the method is AI-SQP.
 
     x0 a tensor: `fun` and the constraints are torch functions, and derivatives come from autograd. x0 an array: NumPy
-    functions with `jac` (and each constraint's `jac`); without every Hessian, differences of gradients stand in.
-    constraints: dicts (`type` "eq" or "ineq", `fun`, `jac`, `args`), `LinearConstraint`, `NonlinearConstraint`, or a list.
-    Inequalities and bounds become equalities by squared slacks; `multipliers` has a row for each equality, then one for
-    each side of an inequality. `options`: `maxiter`, `seed`, and the fields of `SqpOptions`. `callback(x)` returning True
+    functions with `jac` (True: fun returns value and gradient) and each constraint's `jac`; without every Hessian,
+    differences of gradients stand in. constraints: dicts (`type` "eq" or "ineq", `fun`, `jac`, `args`), `LinearConstraint`,
+    `NonlinearConstraint`, or a list. Inequalities and bounds become equalities by squared slacks; `multipliers` has a row
+    for each equality, then one for each side of an inequality. `tol`: of the KKT residual, 1e-8 by default. `options`:
+    `maxiter`, `max_seconds`, `seed`, and the fields of `SqpOptions`. `callback(x)` returning True or raising StopIteration
     stops. The result has SciPy's names; `success`, `status`, `message` as everywhere here. method: `ai-sqp`, or its other
     name `adasketch-newton`; there is no other one here.
 
@@ -89,6 +92,10 @@ def minimize(
         )
     settings = dict(options or {})
     maxiter, seed = settings.pop("maxiter", 1000), settings.pop("seed", 0)
+    max_seconds, tol = settings.pop("max_seconds", None), 1e-8 if tol is None else tol
+    args = args if isinstance(args, tuple) else (args,)
+    if jac is True:
+        fun, jac = _split(fun)
     pieces = _pieces(constraints, bounds, x0)
     inner = _problem(lambda x: fun(x, *args), _bound(jac, args), _bound(hess, args), pieces, x0)
     start = np.asarray(x0.detach().cpu() if isinstance(x0, Tensor) else x0, dtype=np.float64)
@@ -96,14 +103,33 @@ def minimize(
     problem, first = _with_slacks(inner, pieces, start)
 
     def tell(moment: Moment[Any]) -> bool | None:
-        return callback(_like(x0, moment.state.x[:size])) if callback is not None else None
+        return callback(back_like(x0, moment.state.x[:size])) if callback is not None else None
 
     result = solve_ai_sqp(
-        problem, first, atol=tol, max_iterations=maxiter, options=_options(settings), random=seed, callback=tell
+        problem, first, atol=tol, max_iterations=maxiter, max_seconds=max_seconds, options=_options(settings),
+        random=seed, callback=tell,
     )  # fmt: skip
     return replace(
-        result, x=_like(x0, result.x[:size]), jac=_like(x0, result.jac[:size]), multipliers=_like(x0, result.multipliers)
+        result, x=back_like(x0, result.x[:size]), jac=back_like(x0, result.jac[:size]),
+        multipliers=back_like(x0, result.multipliers),
     )  # fmt: skip
+
+
+def _split(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the value and the gradient of a function that gives both; asked for both at one x, it is called once."""
+    last: list[tuple[Any, Any]] = []
+
+    def both(x: Any, *args: Any) -> Any:
+        if not (last and not isinstance(x, Tensor) and np.array_equal(last[0][0], x)):
+            found = fun(x, *args)
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise UserError(
+                    f"fun that returns (value, gradient) is needed with jac=True; got {type(found).__name__}; return both"
+                )
+            last[:] = [(x if isinstance(x, Tensor) else np.array(x), found)]
+        return last[0][1]
+
+    return lambda x, *args: both(x, *args)[0], lambda x, *args: both(x, *args)[1]
 
 
 def _with_slacks(inner: EqualityProblem, pieces: list[_Piece], start: Array) -> tuple[EqualityProblem, Array]:
@@ -118,7 +144,9 @@ def _options(settings: dict[str, Any]) -> SqpOptions:
     known = [field.name for field in fields(SqpOptions)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise UserError(f"options of maxiter, seed, {', '.join(known)} are needed; got {unknown}; leave them out")
+        raise UserError(
+            f"options of maxiter, max_seconds, seed, {', '.join(known)} are needed; got {unknown}; leave them out"
+        )
     return SqpOptions(**settings)
 
 
@@ -156,6 +184,10 @@ def _pieces(constraints: Any, bounds: Any, x0: Any) -> list[_Piece]:
     found = [piece for constraint in given for piece in _from_constraint(constraint, x0)]
     if bounds is not None:
         limits = bounds if isinstance(bounds, Bounds) else Bounds(*_ends(bounds, len(x0)))
+        if any(np.size(end) not in (1, len(x0)) for end in (limits.lb, limits.ub)):
+            raise UserError(
+                f"bounds for {len(x0)} variables are needed; got {max(np.size(limits.lb), np.size(limits.ub))}; match them"
+            )
         found += _from_constraint(LinearConstraint(np.eye(len(x0)), limits.lb, limits.ub), x0)
     return sorted(found, key=lambda piece: piece.inequality)
 
@@ -175,7 +207,8 @@ def _from_constraint(constraint: Any, x0: Any) -> list[_Piece]:
     if isinstance(constraint, dict):
         return [_from_dict(constraint, x0)]
     if isinstance(constraint, LinearConstraint):
-        matrix = np.atleast_2d(np.asarray(constraint.A, dtype=np.float64))
+        given = constraint.A.toarray() if sparse.issparse(constraint.A) else constraint.A
+        matrix = np.atleast_2d(np.asarray(given, dtype=np.float64))
         return _from_interval(
             lambda x: torch.from_numpy(matrix).to(x.device) @ x if isinstance(x, Tensor) else matrix @ x,
             lambda x: matrix, lambda x, v: np.zeros((x.size, x.size)), constraint.lb, constraint.ub, matrix.shape[0],
@@ -230,7 +263,3 @@ def _num_rows(fun: Any, x0: Any) -> int:
 
 def _bound(function: Any, args: tuple[Any, ...]) -> Any:
     return (lambda x: function(x, *args)) if callable(function) and args else function
-
-
-def _like(x0: Any, values: Array) -> Any:
-    return torch.from_numpy(np.array(values)).to(x0.device) if isinstance(x0, Tensor) else values

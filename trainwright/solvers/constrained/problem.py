@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ class TorchProblem:
         return self._scalar(x) + multipliers @ self._vector(x)
 
     def _scalar(self, x: Tensor) -> Tensor:
-        value = self._fun(x)
+        value = _called(self._fun, x)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UserError(
@@ -85,7 +85,7 @@ class TorchProblem:
         return value.reshape(()).to(torch.float64)
 
     def _vector(self, x: Tensor) -> Tensor:
-        value = self._constraints(x)
+        value = _called(self._constraints, x)
         if not isinstance(value, Tensor):
             raise UserError(
                 f"constraints must return a tensor; got {type(value).__name__}; compute them with torch from x"
@@ -94,6 +94,22 @@ class TorchProblem:
 
     def _tensor(self, x: Array) -> Tensor:
         return torch.from_numpy(x).to(self._device)
+
+
+def _called(function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    try:
+        return function(x)
+    except RuntimeError as error:
+        if "dtype" not in str(error):
+            raise
+        raise UserError(
+            f"functions of a float64 x are needed, whatever x0 is; got: {error}; convert their constants with .double()"
+        ) from error
+
+
+def back_like(x0: Any, values: Array) -> Any:
+    """Return a vector in float64 as x0 was: a tensor on its device, or an array."""
+    return torch.from_numpy(np.array(values)).to(x0.device) if isinstance(x0, Tensor) else values
 
 
 class NumpyProblem:

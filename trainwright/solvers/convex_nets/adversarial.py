@@ -70,11 +70,17 @@ class RobustReLUClassifier:
 
     def decision_function(self, X: Any) -> Any:
         """Return the outputs (n); positive: the second class."""
-        return like(X, self.network_(as_examples(X, self.fit_intercept)))
+        return like(X, self._outputs(X))
 
     def predict(self, X: Any) -> Any:
         """Return the likelier label of each example."""
-        return self.classes_[like(X, (self.network_(as_examples(X, self.fit_intercept)) > 0).long())]
+        outputs = self._outputs(X)
+        return self.classes_[like(X, (outputs > 0).long())]
+
+    def _outputs(self, X: Any) -> Tensor:
+        if not hasattr(self, "network_"):
+            raise UserError("a fitted estimator is needed; got one that is not; call fit(X, y) first")
+        return self.network_(as_examples(X, self.fit_intercept))
 
     def _patterns(self, examples: Tensor) -> Tensor:
         """Patterns of the examples, and of the examples somewhere in their balls."""
@@ -121,5 +127,7 @@ def _cvxpy() -> Any:
     try:
         import cvxpy
     except ImportError as error:
-        raise UserError("the package cvxpy is needed; it is not installed; pip install cvxpy") from error
+        raise UserError(
+            "the package cvxpy is needed; it is not installed; pip install trainwright[solvers-convex-nets]"
+        ) from error
     return cvxpy

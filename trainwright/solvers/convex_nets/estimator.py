@@ -10,7 +10,7 @@ from torch import Tensor
 from ...artifacts import Estimator, UserError
 from ..outcome import Status
 from ..seeds import as_generator
-from .inputs import as_classes, as_examples, as_numbers, like
+from .inputs import as_classes, as_examples, as_numbers, like, same_labels
 from .network import TwoLayerReLU
 from .patterns import sample_patterns
 from .programme import AdmmOptions, ReLUProgrammeResult, solve_relu_programme
@@ -142,4 +142,4 @@ class ReLUClassifier(_ReLUNet):
 
     def score(self, X: Any, y: Any) -> float:
         """Return the share of labels that are right."""
-        return float((torch.as_tensor(self.predict(X)) == torch.as_tensor(y).flatten()).double().mean())
+        return same_labels(self.predict(X), y)

@@ -44,6 +44,20 @@ def as_classes(y: Any) -> tuple[Any, Tensor]:
     return classes, 2.0 * second.flatten().double() - 1.0
 
 
+def as_tensor(values: Any) -> Tensor:
+    """Return a tensor as it is, an array or a list as a tensor of its dtype."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+
+
+def same_labels(found: Any, wanted: Any) -> float:
+    """Return the share of labels, numbers or names, that agree."""
+    pair = [label.cpu().numpy() if isinstance(label, Tensor) else np.asarray(label) for label in (found, wanted)]
+    return float(np.mean(pair[0] == pair[1].reshape(-1)))
+
+
 def like(given: Any, found: Tensor) -> Any:
-    """Return a result as what was given: a tensor for a tensor, else an array."""
-    return found if isinstance(given, Tensor) else found.cpu().numpy()
+    """Return a result as what was given: a tensor for a tensor, else an array; of its dtype where both are floating."""
+    if isinstance(given, Tensor):
+        return found.to(given.dtype) if given.is_floating_point() and found.is_floating_point() else found
+    array, kind = found.cpu().numpy(), getattr(given, "dtype", None)
+    return array.astype(kind) if kind is not None and kind.kind == "f" and found.is_floating_point() else array

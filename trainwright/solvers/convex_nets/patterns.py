@@ -3,14 +3,16 @@ r"""Activation patterns of a hidden ReLU unit: which examples it passes, 1[X h �
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...artifacts import UserError
+from .inputs import as_tensor
 
 
-def sample_patterns(X: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+def sample_patterns(X: Any, num_samples: int, generator: torch.Generator) -> Tensor:
     """Return patterns 1[X h ≥ 0] (n, P), h ~ N(0, I), of `num_samples` draws: each once, and none that passes nothing.
 
     P is at most `num_samples`, and for few features often far fewer. X is (n, d), the generator on its device.
@@ -19,13 +21,14 @@ def sample_patterns(X: Tensor, num_samples: int, generator: torch.Generator) -> 
     >>> patterns.T
     tensor([[True, True]])
     """
+    X = as_tensor(X)
     if num_samples < 1:
         raise UserError(f"at least 1 pattern is needed; got num_patterns {num_samples}; give such a number")
     directions = torch.randn(X.shape[1], num_samples, generator=generator, dtype=X.dtype, device=X.device)
     return distinct(X @ directions >= 0)
 
 
-def enumerate_patterns(X: Tensor) -> Tensor:
+def enumerate_patterns(X: Any) -> Tensor:
     """Return every pattern (n, P) of examples with two features, P ≤ 2 n: the programme over them has no sampling gap.
 
     X is (n, 2); a constant second feature stands for the bias. Patterns of single directions, on which an example is
@@ -34,6 +37,7 @@ def enumerate_patterns(X: Tensor) -> Tensor:
     >>> enumerate_patterns(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).sum(0).tolist()
     [1, 1, 2]
     """
+    X = as_tensor(X)
     if X.dim() != 2 or X.shape[1] != 2:
         raise UserError(f"X of shape [n, 2] is needed; got {list(X.shape)}; sample the patterns of more features")
     angles = torch.atan2(X[:, 1], X[:, 0])

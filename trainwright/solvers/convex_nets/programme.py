@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..seeds import as_generator
 from . import losses
 from .blocks import BlockDescent
 from .gates import Gates, InverseSystem
+from .inputs import as_tensor
 from .network import TwoLayerReLU, recover
 from .newton import OutputNewton
 
@@ -71,16 +73,16 @@ class ReLUProgrammeResult(Result):
 
 
 def solve_relu_programme(
-    X: Tensor, y: Tensor, patterns: Tensor, beta: float, *, loss: str = "squared", options: AdmmOptions | None = None,
+    X: Any, y: Any, patterns: Any, beta: float, *, loss: str = "squared", options: AdmmOptions | None = None,
     max_iterations: int = 2000, rtol: float = 1e-5, check_every: int = 10, max_seconds: float | None = None,
     seed: int | torch.Generator = 0, callback: Callback | None = None, keep_history: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ReLUProgrammeResult:  # fmt: skip
     r"""Return the network that solves min loss(Σ_j relu(X u_j) a_j, y) + (β/2) Σ_j (‖u_j‖² + a_j²) over given patterns.
 
-    X (n, d), with a column of ones for biases; y (n), ±1 for `logistic`; patterns (n, P) boolean (`sample_patterns`,
-    `enumerate_patterns`). The loss is a sum: `squared` ½‖·‖², or `logistic`. Runs until the sum of both residuals is
-    `rtol` of that at zero. Weights are in X's dtype: take float64.
+    Tensors or arrays: X (n, d), with a column of ones for biases; y (n), ±1 for `logistic`; patterns (n, P) boolean
+    (`sample_patterns`, `enumerate_patterns`). The loss is a sum: `squared` ½‖·‖², or `logistic`. Runs until the sum of both
+    residuals is `rtol` of that at zero. Weights are in X's dtype: take float64.
 
     Over all patterns, and with enough units, the optimum is the network's global one. Over sampled ones it is the best
     with those patterns only, and for more than a handful of features Adam on enough units often finds better ones.
@@ -100,6 +102,7 @@ def solve_relu_programme(
     differences of v and w (see `gates`); the logistic loss takes a Newton step in the outputs (see `newton`), and the
     paper's block descent, on request, is preconditioned.
     """
+    X, y, patterns = (as_tensor(value) for value in (X, y, patterns))
     _check(X, y, patterns, beta, loss)
     options = options or AdmmOptions()
     counts = Counts()

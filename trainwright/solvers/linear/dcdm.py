@@ -14,7 +14,7 @@ from ...artifacts import UserError
 from ..driver import Callback, Counts, Ended, Limits, Measured, drive
 from ..outcome import Status
 from .grid import as_product
-from .system import LinearResult, as_result
+from .system import LinearResult, as_result, back_like, like_dtype, real_array, scipy_atol, scipy_callback
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Iterate:
 def solve_dcdm(
     A: Any, b: Any, model: Callable[[Tensor], Tensor], x0: Any = None, *, rtol: float = 1e-6, atol: float = 0.0,
     maxiter: int = 100, num_previous: int = 2, project: Callable[[Tensor], Tensor] | None = None,
-    callback: Callback | None = None, keep_history: bool = False,
+    max_seconds: float | None = None, callback: Callback | None = None, keep_history: bool = False,
 ) -> LinearResult:  # fmt: skip
     """Solve A x = b, A symmetric positive definite, along directions model(r/‖r‖) made A-orthogonal to the last ones.
 
@@ -75,23 +75,27 @@ def solve_dcdm(
         )
     method = _Dcdm(as_product(A, right.shape), right, model, num_previous, project or (lambda r: r))
     run = drive(
-        method.at(start, ()), method.step, _measure, Limits(maxiter, rtol=rtol, atol=atol), counts=method.counts,
-        callback=callback, keep_history=keep_history,
+        method.at(start, ()), method.step, _measure, Limits(maxiter, rtol=rtol, atol=atol, max_seconds=max_seconds),
+        counts=method.counts, callback=callback, keep_history=keep_history,
     )  # fmt: skip
-    x = run.best.x
-    return as_result(run, x if isinstance(b, Tensor) else x.numpy(), method.counts)
+    return as_result(run, _like(b, run.best.x), method.counts)
 
 
 def dcdm(
     A: Any, b: Any, x0: Any = None, *, model: Callable[[Tensor], Tensor], rtol: float = 1e-6, atol: float = 0.0,
-    maxiter: int = 100, callback: Callback | None = None,
+    maxiter: int = 100, callback: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, int]:  # fmt: skip
     """Return (x, info) of `solve_dcdm` as `scipy.sparse.linalg.cg` does: info 0 is solved, > 0 not yet, < 0 broken down.
+
+    As there, it stops at ‖b − A x‖ ≤ max(atol, rtol · ‖b‖), and `callback(x)` follows each step.
 
     >>> dcdm(np.array([[2.0, 0.5], [0.5, 1.0]]), np.array([1.0, 1.0]), model=lambda r: r)[1]
     0
     """
-    result = solve_dcdm(A, b, model, x0, rtol=rtol, atol=atol, maxiter=maxiter, callback=callback)
+    result = solve_dcdm(
+        A, b, model, x0, rtol=0.0, atol=scipy_atol(b, rtol, atol), maxiter=maxiter,
+        callback=scipy_callback(callback, lambda state: _like(b, state.x)),
+    )  # fmt: skip
     return result.x, result.info
 
 
@@ -100,6 +104,7 @@ class _Dcdm:
         self, product: Callable[[Tensor], Tensor], right: Tensor, model: Callable[[Tensor], Tensor], num_previous: int,
         project: Callable[[Tensor], Tensor],
     ) -> None:  # fmt: skip
+        model = getattr(model, "direction", model)  # of a `DirectionNet`
         if not callable(model):
             raise UserError(f"a model, residual to direction, is needed; got {type(model).__name__}; try net.direction")
         if num_previous < 0:
@@ -111,8 +116,11 @@ class _Dcdm:
     def at(self, x: Tensor, previous: tuple[_Direction, ...]) -> _Iterate:
         self.counts.add(matvecs=1)
         image = self.product(x)
-        if image.shape != x.shape:
-            raise UserError(f"products of shape {tuple(x.shape)} are needed; A gave {tuple(image.shape)}; reshape in A")
+        if not isinstance(image, Tensor) or image.shape != x.shape:
+            found = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
+            raise UserError(
+                f"products as tensors of shape {tuple(x.shape)} are needed; A gave {found}; reshape in A, or give a LinearOperator"
+            )
         return _Iterate(x, self.project(self.right - image), previous)
 
     def step(self, state: _Iterate) -> _Iterate:
@@ -147,8 +155,16 @@ def _measure(state: _Iterate) -> Measured:
     return Measured(size, fun=size)
 
 
+def _like(b: Any, x: Tensor) -> Any:
+    """Return a solution as b was, tensor or array, of its dtype."""
+    return x.to(like_dtype(b)) if isinstance(b, Tensor) else back_like(b)(x.numpy())
+
+
 def _grid_tensor(values: Any, name: str) -> Tensor:
-    tensor = (values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))).detach().to(torch.float64)
+    tensor = values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.array(real_array(values)))
+    if tensor.is_complex():
+        raise UserError(f"real numbers are needed in {name}; got {tensor.dtype}; solve for both parts in turn")
+    tensor = tensor.to(torch.float64)
     if tensor.numel() == 0 or not bool(torch.isfinite(tensor).all()):
         raise UserError(
             f"finite numbers are needed in {name}; got shape {tuple(tensor.shape)} with NaN or infinity; check it"

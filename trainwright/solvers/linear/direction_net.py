@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class DirectionNet(nn.Module):
     after the coarser level; the last entry serves all coarser levels too. With the default, one entry, all levels share
     their weights, so that a network trained on 32 × 32 goes as deep on 1024 × 1024 as that needs.
     max_levels: how many times to pool (default: until a side is below `COARSEST`). bias: without, the network is
-    positively homogeneous, and the size of its input does not matter.
+    positively homogeneous, and the size of its input does not matter. generator: of the first weights (default: one
+    of its own, seed 0).
 
     The paper's network for N = 64: `DirectionNet(3, blocks=((2, 2), (3, 0)), max_levels=1, bias=True)`; its one pooling
     level and fixed depth are why its iterations grow with the grid.
@@ -45,14 +47,13 @@ class DirectionNet(nn.Module):
                 "try DirectionNet(2)"
             )
         self.num_dims, self.max_levels = num_dims, max_levels
-        convolution = CONVOLUTIONS[num_dims]
+        convolution = partial(_blank, CONVOLUTIONS[num_dims])
         self.enter = convolution(1, channels, 3, padding=1, bias=bias)
-        self.leave = convolution(channels, 1, 1, bias=bias)
+        self.leave: Any = convolution(channels, 1, 1, bias=bias)
         self.before = nn.ModuleList(_pairs(convolution, channels, before, bias) for before, _ in blocks)
         self.after = nn.ModuleList(_pairs(convolution, channels, after, bias) for _, after in blocks)
         self.coarse_scale = nn.Parameter(torch.ones(len(blocks)))
-        if generator is not None:
-            self._draw(generator)
+        self._draw(generator if generator is not None else torch.Generator().manual_seed(0))
 
     def forward(self, residual: Tensor) -> Tensor:
         return self.leave(self._level(self.enter(residual), 0))
@@ -89,6 +90,14 @@ class DirectionNet(nn.Module):
                 bound = parameter[0].numel() ** -0.5
                 drawn = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
                 parameter.copy_((2 * drawn - 1) * bound)
+            elif parameter is not self.coarse_scale:
+                parameter.zero_()
+
+
+def _blank(convolution: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """A convolution without weights yet, so that torch's own initialisation draws nothing from the global state."""
+    made: nn.Module = convolution(*args, **kwargs, device="meta")
+    return made.to_empty(device="cpu")
 
 
 class _Pair(nn.Module):

@@ -150,10 +150,15 @@ def _unit(values: Tensor) -> Tensor:
 
 def as_product(A: Any, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return products with A on tensors of `shape`, for a callable on such tensors, a LinearOperator or a matrix."""
-    if isinstance(A, Tensor):
+    size = math.prod(shape)
+    A = np.asarray(A) if isinstance(A, list | tuple) else A
+    if hasattr(A, "dtype") and np.dtype(bool if A.dtype is None or isinstance(A, Tensor) else A.dtype).kind == "c":
+        raise UserError(
+            f"a real A is needed; got {A.dtype}; solve for real and imaginary parts together, as one system"
+        )
+    if isinstance(A, Tensor) and tuple(A.shape) == (size, size):
         return lambda x: (A.to(x.dtype) @ x.reshape(-1)).reshape(x.shape)
-    if hasattr(A, "matvec") or sparse.issparse(A) or isinstance(A, np.ndarray):
-        size = math.prod(shape)
+    if hasattr(A, "matvec") or sparse.issparse(A) or isinstance(A, np.ndarray | Tensor):
         if tuple(A.shape) != (size, size):
             raise UserError(
                 f"an A of shape ({size}, {size}) is needed for a b of {size} entries; got {tuple(A.shape)}; give such"

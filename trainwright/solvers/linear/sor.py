@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from ...artifacts import UserError
 from ..driver import Callback, Counts, Limits, Measured, drive
 from .sweep import LowerSweep
-from .system import LinearResult, as_result, make_system
+from .system import LinearResult, as_result, back_like, make_system, scipy_atol, scipy_callback
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,14 @@ class _Iterate:
 
 def solve_sor(
     A: Any, b: Any, omega: float = 1.0, x0: Any = None, *, rtol: float = 1e-8, atol: float = 0.0, maxiter: int = 10_000,
-    callback: Callback | None = None, keep_history: bool = False,
+    max_seconds: float | None = None, callback: Callback | None = None, keep_history: bool = False,
 ) -> LinearResult:  # fmt: skip
     """Solve A x = b (A of shape (n, n), sparse or dense) by x ← x + (D/ω + L)⁻¹ (b − A x), D and L of A's lower triangle.
 
     It stops at ‖b − A x‖ ≤ max(atol, rtol · ‖b − A x0‖). `omega` in (0, 2): 1 is Gauss-Seidel; for consistently
     ordered matrices (grids) the best is `optimal_omega(ρ)`. It converges for every symmetric positive definite A, and
-    diverges for an indefinite one (status DIVERGED). Numbers are float64 on the CPU; `x` is an array or tensor as b is.
+    diverges for an indefinite one (status DIVERGED). It computes in float64 on the CPU; `x` is an array or tensor as b is, of
+    its dtype. `max_seconds`: another limit.
 
     When not: alone on large ill-conditioned systems. The iterations grow with √κ at the best ω and with κ at others;
     `solve_ssor_pcg` needs fewer and forgives a wrong ω, multigrid (PyAMG) does not grow with n.
@@ -54,7 +56,8 @@ def solve_sor(
         return Measured(size, fun=size)
 
     run = drive(
-        _Iterate(system.x0, system.residual(system.x0)), step, measure, Limits(maxiter, rtol=rtol, atol=atol),
+        _Iterate(system.x0, system.residual(system.x0)), step, measure,
+        Limits(maxiter, rtol=rtol, atol=atol, max_seconds=max_seconds),
         counts=counts, callback=callback, keep_history=keep_history,
     )  # fmt: skip
     return as_result(run, system.back(run.best.x), counts)
@@ -62,14 +65,19 @@ def solve_sor(
 
 def sor(
     A: Any, b: Any, x0: Any = None, *, omega: float = 1.0, rtol: float = 1e-8, atol: float = 0.0,
-    maxiter: int = 10_000, callback: Callback | None = None,
+    maxiter: int = 10_000, callback: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, int]:  # fmt: skip
     """Return (x, info) of `solve_sor` as `scipy.sparse.linalg.cg` does: info 0 is solved, > 0 not yet, < 0 broken down.
+
+    As there, it stops at ‖b − A x‖ ≤ max(atol, rtol · ‖b‖), and `callback(x)` follows each step.
 
     >>> sor([[2.0, 0.5], [0.5, 1.0]], [1.0, 1.0])[1]
     0
     """
-    result = solve_sor(A, b, omega, x0, rtol=rtol, atol=atol, maxiter=maxiter, callback=callback)
+    result = solve_sor(
+        A, b, omega, x0, rtol=0.0, atol=scipy_atol(b, rtol, atol), maxiter=maxiter,
+        callback=scipy_callback(callback, lambda state: back_like(b)(state.x)),
+    )  # fmt: skip
     return result.x, result.info
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from ..driver import Callback, Counts, Ended, Limits, Measured, drive
 from ..outcome import Status
 from .sweep import LowerSweep
-from .system import LinearResult, System, as_result, make_system
+from .system import LinearResult, System, as_result, back_like, make_system, scipy_atol, scipy_callback
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class _Iterate:
 
 def solve_ssor_pcg(
     A: Any, b: Any, omega: float = 1.0, x0: Any = None, *, rtol: float = 1e-8, atol: float = 0.0, maxiter: int = 10_000,
-    callback: Callback | None = None, keep_history: bool = False,
+    max_seconds: float | None = None, callback: Callback | None = None, keep_history: bool = False,
 ) -> LinearResult:  # fmt: skip
     """Solve A x = b for a symmetric positive definite A (n, n) by conjugate gradients, preconditioned with
 
@@ -33,7 +34,7 @@ def solve_ssor_pcg(
 
     It stops at ‖b − A x‖ ≤ max(atol, rtol · ‖b − A x0‖) (the recurrence's residual). `omega` in (0, 2); near the best
     ω the iterations grow with κ^¼ on grids, and a wrong ω costs little. An iteration is one product with A and two
-    sweeps. Numbers are float64 on the CPU; `x` is an array or tensor as b is.
+    sweeps. It computes in float64 on the CPU; `x` is an array or tensor as b is, of its dtype. `max_seconds`: another limit.
 
     When not: for matrices that are not symmetric positive definite (not symmetric: an error; not positive definite: the
     status BREAKDOWN, with the best iterate so far); multigrid (PyAMG) wins on large grids.
@@ -47,7 +48,7 @@ def solve_ssor_pcg(
     system = make_system(A, b, x0, symmetric=True)
     method = _Pcg(system, omega)
     run = drive(
-        method.start(), method.step, _measure, Limits(maxiter, rtol=rtol, atol=atol),
+        method.start(), method.step, _measure, Limits(maxiter, rtol=rtol, atol=atol, max_seconds=max_seconds),
         counts=method.counts, callback=callback, keep_history=keep_history,
     )  # fmt: skip
     return as_result(run, system.back(run.best.x), method.counts)
@@ -55,14 +56,19 @@ def solve_ssor_pcg(
 
 def ssor_pcg(
     A: Any, b: Any, x0: Any = None, *, omega: float = 1.0, rtol: float = 1e-8, atol: float = 0.0,
-    maxiter: int = 10_000, callback: Callback | None = None,
+    maxiter: int = 10_000, callback: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, int]:  # fmt: skip
     """Return (x, info) of `solve_ssor_pcg` as `scipy.sparse.linalg.cg` does: info 0 is solved, > 0 not yet, < 0 broken.
+
+    As there, it stops at ‖b − A x‖ ≤ max(atol, rtol · ‖b‖), and `callback(x)` follows each step.
 
     >>> ssor_pcg([[2.0, 0.5], [0.5, 1.0]], [1.0, 1.0])[1]
     0
     """
-    result = solve_ssor_pcg(A, b, omega, x0, rtol=rtol, atol=atol, maxiter=maxiter, callback=callback)
+    result = solve_ssor_pcg(
+        A, b, omega, x0, rtol=0.0, atol=scipy_atol(b, rtol, atol), maxiter=maxiter,
+        callback=scipy_callback(callback, lambda state: back_like(b)(state.x)),
+    )  # fmt: skip
     return result.x, result.info
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+from typing import Any
+
 import numpy as np
 from scipy import sparse
 from scipy.sparse import linalg as sparse_linalg
@@ -17,10 +20,10 @@ class LowerSweep:
     """
 
     def __init__(self, matrix: sparse.csr_array, omega: float) -> None:
-        if not 0 < omega < 2:
-            raise UserError(f"omega in (0, 2) is needed for relaxation to converge; got {omega}; try 1.5")
+        if not isinstance(omega, numbers.Real) or not 0 < float(omega) < 2:
+            raise UserError(f"omega in (0, 2) is needed for relaxation to converge; got {omega!r}; try 1.5")
         lower = sparse.tril(matrix, -1) + sparse.diags_array(matrix.diagonal() / omega)
-        self._factor = sparse_linalg.splu(
+        self._factor: Any = sparse_linalg.splu(
             sparse.csc_array(lower), permc_spec="NATURAL", diag_pivot_thresh=0.0,
             options={"SymmetricMode": True, "Equil": False},
         )  # fmt: skip

@@ -23,7 +23,7 @@ SYMMETRY = 1e-10
 
 @dataclass(frozen=True)
 class LinearResult(Result):
-    """`x` is what `b` was (an array or a tensor, float64 inside); `fun` and `residual_norm` are ‖b − A x‖₂."""
+    """`x` is what `b` was (an array or a tensor, of its dtype; float64 inside); `fun` and `residual_norm` are ‖b − A x‖₂."""
 
     residual_norm: float
     num_matvecs: int
@@ -70,7 +70,7 @@ def make_system(A: Any, b: Any, x0: Any = None, *, symmetric: bool = False) -> S
         )
     if symmetric:
         _check_symmetric(matrix)
-    return System(matrix, right, start, _back(b))
+    return System(matrix, right, start, back_like(b))
 
 
 def _check_symmetric(matrix: sparse.csr_array) -> None:
@@ -113,15 +113,44 @@ def _matrix(A: Any) -> sparse.csr_array:
 
 
 def _vector(values: Any) -> Array:
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    array = real_array(values)
     return array.astype(np.float64).reshape(-1) if array.ndim == 2 and array.shape[1] == 1 else array.astype(np.float64)
 
 
-def _back(b: Any) -> Callable[[Array], Any]:
+def real_array(values: Any) -> Array:
+    """Return b or x0 as an array; what is not real numbers raises `UserError`."""
+    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.dtype.kind not in "biuf":
+        raise UserError(
+            f"real numbers are needed in b and x0; got {array.dtype}; solve for real and imaginary parts in turn, or "
+            "use scipy.sparse.linalg"
+        )
+    return array
+
+
+def back_like(b: Any) -> Callable[[Array], Any]:
+    """Return what turns a solution into what b was."""
     if isinstance(b, Tensor):
-        return lambda x: torch.from_numpy(x).to(b.device).reshape(b.shape)
-    shape = np.shape(b)
-    return lambda x: x.reshape(shape)
+        return lambda x: torch.from_numpy(x).to(b.device, like_dtype(b)).reshape(b.shape)
+    given = np.asarray(b)
+    return lambda x: x.reshape(given.shape).astype(given.dtype if given.dtype.kind == "f" else np.float64)
+
+
+def like_dtype(b: Tensor) -> torch.dtype:
+    """The dtype of solutions for a tensor b: its own, float64 for whole numbers."""
+    return b.dtype if b.is_floating_point() else torch.float64
+
+
+def scipy_atol(b: Any, rtol: float, atol: float) -> float:
+    """Return max(atol, rtol · ‖b‖): what SciPy's solvers hold ‖b − A x‖ against, whatever x0 is."""
+    return max(atol, rtol * float(np.linalg.norm(real_array(b).astype(np.float64))))
+
+
+def scipy_callback(callback: Callable[[Any], Any] | None, x_of: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+    """Return a callback that hands the user's one x after each step, as SciPy's solvers do."""
+    if callback is None:
+        return None
+    return lambda moment: callback(x_of(moment.state)) if moment.nit else None
 
 
 def as_result(run: Run[Any], x: Any, counts: Mapping[str, int]) -> LinearResult:

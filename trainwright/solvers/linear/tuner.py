@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...artifacts import UserError
+from ..seeds import as_numpy_generator
 from .sor import solve_sor
 from .system import LinearResult
 
@@ -31,7 +32,7 @@ class Tuner(ABC):
         self.grid = np.asarray(grid, dtype=np.float64)
         if self.grid.ndim != 1 or self.grid.size == 0 or not np.isfinite(self.grid).all():
             raise UserError(f"a grid of at least one finite value is needed; got {grid!r}; the default is OMEGAS")
-        self.random, self.floor = np.random.default_rng(random), floor
+        self.random, self.floor = as_numpy_generator(random), floor
         self.num_rounds = 0
         self.probabilities = np.full(self.grid.size, 1 / self.grid.size)
         self._arm: int | None = None

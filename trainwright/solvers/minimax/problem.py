@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...artifacts import UserError
 from ..driver import Counts
+from ..seeds import need_count
 from ..values import Packing
 
 Fun = Callable[[Any, Any, Tensor], Tensor]
@@ -52,9 +53,9 @@ class Oracle:
         device: torch.device,
     ) -> None:
         _check(fun, jac, num_components, packings, max_batch)
-        self.fun, self.jac, self.num_components, self.packings = fun, jac, num_components, packings
+        self.fun, self.jac, self.num_components, self.packings = fun, jac, int(num_components), packings
         self.counts = Counts(nfev=0, nsfo=0)
-        self.everything = torch.arange(num_components, device=device).split(max_batch or num_components)
+        self.everything = torch.arange(self.num_components, device=device).split(int(max_batch or num_components))
         self.kept: tuple[Tensor, Tensor, float, Tensor, Tensor] | None = None
 
     def full(self, x: Tensor, y: Tensor) -> Pair:
@@ -88,8 +89,10 @@ class Oracle:
             value = (
                 torch.nan if self.fun is None else float(self.fun(packing_x.unpack(x), packing_y.unpack(y), indices))
             )
-        if not isinstance(grads, tuple) or len(grads) != 2:
-            raise UserError(f"jac that returns (gradient in x, gradient in y) is needed; got {type(grads).__name__}")
+        if not isinstance(grads, tuple | list) or len(grads) != 2:
+            raise UserError(
+                f"jac that returns (gradient in x, gradient in y) is needed; got {type(grads).__name__}; return both"
+            )
         return value, packing_x.pack(grads[0], x, "the gradient in x"), packing_y.pack(grads[1], y, "the gradient in y")
 
     def _differentiate(self, x: Tensor, y: Tensor, indices: Tensor, wanted: str) -> tuple[float, Tensor, Tensor]:
@@ -140,7 +143,6 @@ def _check(
         raise UserError("fun or jac is needed; got neither; give the components' mean, or its gradients")
     if jac is None and any(packing.is_numpy for packing in packings):
         raise UserError("jac is needed where x0 or y0 is a NumPy array; got fun alone; give jac, or start from tensors")
-    if not isinstance(num_components, int) or num_components < 1 or (max_batch is not None and max_batch < 1):
-        raise UserError(
-            f"num_components and max_batch of at least 1 are needed; got {num_components} and {max_batch}; give such"
-        )
+    need_count("num_components", num_components, 1)
+    if max_batch is not None:
+        need_count("max_batch", max_batch, 1)

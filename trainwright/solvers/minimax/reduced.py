@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...artifacts import UserError
+from ..seeds import need_count
 from .gda import Point
 from .problem import Gradients
 from .steps import check_steps
@@ -45,9 +46,8 @@ class _Reduced:
     def __post_init__(self) -> None:
         check_steps(self.step_x, self.step_y)
         for name in ("batch_size", "period", "num_inner"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} of at least 1 is needed; got {value}; give such a value")
+            if (value := getattr(self, name)) is not None or name == "batch_size":
+                need_count(name, value, 1)
         if self.output_rule not in ("uniform", "last") or self.batches not in ("independent", "shared"):
             raise UserError(
                 "output_rule 'uniform' or 'last' and batches 'independent' or 'shared' are needed; "

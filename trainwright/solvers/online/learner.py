@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from abc import ABC, abstractmethod
 
 import torch
@@ -19,6 +20,10 @@ class Learner(ABC):
     """
 
     def __init__(self, feasible: ConvexSet, batch_shape: tuple[int, ...] = ()) -> None:
+        if not all(hasattr(feasible, name) for name in ("centre", "diameter", "project")):
+            raise UserError(
+                f"a set such as Ball(…), Box(…) or Simplex(…) is needed; got {type(feasible).__name__}; make one"
+            )
         self.feasible = feasible
         self.start = feasible.centre.expand(*batch_shape, len(feasible.centre)).clone()
         self.num_rounds = 0
@@ -75,8 +80,8 @@ def squared(vector: Tensor) -> Tensor:
 def need_positive(**values: float) -> None:
     """Refuse what is not positive and finite."""
     for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise UserError(f"a positive {name} is needed; got {value}; give a bound that holds for your losses")
+        if not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
+            raise UserError(f"a positive {name} is needed; got {value!r}; give a bound that holds for your losses")
 
 
 def one_of(gradient_bound: float | None, strong_convexity: float | None) -> None:

@@ -89,8 +89,9 @@ class Box:
     high: Tensor
 
     def __post_init__(self) -> None:
-        _set(self, "low", torch.as_tensor(self.low))
-        _set(self, "high", torch.as_tensor(self.high))
+        for name in ("low", "high"):
+            end = torch.as_tensor(getattr(self, name))
+            _set(self, name, end if end.is_floating_point() else end.double())
         bounded = bool(torch.isfinite(self.low).all() and torch.isfinite(self.high).all())
         if self.low.ndim != 1 or self.low.shape != self.high.shape or not bounded or not (self.low < self.high).all():
             raise UserError("finite low < high of one shape (d,) are needed; got others; give such bounds")

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...artifacts import UserError
 from ..driver import Callback, Counts, Ended, Limits, Measured, drive
 from ..outcome import Result, Status
+from ..seeds import need_count
 from .learner import Learner
 
 Environment = Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -70,15 +71,14 @@ def play(
     """
     if not isinstance(learner, Learner):
         raise UserError(f"a learner such as OptimisticOMD(…) is needed; got {learner!r}; make one with its set")
-    if num_rounds < 1:
-        raise UserError(f"num_rounds of at least 1 is needed; got {num_rounds}; play a round")
+    num_rounds = need_count("num_rounds", num_rounds, 1)
     counts, losses, compared = Counts(nfev=0), [], []
     total = torch.zeros_like(learner.start)
 
     def step(state: _Round) -> _Round:
         nonlocal total
         x = learner.predict()
-        loss, gradient = _answer(environment(state.num, x))
+        loss, gradient = _answer(environment(state.num, x), x)
         if not (torch.isfinite(loss).all() and torch.isfinite(gradient).all()):
             raise Ended(Status.NOT_FINITE)
         learner.update(gradient)
@@ -86,8 +86,7 @@ def play(
         losses.append(loss.detach())
         if comparator is not None:
             point = comparator(state.num) if callable(comparator) else comparator
-            point = torch.as_tensor(point).to(x).expand_as(x)
-            compared.append(_answer(environment(state.num, point))[0])
+            compared.append(_answer(environment(state.num, _like_play(point, x)), x)[0])
         total = total + x
         return _Round(x, state.total_loss + float(loss.mean()), state.num + 1)
 
@@ -113,11 +112,27 @@ def play(
     )
 
 
-def _answer(found: Any) -> tuple[Tensor, Tensor]:
+def _like_play(point: Any, x: Tensor) -> Tensor:
+    """Return a comparator as a play of each player."""
+    found = torch.as_tensor(point).to(x)
+    if found.shape != x.shape and found.shape != x.shape[-1:]:
+        raise UserError(
+            f"a comparator of shape ({x.shape[-1]},), or of the plays' {tuple(x.shape)}, is needed; got "
+            f"{tuple(found.shape)}; give one point of the set"
+        )
+    return found.expand_as(x)
+
+
+def _answer(found: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the environment's loss and gradient as tensors."""
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise UserError(
             f"an environment that returns (loss, gradient) is needed; got {type(found).__name__}; return both"
         )
-    loss, gradient = found
-    return torch.as_tensor(loss), torch.as_tensor(gradient)
+    loss, gradient = (torch.as_tensor(part) for part in found)
+    if loss.shape != x.shape[:-1]:
+        raise UserError(
+            f"a loss of shape {tuple(x.shape[:-1])}, one number a player, is needed; got {tuple(loss.shape)}; sum it over "
+            "the last dimension"
+        )
+    return loss, gradient

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...artifacts import UserError
+from ..driver import Ended
+from ..outcome import Status
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,9 @@ def _batch(env: Any, policy: nn.Module, horizon: int, generator: torch.Generator
     alive = torch.ones(env.num_envs, dtype=torch.bool, device=like.device)
     steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for _ in range(horizon):
-        observations = torch.as_tensor(np.asarray(current)).to(like)
-        with torch.no_grad():
-            actions = policy.sample(observations, generator)  # type: ignore[operator]
-        current, rewards, terminated, truncated, _ = env.step(_inside(env, actions))
+        observations = _observed(current, like)
+        actions = _sampled(policy, observations, generator)
+        current, rewards, terminated, truncated, _ = _stepped(env, _inside(env, actions))
         steps.append((observations, actions, _rewards(rewards, env, like), alive))
         alive = alive & ~torch.as_tensor(np.asarray(terminated) | np.asarray(truncated), device=like.device)
         if not alive.any():
@@ -77,12 +78,48 @@ def _batch(env: Any, policy: nn.Module, horizon: int, generator: torch.Generator
     return Trajectories(observations[mask], actions[mask], rewards[mask], owner, time, env.num_envs)
 
 
+def _observed(current: Any, like: Tensor) -> Tensor:
+    observations = torch.as_tensor(np.asarray(current)).to(like)
+    if not torch.isfinite(observations).all():
+        raise Ended(Status.NOT_FINITE)
+    return observations
+
+
+def _sampled(policy: nn.Module, observations: Tensor, generator: torch.Generator) -> Tensor:
+    try:
+        with torch.no_grad():
+            return policy.sample(observations, generator)  # type: ignore[operator, no-any-return]
+    except RuntimeError as error:
+        if "shape" not in str(error):
+            raise
+        raise UserError(
+            f"a policy for observations of shape {tuple(observations.shape[1:])} is needed; it says: {error}; make it of "
+            "the environment's sizes"
+        ) from error
+
+
+def _stepped(env: Any, actions: np.ndarray) -> Any:
+    found = env.step(actions)
+    if not isinstance(found, tuple | list) or len(found) != 5:
+        size = len(found) if isinstance(found, tuple | list) else type(found).__name__
+        raise UserError(
+            "an environment whose step returns (observations, rewards, terminated, truncated, info) is needed; "
+            f"got {size} entries; use gymnasium's interface, not that of gym before 0.26"
+        )
+    return found
+
+
 def _inside(env: Any, actions: Tensor) -> np.ndarray:
     space: Any = getattr(env, "single_action_space", None)
     if space is not None and hasattr(space, "low") != actions.is_floating_point():
         kinds = ("discrete", "SoftmaxMLP") if not hasattr(space, "low") else ("continuous", "GaussianMLP")
         raise UserError(f"a policy of {kinds[0]} actions is needed for {space}; got another; take {kinds[1]}")
     array = actions.cpu().numpy()
+    num_actions = getattr(space, "n", None)
+    if num_actions is not None and array.size and int(array.max()) >= num_actions:
+        raise UserError(
+            f"actions below {num_actions} are needed for {space}; got {int(array.max())}; give the policy as many actions"
+        )
     return np.clip(array, space.low, space.high) if hasattr(space, "low") else array
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...artifacts import UserError
-from ..driver import Callback, Limits, Measured, drive
+from ..driver import Callback, Ended, Limits, Measured, drive
 from ..outcome import Result
-from ..seeds import as_generator
+from ..seeds import as_generator, need_count
 from .ascent import Ascent
 from .baseline import LinearBaseline
 from .estimators import Estimator
@@ -21,6 +21,8 @@ from .harpg import HARPG
 from .npg_igt import NPGIGT
 from .reinforce import REINFORCE
 from .rollout import check_env, rollout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def learn(
     oracle = Estimator(check_env(env), policy, batch_size=batch_size, horizon=horizon, discount=discount,
                        baseline=baseline, generator=generator)  # fmt: skip
     run = drive(
-        method.start(oracle, oracle.start),
+        _first(lambda: method.start(oracle, oracle.start)),
         lambda state: method.advance(oracle, state),
         _measure,
         Limits(max_iterations, max_evaluations=max_trajectories, max_seconds=max_seconds),
@@ -123,8 +125,21 @@ def evaluate(
 
     `env` and `policy` as in `learn`. The policy acts at random as it was trained to; returns stand in their own order.
     """
+    need_count("num_trajectories", num_trajectories, 1)
+    need_count("horizon", horizon, 1)
     generator = as_generator(seed, next(policy.parameters()).device)
-    return rollout(check_env(env), policy, num_trajectories, horizon, generator).returns()
+    return _first(lambda: rollout(check_env(env), policy, num_trajectories, horizon, generator)).returns()
+
+
+def _first(call: Callable[[], T]) -> T:
+    """Return what the first trajectories give: where they cannot be had, there is no iterate to return."""
+    try:
+        return call()
+    except Ended as ended:
+        raise UserError(
+            "finite observations and parameters are needed from the first reset on; got NaN or infinity; check the "
+            "environment's reset and the policy's parameters"
+        ) from ended
 
 
 def _measure(state: Ascent) -> Measured:
@@ -142,8 +157,7 @@ def _check(policy: nn.Module, batch_size: int, horizon: int, discount: float) ->
             f"a policy module with parameters, sample and log_prob is needed; got {type(policy).__name__} "
             f"without {missing or 'parameters'}; see SoftmaxMLP"
         )
-    if batch_size < 1 or horizon < 1 or not 0 < discount <= 1:
-        raise UserError(
-            "batch_size ≥ 1, horizon ≥ 1 and discount in (0, 1] are needed; "
-            f"got {batch_size}, {horizon} and {discount}; start with 16, 200 and 0.99"
-        )
+    need_count("batch_size", batch_size, 1)
+    need_count("horizon", horizon, 1)
+    if not 0 < discount <= 1:
+        raise UserError(f"a discount in (0, 1] is needed; got {discount}; start with 0.99")

@@ -21,9 +21,10 @@ def sinkhorn(
     """Return the plan (n, m) of min ⟨P, M⟩ + reg Σ P log P with marginals a and b, as POT's `ot.sinkhorn` does.
 
     `method="sns"`: Sinkhorn-Newton-Sparse; `"sinkhorn_log"`: Sinkhorn in the log domain. NumPy in, NumPy out; tensors in,
-    tensors out on their device. With `log=True` a pair (plan, log): `log["log_u"]`, `log["log_v"]` logarithms of the
-    scalings, `"u"`, `"v"` the scalings (they overflow for small reg), `"alpha"`, `"beta"` the potentials in the cost's
-    units, `"err"` the error at each iteration, `"niter"`, and `"result"` the full `TransportResult`.
+    tensors out on their device; of M's floating dtype, computed in float64, without a graph for autograd. With `log=True` a
+    pair (plan, log): `log["log_u"]`, `log["log_v"]` logarithms of the scalings, `"u"`, `"v"` the scalings (they overflow
+    for small reg), `"alpha"`, `"beta"` the potentials in the cost's units, `"err"` the error at each iteration, `"niter"`,
+    and `"result"` the full `TransportResult`.
 
     Departures from POT: `stopThr` holds for the L1 error of both marginals at every iteration (POT: the L2 error of
     one, every ten); the marginals must be positive and sum to one. Not reached within `numItermax`: a warning.
@@ -45,7 +46,11 @@ def sinkhorn(
         warnings.warn(f"{result.message}; marginal error {result.marginal_error:.3g}", stacklevel=2)
     if verbose:
         _print_errors(result)
-    convert = (lambda tensor: tensor) if isinstance(M, Tensor) else (lambda tensor: tensor.cpu().numpy())
+    dtype = result.problem.cost.dtype
+
+    def convert(tensor: Tensor) -> Any:
+        return tensor.to(dtype) if isinstance(M, Tensor) else tensor.to(dtype).cpu().numpy()
+
     plan = convert(result.plan())
     return (plan, _log(result, convert)) if log else plan
 

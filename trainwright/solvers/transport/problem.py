@@ -132,7 +132,8 @@ def make_problem(a: Any, b: Any, cost: Any, reg: float) -> Problem:
     matrix = _tensor(cost, "the cost M")
     if matrix.dim() != 2 or 0 in matrix.shape:
         raise UserError(f"a cost matrix of shape (n, m) is needed; got {tuple(matrix.shape)}; give M[i, j] as a matrix")
-    if not isinstance(reg, int | float | np.number) or not (math.isfinite(reg) and reg > 0):
+    reg = _number(reg)
+    if not (math.isfinite(reg) and reg > 0):
         raise UserError(f"a finite reg > 0 is needed; got {reg}; give reg in the cost's units, such as 0.01 * M.max()")
     low, high = (float(value) for value in matrix.aminmax())
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -146,9 +147,11 @@ def make_problem(a: Any, b: Any, cost: Any, reg: float) -> Problem:
 
 def _marginal(values: Any, name: str, cost: Tensor, dim: int) -> Tensor:
     size = cost.shape[dim]
-    if values is None or np.size(values) == 0:
+    if values is None or (len(np.shape(values)) == 1 and len(values) == 0):
         return torch.full((size,), 1.0 / size, dtype=torch.float64, device=cost.device)
-    marginal = _tensor(values, f"the marginal {name}").to(cost.device, torch.float64)
+    given = _tensor(values, f"the marginal {name}")
+    marginal = given.to(cost.device, torch.float64)
+    tolerance = max(MASS_TOLERANCE, 2 * torch.finfo(given.dtype).eps)
     if marginal.shape != (size,):
         raise UserError(
             f"{name} of shape ({size},) is needed for a cost of shape {tuple(cost.shape)}; "
@@ -159,9 +162,19 @@ def _marginal(values: Any, name: str, cost: Tensor, dim: int) -> Tensor:
             f"weights > 0 are needed in {name}; got {float(marginal.min()):g}; leave out points without mass"
         )
     total = float(marginal.sum())
-    if not abs(total - 1) <= MASS_TOLERANCE:
-        raise UserError(f"{name} must sum to 1 (within {MASS_TOLERANCE:g}); got {total:.9g}; divide it by its sum")
+    if not abs(total - 1) <= tolerance:
+        raise UserError(f"{name} must sum to 1 (within {tolerance:g}); got {total:.9g}; divide it by its sum")
     return marginal / total
+
+
+def _number(reg: Any) -> float:
+    """Return a number, also one that is a tensor or an array of one element."""
+    is_number = isinstance(reg, int | float | np.number) or (
+        isinstance(reg, Tensor | np.ndarray) and reg.shape in ((), (1,))
+    )
+    if not is_number:
+        raise UserError(f"a finite reg > 0 is needed; got {reg}; give reg in the cost's units, such as 0.01 * M.max()")
+    return float(reg)
 
 
 def _tensor(values: Any, what: str) -> Tensor:
