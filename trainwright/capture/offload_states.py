@@ -208,8 +208,8 @@ class _Update:
     def _buffer(self, owners: Sequence[Owner]) -> Tensor | None:
         """What the states of `owners` come into, one after the other's; none in a first step, which makes them."""
         room_bytes = max((self.held.room_bytes(param) for _, param in owners), default=0)
-        device = next((_local(param).device for _, param in owners), None)
-        return torch.empty(room_bytes, dtype=torch.uint8, device=device) if room_bytes else None
+        # Made of a parameter, on its device, and in a simulation as much a fake as it is.
+        return _local(owners[0][1]).new_empty(room_bytes, dtype=torch.uint8) if room_bytes else None
 
     def _send_for(self, place: int) -> None:
         """Read into the buffer which the states before the last ones leave: the store does one after the other."""
