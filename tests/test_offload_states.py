@@ -286,9 +286,7 @@ def test_what_moving_states_takes_is_priced_against_the_update() -> None:
     assert all(entry.offloaded == {"state": "all"} for entry in away)
     moved_s = found.moved_state_bytes * (1 / 1e8 + 1 / 2e8) + 2 * num * 1e-5
     assert found.transfer_s == pytest.approx(moved_s - 0.5 * min(moved_s, found.update_s))
-    assert found.step_s == pytest.approx(
-        found.compute_s + found.exposed_comm_s + found.recompute_s + found.transfer_s
-    )
+    assert found.step_s == pytest.approx(found.compute_s + found.exposed_comm_s + found.recompute_s + found.transfer_s)
     rows = explain(plan, tiny_program("gpt2-tiny"), "wte.weight", optim.record("adamw"))
     assert "offloaded state: all" in rows.text()
     assert "of optimizer states to the disk" in rows.text()

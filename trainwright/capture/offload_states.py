@@ -110,7 +110,9 @@ class StateOffload:
         state: State = optimizer.state.get(param, {})
         if held is None or param not in held.states:
             return state
-        return {name: state[name] if away is None else self._copy(away, read) for name, away in held.states[param].items()}
+        return {
+            name: state[name] if away is None else self._copy(away, read) for name, away in held.states[param].items()
+        }
 
     def send_off(self, optimizer: Optimizer, param: Tensor) -> None:
         """Let the states of `param`, if it is one of ours, leave the device; return when they have."""
@@ -175,7 +177,12 @@ class _Update:
     """One step of an optimizer, parameter after parameter."""
 
     def __init__(
-        self, store: OffloadStore, optimizer: Optimizer, step: Callable[..., Any], held: _Held, params: frozenset[Tensor]
+        self,
+        store: OffloadStore,
+        optimizer: Optimizer,
+        step: Callable[..., Any],
+        held: _Held,
+        params: frozenset[Tensor],
     ) -> None:
         self.store, self.optimizer, self.step, self.held = store, optimizer, step, held
         owners = [(group, param) for group in optimizer.param_groups for param in group["params"]]

@@ -28,7 +28,6 @@ from ..ops import find
 from ..profiler.saved import Records
 from ..profiler.tracker import MemoryTracker
 
-
 LEAST_SHARE = 1 / 256
 """Optimizer states of a parameter that is smaller than so much of the largest one stay on the device."""
 

@@ -168,7 +168,9 @@ def _header(plan: Plan) -> list[str]:
         + ("" if plan.budget_bytes is None else f" of {plan.budget_bytes / 2**20:.1f} MiB"),
     ]
     if plan.offload is not None:
-        states = f" and {found.moved_state_bytes / 2**20:.1f} MiB of optimizer states" if found.moved_state_bytes else ""
+        states = (
+            f" and {found.moved_state_bytes / 2**20:.1f} MiB of optimizer states" if found.moved_state_bytes else ""
+        )
         lines.append(
             f"offloaded {found.moved_bytes / 2**20:.1f} MiB{states} to the {plan.offload.tier}, "
             f"{_ms(found.transfer_s)} of it not beside computations"

@@ -151,6 +151,8 @@ class Model:
             lp.integrality_ = [kinds[flag] for flag in self.integer]
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
+        if not relaxed:
+            highs.setOptionValue("user_objective_scale", _scale_of(objective))
         highs.passModel(lp)
         return highs
 
@@ -210,6 +212,12 @@ class Relaxation:
                 return None
             return Vertex(info.objective_function_value, np.array(highs.getSolution().col_value), highs.getBasis())
         return math.nan if status == highspy.HighsModelStatus.kTimeLimit else None
+
+
+def _scale_of(cost: np.ndarray) -> int:
+    """The power of two that brings the largest cost to 1: the solver's tolerances are absolute, and a step may take 0.1 ms."""
+    largest = float(np.abs(cost).max(initial=0.0))
+    return max(0, -math.floor(math.log2(largest))) if largest > 0 else 0
 
 
 def _stop_when_good(highs, patience: Patience) -> None:

@@ -79,8 +79,8 @@ def _check_capacity(problem: Problem, restriction: Restriction) -> None:
         least += decision.count * min(decision.leaving_state_bytes[option] for option in options)
     if least > tier.capacity_bytes:
         raise UserError(
-            f"room for the optimizer states that are pinned off the device is needed, {least} bytes a device at least; the tier has "
-            f"{tier.capacity_bytes}; pin fewer, or take hardware with a larger one"
+            f"room for the optimizer states that are pinned off the device is needed, {least} bytes a device at least; the tier "
+            f"has {tier.capacity_bytes}; pin fewer, or take hardware with a larger one"
         )
 
 
