@@ -197,6 +197,12 @@ def test_optimizers_that_couple_parameters_are_refused_by_name() -> None:
     offload.close()
 
 
+def test_the_command_line_refuses_them_before_anything_runs() -> None:
+    with pytest.raises(UserError, match="clippedadam does not; take adamw or sgd-momentum"):
+        optim.check_plannable("clippedadam", pinned("gpt2-tiny", "adamw").offloads_states)
+    optim.check_plannable("adan", alone=True)
+
+
 def test_every_record_says_whether_it_updates_parameters_alone() -> None:
     alone = {name for name in optim.names() if optim.record(name).updates_alone}
     assert {"adamw", "sgd", "sgd-momentum", "adabelief", "adamw8bit", "lamb8bit"} <= alone
@@ -262,13 +268,13 @@ def test_the_window_of_the_update_is_in_the_peak(pool2: Pool) -> None:
         assert peak == pytest.approx(plan.predicted.peak_bytes, rel=0.001)
 
 
-@pytest.mark.parametrize(("tier", "moves"), [(QUICK, True), (SLOW, False)])
-def test_states_leave_where_memory_binds_and_the_link_is_quick(tier: Tier, moves: bool) -> None:
-    """With nothing else to do: all is kept by a pin, so it is the states or nothing."""
+@pytest.mark.parametrize(("tier", "pins", "moves"), [(QUICK, ("*=keep",), True), (SLOW, (), False)])
+def test_states_leave_where_memory_binds_and_the_link_is_quick(tier: Tier, pins: tuple[str, ...], moves: bool) -> None:
+    """Where all activations are kept it is the states or nothing; beside a slow link they are rather recomputed."""
     program = tiny_program("gpt2-tiny")
     whole = states_plan("gpt2-tiny", "adamw", "cpu:1", pins=("*=state-keep", "*=keep"))
     budget = whole.predicted.peak_bytes - 300_000
-    plan = states_plan("gpt2-tiny", "adamw", "cpu:1", tier, pins=(), budget_bytes=budget)
+    plan = states_plan("gpt2-tiny", "adamw", "cpu:1", tier, pins=pins, budget_bytes=budget)
     assert plan.predicted.peak_bytes <= budget
     assert (plan.predicted.moved_state_bytes > 0) == moves
     assert bool(decisions_of(program, Plan.parse(plan.to_json())).offloaded_states) == moves
@@ -306,7 +312,7 @@ def test_pins_of_states_are_obeyed_or_refused() -> None:
     assert not plan.params["transformer.wte.weight"].offloaded
     with pytest.raises(UserError, match="frugal does not; take adamw or sgd-momentum"):
         states_plan("gpt2-tiny", "frugal", "cpu:1")
-    with pytest.raises(UserError, match="optimizer states that are worth moving are needed; what 'ln_f.bias"):
+    with pytest.raises(UserError, match=r"optimizer states that are worth moving are needed; what 'ln_f.bias"):
         states_plan("gpt2-tiny", "adamw", "cpu:1", pins=("ln_f.bias=state-offload",))
     with pytest.raises(UserError, match="add --offload host or --offload disk"):
         states_plan("gpt2-tiny", "adamw", "cpu:1", offload="none")
@@ -323,7 +329,7 @@ def test_plans_say_which_blocks_and_are_read_back() -> None:
 
     away = decisions_of(program, with_blocks({"state": "1"})).offloaded_states
     assert {tensor.key for tensor in away if "c_fc.weight" in tensor.key} == {"transformer.h.1.mlp.c_fc.weight"}
-    with pytest.raises(UserError, match="state is all that .* can have offloaded; got 'grad'"):
+    with pytest.raises(UserError, match=r"state is all that .* can have offloaded; got 'grad'"):
         decisions_of(program, with_blocks({"grad": "all"}))
     with pytest.raises(UserError, match="the plan's `offload`"):
         decisions_of(program, plan.model_copy(update={"offload": None}))

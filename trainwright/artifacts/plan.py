@@ -140,6 +140,11 @@ class Plan(Artifact):
             product *= size
         return product
 
+    @property
+    def offloads_states(self) -> bool:
+        """Whether optimizer states of any parameter are off the device between steps."""
+        return any(param.offloaded for param in self.params.values())
+
     def micro_batch(self) -> dict[str, BatchEntry]:
         """Return the entries of one micro-batch, over all ranks: `fingerprint` and layouts are of these shapes."""
         own = names_of_batch({name: entry.shape for name, entry in self.batch.items()})
