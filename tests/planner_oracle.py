@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from trainwright.capture.transition import gradient_layout
 from trainwright.planner.offload import IN_FLIGHT, OFFLOAD_EPSILON_S
+from trainwright.planner.offload_states import STATE_EPSILON_S, STATES_IN_WINDOW
 from trainwright.planner.problem import Decision, Problem, Stored, Use, Want
 from trainwright.planner.recompute import RERUN_EPSILON_S
 
@@ -31,6 +32,8 @@ class Fate:
     kept: dict[Stored, float] = field(default_factory=dict)
     leaves: dict[Kept, int] = field(default_factory=dict)
     """How many instances of what is kept are offloaded."""
+    states: dict[Decision, int] = field(default_factory=dict)
+    """Of how many instances of a parameter the optimizer's states are offloaded."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,15 @@ class Piece:
 class Oracle:
     """All plans of one sharding of a small problem."""
 
-    def __init__(self, problem: Problem, options: Options, may_leave: Collection[Kept] = ()) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        options: Options,
+        may_leave: Collection[Kept] = (),
+        states_may_leave: Collection[Decision] = (),
+    ) -> None:
         self.problem, self.options, self.may_leave = problem, options, may_leave
+        self.states_may_leave = [d for d in states_may_leave if d.leaving_state_bytes[options[d]]]
         self.stored_of = {use: stored for stored in problem.stored for use in stored.uses}
         self.wants = {use: self._wants(use) for use in problem.uses}
         self.changed = [(use, want) for use in problem.uses for want in self.wants[use] if self._native(use) != want[0]]
@@ -98,7 +108,9 @@ class Oracle:
                     kept[key] = max(kept[key], num)
                 elif isinstance(key, tuple):
                     copies[key] = max(copies.get(key, 0), num)
-            yield Fate(fate.reruns, fate.converts, copies, kept, leaves)
+            for away in itertools.product(*(range(param.count + 1) for param in self.states_may_leave)):
+                states = dict(zip(self.states_may_leave, away))
+                yield Fate(fate.reruns, fate.converts, copies, kept, leaves, states)
 
     def _most_leaving(self, fate: Fate, key: Kept) -> int:
         if isinstance(key, tuple):
@@ -181,7 +193,21 @@ class Oracle:
                 total += fate.converts.get((use, want), 0) * again_s
         for decision, count in fate.reruns.items():
             total += count * (decision.rerun_s(self.options[decision]) + RERUN_EPSILON_S)
-        return total + self._transfer_s(fate)
+        return total + self._transfer_s(fate) + self._states_s(fate)
+
+    def _states_s(self, fate: Fate) -> float:
+        """What moving optimizer states in and out, one after the other, adds to the update."""
+        tier = self.problem.costs.tier
+        if tier is None:
+            return 0.0
+        num = sum(fate.states.values())
+        moved = sum(self._state_bytes(param) * count for param, count in fate.states.items())
+        taken_s = moved / tier.write_bytes_per_s + moved / tier.read_bytes_per_s + 2 * num * tier.latency_s
+        update_s = sum(param.count * param.backward_s[self.options[param]] for param in self.problem.params)
+        return taken_s - tier.overlap * min(taken_s, update_s) + num * STATE_EPSILON_S
+
+    def _state_bytes(self, param: Decision) -> int:
+        return param.leaving_state_bytes[self.options[param]]
 
     def _transfer_s(self, fate: Fate) -> float:
         """What moving things out beside the forward, and back beside the backward, adds."""
@@ -231,7 +257,8 @@ class Oracle:
         params = self.problem.params
         at = self.options
         static = self.problem.static_bytes + sum(d.count * (d.rest_bytes[at[d]] + d.state_bytes[at[d]]) for d in params)
-        moments = [self._update_bytes(fate)]
+        static -= sum(self._state_bytes(param) * num for param, num in fate.states.items())
+        moments = [self._update_bytes(fate) + self._window_bytes(fate)]
         for decision in self.problem.groups:
             moments.append(self._forward_bytes(fate, decision))
             moments += [self._backward_bytes(fate, decision, member) for member in (0, decision.count - 1)]
@@ -243,6 +270,10 @@ class Oracle:
         gradients = sum(decision.count * decision.rest_bytes[at[decision]] for decision in trained)
         held = sum(self._size(stored) * fate.kept[stored] for stored in self.problem.stored if stored.held)
         return gradients + held + max((decision.step_bytes[at[decision]] for decision in trained), default=0)
+
+    def _window_bytes(self, fate: Fate) -> float:
+        sizes = [self._state_bytes(param) * num / param.count for param, num in fate.states.items()]
+        return STATES_IN_WINDOW * max(sizes, default=0.0)
 
     def _size(self, stored: Stored) -> int:
         source = stored.source

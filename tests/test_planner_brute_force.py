@@ -25,6 +25,7 @@ from trainwright.planner.stages import solve_in_stages
 
 MAX_PLANS = 1000
 NUM_CASES, NUM_CASES_SHORT = 120, 16
+STATE_SEEDS = (1, 7, 8)
 
 
 class Mixed(nn.Module):
@@ -67,13 +68,13 @@ def random_case(seed: int):
     return place, allowed, rng
 
 
-def all_plans(problem, allowed, may_leave=()):
+def all_plans(problem, allowed, may_leave=(), states_may_leave=()):
     """Every plan as (seconds, bytes); None where there are too many to try."""
     if math.prod(decision.count + 1 for decision in problem.groups) > MAX_PLANS:
         return None
     found = []
     for options in itertools.product(*(sorted(allowed[decision]) for decision in problem.decisions)):
-        for plan in Oracle(problem, dict(zip(problem.decisions, options)), may_leave).plans():
+        for plan in Oracle(problem, dict(zip(problem.decisions, options)), may_leave, states_may_leave).plans():
             found.append(plan)
             if len(found) > MAX_PLANS:
                 return None
@@ -99,12 +100,28 @@ def offloading(place, allowed, rng):
     return rng.sample(able, min(2, len(able))), kept
 
 
-def compare_with_all(seed: int, offload: bool = False) -> int:
-    """Solve one random case under several budgets; return how many were compared."""
+def states_that_may_leave(place, allowed, rng, num):
+    """Draw parameters whose optimizer states may go to the disk; all others are held on the device."""
+    model, _, recompute, _ = place.solver.full()
+    able = sorted({param for param, option in recompute.states if option in allowed[param]}, key=lambda p: p.index)
+    chosen = rng.sample(able, min(num, len(able)))
+    for (param, _), column in recompute.states.items():
+        if param not in chosen:
+            model.upper[column] = 0.0
+    return chosen
+
+
+def compare_with_all(seed: int, offload: bool = False, num_states: int = 0) -> int:
+    """Solve one random case under several budgets; return how many were compared.
+
+    num_states: of how many parameters the optimizer's states may be offloaded too, beside one kind of tensors.
+    """
     place, allowed, rng = random_case(seed)
     may_leave, kept = offloading(place, allowed, rng) if offload else ((), {})
-    plans = all_plans(place.problem, allowed, may_leave)
-    if not plans or (offload and not may_leave):
+    may_leave = may_leave[:1] if num_states else may_leave
+    states = states_that_may_leave(place, allowed, rng, num_states) if offload else ()
+    plans = all_plans(place.problem, allowed, may_leave, states)
+    if not plans or (offload and not may_leave) or len(states) < num_states:
         return 0
     peaks = sorted({peak for _, peak in plans})
     budgets = {peaks[0], peaks[-1], *rng.sample(peaks, min(2, len(peaks)))}
@@ -131,6 +148,16 @@ def test_the_best_of_all_plans_is_found_short():
 
 def test_the_best_of_all_plans_that_may_offload_is_found_short():
     assert all(compare_with_all(seed, offload=True) > 0 for seed in (1, 2, 7, 8))  # others have too many plans to try
+
+
+def test_the_best_of_all_plans_that_may_offload_states_is_found_short():
+    assert all(compare_with_all(seed, offload=True, num_states=1) > 0 for seed in STATE_SEEDS)
+
+
+@pytest.mark.slow
+def test_the_best_of_all_plans_that_may_offload_states_is_found():
+    compared = [compare_with_all(seed, offload=True, num_states=2) for seed in range(3000, 3000 + NUM_CASES)]
+    assert sum(num > 0 for num in compared) >= 20
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ _PLAN_SETTINGS = (
     "torch_version",
 )
 _PLAN_TOTALS = (
-    "step_s", "compute_s", "comm_s", "exposed_comm_s", "recompute_s", "transfer_s", "moved_bytes", "peak_bytes",
+    "step_s", "compute_s", "comm_s", "exposed_comm_s", "recompute_s", "transfer_s", "moved_bytes", "moved_state_bytes",
+    "peak_bytes",
 )  # fmt: skip
 
 
@@ -241,7 +242,10 @@ def _communication(one: Plan, other: Plan) -> tuple[NumberChange, ...]:
 
 def _decisions(plan: Plan) -> dict[str, str]:
     """Each parameter's layout and each op's split and fates, as text by key."""
-    found = {name: f"at rest {' '.join(param.layout)}" for name, param in plan.params.items()}
+    found = {}
+    for name, param in plan.params.items():
+        away = [f"offloaded {what} in {blocks}" for what, blocks in param.offloaded.items()]
+        found[name] = "; ".join([f"at rest {' '.join(param.layout)}", *away])
     for key, op in plan.modules.items():
         fates = {"recomputed": op.recomputed, "offloaded": op.offloaded}
         said = [f"{fate} {name} in {blocks}" for fate, values in fates.items() for name, blocks in values.items()]

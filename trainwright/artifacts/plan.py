@@ -39,9 +39,14 @@ class ModelRef(Record):
 
 
 class ParamPlan(Record):
-    """A parameter's layout at rest, per mesh axis."""
+    """A parameter's layout at rest, per mesh axis.
+
+    `offloaded` maps `state`, what the optimizer keeps for the parameter, to the blocks for which it is off the device: `0-5`,
+    or `all`.
+    """
 
     layout: tuple[str, ...]
+    offloaded: dict[str, str] = {}
 
 
 class OpPlan(Record):
@@ -77,6 +82,8 @@ class Predicted(Record):
     """What transfers of offloaded values add to the step: what no computation hides."""
     moved_bytes: int = 0
     """What each device offloads in a step; as much comes back."""
+    moved_state_bytes: int = 0
+    """What each device brings back of the optimizer's states in a step; as much leaves again."""
     peak_bytes: int
     breakdown: dict[str, int] = {}
     """Bytes alive at the peak, by category."""
@@ -132,6 +139,11 @@ class Plan(Artifact):
         for size in self.mesh.values():
             product *= size
         return product
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether optimizer states of any parameter are off the device between steps."""
+        return any(param.offloaded for param in self.params.values())
 
     def micro_batch(self) -> dict[str, BatchEntry]:
         """Return the entries of one micro-batch, over all ranks: `fingerprint` and layouts are of these shapes."""

@@ -13,6 +13,9 @@ from .layout import REPLICATE, layout_text, parse_layout
 from .local import Decisions
 from .program import Op, Program, Tensor
 
+_STATE = "state"
+"""What an optimizer keeps for a parameter, as a plan names it."""
+
 
 def plan_sections(
     program: Program, decisions: Decisions
@@ -21,7 +24,9 @@ def plan_sections(
     params = {}
     for tied in param_classes(program):
         layout = layout_text(decisions.params[tied[0]], tied[0].slots)
-        params[span([tensor.key for tensor in tied])] = ParamPlan(layout=layout)
+        members = [member for member, tensor in enumerate(tied) if tensor in decisions.offloaded_states]
+        offloaded = {_STATE: _blocks(members, len(tied))} if members else {}
+        params[span([tensor.key for tensor in tied])] = ParamPlan(layout=layout, offloaded=offloaded)
     modules = {}
     for region_class in program.classes:
         for group in region_class.groups:
@@ -53,6 +58,7 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
         entry = _entry(plan.params, key, "params")
         layout = parse_layout(_per_axis(entry.layout, mesh, key), tied[0].slots, key)
         decisions.params.update(dict.fromkeys(tied, layout))
+        decisions.offloaded_states |= _states_away(tied, entry.offloaded, key)
     for region_class in program.classes:
         for group in region_class.groups:
             key = group_key(region_class, group)
@@ -69,7 +75,7 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
         raise UserError(
             f"one fate for every value is needed; {twice[0]} is both recomputed and offloaded; take it out of one of them"
         )
-    if decisions.offloaded and plan.offload is None:
+    if (decisions.offloaded or decisions.offloaded_states) and plan.offload is None:
         raise UserError(
             "the plan's `offload` (tier, in_flight_bytes) is needed where values are offloaded; it has none; add it, or plan anew"
         )
@@ -182,7 +188,23 @@ def _named(region_class: RegionClass, group: Group, keys: set[str]) -> dict[str,
     for name, op, suffix in _fates(group):
         members = [m for m, region in enumerate(region_class.members) if region.ops[op.position].key + suffix in keys]
         if members:
-            found[name] = "all" if len(members) == region_class.multiplicity else ranges(members)
+            found[name] = _blocks(members, region_class.multiplicity)
+    return found
+
+
+def _blocks(members: Sequence[int], count: int) -> str:
+    return "all" if len(members) == count else ranges(members)
+
+
+def _states_away(tied: Sequence[Tensor], chosen: Mapping[str, str], key: str) -> set[Tensor]:
+    """Return those of a parameter's instances whose optimizer states a plan keeps off the device."""
+    found: set[Tensor] = set()
+    for name, text in chosen.items():
+        if name != _STATE:
+            raise UserError(f"{_STATE} is all that {key} can have offloaded; got {name!r}; take it out")
+        found |= {tied[member] for member in parse_ranges(text, len(tied), f"{key} {name}")}
+    if found and not tied[0].requires_grad:
+        raise UserError(f"a parameter that is trained is needed to offload its state; {key} is not; take it out")
     return found
 
 

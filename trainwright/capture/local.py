@@ -36,6 +36,8 @@ class Decisions:
     inputs: dict[Tensor, Layout] = field(default_factory=dict)
     recomputed: set[str] = field(default_factory=set)
     offloaded: set[str] = field(default_factory=set)
+    offloaded_states: set[Tensor] = field(default_factory=set)
+    """Parameters whose optimizer states are off the device but for their own update, see `offload_states`."""
     in_flight_bytes: int = 0
     """Of what is offloaded, how much may stand on the device while it leaves, and again before it is asked for."""
     overlap: Overlap = "none"

@@ -66,7 +66,7 @@ def train(
     check_saving(checkpoint, checkpoint_every, resume, restarts)
     selecting = check_select(select, select_fraction, select_every, data)
     plan = Plan.from_json(plan_path)
-    check_plannable(optimizer or plan.optimizer)
+    check_plannable(optimizer or plan.optimizer, plan.offloads_states)
     model = as_planned(plan, model)
     payload = {
         "model": model.payload(),

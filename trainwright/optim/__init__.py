@@ -147,8 +147,10 @@ def record(name: str) -> OptimizerRecord:
     raise UserError(f"the name of an optimizer is needed; got {name!r}; {advice}")
 
 
-def check_plannable(name: str) -> None:
+def check_plannable(name: str, alone: bool = False) -> None:
     """Raise `UserError` where the optimizer `name` cannot train a planned model: its step takes more than gradients.
+
+    alone: the plan keeps optimizer states off the device, so parameters have to be updated one by one.
 
     >>> check_plannable("adamw")
     """
@@ -164,6 +166,11 @@ def check_plannable(name: str) -> None:
             f"an optimizer that steps on gradients alone is needed to run a plan; {entry.name} takes the loss with its graph "
             f"({passes}), and the collectives of a planned model have no second derivative; take adamw, or call "
             "its step(closure) in a loop of your own"
+        )
+    if alone and not entry.updates_alone:
+        raise UserError(
+            f"an optimizer that updates each parameter by itself is needed where a plan keeps its states off the device; "
+            f"{entry.name} does not; take adamw or sgd-momentum, or plan with --pin '*=state-keep'"
         )
 
 

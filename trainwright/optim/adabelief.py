@@ -48,6 +48,7 @@ class AdaBelief(Method):
     for bf16 and fp16 parameters, which are not cast themselves.
     """
 
+    updates_alone = True
     _state_names = ("exp_avg", "exp_avg_var")
 
     def __init__(

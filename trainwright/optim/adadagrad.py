@@ -35,6 +35,7 @@ class AdAdaGrad(Method):
     Source: Lau, Li, Xu, Liu, Kolar, *AdAdaGrad: Adaptive Batch Size Schemes for Adaptive Gradient Methods*, 2024.
     """
 
+    updates_alone = True
     _state_names = ("sum_of_squares",)
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0,

@@ -52,6 +52,11 @@ class Adan(Method):
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**settings, "max_grad_norm": max_grad_norm, "no_prox": no_prox}, **how)
 
+    @property
+    def updates_alone(self) -> bool:  # type: ignore[override]
+        """Whether no group clips by the norm of all gradients."""
+        return not any(group["max_grad_norm"] for group in self.param_groups)
+
     @torch.no_grad()
     def restart(self) -> None:
         """Forget the moments and start counting the steps anew."""

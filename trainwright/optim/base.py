@@ -50,6 +50,8 @@ class Method(torch.optim.Optimizer):
     capturable step takes one parameter after the other, whatever `foreach` says.
     """
 
+    updates_alone: bool = False
+    """Whether each parameter's update reads nothing of any other: a run may then take parameters one at a time."""
     _state_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], **how: Any) -> None:

@@ -40,6 +40,7 @@ class DiffGrad(Method):
     compares the gradient with itself, and so is Adam at half the learning rate.
     """
 
+    updates_alone = True
     _state_names = ("exp_avg", "exp_avg_sq", "previous_grad")
 
     def __init__(

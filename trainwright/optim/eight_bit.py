@@ -38,6 +38,7 @@ class EightBit(Method):
     consecutive elements of what a rank holds: where shards are cut between blocks, ranks together equal one.
     """
 
+    updates_alone = True
     _moments: ClassVar[Mapping[str, bool]] = {}
 
     def _check_settings(self, settings: dict[str, Any]) -> None:

@@ -97,6 +97,16 @@ class OptimizerRecord:
         return bool(self.extra_passes)
 
     @property
+    def updates_alone(self) -> bool:
+        """Whether each parameter's update reads nothing of any other, so that its states may be off the device meanwhile.
+
+        >>> from trainwright.optim import record
+        >>> record("adamw").updates_alone, record("clippedadam").updates_alone
+        (True, False)
+        """
+        return bool(getattr(self.cls, "updates_alone", True))  # of torch's own, those with a record do
+
+    @property
     def needs_values(self) -> bool:
         """Whether a step cannot be followed on shapes alone: it takes the loss, or reads numbers of the whole model."""
         return self.needs_loss or self.reads == "model"

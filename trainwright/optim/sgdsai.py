@@ -44,6 +44,7 @@ class SGDSaI(Method):
     departs in the guard: without it one element with gradient 0.1 moves by 10 000 at the defaults.
     """
 
+    updates_alone = True
     _state_names = ("gain",)
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-2, momentum: float = 0.9, eps: float = 1e-8,

@@ -28,6 +28,9 @@ from ..ops import find
 from ..profiler.saved import Records
 from ..profiler.tracker import MemoryTracker
 
+LEAST_SHARE = 1 / 256
+"""Optimizer states of a parameter that is smaller than so much of the largest one stay on the device."""
+
 
 class OptimizerCost(Protocol):
     """What the planner asks of an optimizer: `trainwright.optim` records answer it."""
@@ -43,6 +46,10 @@ class OptimizerCost(Protocol):
     @property
     def num_passes(self) -> float:
         """Forward and backward passes that a step takes on average."""
+
+    @property
+    def updates_alone(self) -> bool:
+        """Whether each parameter's update reads nothing of any other."""
 
     def state_bytes(self, shape: Sequence[int], dtype: Any) -> int:
         """Bytes that it keeps for a parameter of `shape`."""
@@ -202,6 +209,17 @@ class CostModel:
         """Return the bytes of optimizer state that a rank keeps for a parameter."""
         kept = whole_pieces(tensor, layout, optimizer.reads) if optimizer.whole_state else layout
         return optimizer.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
+
+    def leaving_state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
+        """Return what of these can leave the device between updates: all but counters; 0 where it has to stay.
+
+        It has to where parameters are not updated one by one, and where a rank keeps the state of more than its own part.
+        """
+        whole = optimizer.whole_state and whole_pieces(tensor, layout, optimizer.reads) != layout
+        if not optimizer.updates_alone or whole:
+            return 0
+        counters = optimizer.state_bytes((0,), tensor.dtype)
+        return max(0, self.state_bytes(tensor, layout, optimizer) - counters)
 
     def step_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the peak bytes of a parameter's update: those of the step, and of what it gathers for it."""

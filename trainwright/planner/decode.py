@@ -32,6 +32,8 @@ class Choice:
     converts: dict[tuple[Use, Want], int] = field(default_factory=dict)
     leaves: dict[Stored | Decision | tuple[Use, Want], int] = field(default_factory=dict)
     """How many instances of what is kept are offloaded: of an output, of a group's internals, of a converted copy."""
+    states: dict[Decision, int] = field(default_factory=dict)
+    """Of how many instances of a parameter the optimizer's states are offloaded."""
 
 
 def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | None) -> Choice:
@@ -48,6 +50,9 @@ def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | N
         choice.leaves = {
             key: num for key, kept in _kept(options, recompute) if (num := _leaving(values, recompute, kept))
         }
+        for (decision, option), column in recompute.states.items():
+            if options[decision] == option:
+                choice.states[decision] = round(values[column])
     return choice
 
 
@@ -77,6 +82,8 @@ def decisions_from(problem: Problem, choice: Choice) -> Decisions:
     params = {tensor: d.options[choice.options[d]] for d in problem.params for tensor in d.tied}
     decisions = Decisions(problem.mesh, splits, params)
     decisions.inputs = input_layouts(problem.program, decisions)
+    for decision, num in choice.states.items():
+        decisions.offloaded_states.update(decision.tied[:num])
     for region_class in problem.program.classes:
         flags = _Flags(problem, choice, decisions, region_class)
         decisions.recomputed |= flags.keys()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..artifacts import Plan, UserError
 from ..capture.decide import decisions_of
@@ -30,7 +31,7 @@ class Row:
     recomputed: str
     """Which blocks rederive what it leaves."""
     offloaded: str
-    """Which blocks keep it off the device."""
+    """Which blocks keep it off the device; of a parameter, its optimizer state."""
     next_best: str
     """The best other option while all other decisions stay; empty: there is none."""
     next_best_extra_s: float
@@ -150,8 +151,9 @@ def _bytes(problem: Problem, decision: Decision, option: int) -> int:
 
 
 def _fate(plan: Plan, decision: Decision, fate: str) -> str:
-    entry = plan.modules.get(decision.key)
-    return "" if entry is None else "; ".join(f"{name}: {blocks}" for name, blocks in getattr(entry, fate).items())
+    section: Mapping[str, Any] = plan.params if decision.group is None else plan.modules
+    values = getattr(section.get(decision.key), fate, {})
+    return "; ".join(f"{name}: {blocks}" for name, blocks in values.items())
 
 
 def _header(plan: Plan) -> list[str]:
@@ -166,8 +168,11 @@ def _header(plan: Plan) -> list[str]:
         + ("" if plan.budget_bytes is None else f" of {plan.budget_bytes / 2**20:.1f} MiB"),
     ]
     if plan.offload is not None:
+        states = (
+            f" and {found.moved_state_bytes / 2**20:.1f} MiB of optimizer states" if found.moved_state_bytes else ""
+        )
         lines.append(
-            f"offloaded {found.moved_bytes / 2**20:.1f} MiB to the {plan.offload.tier}, "
+            f"offloaded {found.moved_bytes / 2**20:.1f} MiB{states} to the {plan.offload.tier}, "
             f"{_ms(found.transfer_s)} of it not beside computations"
         )
     if plan.budget_bytes is not None:

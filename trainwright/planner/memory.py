@@ -1,13 +1,14 @@
 """The memory rows: what is alive while each group's backward runs, and at the update, against the budget.
 
-    static        buffers, parameters at rest, optimizer states
+    static        buffers, parameters at rest, optimizer states that are not offloaded
     kept          of every region not yet gone through backwards
     own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
     gradients     of the activations around the group, of the parameters of the regions already gone through; with
                   micro-batches of all parameters, and those are static
     in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
     changing      the most that bringing a gradient of the group's operands back holds
-    update        static, all parameters' gradients, what the caller holds, and the optimizer's own temporaries
+    update        static, all parameters' gradients, what the caller holds, the optimizer's own temporaries, and the
+                  offloaded states that have come back (`offload_states`)
 
 One row per group for the first and for the last instance of its class: at the last instance most is kept, at the first
 most gradients are there. The forward's rows stand in `forward_memory`. Sums per class are columns of their own, so that a
@@ -78,7 +79,7 @@ class _Builder:
     def build(self) -> Memory:
         memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
         self._collect()
-        static = self._sum_column(self._params(self._static_bytes))
+        static = self._sum_column([*self._params(self._static_bytes), *self._states_away()])
         for region_class in self.problem.program.classes:
             for decision in self.problem.of_class(region_class):
                 changing = self.changes.backward(decision)
@@ -231,8 +232,15 @@ class _Builder:
             for option, column in enumerate(self.sharding.choice[decision])
         ]
 
+    def _states_away(self) -> Terms:
+        """Optimizer states that are offloaded: counted as static, and not there."""
+        return [
+            (column, -decision.leaving_state_bytes[option] / MIB)
+            for (decision, option), column in self.recompute.states.items()
+        ]
+
     def _update_terms(self) -> Terms:
-        """All gradients, the held outputs, and the largest of the optimizer's temporaries."""
+        """All gradients, the held outputs, the largest of the optimizer's temporaries, and states that have come back."""
         terms: Terms = []
         if not self.adds_up:
             terms = self._params(lambda d, k: d.rest_bytes[k] if d.tied[0].requires_grad else 0)
@@ -246,7 +254,8 @@ class _Builder:
             sizes = self._option_terms(decision, decision.step_bytes)
             if sizes:
                 self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
-        return [*terms, (largest, 1.0)]
+        window = [(self.recompute.state_window, 1.0)] if self.recompute.states else []
+        return [*terms, (largest, 1.0), *window]
 
 
 def _row_name(phase: str, decision: Decision, member: int) -> str:

@@ -112,23 +112,26 @@ class Model:
         start: values to begin from. gap: stop within this fraction of the optimum. patience: when more than that will do.
         """
         began = time.perf_counter()
-        highs = self._pass(relaxed, fixed or {}, cost)
+        scale = 1.0 if relaxed else _scale_of(self.cost if cost is None else cost.values())
+        highs = self._pass(relaxed, fixed or {}, cost, scale)
         highs.setOptionValue("time_limit", max(0.05, time_limit_s))
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("threads", 1)
         if start is not None and not relaxed:
             self._start(highs, start)
         if progress is not None and not relaxed:
-            _listen(highs, progress)
+            _listen(highs, progress, scale)
         if patience is not None and not relaxed:
             _stop_when_good(highs, patience)
         try:
             highs.run()
         except KeyboardInterrupt:
             highs.cancelSolve()
-        return _read(highs, relaxed, time.perf_counter() - began)
+        return _read(highs, relaxed, time.perf_counter() - began, scale)
 
-    def _pass(self, relaxed: bool, fixed: Mapping[int, float], cost: Mapping[int, float] | None):
+    def _pass(
+        self, relaxed: bool, fixed: Mapping[int, float], cost: Mapping[int, float] | None, scale: float = 1.0
+    ) -> Any:
         import highspy
 
         lower, upper = np.array(self.lower), np.array(self.upper)
@@ -140,7 +143,7 @@ class Model:
             objective[list(cost)] = list(cost.values())
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = self.num_columns, self.num_rows
-        lp.col_cost_, lp.col_lower_, lp.col_upper_ = objective, lower, upper
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = scale * objective, lower, upper
         lp.row_lower_, lp.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         lp.a_matrix_.start_ = np.array(self.starts, dtype=np.int32)
@@ -212,6 +215,12 @@ class Relaxation:
         return math.nan if status == highspy.HighsModelStatus.kTimeLimit else None
 
 
+def _scale_of(costs: Iterable[float]) -> float:
+    """The power of two that brings the largest cost to 1: the solver's tolerances are absolute, and a step may take 0.1 ms."""
+    largest = max(map(abs, costs), default=0.0)
+    return 2.0 ** max(0, -math.floor(math.log2(largest))) if largest > 0 else 1.0
+
+
 def _stop_when_good(highs, patience: Patience) -> None:
     def asked(event) -> None:
         out = event.data_out
@@ -220,15 +229,15 @@ def _stop_when_good(highs, patience: Patience) -> None:
     highs.cbMipInterrupt.subscribe(asked)
 
 
-def _listen(highs, progress: Progress) -> None:
+def _listen(highs, progress: Progress, scale: float) -> None:
     def heard(event) -> None:
         out = event.data_out
-        progress(out.running_time, out.mip_primal_bound, out.mip_dual_bound)
+        progress(out.running_time, out.mip_primal_bound / scale, out.mip_dual_bound / scale)
 
     highs.cbMipImprovingSolution.subscribe(heard)
 
 
-def _read(highs, relaxed: bool, solve_s: float) -> Solution:
+def _read(highs, relaxed: bool, solve_s: float, scale: float) -> Solution:
     import highspy
 
     status = highs.getModelStatus()
@@ -237,11 +246,10 @@ def _read(highs, relaxed: bool, solve_s: float) -> Solution:
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return Solution("infeasible", None, INFINITY, INFINITY, solve_s)
     if not found:
-        bound = info.mip_dual_bound if not relaxed else -INFINITY
+        bound = info.mip_dual_bound / scale if not relaxed else -INFINITY
         return Solution("stopped", None, INFINITY, bound, solve_s)
     values = np.array(highs.getSolution().col_value)
-    objective = info.objective_function_value
+    objective = info.objective_function_value / scale
     done = status == highspy.HighsModelStatus.kOptimal
-    return Solution(
-        "optimal" if done else "feasible", values, objective, objective if relaxed else info.mip_dual_bound, solve_s
-    )
+    bound = objective if relaxed else info.mip_dual_bound / scale
+    return Solution("optimal" if done else "feasible", values, objective, bound, solve_s)

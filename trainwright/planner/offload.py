@@ -9,6 +9,7 @@
 
 for the forward (out) and the backward (back), each E a term of the objective; ω is the share of a transfer that a
 computation hides, 1 where the two do not meet. Of the instances that are kept the first leave, which wait longest.
+Optimizer states go to the same tier, between updates: `offload_states`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from ..artifacts import Tier
 from ..capture.blocks import RegionClass
 from .milp import MIB, Model, Terms
+from .offload_states import add_states, moved_terms, update_terms
 from .problem import Decision, Problem, Stored, Use, Want
 from .recompute import Recompute
 from .sharding import Sharding, aligned
@@ -58,8 +60,9 @@ def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: R
         model.row(LEAVES, [(leaves, 1.0), *((column, 1.0) for column in kept.rederived)], upper=float(kept.count))
         recompute.leaves[kept.column], recompute.resident[kept.column] = leaves, resident
     _add_in_flight(model, recompute, found)
+    states = add_states(model, problem, sharding, recompute)
     if tier.capacity_bytes is not None:
-        terms = [(recompute.leaves[kept.column], kept.num_bytes / MIB) for kept in found]
+        terms = [(recompute.leaves[kept.column], kept.num_bytes / MIB) for kept in found] + states
         model.row(CAPACITY, terms, upper=tier.capacity_bytes / MIB)
     unit_s = _unit_s(problem)
     out, back = _windows(model, problem, sharding, recompute, unit_s)
@@ -72,6 +75,9 @@ def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: R
             for kept in found
         ]
         _add_exposed(model, tier, moved, window, unit_s)
+    if states:
+        update = _sum(model, update_terms(problem, sharding), unit_s)
+        _add_exposed(model, tier, moved_terms(problem, recompute, tier, unit_s), update, unit_s)
 
 
 def spans(stored: Stored) -> list[tuple[int, int]]:

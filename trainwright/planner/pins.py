@@ -5,6 +5,8 @@
     PATTERN=keep                 what the op leaves for the backward is kept
     PATTERN=recompute            it is rederived in every block
     PATTERN=offload              it is kept, off the device
+    PATTERN=state-keep           what the optimizer keeps for a parameter stays on the device
+    PATTERN=state-offload        it is off the device but while the parameter is updated
 
 `PATTERN` is a glob over the keys of a plan, module paths or parameter names: `h.*.mlp.c_fc`, `lm_head*`.
 """
@@ -18,10 +20,14 @@ from collections.abc import Iterable, Sequence
 
 from ..artifacts import MeshAxis, UserError
 from ..capture.layout import REPLICATE
+from .costs import LEAST_SHARE
 from .problem import Decision, Problem
 from .recipes import Restriction
 
-_GRAMMAR = "PATTERN=shard(LOOP)@AXIS, PATTERN=replicate@AXIS, PATTERN=keep, PATTERN=recompute or PATTERN=offload"
+_GRAMMAR = (
+    "PATTERN=shard(LOOP)@AXIS, PATTERN=replicate@AXIS, PATTERN=keep, PATTERN=recompute, PATTERN=offload, "
+    "PATTERN=state-keep or PATTERN=state-offload"
+)
 
 
 def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) -> None:
@@ -34,8 +40,48 @@ def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) 
             if action == "offload":
                 _allow_offload(problem, pin, restriction)
             restriction.fates.update(dict.fromkeys(groups, action))
+        elif action in ("state-keep", "state-offload"):
+            params = [decision for decision in matched if decision.group is None]
+            if action == "state-offload":
+                _allow_offload(problem, pin, restriction)
+                params = _able_to_leave(problem, params, pin)
+            restriction.fates.update(dict.fromkeys(params, action))
         else:
             _narrow(problem, matched, action, pin, restriction)
+    _check_capacity(problem, restriction)
+
+
+def _able_to_leave(problem: Problem, params: Sequence[Decision], pin: str) -> list[Decision]:
+    """Return the parameters whose optimizer states may leave the device; `UserError` where none of them may."""
+    if not problem.optimizer.updates_alone:
+        raise UserError(
+            f"an optimizer that updates each parameter by itself is needed to keep its states off the device; {pin!r} asks for "
+            f"that, and {getattr(problem.optimizer, 'name', 'this one')} does not; take adamw or sgd-momentum, or leave the pin out"
+        )
+    able = [decision for decision in params if any(decision.leaving_state_bytes)]
+    if not able:
+        raise UserError(
+            f"optimizer states that are worth moving are needed; what {pin!r} names has none, or they are below "
+            f"{LEAST_SHARE:.2g} of the largest parameter's; name larger parameters"
+        )
+    return able
+
+
+def _check_capacity(problem: Problem, restriction: Restriction) -> None:
+    """Raise `UserError` where the tier cannot hold the states that are pinned to it."""
+    tier = problem.costs.tier
+    if tier is None or tier.capacity_bytes is None:
+        return
+    pinned = [decision for decision, fate in restriction.fates.items() if fate == "state-offload"]
+    least = 0
+    for decision in pinned:
+        options = restriction.allowed.get(decision, range(len(decision.options)))
+        least += decision.count * min(decision.leaving_state_bytes[option] for option in options)
+    if least > tier.capacity_bytes:
+        raise UserError(
+            f"room for the optimizer states that are pinned off the device is needed, {least} bytes a device at least; the tier "
+            f"has {tier.capacity_bytes}; pin fewer, or take hardware with a larger one"
+        )
 
 
 def _allow_offload(problem: Problem, pin: str, restriction: Restriction) -> None:
@@ -52,7 +98,7 @@ def _parse(pin: str) -> tuple[str, str]:
         raise UserError(
             f"a pin of layouts or recomputation is needed; {pin!r} asks for pipeline stages: not supported yet"
         )
-    if not pattern or not re.fullmatch(r"keep|recompute|offload|replicate@\S+|shard\([^()]+\)@\S+", action):
+    if not pattern or not re.fullmatch(r"(state-)?(keep|offload)|recompute|replicate@\S+|shard\([^()]+\)@\S+", action):
         raise UserError(f"a pin is {_GRAMMAR}; got {pin!r}")
     return pattern, action
 

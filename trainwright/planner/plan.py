@@ -208,7 +208,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
 
 
 def _offload(task: Task, decisions: Decisions) -> OffloadPlan | None:
-    if not decisions.offloaded or task.tier_name is None:
+    if not (decisions.offloaded or decisions.offloaded_states) or task.tier_name is None:
         return None
     return OffloadPlan(tier=task.tier_name, in_flight_bytes=decisions.in_flight_bytes)
 
@@ -222,6 +222,7 @@ def _predicted(costs: Price, simulation: Simulation) -> Predicted:
         recompute_s=costs.recompute_s,
         transfer_s=costs.transfer_s,
         moved_bytes=simulation.moved_bytes,
+        moved_state_bytes=simulation.moved_state_bytes,
         update_s=costs.update_s,
         peak_bytes=simulation.peak_bytes,
         breakdown=simulation.breakdown,

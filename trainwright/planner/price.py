@@ -18,6 +18,7 @@ from ..capture.local import Instruction, LocalProgram
 from ..capture.micro_batches import WEIGHTED
 from ..capture.offload import CountingStore
 from .costs import CostModel, OptimizerCost
+from .offload_states import state_transfer_s
 from .overlap import Timeline, bucket_s
 
 
@@ -36,7 +37,7 @@ class Price:
     update_s: float = 0.0
     """Of compute, the optimizer's step."""
     transfer_s: float = 0.0
-    """What moving offloaded values out and back adds."""
+    """What moving offloaded values and optimizer states out and back adds."""
     by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden_comm_s: float = 0.0
     """What of `comm_s` runs beside computation."""
@@ -87,7 +88,16 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     total.compute_s += total.update_s
     if costs.tier is not None and isinstance(executor.store, CountingStore):
         total.transfer_s = _transfer_s(total, executor.store, costs.tier, costs.num_passes)
+    if costs.tier is not None:
+        total.transfer_s += _states_s(total, executor.local, costs, costs.tier, optimizer)
     return total
+
+
+def _states_s(total: Price, local: LocalProgram, costs: CostModel, tier: Tier, optimizer: OptimizerCost) -> float:
+    """The seconds by which moving optimizer states, in and out by turns, outlasts the update."""
+    layouts = local.decisions.params
+    sizes = [costs.leaving_state_bytes(t, layouts[t], optimizer) for t in local.decisions.offloaded_states]
+    return tier.exposed_s(sum(state_transfer_s(tier, size) for size in sizes), total.update_s)
 
 
 def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: float) -> float:

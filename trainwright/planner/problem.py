@@ -21,7 +21,7 @@ from ..capture.groups import Group
 from ..capture.layout import REPLICATE, Layout
 from ..capture.program import Program, Tensor
 from ..capture.transition import gradient_layout
-from .costs import CostModel, OptimizerCost
+from .costs import LEAST_SHARE, CostModel, OptimizerCost
 from .strategies import batch_factor, group_options, param_options
 
 Want = tuple[Layout, Layout]
@@ -52,6 +52,8 @@ class Decision:
     rest_bytes: list[int] = field(default_factory=list)
     """Parameters: bytes of one instance at rest; its gradient takes as much."""
     state_bytes: list[int] = field(default_factory=list)
+    leaving_state_bytes: list[int] = field(default_factory=list)
+    """What of the optimizer's states may leave the device; 0 where they stay."""
     step_bytes: list[int] = field(default_factory=list)
 
     def option_s(self, option: int) -> float:
@@ -179,6 +181,8 @@ class _Builder:
         self.twins: dict[Tensor, Tensor] = {}
         """Tensor → the representative of its class."""
         self.uses: list[Use] = []
+        self.largest_bytes = max((tensor.num_bytes for tensor in program.params if tensor.requires_grad), default=0)
+        """Of a parameter that is trained."""
 
     def build(self) -> Problem:
         groups = [
@@ -293,6 +297,9 @@ class _Builder:
         trained = tensor.requires_grad
         decision.rest_bytes.append(self.costs.local_bytes(tensor, layout))
         decision.state_bytes.append(self.costs.state_bytes(tensor, layout, self.optimizer) if trained else 0)
+        leaves = trained and tensor.num_bytes >= LEAST_SHARE * self.largest_bytes
+        leaving_bytes = self.costs.leaving_state_bytes(tensor, layout, self.optimizer) if leaves else 0
+        decision.leaving_state_bytes.append(leaving_bytes if leaving_bytes >= self.costs.min_offload_bytes else 0)
         decision.step_bytes.append(self.costs.step_bytes(tensor, layout, self.optimizer) if trained else 0)
         decision.forward_s.append(0.0)
         decision.backward_s.append(self.costs.optimizer_s(tensor, layout, self.optimizer) if trained else 0.0)

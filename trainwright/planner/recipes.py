@@ -34,7 +34,8 @@ class Restriction:
     offload: bool = False
     """Whether anything may be offloaded; the textbook's recipes do not."""
     fates: dict[Decision, str] = field(default_factory=dict)
-    """Pinned groups: whether all instances `keep`, `recompute` or `offload` what they leave."""
+    """Pinned groups: whether all instances `keep`, `recompute` or `offload` what they leave; pinned parameters: whether their
+    optimizer states stay on the device (`state-keep`) or not (`state-offload`)."""
     notes: list[str] = field(default_factory=list)
 
 

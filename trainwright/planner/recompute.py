@@ -50,6 +50,11 @@ class Recompute:
     """Of a column of kept instances, the column of those that are offloaded meanwhile; see `offload`."""
     resident: dict[int, int] = field(default_factory=dict)
     """Of a column of kept instances, that of those that stay on the device."""
+    states: dict[tuple[Decision, int], int] = field(default_factory=dict)
+    """Of a parameter's option, the column of the instances whose optimizer states are offloaded; see `offload_states`."""
+    states_stay: dict[tuple[Decision, int], int] = field(default_factory=dict)
+    state_window: int = -1
+    """MiB of offloaded optimizer states that stand on the device at the optimizer's step; −1: none may leave."""
     in_flight: dict[RegionClass, int] = field(default_factory=dict)
     """MiB on their way out or back while a class runs."""
 

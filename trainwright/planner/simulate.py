@@ -26,6 +26,7 @@ from ..capture.fakes import new_mode
 from ..capture.layout import local_shape
 from ..capture.local import Decisions, LocalProgram, build_local
 from ..capture.offload import CountingStore
+from ..capture.offload_states import StateOffload
 from ..capture.program import Program, Tensor
 from ..capture.reshard import SimulatedCommunicator
 from ..profiler.saved import run_state
@@ -54,6 +55,8 @@ class Simulation:
     moved_bytes: int = 0
     """What is offloaded in a step; as much comes back."""
     num_moved: int = 0
+    moved_state_bytes: int = 0
+    """What of the optimizer's states comes back in a step; as much leaves again."""
 
 
 def simulate(
@@ -107,8 +110,12 @@ def _simulate(
             state = torch.empty(gathered.state_bytes, dtype=torch.uint8)
             tracker.watch([state], "optimizer")
             _hold_while_stepping(optimizer, gathered.step_bytes)
+            states = CountingStore()
+            # Found by the optimizer's step, as at run time.
+            away = StateOffload(states, [sources[tensor] for tensor in decisions.offloaded_states])
             _warm_up(optimizer, tracker)
             tracker.reset_peak()
+            states.num_bytes = 0
             tracker.keep_timeline = timeline
             communicator.num_bytes.clear()
             communicator.num_calls.clear()
@@ -118,6 +125,7 @@ def _simulate(
                 _accumulated_step(executor, sources, optimizer, tracker, communicator)
                 store.num_bytes, store.num_transfers = store.num_bytes // 2, store.num_transfers // 2  # of one run
             del state
+            away.close()
     return Simulation(
         tracker.peak_bytes,
         tracker.peak_at,
@@ -129,6 +137,7 @@ def _simulate(
         tracker.timeline,
         program.num_runs * store.num_bytes,
         program.num_runs * store.num_transfers,
+        states.num_bytes,
     )
 
 

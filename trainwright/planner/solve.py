@@ -138,6 +138,7 @@ class Solver:
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
         again = [*recompute.rerun.values(), *recompute.convert.values(), *recompute.leaves.values()]
+        again += recompute.states.values()
         fixed = held_at(sharding, choice.options) | dict.fromkeys(again, 0.0)
         found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
         return 0.0 if found.values is None else memory.peak_bytes(found.values)

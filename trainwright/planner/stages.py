@@ -191,7 +191,7 @@ def _fates(recompute: Recompute | None, restriction: Restriction) -> dict[int, f
     if recompute is None:
         return fixed
     if not restriction.offload:
-        fixed.update(dict.fromkeys(recompute.leaves.values(), 0.0))
+        fixed.update(dict.fromkeys((*recompute.leaves.values(), *recompute.states.values()), 0.0))
     for (decision, _), column in recompute.rerun.items():
         if restriction.fates.get(decision) in ("keep", "offload"):
             fixed[column] = 0.0
@@ -201,6 +201,12 @@ def _fates(recompute: Recompute | None, restriction: Restriction) -> dict[int, f
         fate = restriction.fates.get(stored.source.decision)
         if not stored.held and not (stored.boundary and fate == "recompute"):
             _pin(fixed, recompute, column, fate)
+    for key, column in recompute.states.items():
+        fate = restriction.fates.get(key[0])
+        if fate == "state-keep":
+            fixed[column] = 0.0
+        elif fate == "state-offload":
+            fixed[recompute.states_stay[key]] = 0.0
     return fixed
 
 

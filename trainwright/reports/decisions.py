@@ -47,10 +47,22 @@ def micro_batches_text(plan: Plan) -> tuple[str, ...]:
     return () if plan.micro_batches == 1 else (f"{plan.micro_batches} micro-batches",)
 
 
+def offloaded_bytes(plan: Plan) -> list[tuple[str, int]]:
+    """Return what leaves the device in a step and comes back, with its bytes; that of which there is none is left out."""
+    found = [("offloaded", plan.predicted.moved_bytes), ("optimizer states", plan.predicted.moved_state_bytes)]
+    return [(what, num_bytes) for what, num_bytes in found if num_bytes]
+
+
 def layout_text(plan: Plan, param: ParamPlan) -> str:
-    """Return a parameter's layout at rest: `S0@gpu`, or `replicated`."""
+    """Return a parameter's layout at rest, and what of it is offloaded: `S0@gpu, state offloaded`, or `replicated`."""
     sharded = [f"{place}@{axis}" for axis, place in zip(plan.mesh, param.layout) if place != "R"]
-    return " ".join(sharded) or "replicated"
+    return ", ".join([" ".join(sharded) or "replicated", *_away(param)])
+
+
+def _away(param: ParamPlan) -> list[str]:
+    """What of a parameter's is off the device between updates: `state offloaded in 0-5`."""
+    parts = param.offloaded.items()
+    return [f"{what} offloaded" + ("" if blocks == "all" else f" in {blocks}") for what, blocks in parts]
 
 
 def fate_text(op: OpPlan) -> str:

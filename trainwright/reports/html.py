@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ..artifacts import MemoryPoint, OpPlan, Plan, Profile, Refusal, Report
 from ..artifacts.record import write_atomically
-from .decisions import DecisionRow, decision_rows, micro_batches_text, split_text
+from .decisions import DecisionRow, decision_rows, micro_batches_text, offloaded_bytes, split_text
 from .frontier_figure import frontier_figure
 from .memory_figures import breakdown_figure
 from .module_figures import modules_figure
@@ -117,8 +117,8 @@ def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
 def _offload_tiles(plan: Plan) -> list[Tile]:
     if plan.offload is None:
         return []
-    moved, exposed = format_bytes(plan.predicted.moved_bytes), format_s(plan.predicted.transfer_s)
-    return [Tile("offloaded", moved, f"to the {plan.offload.tier} and back, {exposed} exposed")]
+    exposed = f"to the {plan.offload.tier} and back, {format_s(plan.predicted.transfer_s)} exposed"
+    return [Tile(what, format_bytes(num_bytes), exposed) for what, num_bytes in offloaded_bytes(plan)]
 
 
 # Sections

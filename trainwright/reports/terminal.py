@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..artifacts import Cluster, Plan, Refusal, Report
-from .decisions import DecisionRow, decision_rows, micro_batches_text
+from .decisions import DecisionRow, decision_rows, micro_batches_text, offloaded_bytes
 from .text import note_lines, plain_table, rendered, title_line
 from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
@@ -124,7 +124,8 @@ def _prediction_of(plan: Plan) -> Table:
         table.add_row(name, format_bytes(num_bytes), "sent by each rank in a step")
     if plan.offload is not None:
         beside = f"to the {plan.offload.tier} and back; {format_s(predicted.transfer_s)} not beside computations"
-        table.add_row("offloaded", format_bytes(predicted.moved_bytes), beside)
+        for what, num_bytes in offloaded_bytes(plan):
+            table.add_row(what, format_bytes(num_bytes), beside)
     gap = "" if not solver.gap else f", at most {100 * solver.gap:.2g} % from the optimum"
     table.add_row("solver", solver.name, f"{solver.status}{gap}; planned in {format_s(solver.plan_s)}")
     return table

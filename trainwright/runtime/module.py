@@ -22,6 +22,7 @@ from ..capture.export import as_batch
 from ..capture.layout import REPLICATE
 from ..capture.local import Decisions, LocalProgram, Ref, build_local
 from ..capture.micro_batches import capture_step
+from ..capture.offload_states import StateOffload
 from ..capture.program import Program
 from ..capture.program import Tensor as ProgramTensor
 from ..capture.reshard import Route
@@ -152,7 +153,8 @@ class ParallelModule(nn.Module):
         self.device_mesh: DeviceMesh = make_mesh(plan.mesh, self.device.type)
         self.communicator = MeshCommunicator(self.device_mesh)
         self._local: LocalProgram = build_local(program, decisions, self.communicator)
-        self._executor = Executor(self._local, open_store(plan, self.device))
+        store = open_store(plan, self.device)
+        self._executor = Executor(self._local, store)
         self._accumulator = Accumulator(self._executor) if program.num_runs > 1 else None
         self._evaluator: Accumulator | None = None
         self._inputs = {tensor.key: tensor for tensor in program.inputs}
@@ -164,6 +166,9 @@ class ParallelModule(nn.Module):
         self.regions: dict[str, Region] = {}
         """Of every parameter, under its first name: which entries of it this rank holds."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
+        away = [self._params[tensor] for tensor in decisions.offloaded_states]
+        self.offloaded_states = StateOffload(store, away) if store is not None and away else None
+        """What keeps optimizer states off the device, where the plan does."""
         if hasattr(model, "config"):
             self.config = model.config
         self.adapter = adapter_of(model)

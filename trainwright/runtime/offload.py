@@ -189,6 +189,8 @@ class HostStore:
         self.wait(ticket)
 
     def read(self, ticket: _HostCopy, into: Tensor) -> None:
+        if self._back is not None and self._out is not None:
+            self._back.wait_stream(self._out)  # what is read may take the place of what was written
         self._transfer(ticket, self._back, into.view(torch.uint8), ticket.buffer)
 
     def arrived(self, ticket: _HostCopy) -> None:

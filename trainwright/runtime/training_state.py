@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,9 @@ def restore_tensors(
         for name, buffer in saved_buffers(module).items():
             buffer.copy_(stored.read(f"model.{name}", whole_region(buffer.shape)))
     optimizer.state.clear()
+    offload = module.offloaded_states
+    if offload is not None:
+        offload.forget(optimizer)
     params = dict(module.named_parameters())
     for name, states in settings["state"].items():
         restored = {}
@@ -89,6 +92,8 @@ def restore_tensors(
                 )
             restored[key] = _restored(module, name, key, params[name], kept, stored)
         optimizer.state[params[name]] = restored
+        if offload is not None:
+            offload.send_off(optimizer, params[name])
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ def optimizer_settings(module: ParallelModule, optimizer: torch.optim.Optimizer)
         plain = {key: _plain(value, key) for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({**plain, "params": [_name_of(names, param) for param in group["params"]]})
     state: dict[str, dict[str, Any]] = {}
-    for name, key, param, value in _states(module, optimizer):
+    for name, key, param, value in _states(module, optimizer, read=False):
         state.setdefault(name, {})[key] = vars(_kept(param, key, value))
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
@@ -168,14 +173,18 @@ def restore_random_states(saved: Mapping[str, Any]) -> None:
         numpy.random.set_state(saved["numpy"])
 
 
-def _states(module: ParallelModule, optimizer: torch.optim.Optimizer) -> list[tuple[str, str, Tensor, Any]]:
-    """Every (parameter's name, key, parameter, value) of the optimizer's state."""
-    names = _names(module)
-    return [
-        (_name_of(names, param), key, param, value)
-        for param, state in optimizer.state.items()
-        for key, value in state.items()
-    ]
+def _states(
+    module: ParallelModule, optimizer: torch.optim.Optimizer, read: bool = True
+) -> Iterator[tuple[str, str, Tensor, Any]]:
+    """Every (parameter's name, key, parameter, value) of the optimizer's state.
+
+    What the plan keeps off the device is read back, a parameter's at a time; without `read` its contents are anything.
+    """
+    names, offload = _names(module), module.offloaded_states
+    for param, own in optimizer.state.items():
+        state = own if offload is None else offload.whole(optimizer, param, read)
+        for key, value in state.items():
+            yield _name_of(names, param), key, param, value
 
 
 def _names(module: ParallelModule) -> dict[Tensor, str]:
