@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..capture._torch_private import dtensor_like
 from ..capture.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
 from ..capture.program import Tensor as ProgramTensor
 from .regions import region_of
@@ -91,6 +93,34 @@ def as_dtensor(
         shape=torch.Size(storage.shape),
         stride=_contiguous_stride(storage.shape),
     )
+
+
+def local_part(param: DTensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return the rank's part of a parameter in `shape`; its gradient comes back laid out as the parameter is."""
+    if not param.requires_grad or not torch.is_grad_enabled():
+        return param.to_local().detach().view(shape)
+    return _LocalPart.apply(param, shape)  # type: ignore[no-any-return]
+
+
+class _LocalPart(torch.autograd.Function):
+    """What `to_local` does, whose backward derives the gradient's layout anew each time: most of what it takes."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DTensor, shape: Sequence[int]) -> torch.Tensor:
+        local = param.to_local()
+        ctx.param, ctx.stored = param, local.shape
+        return local.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
+        param = ctx.param
+        local = grads[0].reshape(ctx.stored)
+        if torch.is_grad_enabled():  # a gradient that is differentiated again
+            mesh, places = param.device_mesh, param.placements
+            return DTensor.from_local(
+                local, mesh, places, run_check=False, shape=param.shape, stride=param.stride()
+            ), None
+        return dtensor_like(local.contiguous(), param), None
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
