@@ -143,7 +143,8 @@ def dtensor_like(local: torch.Tensor, like: Any) -> Any:
 
     The public `from_local` runs an autograd function and derives shapes anew, at a tenth of a millisecond a tensor.
     """
-    return type(like).__new__(type(like), local, like._spec, requires_grad=False)
+    kind: Any = type(like)
+    return kind.__new__(kind, local, like._spec, requires_grad=False)
 
 
 def flatten_batch(batch: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]]:

@@ -78,6 +78,7 @@ class MeshCommunicator:
         if moved.numel() and self.mesh[axis] > 1:
             self.activity.sends(kind, moved.numel() * moved.element_size())
             work, finish = self._begin(kind, axis, tensor, result, op)
+            self.activity.issued(kind, moved.numel() * moved.element_size(), work)
         elif kind != "all_reduce":
             result.copy_(tensor.view(result.shape))
         return Collective(self, f"{kind} over axis {self.names[axis]}", work, tensor, result, finish)
@@ -114,6 +115,7 @@ class MeshCommunicator:
         received = flat.new_empty(sum(receive))
         self.activity.sends("all_to_all", flat.numel() * flat.element_size() if self.mesh[axis] > 1 else 0)
         work = dist.all_to_all_single(received, flat, receive, send, group=self.groups[axis], async_op=True)
+        self.activity.issued("all_to_all", flat.numel() * flat.element_size(), work)
         return Collective(self, f"all_to_all over axis {self.names[axis]}", work, flat, received, None).wait()
 
 
