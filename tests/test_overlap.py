@@ -20,6 +20,7 @@ from trainwright.capture.local import Decisions, LocalProgram, build_local
 from trainwright.capture.program import Program, build_program
 from trainwright.capture.reshard import Pending, SimulatedCommunicator
 from trainwright.capture.schedule import OVERLAPS, Overlap
+from trainwright.launch import run_processes
 
 
 @cache
@@ -143,6 +144,11 @@ def test_a_parameter_that_the_loss_does_not_reach(pool2: Pool, overlap: str) -> 
 def test_a_bucket_is_waited_for_by_its_own_run_alone(pool2: Pool) -> None:
     """Two forwards before their backwards, and gradients that add up, give what one after the other gives."""
     assert max(pool2.run("tests.overlap_cases:two_forwards")) < 1e-12
+
+
+def test_parameters_that_share_a_gradient_are_clipped_once() -> None:
+    ours, eager = run_processes("tests.overlap_cases:clipped", {}, 1)[0]
+    assert ours == pytest.approx(eager)
 
 
 def test_large_buffers_are_cut() -> None:

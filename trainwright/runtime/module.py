@@ -268,8 +268,9 @@ class ParallelModule(nn.Module):
     def _sources(self) -> dict[ProgramTensor, Tensor]:
         sources: dict[ProgramTensor, Tensor] = dict(self._constants)
         sources.update(self._buffers_of)
+        given: set[int] = set()
         for tensor, param in self._params.items():
-            sources[tensor] = local_part(param, self._local_shapes[tensor])  # type: ignore[arg-type]
+            sources[tensor] = local_part(param, self._local_shapes[tensor], given)  # type: ignore[arg-type]
         return sources
 
     def _parts(self, batch: Any) -> list[dict[ProgramTensor, Tensor]]:
