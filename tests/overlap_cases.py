@@ -81,3 +81,30 @@ def compiled_whole() -> str:
     except torch._dynamo.exc.Unsupported as error:
         return str(error)
     return "no error"
+
+
+class Sum(nn.Module):
+    """Both weights have the same gradient, and autograd hands over one tensor for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6, 4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (x @ (self.one + self.other)).pow(2).mean()}
+
+
+def clipped() -> list[float]:
+    """Return the norms of the gradients of ours and of the model itself, after clipping."""
+    model, x = Sum(), torch.ones(8, 6)
+    plan = tw.plan(model, (x,), hardware="cpu:1")
+    norms = []
+    for module in (tw.parallelize(Sum(), plan), model):
+        module(x)["loss"].backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        norms.append(sum(float(_local(p.grad).norm()) for p in module.parameters()))
+    return norms
+
+
+def _local(grad: Any) -> torch.Tensor:
+    return grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from trainwright.capture.local import Decisions, LocalProgram, build_local
 from trainwright.capture.program import Program, build_program
 from trainwright.capture.reshard import Pending, SimulatedCommunicator
 from trainwright.capture.schedule import OVERLAPS, Overlap
+from trainwright.launch import run_processes
 
 
 @cache
@@ -87,15 +88,26 @@ def logged(chosen: Decisions, overlap: Overlap) -> tuple[Log, LocalProgram]:
     return log, local
 
 
-def test_gradients_are_reduced_together_beside_the_backward() -> None:
+@pytest.mark.parametrize("overlap", ["buckets", "ahead"])
+def test_gradients_are_reduced_together_beside_the_backward(monkeypatch: pytest.MonkeyPatch, overlap: Overlap) -> None:
+    monkeypatch.setattr("trainwright.capture.buckets.ENOUGH_BYTES", 0)
     alone, _ = logged(decisions("ddp"), "none")
-    log, local = logged(decisions("ddp"), "ahead")
+    log, local = logged(decisions("ddp"), overlap)
     num_regions = len({instruction.region for instruction in local.instructions if instruction.bucket is not None})
     assert log.num_bytes == alone.num_bytes, "no byte more or less"
     assert log.num_calls["all_reduce"] < alone.num_calls["all_reduce"] / 2
     flights = [num for num in products_in_flight(log.events) if num]
     assert len(flights) >= num_regions - 2, "all but the first region's run beside a backward"
     assert not any(products_in_flight(alone.events))
+
+
+def test_small_gradients_of_several_regions_share_a_collective() -> None:
+    log, local = logged(decisions("ddp"), "buckets")
+    (bucket,) = {instruction.bucket for instruction in local.instructions if instruction.bucket is not None}
+    assert bucket is not None
+    assert len(bucket.reductions) == 1 < len({member.region for member in bucket.members})
+    backward = log.events[log.events.index("forward ends") :]
+    assert backward.index("product") < next(place for place, event in enumerate(backward) if event.startswith("issue"))
 
 
 def test_parameters_are_gathered_beside_the_forward() -> None:
@@ -132,6 +144,11 @@ def test_a_parameter_that_the_loss_does_not_reach(pool2: Pool, overlap: str) -> 
 def test_a_bucket_is_waited_for_by_its_own_run_alone(pool2: Pool) -> None:
     """Two forwards before their backwards, and gradients that add up, give what one after the other gives."""
     assert max(pool2.run("tests.overlap_cases:two_forwards")) < 1e-12
+
+
+def test_parameters_that_share_a_gradient_are_clipped_once() -> None:
+    ours, eager = run_processes("tests.overlap_cases:clipped", {}, 1)[0]
+    assert ours == pytest.approx(eager)
 
 
 def test_large_buffers_are_cut() -> None:

@@ -3,9 +3,11 @@
 A region's parameters whose layout changes travel as one `Bucket`. Two instructions stand for it, and each has a mirror in
 the backward, since autograd runs backwards what was made last:
 
-    open     forward   issues the gathers, one region ahead       backward  waits for the reductions, one region later
+    open     forward   issues the gathers                         backward  waits for the reductions
     close    forward   waits for one parameter's gather           backward  puts its gradient into a flat buffer;
                                                                             the last one to arrive issues the reduction
+
+Where a bucket is opened says how far ahead its gathers are issued and how late its reductions are waited for: `schedule`.
 
 So what is issued early is part of the program that is priced, simulated and run. Gradients that take the same steps share
 a buffer of at most `BUFFER_BYTES` and one collective; a parameter's gradient is then a view of what was reduced.
@@ -28,6 +30,8 @@ from .transition import Step
 BUFFER_BYTES = 25 * 2**20
 """A reduction begins when so much has gathered: large enough for the bandwidth, small enough to begin early."""
 
+ENOUGH_BYTES = 4 * 2**20
+"""A buffer that holds so much takes no gradient of another region: beyond it a collective's latency is little."""
 
 SMALL_BYTES = 64 * 2**10
 """Parameters no larger are gathered together, which takes a copy of each; larger ones go alone, without."""
@@ -35,7 +39,7 @@ SMALL_BYTES = 64 * 2**10
 
 @dataclass(eq=False)
 class Member:
-    """One parameter of a bucket: the ways there and back."""
+    """One parameter of a bucket: the ways there and back, and the region that reads it."""
 
     there: Route
     back: Route
@@ -43,12 +47,13 @@ class Member:
     dtype: torch.dtype
     num_bytes: int
     """Of the gradient before it is reduced."""
+    region: int = 0
 
 
 class Bucket:
-    """The parameters of one region that change their layout; made once, run every step.
+    """Parameters that change their layout, of one region or of several; made once, run every step.
 
-    ahead: whether gathers are issued where the bucket is opened, or each where it is read.
+    ahead: whether it is opened one region ahead, and what the backward gathers again is gathered so too.
     """
 
     def __init__(self, members: Sequence[Member], ahead: bool) -> None:
@@ -58,10 +63,9 @@ class Bucket:
         self.reduction_of = {index: found for found in self.reductions for index in found.members}
 
     def open(self, flights: Flights, *params: Tensor) -> list[Tensor]:
-        """Return what `close` takes, and issue what may be issued ahead."""
+        """Return what `close` takes, and issue the gathers."""
         flight = flights[self] = Flight(self)
-        if self.ahead:
-            flight.gather(dict(enumerate(params)))
+        flight.gather(dict(enumerate(params)))
         tokens = list(params)
         if self.trained and torch.is_grad_enabled():
             opened = _Open.apply(flight, *(params[index] for index in self.trained))
@@ -72,7 +76,7 @@ class Bucket:
     def joined_gathers(self, indices: Sequence[int] | None = None) -> list[tuple[int, ...]]:
         """Return which of the parameters `indices` (by default all) are gathered by one collective: small ones."""
         groups: dict[Any, list[int]] = {}
-        for index in range(len(self.members)) if self.ahead and indices is None else indices or ():
+        for index in range(len(self.members)) if indices is None else indices:
             member = self.members[index]
             steps = member.there.steps
             if [step.kind for step in steps] == ["all_gather"] and member.num_bytes <= SMALL_BYTES:
@@ -210,6 +214,13 @@ class _Reduction:
     """Index → where it begins in a row, its length there, its way back."""
     row: int = 0
     num_bytes: int = 0
+    region: int = 0
+    """Of the last member."""
+
+    def takes(self, member: Member) -> bool:
+        """Whether there is room for one more gradient."""
+        enough = BUFFER_BYTES if member.region == self.region else min(BUFFER_BYTES, ENOUGH_BYTES + member.num_bytes)
+        return self.num_bytes + member.num_bytes <= enough
 
 
 def _reductions(members: Sequence[Member]) -> list[_Reduction]:
@@ -223,7 +234,7 @@ def _reductions(members: Sequence[Member]) -> list[_Reduction]:
             continue
         key = (*kinds, member.dtype)
         found = filling.get(key)
-        if found is None or found.num_bytes + member.num_bytes > BUFFER_BYTES:
+        if found is None or not found.takes(member):
             parts = member.back.communicator.mesh[kinds[0][1]] if kinds[0][0] == "reduce_scatter" else 1
             found = filling[key] = _Reduction(member.back.steps, member.back, parts)
             done.append(found)
@@ -231,13 +242,19 @@ def _reductions(members: Sequence[Member]) -> list[_Reduction]:
         found.members[index] = (found.row, length, member.back)
         found.row += length
         found.num_bytes += member.num_bytes
+        found.region = member.region
     return done
+
+
+def only_sums(route: Route) -> bool:
+    """Whether a gradient stays whole on its way back: what it is joined in is reduced in place, and then holds it."""
+    return bool(route.steps) and all(step.kind == "all_reduce" for step in route.steps)
 
 
 def _joined_kinds(route: Route) -> tuple[tuple[str, int], ...] | None:
     """The collectives of a way back whose tensors may be joined: sums along axes, or one scattered sum."""
     kinds = tuple((step.kind, step.axis) for step in route.steps)
-    if kinds and all(kind == "all_reduce" for kind, _ in kinds):
+    if only_sums(route):
         return kinds
     return kinds if len(kinds) == 1 and kinds[0][0] == "reduce_scatter" else None
 

@@ -77,7 +77,7 @@ def _trace_back(local: LocalProgram, producers: Producers, region: int, rerun: R
         if not asked:
             continue
         rerun.instructions.insert(0, instruction.index)
-        if instruction.bucket is not None and instruction.bucket.ahead and _communicates(instruction):
+        if instruction.bucket is not None and _communicates(instruction):
             rerun.gathers.setdefault(instruction.bucket, {})[instruction.args[0]] = instruction.inputs[0]
         for value in instruction.inputs:
             if local.values[value].recomputed or _is_view(local, producers, value, region):
@@ -100,7 +100,7 @@ def _is_view(local: LocalProgram, producers: Producers, value: int, region: int)
 
 
 def gathering_before(reruns: Mapping[int, Rerun], segments: Sequence[tuple[int, int, int]]) -> dict[int, int]:
-    """For each region whose backward gathers parameters again, the one before it, whose backward comes next."""
+    """For each region whose backward gathers parameters again ahead, the one before it, whose backward comes next."""
     order = [region for region in dict.fromkeys(region for region, _, _ in segments) if region in reruns]
-    gathering = [region for region in order if reruns[region].gathers]
+    gathering = [region for region in order if any(bucket.ahead for bucket in reruns[region].gathers)]
     return dict(zip(gathering[1:], gathering))

@@ -1,12 +1,14 @@
 """When parameters travel: the changes of layout of a region's parameters become one bucket, issued early, waited for late.
 
 none      every change of layout runs where it is asked for, one at a time
-buckets   gradients of a region are reduced together, and waited for when the region's backward ends
+buckets   gathers of a region are issued where it begins, its gradients are reduced together and waited for where its
+          backward ends
 ahead     besides, gathers are issued one region ahead, in the forward and where the backward gathers again, and
           reductions are waited for one region later
 
 Each of them holds more memory than the one before: `buckets` a region's gradients before they are reduced, `ahead` the
-gathered parameters of two regions.
+gathered parameters of two regions. Sums that stay whole are reduced in place, in the buffer that then is the gradients:
+not to wait for them holds nothing, so under either all of them are one bucket, waited for where the backward ends.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from .buckets import Bucket, Member
+from .buckets import Bucket, Member, only_sums
 from .layout import local_shape
 from .reshard import Route
 
@@ -45,14 +47,15 @@ def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap
     return [replace(instruction, index=index) for index, instruction in enumerate(ordered)]
 
 
-def _travels(instructions: Sequence[Instruction], values: Sequence[Value]) -> dict[int, list[Instruction]]:
-    """The changes of layout of parameters that move anything, by region, in order."""
-    found: dict[int, list[Instruction]] = {}
+def _travels(instructions: Sequence[Instruction], values: Sequence[Value]) -> dict[int | None, list[Instruction]]:
+    """The changes of layout of parameters that move anything, in order, by region; by None those that only sum."""
+    found: dict[int | None, list[Instruction]] = {}
     for instruction in instructions:
         if instruction.op is None and values[instruction.inputs[0]].tensor.role == "param" and instruction.region >= 0:
             _, there, back = instruction.args
             if there.moves or (back.moves and values[instruction.inputs[0]].tensor.requires_grad):
-                found.setdefault(instruction.region, []).append(instruction)
+                region = None if only_sums(back) and not there.moves else instruction.region
+                found.setdefault(region, []).append(instruction)
     return found
 
 
@@ -65,7 +68,9 @@ def _starts(instructions: Sequence[Instruction]) -> dict[int, int]:
     return starts
 
 
-def _opening(starts: dict[int, int], region: int, overlap: Overlap) -> int:
+def _opening(starts: dict[int, int], region: int | None, overlap: Overlap) -> int:
+    if region is None:
+        return min(starts.values())
     order = list(starts)
     place = order.index(region)
     return starts[order[place - 1]] if overlap == "ahead" and place else starts[region]
@@ -105,7 +110,7 @@ def _member(instruction: Instruction, values: Sequence[Value]) -> Member:
     size = tensor.dtype.itemsize
     for entries in local_shape(tensor.shape, tensor.slots, copy.layout, mesh, coords):
         size *= entries
-    return Member(there, back, tensor.requires_grad, tensor.dtype, size)
+    return Member(there, back, tensor.requires_grad, tensor.dtype, size, instruction.region)
 
 
 def wider(overlap: Overlap) -> Iterator[Overlap]:

@@ -29,6 +29,8 @@ from .selecting import EveryOption, FractionOption, SelectOption, check_select, 
 
 PlanOption = Annotated[str, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`.")]
 WORKER = "trainwright.cli.workers:train"
+NUM_UNTRACED = 2
+"""Steps before the ones that are recorded: their allocations are followed, and they make what later ones find made."""
 
 
 @takes_model
@@ -53,6 +55,12 @@ def train(
     timeout_s: TimeoutOption = 600.0,
     metrics: Annotated[str | None, typer.Option(metavar="F.jsonl", help="Write a line of JSON per step.")] = None,
     tensorboard: Annotated[str | None, typer.Option(metavar="DIR", help="Write TensorBoard's files there.")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Record the third to the fifth step of this run, every rank's, for Perfetto."
+        ),
+    ] = None,
     select: SelectOption = None,
     select_fraction: FractionOption = None,
     select_every: EveryOption = None,
@@ -64,6 +72,8 @@ def train(
 
     check_policy(on_nan)
     check_saving(checkpoint, checkpoint_every, resume, restarts)
+    if trace is not None and steps < NUM_UNTRACED + 1:
+        raise UserError(f"at least {NUM_UNTRACED + 1} steps are needed for --trace; there are {steps}; take more")
     selecting = check_select(select, select_fraction, select_every, data)
     plan = Plan.from_json(plan_path)
     check_plannable(optimizer or plan.optimizer, plan.offloads_states)
@@ -81,6 +91,7 @@ def train(
         "on_nan": on_nan,
         "timeout_s": timeout_s,
         "select": selecting,
+        "trace": trace,
     }
     saving = SavePolicy(checkpoint, checkpoint_every, keep, not sync_checkpoints, resume)
     with quiet_stdout(), StepProgress(steps, plan) as progress:

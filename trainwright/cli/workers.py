@@ -43,14 +43,16 @@ def train(
     on_nan: str = "stop",
     timeout_s: float | None = None,
     select: dict[str, Any] | None = None,
+    trace: str | None = None,
 ) -> dict[str, Any]:
     """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the records.
 
-    saving: the fields of `SavePolicy`.
+    saving: the fields of `SavePolicy`. trace: where to write a trace of some steps.
     """
     from .. import optim
     from ..launch import emit, rank
     from ..runtime.module import parallelize
+    from ..runtime.tracing import StepTrace
     from ..runtime.train import train_loop
 
     parsed = Plan.parse(plan, where="the plan")
@@ -73,12 +75,15 @@ def train(
         if records is not None:
             records.write(event)
 
+    tracing = StepTrace(module.communicator.activity) if trace is not None else None
     batches = subset or _batches(loaded, parsed, data, first, seed)
     with checkpoints:
         losses = train_loop(
             module, chosen, batches, steps=steps, first_step=first, on_step=on_step,
-            after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s,
+            after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s, trace=tracing,
         )  # fmt: skip
+    if tracing is not None and trace is not None:
+        tracing.write(trace)
     found: dict[str, Any] = {"first_step": first, "losses": losses}
     if subset is not None:
         found["selection"] = {"num_chosen": subset.num_chosen, "num_examples": subset.batches.num_examples}

@@ -87,7 +87,7 @@ class Timeline:
 
     def _forward(self, clocks: _Clocks, instruction: Instruction, compute_s: float, comm_s: float) -> None:
         bucket = instruction.bucket
-        if bucket is None or not bucket.ahead:
+        if bucket is None:
             clocks.run(compute_s, comm_s)
         elif isinstance(instruction.args[0], int):
             clocks.wait([(bucket, instruction.args[0])])

@@ -7,6 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Recorder(Protocol):
+    """What may be told of everything that a rank does: a trace of some steps."""
+
+    def did(self, what: str, is_collective: bool, start_ns: int) -> None: ...
+
+    def issued(self, what: str, num_bytes: int, work: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -38,15 +47,19 @@ class Activity:
         """Seconds of optimizers' steps, without what they exchange."""
         self.num_bytes: Counter[str] = Counter()
         self.now = Doing("starting", time.monotonic())
+        self.recorder: Recorder | None = None
 
     @contextmanager
     def doing(self, what: str, is_collective: bool = False) -> Iterator[None]:
         """Say what goes on inside the block."""
         before = self.now
         self.now = Doing(what, time.monotonic(), is_collective)
+        start_ns = time.time_ns()
         try:
             yield
         finally:
+            if self.recorder is not None:
+                self.recorder.did(what, is_collective, start_ns)
             self.now = Doing(before.what, time.monotonic(), before.is_collective)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
@@ -57,6 +70,11 @@ class Activity:
         """Count a collective that begins."""
         self.num_collectives += 1
         self.num_bytes[kind] += num_bytes
+
+    def issued(self, what: str, num_bytes: int, work: Any) -> None:
+        """Say that the backend has a collective, whose `work` tells when it is done."""
+        if self.recorder is not None:
+            self.recorder.issued(what, num_bytes, work)
 
     @contextmanager
     def awaiting(self, what: str) -> Iterator[None]:

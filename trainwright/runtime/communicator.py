@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,8 +69,7 @@ class MeshCommunicator:
         return self._issue(kind, axis, tensor)
 
     def _issue(self, kind: str, axis: int, tensor: Tensor, op: str = "sum") -> Collective:
-        group, result, finish = self.groups[axis], tensor, None
-        work: Any = None
+        result, finish, work = tensor, None, None
         if kind == "all_gather":
             result = tensor.new_empty((self.mesh[axis], *tensor.shape))
         elif kind == "reduce_scatter":
@@ -78,32 +77,58 @@ class MeshCommunicator:
         moved = result if kind == "all_gather" else tensor
         if moved.numel() and self.mesh[axis] > 1:
             self.activity.sends(kind, moved.numel() * moved.element_size())
-            if kind == "all_gather":
-                work = all_gather_flat(result.view(-1), tensor.view(-1), group=group, async_op=True)
-            elif kind == "all_reduce" or not tensor.is_cuda:
-                # Gloo's own reduce-scatter is an all-reduce of a copy; done in place here, it takes no copy.
-                work = dist.all_reduce(tensor, OPS[op], group=group, async_op=True)
-                finish = None if kind == "all_reduce" else self.coords[axis]
-            else:
-                work = reduce_scatter_flat(result.view(-1), tensor.view(-1), group=group, async_op=True)
+            work, finish = self._begin(kind, axis, tensor, result, op)
+            self.activity.issued(kind, moved.numel() * moved.element_size(), work)
         elif kind != "all_reduce":
             result.copy_(tensor.view(result.shape))
         return Collective(self, f"{kind} over axis {self.names[axis]}", work, tensor, result, finish)
+
+    def _begin(self, kind: str, axis: int, tensor: Tensor, result: Tensor, op: str) -> tuple[Any, Finish | None]:
+        """Hand a collective to the backend; return its work, and what is left to do when that is done."""
+        group, own = self.groups[axis], self.coords[axis]
+        if kind == "all_reduce":
+            return dist.all_reduce(tensor, OPS[op], group=group, async_op=True), None
+        if self.mesh[axis] == 2 and not tensor.is_cuda:
+            return self._swap(kind, axis, tensor, result)
+        if kind == "all_gather":
+            return all_gather_flat(result.view(-1), tensor.view(-1), group=group, async_op=True), None
+        if tensor.is_cuda:
+            return reduce_scatter_flat(result.view(-1), tensor.view(-1), group=group, async_op=True), None
+        # Gloo's own reduce-scatter is an all-reduce of a copy; done in place here, it takes no copy.
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        return work, lambda given, result: result.copy_(given[own])
+
+    def _swap(self, kind: str, axis: int, tensor: Tensor, result: Tensor) -> tuple[Any, Finish | None]:
+        """Begin what two ranks do by an exchange of halves: gloo's own gather copies, its own sum sends twice as much."""
+        own, sizes = self.coords[axis], [0, 0]
+        sent, received = (tensor, result[1 - own]) if kind == "all_gather" else (tensor[1 - own], result)
+        sizes[1 - own] = sent.numel()
+        group, sent = self.groups[axis], sent.view(-1)
+        work = dist.all_to_all_single(received.view(-1), sent, sizes, sizes, group=group, async_op=True)
+        if kind == "reduce_scatter":
+            return work, lambda given, result: result.add_(given[own])
+        result[own].copy_(tensor)
+        return work, None
 
     def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Exchange runs of `flat` along `axis`."""
         received = flat.new_empty(sum(receive))
         self.activity.sends("all_to_all", flat.numel() * flat.element_size() if self.mesh[axis] > 1 else 0)
         work = dist.all_to_all_single(received, flat, receive, send, group=self.groups[axis], async_op=True)
+        self.activity.issued("all_to_all", flat.numel() * flat.element_size(), work)
         return Collective(self, f"all_to_all over axis {self.names[axis]}", work, flat, received, None).wait()
+
+
+Finish = Callable[[Tensor, Tensor], object]
+"""What is left to do to the result, by what was given, once the ranks have met."""
 
 
 class Collective:
     """One collective under way; `wait` gives its result. It holds what it was given until then."""
 
     def __init__(self, communicator: MeshCommunicator, what: str, work: Any, given: Tensor, result: Tensor,
-                 own_row: int | None) -> None:  # fmt: skip
-        self.communicator, self.what, self.work, self.own_row = communicator, what, work, own_row
+                 finish: Finish | None) -> None:  # fmt: skip
+        self.communicator, self.what, self.work, self.finish = communicator, what, work, finish
         self.given: Tensor | None = given
         self.result = result
 
@@ -114,8 +139,8 @@ class Collective:
                 self.work.wait()
             self.work = None
             self.communicator._settle()
-        if self.own_row is not None and self.given is not None:
-            self.result.copy_(self.given[self.own_row])
+        if self.finish is not None and self.given is not None:
+            self.finish(self.given, self.result)
         self.given = None
         return self.result
 

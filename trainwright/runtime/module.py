@@ -33,7 +33,7 @@ from .batch import check_part, global_batch_size, micro_parts
 from .communicator import MeshCommunicator, make_mesh
 from .offload import open_store
 from .regions import Region, region_of, whole_region
-from .sharding import as_dtensor, as_parameter, storage_of
+from .sharding import as_dtensor, as_parameter, local_part, storage_of
 from .weights import Reader, reader
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -273,10 +273,9 @@ class ParallelModule(nn.Module):
     def _sources(self) -> dict[ProgramTensor, Tensor]:
         sources: dict[ProgramTensor, Tensor] = dict(self._constants)
         sources.update(self._buffers_of)
+        given: set[int] = set()
         for tensor, param in self._params.items():
-            local = param.to_local()  # type: ignore[attr-defined]
-            shape = self._local_shapes[tensor]
-            sources[tensor] = local if local.shape == shape else local.view(shape)
+            sources[tensor] = local_part(param, self._local_shapes[tensor], given)  # type: ignore[arg-type]
         return sources
 
     def _parts(self, batch: Any) -> list[dict[ProgramTensor, Tensor]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..capture._torch_private import dtensor_like
 from ..capture.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
 from ..capture.program import Tensor as ProgramTensor
 from .regions import region_of
@@ -91,6 +93,43 @@ def as_dtensor(
         shape=torch.Size(storage.shape),
         stride=_contiguous_stride(storage.shape),
     )
+
+
+def local_part(param: DTensor, shape: Sequence[int], given: set[int]) -> torch.Tensor:
+    """Return the rank's part of a parameter in `shape`; its gradient comes back laid out as the parameter is.
+
+    given: the addresses of the gradients that this run has handed over, one set for all parameters.
+    """
+    if not param.requires_grad or not torch.is_grad_enabled():
+        return param.to_local().detach().view(shape)
+    return _LocalPart.apply(param, shape, given)  # type: ignore[no-any-return]
+
+
+class _LocalPart(torch.autograd.Function):
+    """What `to_local` does, whose backward derives the gradient's layout anew each time: most of what it takes."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DTensor, shape: Sequence[int], given: set[int]) -> torch.Tensor:
+        local = param.to_local()
+        ctx.param, ctx.stored, ctx.given = param, local.shape, given
+        return local.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None, None]:
+        param = ctx.param
+        local = grads[0].reshape(ctx.stored)
+        if torch.is_grad_enabled():  # a gradient that is differentiated again
+            mesh, places = param.device_mesh, param.placements
+            shape, stride = param.shape, param.stride()
+            return DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride), None, None
+        local = local.contiguous()
+        # Autograd gives operands of a sum one and the same gradient, and cannot see that through the wrapper: scaled in
+        # place for one parameter (by clipping, say), it would be scaled for the other too.
+        if local.data_ptr() in ctx.given:
+            local = local.clone()
+        elif local.numel():
+            ctx.given.add(local.data_ptr())
+        return dtensor_like(local, param), None, None
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from ..profiler.allocator import measure, storage_bytes
 from .batch import global_batch_size
 from .module import ParallelModule
 from .nonfinite import FiniteGate
+from .tracing import StepTrace
 from .watchdog import Watchdog
 
 OnStep = Callable[[dict[str, Any]], None]
@@ -61,6 +62,7 @@ def train_loop(
     after_step: Callable[[int], None] = lambda step: None,
     on_nan: str = "stop",
     timeout_s: float | None = None,
+    trace: StepTrace | None = None,
 ) -> list[float]:
     """Train for the steps `first_step` … `steps − 1` on global `batches` and return the losses; every rank calls this.
 
@@ -68,7 +70,7 @@ def train_loop(
     on every rank; the peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a
     step is done (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
-    and the op. None: no limit but the process group's.
+    and the op. None: no limit but the process group's. trace: records some of the steps.
 
     Raises `Refusal` when the loss is not finite, unless such steps are to be skipped, and `UserError` when data ends early.
     """
@@ -83,7 +85,8 @@ def train_loop(
             comm_s, num_bytes, skipped = activity.comm_s, activity.num_bytes.copy(), gate.num_skipped
             update_s = activity.update_s
             run = _Step(module, optimizer, part, partial(gate.lets_pass, module, step))
-            peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
+            with trace.step(step - first_step) if trace is not None else nullcontext():
+                peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
             losses.append(run.loss)
             event = _event(module.plan, step, steps, run.loss, run.step_s, peak_bytes)
             event["comm_s"], event["update_s"] = activity.comm_s - comm_s, activity.update_s - update_s

@@ -1,0 +1,26 @@
+"""What the tests of traces run on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import torch
+
+import trainwright as tw
+from trainwright.runtime.tracing import StepTrace
+from trainwright.runtime.train import train_loop
+
+
+def traced(path: str, steps: int) -> bool:
+    """Train llama-tiny under data parallelism, a buffer of gradients a region; say whether recording has ended."""
+    with mock.patch("trainwright.capture.buckets.ENOUGH_BYTES", 0):
+        model, batch = tw.zoo.build("llama-tiny")
+        plan = tw.plan(model, batch, hardware="cpu:2", mesh=(2,), solver="ddp")
+        assert plan.overlap == "buckets"
+        module = tw.parallelize(tw.zoo.build("llama-tiny", device="cpu")[0], plan, seed=0)
+    batches = itertools.repeat(tw.zoo.build("llama-tiny", device="cpu")[1])
+    trace = StepTrace(module.communicator.activity)
+    train_loop(module, torch.optim.SGD(module.parameters(), 0.1), batches, steps=steps, trace=trace)
+    trace.write(path)
+    return module.communicator.activity.recorder is None
