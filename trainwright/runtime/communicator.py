@@ -23,7 +23,7 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 class MeshCommunicator:
     """The `Communicator` of this rank."""
 
-    SETTLE_S = 3e-4
+    SETTLE_S = 3e-3
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self.device_mesh = device_mesh
