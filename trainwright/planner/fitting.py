@@ -101,6 +101,8 @@ class Fitting:
         smallest = self._smallest()
         if isinstance(smallest, Infeasible):
             return smallest
+        # However long it took to see that there is nothing to begin with, what is there may be made faster.
+        self._deadline = max(self._deadline, time.perf_counter() + self.settings.time_limit_s / 2)
         self.search.aim = rows_peak = self.solver.row_peak
         self.search.note(smallest)
         self._refit(smallest, rows_peak, -math.inf)
