@@ -162,7 +162,7 @@ def test_recomputation_comes_close_to_the_best_of_all():
     [
         ("gpt2-tiny", "cpu:2", (2,)),
         ("llama-tiny", "cpu:2", (2,)),
-        ("llama-tiny", "cpu:4", (4,)),
+        pytest.param("llama-tiny", "cpu:4", (4,), marks=pytest.mark.slow),
         ("gpt2-tiny", "cpu:4", (2, 2)),
     ],
 )

@@ -8,6 +8,7 @@ import json
 import pytest
 from test_planner import question, task
 
+from benchmarks.planner.grid import solved, violations
 from trainwright.artifacts import Plan
 from trainwright.capture import zoo
 from trainwright.capture.export import capture
@@ -65,3 +66,12 @@ def test_a_plan_can_be_reviewed():
     assert json.loads("\n".join(lines))
     assert len(lines) < 300
     assert max(map(len, lines)) <= 160, max(lines, key=len)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("model", "cluster"), [("gpt2-tiny", "8xa100"), ("bert-tiny", "2x2xh100")])
+def test_from_the_smallest_budget_on_time_falls_with_memory_and_joint_is_no_slower_than_any_recipe(model, cluster):
+    rows = list(solved(model, cluster))
+    assert any("step_s" in row and row["binds"] for row in rows)
+    assert violations(rows) == []

@@ -236,6 +236,7 @@ def tracked(process: Process, momentum: float, **how: Any) -> list[float]:
     return [tracking_error(method, process, **how) for method in methods]
 
 
+@pytest.mark.slow
 def test_transport_and_curvature_track_the_gradient_better_than_momentum() -> None:
     momentum, transport, curvature = tracked(SHARP, momentum=0.01, batch_size=8, num_steps=400, seeds=range(1))
     assert transport < 0.8 * momentum

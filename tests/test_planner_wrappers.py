@@ -1,0 +1,35 @@
+"""The baselines that joint plans are held against are no straw men: they send and hold what torch's own wrappers do."""
+
+import pytest
+
+import trainwright as tw
+from benchmarks.runtime import models
+from tests.pool import Pool
+
+BAR = 0.02
+MODEL = "llama-256"
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def both(request: pytest.FixtureRequest, pool2: Pool):
+    """The wrapper's step on two ranks, and our plan of the same recipe."""
+    plan = tw.plan(*models.build(MODEL, "meta"), hardware="cpu:2", mesh=(2,), solver=request.param)
+    theirs = pool2.run("tests.wrapper_cases:wrapped_step", wrapper=request.param, model=MODEL)[0]
+    return request.param, plan, theirs
+
+
+def test_it_sends_what_the_wrapper_sends(both) -> None:
+    recipe, plan, theirs = both
+    ours = plan.predicted.comm_bytes
+    gradients = ours["all_reduce"] + ours.get("reduce_scatter", 0)
+    assert gradients == pytest.approx(theirs["sent"]["all_reduce"], rel=BAR)  # gloo scatters sums by an all-reduce
+    if recipe == "fsdp":
+        # a gather is counted by what comes out; the profiler's events have what goes in, half of it
+        assert ours["all_gather"] == pytest.approx(2 * theirs["sent"]["all_gather"], rel=BAR)
+
+
+def test_it_holds_what_the_wrapper_holds_or_less(both) -> None:
+    recipe, plan, theirs = both
+    assert plan.predicted.peak_bytes <= (1 + BAR) * theirs["peak"]
+    if recipe == "ddp":
+        assert plan.predicted.peak_bytes == pytest.approx(theirs["peak"], rel=BAR)
