@@ -29,12 +29,9 @@ def chosen_like_one_process(plan: str, name: str) -> dict[str, Any]:
     selected = SelectedBatches(module, batches, CRAIG(FRACTION, normalise=True), logit_gradients, every=2)
     selected.select()
     gradients, wanted = _by_hand(alone, built["dataset"])
-    own = logit_gradients(logits, labels)
-    # In single precision which of two near examples is taken is decided by rounding: there the choice is held against the
-    # one from the same gradients, and those against one process's.
-    reference = CRAIG(FRACTION, normalise=True).fit(own if own.dtype == torch.float32 else gradients, wanted)
+    reference = CRAIG(FRACTION, normalise=True).fit(gradients, wanted)
     return {
-        "logits": float((own - gradients).abs().max()),
+        "logits": float((logit_gradients(logits, labels) - gradients).abs().max()),
         "labels": bool(torch.equal(labels, wanted)),
         "indices": bool(torch.equal(batches.indices, reference.indices_)),
         "weights": float((batches.weights - reference.weights_).abs().max()),

@@ -122,7 +122,7 @@ def test_wrong_examples_are_refused(dataset: Any, message: str) -> None:
 def test_the_planned_module_chooses_as_one_process_does(pool2: Pool, name: str, solver: str) -> None:
     results = pool2.run(CASES + "chosen_like_one_process", plan=planned(name, solver), name=name)
     for found in results:
-        assert found["logits"] < (1e-5 if name == "images" else 1e-12)
+        assert found["logits"] < 1e-12
         assert found["labels"]
         assert found["indices"]
         assert found["weights"] < 1e-12

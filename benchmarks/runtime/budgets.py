@@ -73,18 +73,15 @@ def rows_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def row(name: str, theirs: Contender, ours: Contender, wall: paired.Times, processor: paired.Times) -> dict[str, Any]:
-    found, busy = (paired.ratio(times[f"ours {name}"], times[f"theirs {name}"]) for times in (wall, processor))
+    found = paired.columns(wall, processor, f"ours {name}", f"theirs {name}")
     return {
         "theirs": name,
         "their peak MiB": theirs.peak_bytes / 2**20,
         "our peak MiB": ours.peak_bytes / 2**20,
         "their ms": 1e3 * statistics.median(wall[f"theirs {name}"]),
         "our ms": 1e3 * statistics.median(wall[f"ours {name}"]),
-        "ratio": found.median,
-        "low": found.low,
-        "high": found.high,
-        "processor": busy.median,
-        "met": "yes" if found.median <= 1.0 and ours.peak_bytes <= theirs.peak_bytes else "no",
+        **found,
+        "met": "yes" if found["ratio"] <= 1.0 and ours.peak_bytes <= theirs.peak_bytes else "no",
     }
 
 

@@ -51,17 +51,13 @@ def rows_of(size: str, backend: str, num_rounds: int) -> list[dict[str, Any]]:
 def _row(
     size: str, one: str, other: str, first_s: dict[str, float], wall: paired.Times, processor: paired.Times
 ) -> dict[str, Any]:
-    found, busy = paired.ratio(wall[one], wall[other]), paired.ratio(processor[one], processor[other])
     return {
         "model": size,
         "step": one,
         "held against": other,
         "step ms": 1e3 * statistics.median(wall[one]),
         "against ms": 1e3 * statistics.median(wall[other]),
-        "ratio": found.median,
-        "low": found.low,
-        "high": found.high,
-        "processor": busy.median,
+        **paired.columns(wall, processor, one, other),
         "first step s": first_s[one],
     }
 

@@ -74,3 +74,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], num_samples: int = 400
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(num_samples))
     return Ratio(statistics.median(ratios), medians[int(0.025 * num_samples)], medians[int(0.975 * num_samples)])
+
+
+def columns(wall: Times, processor: Times, one: str, other: str) -> dict[str, float]:
+    """Return what a table says of `one` against `other`: the ratio of their steps, its interval, and the processor's."""
+    found = ratio(wall[one], wall[other])
+    busy = ratio(processor[one], processor[other])
+    return {"ratio": found.median, "low": found.low, "high": found.high, "processor": busy.median}

@@ -93,11 +93,11 @@ def images(num: int = 96, batch_size: int = 16) -> dict[str, Any]:
     """A vision transformer of Hugging Face's with examples as dicts: the class is in which quarter the light is."""
     from trainwright.capture import zoo
 
-    model, batch = zoo.build("vit-tiny", device="cpu", batch_size=batch_size)
+    model, batch = zoo.build("vit-tiny", device="cpu", dtype="fp64", batch_size=batch_size)
     generator = torch.Generator().manual_seed(0)
     shape = batch["pixel_values"].shape[1:]
     labels = torch.randint(4, (num,), generator=generator)
-    pixels = 0.3 * torch.randn(num, *shape, generator=generator)
+    pixels = 0.3 * torch.randn(num, *shape, generator=generator, dtype=torch.float64)
     half = shape[-1] // 2
     for image, label in zip(pixels, labels.tolist()):
         image[:, (label // 2) * half :, (label % 2) * half :][:, :half, :half] += 2.0

@@ -65,7 +65,8 @@ class Fitting:
                 return refused
             if search.done or time.perf_counter() > self._deadline:
                 break
-        self.solver.last_aim = search.low
+        # an answer that was fitted by itself fitted no aim of the whole search, and yet not without rows
+        self.solver.last_aim = float(self.budget) if search.low is None and search.best is not None else search.low
         if search.best is not None:
             return search.best
         if math.isfinite(self.settings.cutoff_s):
