@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from trainwright.capture.transition import gradient_layout
 from trainwright.planner.offload import IN_FLIGHT, OFFLOAD_EPSILON_S
 from trainwright.planner.offload_states import STATE_EPSILON_S, STATES_IN_WINDOW
-from trainwright.planner.problem import Decision, Problem, Stored, Use, Want
+from trainwright.planner.problem import Decision, Problem, Source, Stored, Use, Want
 from trainwright.planner.recompute import RERUN_EPSILON_S
 
 Options = Mapping[Decision, int]
@@ -76,11 +76,13 @@ class Oracle:
         options: Options,
         may_leave: Collection[Kept] = (),
         states_may_leave: Collection[Decision] = (),
+        shared: Collection[tuple[Source, Want]] = (),
     ) -> None:
         self.problem, self.options, self.may_leave = problem, options, may_leave
         self.states_may_leave = [d for d in states_may_leave if d.leaving_state_bytes[options[d]]]
         self.stored_of = {use: stored for stored in problem.stored for use in stored.uses}
         self.wants = {use: self._wants(use) for use in problem.uses}
+        self.shared = {*shared, *(key for key in self.read_twice() if self._native(self._uses(key[0])[0]) == key[1][0])}
         self.changed = [(use, want) for use in problem.uses for want in self.wants[use] if self._native(use) != want[0]]
 
     def plans(self) -> Iterator[tuple[float, float]]:
@@ -118,6 +120,77 @@ class Oracle:
         maker = key.source.decision if isinstance(key, Stored) else key
         again = 0 if isinstance(key, Stored) and self._is_passed_on(key) else fate.reruns.get(maker, 0)
         return maker.count - again
+
+    # What several regions read
+
+    def read_twice(self) -> list[tuple[Source, Want]]:
+        """Return the parameters, with what is wanted of them, that one copy may serve for several regions."""
+        sources = dict.fromkeys(use.source for use in self.problem.uses if use.source.is_param)
+        asked = [
+            (source, want)
+            for source in sources
+            for want in dict.fromkeys(want for use in self._uses(source) for want in self.wants[use])
+        ]
+        return [key for key in asked if key[0].decision.count == 1 and len(self._regions(*key)) > 1]
+
+    def may_share(self) -> list[tuple[Source, Want]]:
+        """Return those that it costs a gathered copy to share; the others are."""
+        return [key for key in self.read_twice() if key not in self.shared]
+
+    def _uses(self, source: Source) -> list[Use]:
+        return [use for use in self.problem.uses if use.source is source]
+
+    def _readings(self, source: Source) -> list[tuple[int, int]]:
+        """The regions and groups that read `source`, whatever they want of it."""
+        return [
+            (use.region_class.members[member].index, demand.position)
+            for use in self._uses(source)
+            for member in use.members
+            for demand in use.demands
+        ]
+
+    def _regions(self, source: Source, want: Want) -> set[int]:
+        asking = [use for use in self._uses(source) if want in self.wants[use]]
+        return {use.region_class.members[member].index for use in asking for member in use.members}
+
+    def _num_paid(self, use: Use, want: Want) -> int:
+        """How often a use pays for a want: of what is shared, the first reader alone, once."""
+        if (use.source, want) not in self.shared:
+            return use.count
+        first = min(self._regions(use.source, want))
+        return int(any(use.region_class.members[member].index == first for member in use.members))
+
+    def _copies_bytes(self, decision: Decision) -> float:
+        """What shared copies hold while the group runs forward, in whichever instance."""
+        costs, total = self.problem.costs, 0.0
+        for source, want in self.shared:
+            native, readings = self._native(self._uses(source)[0]), self._readings(source)
+            places = [(member.index, decision.group.index) for member in decision.region_class.members]
+            if min(readings) in places:
+                total += costs.change_bytes(source.tensor, native, want[0])
+            elif native != want[0] and any(min(readings) < place <= max(readings) for place in places):
+                total += costs.local_bytes(source.tensor, want[0])
+        return total
+
+    def _summed_bytes(self, region: int, position: int) -> float:
+        """What sums of gradients that wait for another reader take, in place of gradients at rest."""
+        costs, total = self.problem.costs, 0.0
+        for source, want in self.shared:
+            readings, rest = self._readings(source), self._native(self._uses(source)[0])
+            if source.tensor.requires_grad and min(readings) <= (region, position) < max(readings):
+                total += costs.local_bytes(source.tensor, want[1]) - costs.local_bytes(source.tensor, rest)
+        return total
+
+    def _brought_back_bytes(self, decision: Decision) -> int:
+        """The most that bringing back a gradient holds, of those that the group's backward completes."""
+        most = max((self._back_bytes(use) for use in self._read_by(decision)), default=0)
+        for source, want in self.shared:
+            first = min(self._readings(source))
+            here = any(first == (member.index, decision.group.index) for member in decision.region_class.members)
+            if here and source.tensor.requires_grad:
+                due = gradient_layout(self._native(self._uses(source)[0]))
+                most = max(most, self.problem.costs.change_bytes(source.tensor, want[1], due))
+        return most
 
     # What is asked for
 
@@ -188,7 +261,7 @@ class Oracle:
             for want in self.wants[use]:
                 back = want[1] if use.tensor.requires_grad else native
                 there_s, back_s = costs.edge_s(tensor, native, want[0], back)
-                total += use.count * (there_s + back_s)
+                total += self._num_paid(use, want) * (there_s + back_s)
                 again_s = costs.move_s(tensor, native, want[0]) + RERUN_EPSILON_S
                 total += fate.converts.get((use, want), 0) * again_s
         for decision, count in fate.reruns.items():
@@ -226,8 +299,8 @@ class Oracle:
                 back = want[1] if use.tensor.requires_grad else native
                 there_s, back_s = self.problem.costs.edge_s(tensor, native, want[0], back)
                 again_s = self.problem.costs.move_s(tensor, native, want[0]) + RERUN_EPSILON_S
-                forward_s += use.count * there_s
-                backward_s += use.count * back_s + fate.converts.get((use, want), 0) * again_s
+                forward_s += self._num_paid(use, want) * there_s
+                backward_s += self._num_paid(use, want) * back_s + fate.converts.get((use, want), 0) * again_s
         num = sum(fate.leaves.values())
         moved = sum(self._leaving_bytes(key) * count for key, count in fate.leaves.items())
         out_s = moved / tier.write_bytes_per_s + num * tier.latency_s
@@ -344,7 +417,7 @@ class Oracle:
                 total += piece.kept_bytes * num / len(members)
         total += self._in_flight_bytes(fate, decision) + self._back_again_bytes(fate, decision, region)
         total += sum(self._size_of(use) for use in self._waiting(decision))
-        total += max((self._back_bytes(use) for use in self._read_by(decision)), default=0)
+        total += self._brought_back_bytes(decision) + self._summed_bytes(region, position)
         for param in self.problem.params:
             if param.tied[0].requires_grad:
                 readers = [use for use in self.problem.uses if use.source.decision is param]
@@ -363,7 +436,7 @@ class Oracle:
             for member in maker.region_class.members:
                 needing = [member.index] if stored.own_saved else []
                 needing += [
-                    reader for use in stored.uses for made, reader in self._readings(use) if made == member.index
+                    reader for use in stored.uses for made, reader in self._made_and_read(use) if made == member.index
                 ]
                 released = member.index == region and stored.position > decision.group.index
                 there = min(needing, default=member.index) <= region <= max(needing, default=member.index)
@@ -371,7 +444,7 @@ class Oracle:
                     total += self._size(stored) * num / maker.count
         return total
 
-    def _readings(self, use: Use) -> Iterator[tuple[int, int]]:
+    def _made_and_read(self, use: Use) -> Iterator[tuple[int, int]]:
         """Which region's tensor each reading region reads."""
         for place in use.members:
             reader = use.region_class.members[place]
@@ -399,7 +472,8 @@ class Oracle:
         if not use.tensor.requires_grad:
             return 0
         due = gradient_layout(self._native(use))
-        return sum(self.problem.costs.change_bytes(use.source.tensor, want[1], due) for want in self.wants[use])
+        own = [want for want in self.wants[use] if (use.source, want) not in self.shared]
+        return sum(self.problem.costs.change_bytes(use.source.tensor, want[1], due) for want in own)
 
     def _forward_bytes(self, fate: Fate, decision: Decision) -> float:
         own, position = decision.region_class, decision.group.index
@@ -418,10 +492,9 @@ class Oracle:
         total += self._in_flight_bytes(fate, decision)
         for use in self._read_by(decision):
             native = self._native(use)
-            total += sum(
-                self.problem.costs.change_bytes(use.source.tensor, native, want[0]) for want in self.wants[use]
-            )
-        return total
+            own = [want for want in self.wants[use] if (use.source, want) not in self.shared]
+            total += sum(self.problem.costs.change_bytes(use.source.tensor, native, want[0]) for want in own)
+        return total + self._copies_bytes(decision)
 
     def _passing(self, decision: Decision) -> set[Stored]:
         """What is made by the group or before it and still to be read in the forward; what is held counts as kept."""

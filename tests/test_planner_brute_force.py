@@ -23,7 +23,7 @@ from trainwright.planner.recipes import Restriction
 from trainwright.planner.solve import Settings
 from trainwright.planner.stages import solve_in_stages
 
-MAX_PLANS = 1000
+MAX_PLANS, MAX_PLANS_TIED = 1000, 4000
 NUM_CASES, NUM_CASES_SHORT = 120, 16
 STATE_SEEDS = (1, 7, 8)
 
@@ -47,20 +47,59 @@ class Mixed(nn.Module):
         return x.square().mean()
 
 
+class Residual(nn.Module):
+    """A block of four small ops: the least that is found as one. Blocks of other scales are other classes."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.scale * torch.tanh(x)).square()
+
+
+class TiedEnds(nn.Module):
+    """Two blocks, and a matrix that is read before and behind them, and may be read between them."""
+
+    def __init__(self, num_readers: int) -> None:
+        super().__init__()
+        self.end = nn.Linear(6, 6, bias=False)
+        self.blocks = nn.ModuleList([Residual(0.5), Residual(0.25)])
+        self.between = num_readers > 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.end(x))
+        x = self.blocks[1](self.end(x) if self.between else x)
+        return self.end(x).square().mean()
+
+
 @functools.cache
 def program_of(num_blocks: int, kind: str, batch: int):
     model = nn.Sequential(nn.Linear(6, 6, bias=False), Mixed(num_blocks, kind))
     return build_program(capture(model, (torch.ones(batch, 6),), lambda out, _: out))
 
 
-def random_case(seed: int):
-    """A place, and for a few of its decisions two options to choose from, for the others one."""
+@functools.cache
+def tied_program(num_readers: int, batch: int):
+    return build_program(capture(TiedEnds(num_readers), (torch.ones(batch, 6),), lambda out, _: out))
+
+
+def random_case(seed: int, tied: bool = False):
+    """A place, and for a few of its decisions two options to choose from, for the others one.
+
+    tied: of a model with a matrix that several regions read; whether they share a copy is open, and the one other decision.
+    """
     rng = random.Random(seed)
-    program = program_of(rng.choice([1, 1, 2, 3]), rng.choice(["plain", "gate", "norm", "two"]), rng.choice([4, 64]))
+    if tied:
+        program = tied_program(rng.choice([2, 3]), rng.choice([4, 64]))
+    else:
+        program = program_of(
+            rng.choice([1, 1, 2, 3]), rng.choice(["plain", "gate", "norm", "two"]), rng.choice([4, 64])
+        )
     hardware, mesh = rng.choice([("cpu:1", (1,)), ("cpu:1", (1,)), ("cpu:2", (2,)), ("cpu:2", (2,)), ("cpu:4", (2, 2))])
     (place,) = task(program, hardware, mesh=mesh).places
     decisions = place.problem.decisions
-    open_ones = set(rng.sample(range(len(decisions)), 2))
+    open_ones = set(rng.sample(range(len(decisions)), 1 if tied else 2))
     allowed = {}
     for index, decision in enumerate(decisions):
         num = min(2 if index in open_ones else 1, len(decision.options))
@@ -68,17 +107,32 @@ def random_case(seed: int):
     return place, allowed, rng
 
 
-def all_plans(problem, allowed, may_leave=(), states_may_leave=()):
-    """Every plan as (seconds, bytes); None where there are too many to try."""
+def all_plans(problem, allowed, may_leave=(), states_may_leave=(), most=MAX_PLANS):
+    """Every plan as (seconds, bytes); None where there are more than `most`, too many to try."""
     if math.prod(decision.count + 1 for decision in problem.groups) > MAX_PLANS:
         return None
     found = []
     for options in itertools.product(*(sorted(allowed[decision]) for decision in problem.decisions)):
-        for plan in Oracle(problem, dict(zip(problem.decisions, options)), may_leave, states_may_leave).plans():
-            found.append(plan)
-            if len(found) > MAX_PLANS:
-                return None
+        for oracle in every_sharing(problem, dict(zip(problem.decisions, options)), may_leave, states_may_leave):
+            for plan in oracle.plans():
+                found.append(plan)
+                if len(found) > most:
+                    return None
     return found
+
+
+def may_share(problem, allowed) -> bool:
+    """Whether one gathered copy may serve several regions, under some of the options."""
+    every = itertools.product(*(sorted(allowed[decision]) for decision in problem.decisions))
+    return any(Oracle(problem, dict(zip(problem.decisions, options))).may_share() for options in every)
+
+
+def every_sharing(problem, options, may_leave, states_may_leave):
+    """Yield an oracle for each choice of which gathered parameters serve several regions at once."""
+    able = Oracle(problem, options).may_share()
+    for chosen in itertools.product([False, True], repeat=len(able)):
+        shared = list(itertools.compress(able, chosen))
+        yield Oracle(problem, options, may_leave, states_may_leave, shared)
 
 
 def offloading(place, allowed, rng):
@@ -111,16 +165,18 @@ def states_that_may_leave(place, allowed, rng, num):
     return chosen
 
 
-def compare_with_all(seed: int, offload: bool = False, num_states: int = 0) -> int:
+def compare_with_all(seed: int, offload: bool = False, num_states: int = 0, tied: bool = False) -> int:
     """Solve one random case under several budgets; return how many were compared.
 
     num_states: of how many parameters the optimizer's states may be offloaded too, beside one kind of tensors.
     """
-    place, allowed, rng = random_case(seed)
+    place, allowed, rng = random_case(seed, tied)
     may_leave, kept = offloading(place, allowed, rng) if offload else ((), {})
     may_leave = may_leave[:1] if num_states else may_leave
     states = states_that_may_leave(place, allowed, rng, num_states) if offload else ()
-    plans = all_plans(place.problem, allowed, may_leave, states)
+    if tied and not may_share(place.problem, allowed):
+        return 0
+    plans = all_plans(place.problem, allowed, may_leave, states, MAX_PLANS_TIED if tied else MAX_PLANS)
     if not plans or (offload and not may_leave) or len(states) < num_states:
         return 0
     peaks = sorted({peak for _, peak in plans})

@@ -245,7 +245,8 @@ def _decisions(plan: Plan) -> dict[str, str]:
     found = {}
     for name, param in plan.params.items():
         away = [f"offloaded {what} in {blocks}" for what, blocks in param.offloaded.items()]
-        found[name] = "; ".join([f"at rest {' '.join(param.layout)}", *away])
+        shared = [f"one copy in {layout} for all readers" for layout in param.shared]
+        found[name] = "; ".join([f"at rest {' '.join(param.layout)}", *shared, *away])
     for key, op in plan.modules.items():
         fates = {"recomputed": op.recomputed, "offloaded": op.offloaded}
         said = [f"{fate} {name} in {blocks}" for fate, values in fates.items() for name, blocks in values.items()]

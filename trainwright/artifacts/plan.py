@@ -42,11 +42,13 @@ class ParamPlan(Record):
     """A parameter's layout at rest, per mesh axis.
 
     `offloaded` maps `state`, what the optimizer keeps for the parameter, to the blocks for which it is off the device: `0-5`,
-    or `all`.
+    or `all`. `shared` lists the layouts (`R`, or `R S0` on two axes) in which one gathered copy serves all readers, as a tied
+    embedding has several, and their gradients are summed before they are reduced; without, each reader gathers its own.
     """
 
     layout: tuple[str, ...]
     offloaded: dict[str, str] = {}
+    shared: tuple[str, ...] = ()
 
 
 class OpPlan(Record):

@@ -60,7 +60,7 @@ def shared_conversions(local: LocalProgram) -> dict[int, int]:
 
 
 def _is_shared(local: LocalProgram, instruction: Instruction) -> bool:
-    if instruction.op is not None or instruction.args[1].steps:
+    if instruction.op is not None or instruction.replay is not None or instruction.args[1].steps:
         return False
     source = local.values[instruction.inputs[0]]
     return source.tensor.role == "param" and source.tensor.requires_grad

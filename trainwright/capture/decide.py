@@ -26,7 +26,9 @@ def plan_sections(
         layout = layout_text(decisions.params[tied[0]], tied[0].slots)
         members = [member for member, tensor in enumerate(tied) if tensor in decisions.offloaded_states]
         offloaded = {_STATE: _blocks(members, len(tied))} if members else {}
-        params[span([tensor.key for tensor in tied])] = ParamPlan(layout=layout, offloaded=offloaded)
+        shared = sorted(" ".join(layout_text(own, tied[0].slots)) for t, own in decisions.shared if t is tied[0])
+        key = span([tensor.key for tensor in tied])
+        params[key] = ParamPlan(layout=layout, offloaded=offloaded, shared=tuple(shared))
     modules = {}
     for region_class in program.classes:
         for group in region_class.groups:
@@ -59,6 +61,9 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
         layout = parse_layout(_per_axis(entry.layout, mesh, key), tied[0].slots, key)
         decisions.params.update(dict.fromkeys(tied, layout))
         decisions.offloaded_states |= _states_away(tied, entry.offloaded, key)
+        for text in entry.shared:
+            wanted = parse_layout(_per_axis(text.split(), mesh, key), tied[0].slots, key)
+            decisions.shared |= {(tensor, wanted) for tensor in tied}
     for region_class in program.classes:
         for group in region_class.groups:
             key = group_key(region_class, group)

@@ -63,6 +63,7 @@ class Executor:
         self.local, self.store = local, store
         self.coords = local.communicator.coords
         self.calls = [_prepare(instruction, self.coords) for instruction in local.instructions]
+        self.replays = {i.index: _prepare(i.replay, self.coords) for i in local.instructions if i.replay is not None}
         self.segments = _segments(local.instructions)
         self.reruns = {region: rerun for region, rerun in reruns_of(local).items() if rerun.wanted or rerun.internals}
         self.frees = _last_uses(local)
@@ -78,6 +79,10 @@ class Executor:
         for region, start, stop in self.segments:
             self.step(run, region, start, stop)
         return self.end(run)
+
+    def again(self, index: int) -> Call:
+        """Return what the backward runs to rederive what instruction `index` makes."""
+        return self.replays.get(index, self.calls[index])
 
     def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:
         """Return a run of which no instruction has been carried out."""

@@ -6,7 +6,7 @@ The planner simulates it on fake tensors, the runtime runs it on real ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
@@ -42,6 +42,9 @@ class Decisions:
     """Of what is offloaded, how much may stand on the device while it leaves, and again before it is asked for."""
     overlap: Overlap = "none"
     """How far parameters travel ahead of their use, see `schedule`."""
+    shared: set[tuple[Tensor, Layout]] = field(default_factory=set)
+    """Parameters, with a layout in which one gathered copy serves their readers in all regions; their gradients are summed
+    before they are brought back. A parameter that is read as it rests is always read so."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,13 @@ class Instruction:
     """Gives a tuple."""
     bucket: Bucket | None = None
     """Of an instruction that opens a bucket, or closes it for one parameter."""
+    replay: Instruction | None = None
+    """What the backward runs in its place: a borrowed copy is gathered anew, so that the lent one need not be kept."""
+
+    @property
+    def again(self) -> Instruction:
+        """What rederives the outputs in the backward."""
+        return self.replay or self
 
 
 @dataclass(eq=False)
@@ -217,25 +227,41 @@ class _Builder:
             return held
         if not tensor.requires_grad and tensor.role not in ("op", "param"):
             region = -1  # a slice of the batch or of a constant serves every block
-        # A tied parameter that is whole where it is read: its readers' gradients are summed here, and reduced once.
-        tied = self.decisions.overlap != "none" and tensor.role == "param" and held.layout == forward
-        name = (tensor, forward, gradient, _ANY_REGION if tied else region)
+        # A tied parameter that is read as it rests: its readers' gradients are summed here, and reduced once.
+        as_it_rests = tensor.role == "param" and held.layout == forward
+        name = (tensor, forward, gradient, _ANY_REGION if as_it_rests else region)
         if name not in self.copies:
-            self.copies[name] = self._reshard(held, forward, gradient, due, region, key)
-            self.copies[name].recomputed &= not tied
+            self.copies[name] = self._copy(held, forward, gradient, due, region, key)
+            self.copies[name].recomputed &= not as_it_rests
         return self.copies[name]
 
-    def _reshard(self, held: Value, forward: Layout, gradient: Layout, due: Layout, region: int, key: str) -> Value:
+    def _copy(self, held: Value, forward: Layout, gradient: Layout, due: Layout, region: int, key: str) -> Value:
+        """Return a converted copy for one region: its own, or the one that an earlier region has made."""
+        if (held.tensor, forward) not in self.decisions.shared:
+            return self._reshard(held, forward, gradient, due, region, key)
+        name = (held.tensor, forward, gradient, _ANY_REGION)
+        if name in self.copies:
+            return self._reshard(held, forward, gradient, due, region, key, self.copies[name])
+        self.copies[name] = self._reshard(held, forward, gradient, due, region, key)
+        return self.copies[name]
+
+    def _reshard(self, held: Value, forward: Layout, gradient: Layout, due: Layout, region: int, key: str,
+                 lent: Value | None = None) -> Value:  # fmt: skip
+        """Emit a change of layout; where a copy is `lent`, that is the value, and autograd sums its readers' gradients."""
         tensor = held.tensor
         there = Route(transition(held.layout, forward), tensor.shape, tensor.slots, self.communicator)
         back = Route(transition(gradient, due), tensor.shape, tensor.slots, self.communicator)
         copy = self._value(key, tensor, forward)
         copy.recomputed &= region >= 0  # one that serves several blocks is kept
         function = reshard if tensor.requires_grad else _run_route
-        self._emit(
+        change = self._emit(
             key=key, path=key.rpartition(":")[0], function=function, args=(Ref(held.index), there, back), kwargs={},
             inputs=(held.index,), outputs=(copy.index,), region=region, op=None,
         )  # fmt: skip
+        if lent is not None:
+            inputs = (held.index, lent.index)
+            args = tuple(Ref(index) for index in inputs)
+            self.instructions[-1] = replace(change, function=_second, args=args, inputs=inputs, replay=change)
         return copy
 
     def _whole(self, tensor: Tensor) -> Value:
@@ -254,6 +280,10 @@ class _Builder:
                 ).index
             )
         return Ref(native.index)
+
+
+def _second(held: Any, lent: Any) -> Any:
+    return lent
 
 
 def _run_route(x: Any, forward: Route, backward: Route) -> Any:

@@ -96,7 +96,7 @@ class RegionMemory:
         chosen = [value for value in instruction.outputs if self.executor.local.values[value].offloaded]
         if chosen:
             # A view of what stands elsewhere frees nothing.
-            given = {_storage(env[value]) for value in instruction.inputs}
+            given = {_storage(env[value]) for value in instruction.again.inputs}
             for value in chosen:
                 if _storage(env[value]) not in given:
                     self.offload.register(env[value])
@@ -171,7 +171,7 @@ class RegionMemory:
         self.is_rederived = True
         env: dict[int, Any] = {}
         for index in self.rerun.instructions:
-            instruction = self.executor.local.instructions[index]
+            instruction = self.executor.local.instructions[index].again
             for value in instruction.inputs:
                 if value not in env and value in self.sources:
                     env[value] = unpack(self.sources[value])
@@ -179,7 +179,7 @@ class RegionMemory:
                 self._rerun_with_internals(instruction, env)
             else:
                 with torch.no_grad():
-                    self.executor.calls[index](env, self.state)
+                    self.executor.again(index)(env, self.state)
             for value in instruction.outputs:
                 if self.waiting[(value, -1)] > 0:
                     self.found[(value, -1)] = env[value]

@@ -41,7 +41,7 @@ def reruns_of(local: LocalProgram) -> dict[int, Rerun]:
             rerun.internals.add(instruction.index)
     for region, rerun in reruns.items():
         _trace_back(local, producers, region, rerun)
-        if any(_communicates(local.instructions[index]) for index in rerun.instructions):
+        if any(_communicates(local.instructions[index].again) for index in rerun.instructions):
             rerun.ends = _results(local, region)
     return reruns
 
@@ -58,7 +58,7 @@ def _communicates(instruction: Instruction) -> bool:
 def _results(local: LocalProgram, region: int) -> dict[int, list[int]]:
     """The values of `region` that are read elsewhere, by the instruction that makes them."""
     inside = {value: i.index for i in local.instructions if i.region == region for value in i.outputs}
-    read = {value for i in local.instructions if i.region != region for value in i.inputs}
+    read = {value for i in local.instructions if i.region != region for value in i.again.inputs}
     read |= {found.value for found in local.outputs if isinstance(found, Ref)}
     results: dict[int, list[int]] = {}
     for value, index in inside.items():
@@ -79,7 +79,7 @@ def _trace_back(local: LocalProgram, producers: Producers, region: int, rerun: R
         rerun.instructions.insert(0, instruction.index)
         if instruction.bucket is not None and _communicates(instruction):
             rerun.gathers.setdefault(instruction.bucket, {})[instruction.args[0]] = instruction.inputs[0]
-        for value in instruction.inputs:
+        for value in instruction.again.inputs:
             if local.values[value].recomputed or _is_view(local, producers, value, region):
                 needed.add(value)
             else:
@@ -87,7 +87,7 @@ def _trace_back(local: LocalProgram, producers: Producers, region: int, rerun: R
     made = {value for index in rerun.instructions for value in local.instructions[index].outputs}
     rerun.sources -= made
     for index in rerun.instructions:
-        for value in local.instructions[index].inputs:
+        for value in local.instructions[index].again.inputs:
             rerun.last_use[value] = index
 
 

@@ -44,14 +44,20 @@ def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap
     for instruction in instructions:
         ordered += opened_at.get(instruction.index, [])
         ordered.append(closing.get(instruction.index, instruction))
-    return [replace(instruction, index=index) for index, instruction in enumerate(ordered)]
+    return [_numbered(instruction, index) for index, instruction in enumerate(ordered)]
+
+
+def _numbered(instruction: Instruction, index: int) -> Instruction:
+    replay = instruction.replay and replace(instruction.replay, index=index)
+    return replace(instruction, index=index, replay=replay)
 
 
 def _travels(instructions: Sequence[Instruction], values: Sequence[Value]) -> dict[int | None, list[Instruction]]:
     """The changes of layout of parameters that move anything, in order, by region; by None those that only sum."""
     found: dict[int | None, list[Instruction]] = {}
     for instruction in instructions:
-        if instruction.op is None and values[instruction.inputs[0]].tensor.role == "param" and instruction.region >= 0:
+        changes = instruction.op is None and instruction.replay is None and instruction.region >= 0
+        if changes and values[instruction.inputs[0]].tensor.role == "param":
             _, there, back = instruction.args
             if there.moves or (back.moves and values[instruction.inputs[0]].tensor.requires_grad):
                 region = None if only_sums(back) and not there.moves else instruction.region

@@ -16,7 +16,7 @@ from ..capture.local import Decisions
 from ..capture.program import Op, Program, Tensor
 from ..capture.transition import gradient_layout
 from .offload import IN_FLIGHT
-from .problem import Decision, Problem, Stored, Use, Want
+from .problem import Decision, Problem, Source, Stored, Use, Want
 from .recompute import Recompute
 from .sharding import Sharding
 
@@ -34,12 +34,14 @@ class Choice:
     """How many instances of what is kept are offloaded: of an output, of a group's internals, of a converted copy."""
     states: dict[Decision, int] = field(default_factory=dict)
     """Of how many instances of a parameter the optimizer's states are offloaded."""
+    shared: frozenset[tuple[Source, Want]] = frozenset()
+    """Of which parameters one gathered copy serves the readers of several regions."""
 
 
 def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | None) -> Choice:
     """Round the solver's values to a `Choice`."""
     options = {decision: int(np.argmax(values[columns])) for decision, columns in sharding.choice.items()}
-    choice = Choice(options)
+    choice = Choice(options, shared=frozenset(_shared(values, sharding, options)))
     if recompute is not None:
         for (decision, option), column in recompute.rerun.items():
             if options[decision] == option:
@@ -54,6 +56,17 @@ def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | N
             if options[decision] == option:
                 choice.states[decision] = round(values[column])
     return choice
+
+
+def _shared(values: np.ndarray, sharding: Sharding, options: dict[Decision, int]) -> Iterator[tuple[Source, Want]]:
+    """What one gathered copy serves, of what more than one region reads under the chosen options."""
+    for tied in sharding.tied:
+        native = tied.source.natives[options[tied.source.decision]]
+        for want in tied.wants:
+            column = sharding.shared.get((tied.source, native, want))
+            is_copy = column is not None and native != want[0] and values[column] > 0.5
+            if is_copy and tied.num_readers(want, options) > 1:
+                yield tied.source, want
 
 
 def _kept(options: dict[Decision, int], recompute: Recompute) -> Iterator[tuple[Any, int]]:
@@ -82,6 +95,7 @@ def decisions_from(problem: Problem, choice: Choice) -> Decisions:
     params = {tensor: d.options[choice.options[d]] for d in problem.params for tensor in d.tied}
     decisions = Decisions(problem.mesh, splits, params)
     decisions.inputs = input_layouts(problem.program, decisions)
+    decisions.shared = {(source.tensor, want[0]) for source, want in choice.shared}
     for decision, num in choice.states.items():
         decisions.offloaded_states.update(decision.tied[:num])
     for region_class in problem.program.classes:

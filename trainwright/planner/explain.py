@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts import Plan, UserError
 from ..capture.decide import decisions_of
-from ..capture.layout import layout_text
+from ..capture.layout import Layout, layout_text
 from ..capture.local import Decisions
-from ..capture.program import Program
+from ..capture.program import Program, Tensor
 from ..profiler.saved import record
 from .costs import OptimizerCost, cost_model
-from .problem import Decision, Problem, Use, build_problem
+from .problem import Decision, Problem, Use, Want, build_problem
+from .tied import find_tied
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def explain(plan: Plan, program: Program, key: str | None, optimizer_cost: Optim
     problem = build_problem(program, costs, optimizer_cost)
     decisions = decisions_of(program, plan)
     options = {decision: _add_chosen(decision, decisions) for decision in problem.decisions}
-    readers = _Edges(problem, options)
+    readers = _Edges(problem, options, decisions.shared)
     picked = [decision for decision in problem.decisions if key is None or _names(decision, key)]
     if not picked:
         known = ", ".join([*plan.modules, *plan.params][:8])
@@ -91,11 +92,15 @@ def _names(decision: Decision, key: str) -> bool:
 class _Edges:
     """The seconds of the layout changes around a decision."""
 
-    def __init__(self, problem: Problem, options: dict[Decision, int]) -> None:
-        self.problem, self.options = problem, options
+    def __init__(
+        self, problem: Problem, options: dict[Decision, int], shared: Collection[tuple[Tensor, Layout]]
+    ) -> None:
+        self.problem, self.options, self.shared = problem, options, shared
+        self.tied = {use: tied for tied in find_tied(problem) for use in tied.uses}
         self.around: dict[Decision, list[Use]] = {}
         for use in problem.uses:
-            for decision in {use.source.decision, *(demand.decision for demand in use.demands)}:
+            readers = self.tied[use].uses if use in self.tied else [use]
+            for decision in {use.source.decision, *(demand.decision for one in readers for demand in one.demands)}:
                 self.around.setdefault(decision, []).append(use)
 
     def seconds(self, decision: Decision, option: int) -> float:
@@ -111,8 +116,16 @@ class _Edges:
         for want in {want for demand in use.demands for want in demand.wants[of(demand.decision)]}:
             gradient = want[1] if use.tensor.requires_grad else native
             times = self.problem.costs.edge_s(use.source.tensor, native, want[0], gradient)
-            total += use.count * sum(times) if times is not None else float("inf")
+            total += self._num_paid(use, native, want, of) * sum(times) if times is not None else float("inf")
         return total
+
+    def _num_paid(self, use: Use, native: Layout, want: Want, of: Callable[[Decision], int]) -> int:
+        """How often a want is served for the regions of `use`: where one copy serves all, once for the first use that asks."""
+        one_copy = native == want[0] or (use.source.tensor, want[0]) in self.shared
+        if use not in self.tied or not one_copy:
+            return use.count
+        asking = (one for one in self.tied[use].uses if any(want in d.wants[of(d.decision)] for d in one.demands))
+        return int(next(asking) is use)
 
 
 def _row(plan: Plan, edges: _Edges, decision: Decision, options: dict[Decision, int]) -> Row:

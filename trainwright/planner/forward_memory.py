@@ -3,6 +3,7 @@
     kept        of the regions behind, and of the own one what is there already
     passing     made, still to be read in the forward, and not kept for the backward
     changing    Σ f[u, n, w] · (the most that the way from n to w holds, its result included)
+    shared      copies of parameters that regions behind and regions ahead read (`tied`)
 
 Rows are for the last instance of a class: most is kept by then. The backward brings gradients back by the same ways;
 `Changes` holds both directions.
@@ -19,6 +20,7 @@ from .milp import MIB, Model, Terms
 from .problem import Decision, Problem, Stored, Use
 from .recompute import Recompute
 from .sharding import Sharding
+from .tied import SharedCopies
 
 CHANGING = "what a change of layout holds"
 
@@ -29,6 +31,7 @@ class Changes:
     def __init__(self, model: Model, problem: Problem, sharding: Sharding) -> None:
         self.model = model
         costs = problem.costs
+        self.shared = SharedCopies(model, problem, sharding)
         there: dict[Use, list[tuple[int, float]]] = defaultdict(list)
         back: dict[Use, list[tuple[int, float]]] = defaultdict(list)
         for (use, native, want), column in sharding.flow.items():
@@ -54,7 +57,8 @@ class Changes:
 
     def backward(self, decision: Decision) -> Terms:
         """Return what bringing the gradients of a group's operands back holds: one after the other."""
-        found = [terms for use in self.read_by(decision) if (terms := _positive(self._back[use]))]
+        each = [*(self._back[use] for use in self.read_by(decision)), *self.shared.back(decision)]
+        found = [terms for one in each if (terms := _positive(one))]
         if not found:
             return []
         largest = self.model.column()
@@ -92,7 +96,8 @@ class ForwardMemory:
                 terms = self._kept_terms(region_class, region, position)
                 alive = self._alive(region_class, position)
                 terms += [(column, 1.0) for stored in alive if (column := self.passing.get(stored)) is not None]
-                yield decision, terms + self.changes.forward(decision) + self.recompute.on_the_way(region_class)
+                terms += self.changes.forward(decision) + self.changes.shared.forward(region_class, position)
+                yield decision, terms + self.recompute.on_the_way(region_class)
 
     def _kept_terms(self, region_class: RegionClass, region: int, position: int) -> Terms:
         terms: Terms = []

@@ -4,7 +4,7 @@
     kept          of every region not yet gone through backwards
     own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
     gradients     of the activations around the group, of the parameters of the regions already gone through; with
-                  micro-batches of all parameters, and those are static
+                  micro-batches of all parameters, and those are static; sums that wait for another reader (`tied`)
     in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
     changing      the most that bringing a gradient of the group's operands back holds
     update        static, all parameters' gradients, what the caller holds, the optimizer's own temporaries, and the
@@ -145,6 +145,7 @@ class _Builder:
         terms += self._option_terms(decision, decision.transient_bytes)
         terms += self._pending(region_class, position)
         terms += self._param_gradients(region)
+        terms += self.changes.shared.backward(region, position)
         terms += self.recompute.on_the_way(region_class)
         terms += self._fetched(region_class, region, position)
         return terms

@@ -156,6 +156,12 @@ def _windows(
         assert times is not None, "a flow has seconds"
         out.append((column, use.count * times[0]))
         back.append((column, use.count * times[1]))
+    for (source, native, want), column in sharding.shared.items():
+        gradient = want[1] if source.tensor.requires_grad else native
+        times = problem.costs.edge_s(source.tensor, native, want[0], gradient)
+        assert times is not None, "what is shared has seconds"
+        out.append((column, times[0]))
+        back.append((column, times[1]))
     for column in (*recompute.rerun.values(), *recompute.convert.values()):
         back.append((column, model.cost[column]))
     return _sum(model, out, unit_s), _sum(model, back, unit_s)

@@ -80,7 +80,7 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
         total.hidden_comm_s = timeline.hidden_s()
     for rerun in executor.reruns.values():
         for index in rerun.instructions:
-            compute, comm = _instruction_s(executor.local, executor.local.instructions[index], costs)
+            compute, comm = _instruction_s(executor.local, executor.local.instructions[index].again, costs)
             total.recompute_s += compute[0] + comm[0]
     for tensor, layout in executor.local.decisions.params.items():
         if tensor.requires_grad:
@@ -130,6 +130,8 @@ def _instruction_s(local: LocalProgram, instruction: Instruction, costs: CostMod
     op = instruction.op
     if instruction.bucket is not None:
         return (0.0, 0.0), bucket_s(instruction, costs)
+    if instruction.replay is not None:
+        return (0.0, 0.0), (0.0, 0.0)  # a borrowed copy: whoever lends it has paid
     if op is None:
         return (0.0, 0.0), _conversion_s(local, instruction, costs)
     if op.constant or op.region is None:

@@ -7,7 +7,13 @@
 
     seconds  Σ count · (compute + update + inner communication)[d, k] · x  +  Σ count · (there + back)[u, n, w] · f
 
-A want is a pair (forward, gradient) and is paid once a use, as one converted copy serves all that want the same. On more
+A want is a pair (forward, gradient) and is paid once a use, as one converted copy serves all that want the same. Of a
+parameter that several regions read (`tied`) one copy may serve the readers of all of them, paid once:
+
+    f0[n, w] ∈ {0, 1}        all uses are served from n       f[u, n, w] + f0[n, w] in place of f[u, n, w] in both rows
+        several  f0[n, w] ≤ Σ {x[d, k] : k wants w, d of another use}     for every use of one region
+
+On more
 than two axes only plain changes of layout are offered (`is_plain`), since the columns grow with the fourth power of an
 axis's options; what mixes gathers, cuts and exchanges in one change of layout is then out of reach.
 """
@@ -15,13 +21,15 @@ axis's options; what mixes gathers, cuts and exchanges in one change of layout i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ..capture.layout import PARTIAL, REPLICATE, Layout
 from ..capture.transition import gradient_layout
 from .milp import Model
 from .problem import Decision, Demand, Problem, Source, Use, Want
+from .tied import Tied, find_tied
 
 FEW_AXES = 2
 MANY_USES = 80
@@ -30,6 +38,7 @@ axes."""
 ONE_OPTION = "one option for every group and parameter"
 DEMAND = "every want is served"
 SUPPLY = "only the layout that is there serves"
+SEVERAL = "one copy for several regions is wanted by several"
 
 
 @dataclass(eq=False)
@@ -38,6 +47,9 @@ class Sharding:
 
     choice: dict[Decision, list[int]] = field(default_factory=dict)
     flow: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
+    tied: list[Tied] = field(default_factory=list)
+    shared: dict[tuple[Source, Layout, Want], int] = field(default_factory=dict)
+    """Of parameters that several regions read: whether one copy serves all."""
 
     def yields(self, source: Source) -> dict[Layout, list[int]]:
         """Return, by native layout, the columns of the options that leave `source` in it."""
@@ -58,6 +70,9 @@ def add_sharding(model: Model, problem: Problem) -> Sharding:
         columns = [model.column(1.0, decision.option_s(k), integer=True) for k in range(len(decision.options))]
         sharding.choice[decision] = columns
         model.row(ONE_OPTION, ones(columns), 1.0, 1.0)
+    sharding.tied = find_tied(problem)
+    for tied in sharding.tied:
+        _add_shared(model, problem, sharding, tied)
     for use in problem.uses:
         _add_flow(model, problem, sharding, use)
     return sharding
@@ -102,23 +117,51 @@ def ones(columns: Iterable[int], factor: float = 1.0) -> list[tuple[int, float]]
     return [(column, factor) for column in columns]
 
 
+def _add_shared(model: Model, problem: Problem, sharding: Sharding, tied: Tied) -> None:
+    """Add the columns of one copy for all readers. One that is read as it rests is no choice, see `tied`."""
+    use = tied.uses[0]
+    for want in tied.wants:
+        for native in sharding.yields(tied.source):
+            seconds = _edge_s(problem, use, native, want)
+            if seconds is not None:
+                column = model.column(1.0, seconds, integer=native != want[0])
+                sharding.shared[tied.source, native, want] = column
+                for others in _other_readers(tied, sharding, want):
+                    model.row(SEVERAL, [(column, 1.0), *ones(others, -1.0)], upper=0.0)
+
+
+def _other_readers(tied: Tied, sharding: Sharding, want: Want) -> Iterator[list[int]]:
+    """For each use of one region, the columns of the options by which other regions want the same."""
+    for use in tied.uses:
+        if use.count == 1:
+            others = [demand for other in tied.uses if other is not use for demand in other.demands]
+            yield [column for demand in others for column in sharding.wanting(demand, want)]
+
+
+def _edge_s(problem: Problem, use: Use, native: Layout, want: Want) -> float | None:
+    """The seconds, there and back, of one change of layout; None where it is not offered."""
+    there, back = aligned(use, native, want)
+    if is_large(problem) and not (is_plain(native, there) and is_plain(back, gradient_layout(native))):
+        return None
+    times = problem.costs.edge_s(use.source.tensor, native, there, back)
+    return None if times is None else sum(times)
+
+
 def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> None:
     supply = sharding.yields(use.source)
-    only_plain = is_large(problem)
     served: dict[Want, list[int]] = defaultdict(list)
-    given: dict[Layout, list[int]] = defaultdict(list)
+    given: dict[Layout, list[list[int]]] = defaultdict(list)
     for want in wants_of(use):
         for native in supply:
-            there, back = aligned(use, native, want)
-            if only_plain and not (is_plain(native, there) and is_plain(back, gradient_layout(native))):
+            seconds = _edge_s(problem, use, native, want)
+            if seconds is None:
                 continue
-            times = problem.costs.edge_s(use.source.tensor, native, there, back)
-            if times is not None:
-                column = model.column(1.0, use.count * sum(times))
-                sharding.flow[use, native, want] = column
-                served[want].append(column)
-                given[native].append(column)
-    exact = has_one_want(use)
+            shared = sharding.shared.get((use.source, native, want))
+            sharding.flow[use, native, want] = model.column(1.0, use.count * seconds)
+            columns = [sharding.flow[use, native, want], *([] if shared is None else [shared])]
+            served[want] += columns
+            given[native].append(columns)
+    exact = has_one_want(use) and not any(len(columns) > 1 for found in given.values() for columns in found)
     for want in wants_of(use):
         for demand in use.demands:
             wanting = sharding.wanting(demand, want)
@@ -126,10 +169,10 @@ def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> N
                 model.row(DEMAND, ones(served[want]) + ones(wanting, -1.0), 0.0, 0.0 if exact else float("inf"))
     for native, columns in supply.items():
         if exact:
-            model.row(SUPPLY, ones(given[native]) + ones(columns, -1.0), 0.0, 0.0)
+            model.row(SUPPLY, ones(chain.from_iterable(given[native])) + ones(columns, -1.0), 0.0, 0.0)
         else:
-            for column in given[native]:
-                model.row(SUPPLY, [(column, 1.0), *ones(columns, -1.0)], upper=0.0)
+            for together in given[native]:
+                model.row(SUPPLY, ones(together) + ones(columns, -1.0), upper=0.0)
 
 
 def aligned(use: Use, native: Layout, want: Want) -> Want:

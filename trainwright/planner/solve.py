@@ -139,7 +139,7 @@ class Solver:
         set_budget(model, memory, math.inf)
         again = [*recompute.rerun.values(), *recompute.convert.values(), *recompute.leaves.values()]
         again += recompute.states.values()
-        fixed = held_at(sharding, choice.options) | dict.fromkeys(again, 0.0)
+        fixed = held_at(sharding, choice.options) | dict.fromkeys(again, 0.0) | _shared_at(sharding, choice)
         found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
         return 0.0 if found.values is None else memory.peak_bytes(found.values)
 
@@ -288,6 +288,15 @@ def both(first: Allowed, second: Allowed) -> dict[Decision, frozenset[int]]:
     for decision, options in second.items():
         merged[decision] = merged.get(decision, options) & options
     return merged
+
+
+def _shared_at(sharding: Sharding, choice: Choice) -> dict[int, float]:
+    """The columns that say whether one gathered copy serves several regions, with the values that they have under `choice`."""
+    return {
+        column: float((source, want) in choice.shared and source.natives[choice.options[source.decision]] == native)
+        for (source, native, want), column in sharding.shared.items()
+        if native != want[0]
+    }
 
 
 def _loosened(given: Restriction) -> Restriction:

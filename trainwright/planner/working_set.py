@@ -58,6 +58,11 @@ class _Builder:
         self.flows: dict[Use, list[tuple[tuple[int, ...], tuple, int]]] = defaultdict(list)
         for (use, native, want), column in sharding.flow.items():
             self.flows[use].append((native, want, column))
+        for tied in sharding.tied:
+            for (source, native, want), column in sharding.shared.items():
+                for use in tied.uses if source is tied.source else ():
+                    if want in wants_of(use):
+                        self.flows[use].append((native, want, column))
 
     def items(self) -> Iterable[Item]:
         for stored in self.problem.stored:

@@ -56,7 +56,8 @@ def offloaded_bytes(plan: Plan) -> list[tuple[str, int]]:
 def layout_text(plan: Plan, param: ParamPlan) -> str:
     """Return a parameter's layout at rest, and what of it is offloaded: `S0@gpu, state offloaded`, or `replicated`."""
     sharded = [f"{place}@{axis}" for axis, place in zip(plan.mesh, param.layout) if place != "R"]
-    return ", ".join([" ".join(sharded) or "replicated", *_away(param)])
+    once = ["gathered once for all readers"] if param.shared else []
+    return ", ".join([" ".join(sharded) or "replicated", *once, *_away(param)])
 
 
 def _away(param: ParamPlan) -> list[str]:
