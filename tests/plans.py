@@ -9,9 +9,9 @@ import torch
 
 from trainwright.artifacts import Cluster, Device, Link, ModelRef, OffloadPlan, Plan, Predicted, SolverInfo
 from trainwright.capture.decide import param_classes, plan_sections
-from trainwright.capture.layout import REPLICATE
+from trainwright.capture.layout import REPLICATE, Layout
 from trainwright.capture.local import Decisions
-from trainwright.capture.program import Program
+from trainwright.capture.program import Op, Program, Tensor
 from trainwright.capture.schedule import OVERLAPS
 
 
@@ -78,9 +78,25 @@ def random_decisions(
     for region_class in program.classes:
         for group in region_class.groups:
             _draw_fates(program, region_class, group, decisions, draw, recompute)
+    _draw_shared(program, decisions, random.Random(seed))
     if offload:
         _draw_offloaded(program, decisions, random.Random(seed), offload)
     return decisions
+
+
+def _draw_shared(program: Program, decisions: Decisions, draw: random.Random) -> None:
+    """Let one copy serve all readers of parameters that several regions read, in some of the layouts that they ask for."""
+    for tensor in program.params:
+        readers = [op for op in tensor.consumers if op.region is not None]
+        if len({op.region for op in readers}) > 1:
+            asked = {layout for op in readers for layout in _layouts(program, decisions, op, tensor)}
+            decisions.shared |= {(tensor, layout) for layout in sorted(asked) if draw.random() < 0.7}
+
+
+def _layouts(program: Program, decisions: Decisions, op: Op, tensor: Tensor) -> list[Layout]:
+    group, twin = program.group_of(op), op.region.region_class.representative.ops[op.position]
+    places = [place for place, found in enumerate(op.inputs) if found is tensor]
+    return [group.input_layout(twin, place, decisions.splits[group])[0] for place in places]
 
 
 def _draw_offloaded(program: Program, decisions: Decisions, draw: random.Random, share: float) -> None:

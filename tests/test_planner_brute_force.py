@@ -26,6 +26,7 @@ from trainwright.planner.stages import solve_in_stages
 MAX_PLANS, MAX_PLANS_TIED = 1000, 4000
 NUM_CASES, NUM_CASES_SHORT = 120, 16
 STATE_SEEDS = (1, 7, 8)
+TIED_SEEDS = (3, 10)
 
 
 class Mixed(nn.Module):
@@ -87,7 +88,8 @@ def tied_program(num_readers: int, batch: int):
 def random_case(seed: int, tied: bool = False):
     """A place, and for a few of its decisions two options to choose from, for the others one.
 
-    tied: of a model with a matrix that several regions read; whether they share a copy is open, and the one other decision.
+    tied: of a model with a matrix that several regions read, alike as a rule; whether they share a copy is open, and one
+    other decision.
     """
     rng = random.Random(seed)
     if tied:
@@ -96,7 +98,8 @@ def random_case(seed: int, tied: bool = False):
         program = program_of(
             rng.choice([1, 1, 2, 3]), rng.choice(["plain", "gate", "norm", "two"]), rng.choice([4, 64])
         )
-    hardware, mesh = rng.choice([("cpu:1", (1,)), ("cpu:1", (1,)), ("cpu:2", (2,)), ("cpu:2", (2,)), ("cpu:4", (2, 2))])
+    several = [("cpu:2", (2,)), ("cpu:2", (2,)), ("cpu:4", (2, 2))]
+    hardware, mesh = rng.choice(several if tied else [("cpu:1", (1,)), ("cpu:1", (1,)), *several])
     (place,) = task(program, hardware, mesh=mesh).places
     decisions = place.problem.decisions
     open_ones = set(rng.sample(range(len(decisions)), 1 if tied else 2))
@@ -104,6 +107,10 @@ def random_case(seed: int, tied: bool = False):
     for index, decision in enumerate(decisions):
         num = min(2 if index in open_ones else 1, len(decision.options))
         allowed[decision] = frozenset(rng.sample(range(len(decision.options)), num))
+    if tied:
+        first, *others = (decision for decision in decisions if decision.key.startswith("end:"))
+        alike = [decision for decision in others if decision.options == first.options]
+        allowed.update(dict.fromkeys(alike, allowed[first]))
     return place, allowed, rng
 
 
@@ -208,6 +215,16 @@ def test_the_best_of_all_plans_that_may_offload_is_found_short():
 
 def test_the_best_of_all_plans_that_may_offload_states_is_found_short():
     assert all(compare_with_all(seed, offload=True, num_states=1) > 0 for seed in STATE_SEEDS)
+
+
+def test_the_best_of_all_plans_with_a_tied_parameter_is_found_short():
+    assert all(compare_with_all(seed, tied=True) > 0 for seed in TIED_SEEDS)
+
+
+@pytest.mark.slow
+def test_the_best_of_all_plans_with_a_tied_parameter_is_found():
+    compared = [compare_with_all(seed, tied=True) for seed in range(4000, 4000 + NUM_CASES)]
+    assert sum(num > 0 for num in compared) >= 15
 
 
 @pytest.mark.slow
