@@ -7,15 +7,19 @@ from benchmarks.runtime import models
 from tests.pool import Pool
 
 BAR = 0.02
-MODEL = "llama-256"
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+@pytest.fixture(
+    scope="module",
+    params=[("ddp", "llama-256"), ("fsdp", "llama-256"), ("ddp", "gpt2-256"), ("fsdp", "gpt2-256")],
+    ids="-".join,
+)
 def both(request: pytest.FixtureRequest, pool2: Pool):
-    """The wrapper's step on two ranks, and our plan of the same recipe."""
-    plan = tw.plan(*models.build(MODEL, "meta"), hardware="cpu:2", mesh=(2,), solver=request.param)
-    theirs = pool2.run("tests.wrapper_cases:wrapped_step", wrapper=request.param, model=MODEL)[0]
-    return request.param, plan, theirs
+    """The wrapper's step on two ranks, and our plan of the same recipe; the GPT-2 has a tied embedding."""
+    recipe, model = request.param
+    plan = tw.plan(*models.build(model, "meta"), hardware="cpu:2", mesh=(2,), solver=recipe)
+    theirs = pool2.run("tests.wrapper_cases:wrapped_step", wrapper=recipe, model=model)[0]
+    return recipe, plan, theirs
 
 
 def test_it_sends_what_the_wrapper_sends(both) -> None:

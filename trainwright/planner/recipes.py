@@ -31,6 +31,8 @@ class Restriction:
     forbids: Callable[[Use, tuple[int, ...], Want], bool] | None = None
     """Whether a change of layout is out of the question, as long as there is an answer without it."""
     recompute: bool = True
+    share: bool = True
+    """Whether one gathered copy of a parameter may serve several regions."""
     offload: bool = False
     """Whether anything may be offloaded; the textbook's recipes do not."""
     fates: dict[Decision, str] = field(default_factory=dict)

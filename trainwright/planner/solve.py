@@ -79,9 +79,7 @@ class Solver:
         choice = read_choice(values_of(fastest), self.plain()[1], None)
         simulated = functools.cache(lambda: self.answer(fastest, choice))
         if budget is None or not settings.restriction.recompute:
-            answer = simulated()
-            fits = budget is None or answer.simulation.peak_bytes <= budget
-            return answer if fits else Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
+            return self._all_kept(simulated(), settings)
         rows_peak = self._rows_peak(choice)
         if rows_peak > FAR * budget and len(self.problem.program.ops) > MANY_OPS:
             return self.within(settings, budget, wider=lambda: self._first_aim(rows_peak, simulated(), budget))
@@ -89,6 +87,18 @@ class Solver:
         if answer.simulation.peak_bytes <= budget:
             return answer
         return self.within(settings, budget, self._first_aim(rows_peak, answer, budget))
+
+    def _all_kept(self, answer: Answer, settings: Settings) -> Answer | Infeasible:
+        """Return an answer that keeps everything if it fits, else one that holds no copy from one region to another."""
+        budget = settings.budget_bytes
+        if budget is None or answer.simulation.peak_bytes <= budget:
+            return answer
+        if answer.decisions.shared:
+            apart = replace(settings, restriction=replace(settings.restriction, share=False))
+            slower = self.without_memory(apart)
+            if slower is not None:
+                return self._all_kept(self.answer(slower, read_choice(values_of(slower), self.plain()[1], None)), apart)
+        return Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
 
     def lower_bound_s(self) -> float:
         """Return seconds that no answer on this mesh can beat, whatever the budget."""

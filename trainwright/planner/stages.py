@@ -182,6 +182,9 @@ def _forbidden(sharding: Sharding, restriction: Restriction) -> dict[int, float]
         for (use, native, want), column in sharding.flow.items():
             if restriction.forbids(use, native, want):
                 fixed[column] = 0.0
+    if not restriction.share:
+        gathered = (column for (_, native, want), column in sharding.shared.items() if native != want[0])
+        fixed.update(dict.fromkeys(gathered, 0.0))
     return fixed
 
 
