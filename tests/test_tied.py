@@ -8,7 +8,8 @@ import pytest
 
 import trainwright as tw
 from tests.pool import Pool
-from tests.test_plans_run import check
+from tests.test_planner import price_of, task, tiny_program
+from tests.test_plans_run import PEAK_BAR, check
 from trainwright.capture import zoo
 from trainwright.capture.schedule import OVERLAPS, Overlap
 
@@ -54,3 +55,65 @@ def test_it_computes_and_holds_what_was_promised(
     pool2: Pool, model: str, overlap: Overlap, shared: tuple[str, ...]
 ) -> None:
     check(pool2, model, changed(model, fsdp(model, 0.8), shared, overlap))
+
+
+def test_in_two_micro_batches(pool2: Pool) -> None:
+    plan = fsdp("gpt2-tiny", None, 2)
+    assert plan.params["transformer.wte.weight"].shared == ("R",)
+    check(pool2, "gpt2-tiny", plan)
+
+
+@pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron", "joint"])
+@pytest.mark.parametrize("model", READERS)
+def test_the_objective_is_the_price_of_what_runs(model: str, solver: str) -> None:
+    (place,) = task(tiny_program(model)).places
+    answer = place.solve(solver)
+    assert answer.objective_s == pytest.approx(price_of(place, answer.decisions), rel=1e-6)
+
+
+def test_under_a_tight_budget_each_reader_gathers_its_own() -> None:
+    question = {"hardware": "cpu:2", "solver": "fsdp"}
+    model = zoo.build("gpt2-tiny", device="meta", n_layer=4, vocab_size=256, batch_size=16, seq_len=64)
+    tight, wide = (tw.plan(*model, **question, memory=size) for size in (7_230_000, 7_790_000))
+    assert tight.params["transformer.wte.weight"].shared == ()
+    assert wide.params["transformer.wte.weight"].shared == ("R",)
+
+
+def test_a_plan_on_two_axes_reads_back() -> None:
+    model = zoo.build("gpt2-tiny", device="meta")
+    plan = tw.plan(*model, hardware="cpu:4", mesh=(2, 2), solver="fsdp")
+    again = tw.Plan.parse(plan.to_json())
+    assert again.params["transformer.wte.weight"].shared == ("R R",)
+    assert tw.check(again, *model).predicted == plan.predicted
+    entry = again.params["transformer.wte.weight"].model_copy(update={"shared": ("R",)})
+    with pytest.raises(tw.UserError, match="one entry per mesh axis is needed, 2 in all"):
+        tw.check(again.model_copy(update={"params": again.params | {"transformer.wte.weight": entry}}), *model)
+
+
+def test_explain_counts_the_copy_once() -> None:
+    model, plan = zoo.build("gpt2-tiny", device="meta"), fsdp("gpt2-tiny")
+    each = changed("gpt2-tiny", plan, ())
+    (one,), (two,) = (tw.explain(found, *model, "transformer.wte.weight").rows for found in (plan, each))
+    assert one.comm_s > 0
+    assert two.comm_s == pytest.approx(2 * one.comm_s)
+    assert "gathered once for all readers" in plan.table()
+    assert tw.diff(plan, each).decisions
+
+
+@pytest.mark.parametrize("share", [None, 0.88])
+def test_layers_that_are_all_alike_share_too(pool2: Pool, share: float | None) -> None:
+    spec = "tests/models/tied.py:one_weight_in_all_layers"
+    found = tw.load_model(spec)
+    question = {"hardware": "cpu:2", "solver": "fsdp", "loss_fn": found.loss_fn}
+    plan = tw.plan(found.model, found.batch, **question)
+    assert {key for key, entry in plan.params.items() if entry.shared} == {
+        "layers.0.shared.weight",
+        "layers.0.shared.bias",
+    }
+    if share is not None:
+        plan = tw.plan(found.model, found.batch, **question, memory=int(share * plan.predicted.peak_bytes))
+    payload = {"spec": spec, "options": {}}
+    results = pool2.run("trainwright.cli.workers:verify", model=payload, plan=plan.to_json(), dtype="float64")
+    report = tw.Report.model_validate(results[0])
+    assert report.passed, report
+    assert max(report.peak_bytes) == pytest.approx(plan.predicted.peak_bytes, rel=PEAK_BAR)

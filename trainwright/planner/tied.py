@@ -12,8 +12,9 @@ since the gradient stays a sum that is not brought back until F's backward has a
 last reader on, whatever is chosen (`memory`). What the backward gathers again it does region by region in either case, from
 the shard that is held.
 
-A parameter that is read as it rests needs no copy, and its gradients are always brought back as one. Parameters of
-which each of several blocks has its own are not offered one copy.
+A parameter that is read as it rests needs no copy, and its gradients are always brought back as one. A weight that all
+blocks read is such a parameter too; weights of which each block has its own, read in two places, are not offered one copy.
+A copy that several regions keep for their backward is one piece of memory; the rows count it once a region that keeps it.
 """
 
 from __future__ import annotations
