@@ -283,6 +283,7 @@ class _Builder:
 
 
 def _second(held: Any, lent: Any) -> Any:
+    """A borrowed copy; `held`, from which the backward gathers it anew, only has to be there."""
     return lent
 
 

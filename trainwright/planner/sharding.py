@@ -13,9 +13,8 @@ parameter that several regions read (`tied`) one copy may serve the readers of a
     f0[n, w] ∈ {0, 1}        all uses are served from n       f[u, n, w] + f0[n, w] in place of f[u, n, w] in both rows
         several  f0[n, w] ≤ Σ {x[d, k] : k wants w, d of another use}     for every use of one region
 
-On more
-than two axes only plain changes of layout are offered (`is_plain`), since the columns grow with the fourth power of an
-axis's options; what mixes gathers, cuts and exchanges in one change of layout is then out of reach.
+On more than two axes only plain changes of layout are offered (`is_plain`), since the columns grow with the fourth
+power of an axis's options; what mixes gathers, cuts and exchanges in one change of layout is then out of reach.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ class Sharding:
     choice: dict[Decision, list[int]] = field(default_factory=dict)
     flow: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
     tied: list[Tied] = field(default_factory=list)
+    """Parameters that several regions read."""
     shared: dict[tuple[Source, Layout, Want], int] = field(default_factory=dict)
-    """Of parameters that several regions read: whether one copy serves all."""
+    """Of these, whether one copy serves all."""
 
     def yields(self, source: Source) -> dict[Layout, list[int]]:
         """Return, by native layout, the columns of the options that leave `source` in it."""
