@@ -23,6 +23,7 @@ class Search:
         self.high: float | None = None
         """The smallest aim whose answer did not."""
         self.best: Answer | None = None
+        self._misses = 0
         self.done = False
 
     def offer(self, answer: Answer) -> None:
@@ -40,7 +41,9 @@ class Search:
             self.aim += 0.97 * left
         else:
             self.high = self.aim
-            self.aim += 1.02 * left - 0.001 * self.budget
+            self._misses += 1
+            # where less in the rows is not as much less in truth, larger steps
+            self.aim += (0.02 + self._misses) * left - 0.001 * self.budget
         if self.low is not None and self.high is not None:
             self.done |= self.high - self.low < 0.2 * CLOSE * self.budget
             if not self.low < self.aim < self.high:

@@ -4,6 +4,9 @@ Where memory binds, the relaxation mixes a few whole shardings (a third of one, 
 cut on single columns takes apart. Deciding one well-connected group for one of its options does: everything that exchanges
 tensors with it has to follow. Its children's relaxations begin from the parent's basis and take a few dual simplex
 steps. A node whose options are all whole is a leaf: what is left are counts of blocks, a small MIP of its own.
+
+Where many groups are mixed (an encoder with a decoder on two axes) a descent takes dozens of relaxations and may end in
+nothing that fits; then the MIP of the options that the root mixes, a fifth of all, finds a good answer.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ from .sharding import Sharding
 _WHOLE = 1e-6
 _TRIALS = 3
 """Groups whose children are looked at before one of them is branched on, where nothing is known of them yet."""
+_SOON_S = 2.0
+"""A search that takes longer looks once among the options that the root's relaxation mixes, all else left out."""
+_FAR_GAP = 0.02
+"""Unless what is there is so near to what is proven."""
 _BEYOND = 0.3
 """What a child without solution counts as, as a share of its parent's objective."""
 Allowed = Mapping[Decision, frozenset[int]]
@@ -61,6 +68,8 @@ class Branching:
     cutoff: float = math.inf
     """What is not below this is not wanted."""
     progress: Progress | None = None
+    narrow: Callable[[Vertex], Solution] | None = None
+    """The root's relaxation → the best solution among the options that it mixes; asked once, where no proof comes soon."""
     best: Solution = field(default_factory=lambda: Solution("stopped", None, math.inf, -math.inf, 0.0))
     num_nodes: int = 0
 
@@ -86,9 +95,15 @@ class Branching:
             node: tuple[Allowed, Vertex] | None = (allowed, vertex)
             while node is not None:
                 node = self._expand(*node)
+                self._look_among_mixed(root)
         bound = min(self._bound(), self.best.objective)
         status = self._status(bound)
         return Solution(status, self.best.values, self.best.objective, bound, self._spent())
+
+    def _look_among_mixed(self, root: Vertex) -> None:
+        if self.narrow is not None and self._spent() > _SOON_S and not self._is_close(self._bound(), _FAR_GAP):
+            narrow, self.narrow = self.narrow, None
+            self._take(narrow(root))
 
     def _status(self, bound: float) -> str:
         if self.best.values is not None:
@@ -102,10 +117,10 @@ class Branching:
         nearest = self._open[0][0] if self._open else math.inf
         return min(nearest, self._given_up)
 
-    def _is_close(self, bound: float) -> bool:
+    def _is_close(self, bound: float, gap: float | None = None) -> bool:
         if self.best.values is None:
             return False
-        return self.best.objective - bound <= self._wanted_gap * abs(self.best.objective)
+        return self.best.objective - bound <= (self._wanted_gap if gap is None else gap) * abs(self.best.objective)
 
     @property
     def _wanted_gap(self) -> float:
@@ -153,10 +168,13 @@ class Branching:
     def try_options(self, options: Mapping[Decision, int]) -> Solution:
         """Take what is best with `options` where it is better than the best so far; return it."""
         found = self.leaf(options)
+        self._take(found)
+        return found
+
+    def _take(self, found: Solution) -> None:
         if found.values is not None and found.objective < min(self.best.objective, self.cutoff):
             self.best = found
             self._tell()
-        return found
 
     def _tell(self) -> None:
         if self.progress is not None:

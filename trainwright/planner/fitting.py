@@ -20,14 +20,16 @@ from .answer import Answer, Infeasible, Settings
 from .memory import set_budget
 from .milp import Solution
 from .sharding import is_large
-from .stages import CUT_OFF, PATIENCE_OF_LARGE, Options, solve_in_stages
+from .stages import CUT_OFF, PATIENCE_OF_LARGE, Options, solve_beside, solve_in_stages
 
 if TYPE_CHECKING:
     from .solve import Solver
 
 MAX_CORRECTIONS = 5
-_MOST_HELD = 3
+_MOST_HELD = 6
 """How often what is kept is chosen anew for one sharding."""
+_LEAST_S = 10.0
+"""What is left of the time or not, so long is one sharding fitted: what was found in the time is not to be lost."""
 
 
 class Fitting:
@@ -65,13 +67,19 @@ class Fitting:
                 return refused
             if search.done or time.perf_counter() > self._deadline:
                 break
-        # an answer that was fitted by itself fitted no aim of the whole search, and yet not without rows
-        self.solver.last_aim = float(self.budget) if search.low is None and search.best is not None else search.low
+        # an answer that fitted no aim of the whole search fits, and yet not without rows
+        self.solver.last_aim = float(self.budget) if search.low is None else search.low
         if search.best is not None:
             return search.best
         if math.isfinite(self.settings.cutoff_s):
             return self._cut_off()
-        return self._smallest()
+        return self._known() or self._smallest()
+
+    def _known(self) -> Answer | None:
+        """Return the fastest answer with a known sharding that fits: where the search found none in time."""
+        for options in self.solver.starts(self.settings):
+            self.fitted(options)
+        return self.search.best
 
     def _solve(self) -> Solution:
         """Solve under the rows' present budget."""
@@ -79,6 +87,9 @@ class Fitting:
         model, sharding, recompute, memory = solver.full()
         set_budget(model, memory, search.aim)
         remaining = max(1.0, self._deadline - time.perf_counter())
+        if is_large(solver.problem):
+            # time for a second look, at the budget of the rows that the first one asks for
+            remaining = min(remaining, settings.time_limit_s / 2)
         stages = settings.stages(model, sharding, recompute, solver.starts_for(settings), remaining)
         stages.cutoff, stages.floor = settings.cutoff_s, solver.floor_s
         if is_large(solver.problem):
@@ -133,15 +144,28 @@ class Fitting:
         self._fit(options, Search(self.budget, self.search.aim), -math.inf)
         return self.search.best
 
+    def beside(self, answer: Answer) -> Answer | None:
+        """Return the fastest answer that fits among the options of `answer` and those that the relaxation mixes."""
+        solver = self.solver
+        model, sharding, recompute, memory = solver.full()
+        set_budget(model, memory, self.search.aim)
+        stages = self.settings.stages(model, sharding, recompute)
+        solution = solve_beside(stages, answer.choice.options)
+        if solution.values is not None and solution.objective < self._to_beat:
+            self._note(solution)
+        best = self.search.best
+        return None if best is None or best.objective_s >= self.settings.cutoff_s else best
+
     def _fit(self, options: Options, own: Search, bound: float) -> None:
         """Choose what is kept with one sharding, under a budget of the rows of its own."""
         self._held.add(tuple(options.values()))
         allowed = {decision: frozenset([option]) for decision, option in options.items()}
         held = replace(self.settings, restriction=replace(self.settings.restriction, allowed=allowed))
+        deadline = max(self._deadline, time.perf_counter() + _LEAST_S)
         for _ in range(_MOST_HELD):
-            if own.done or time.perf_counter() > self._deadline:
+            if own.done or time.perf_counter() > deadline:
                 break
-            found = self._solve_held(held, own.aim)
+            found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
                 break
             refitted = self.solver.answer(replace(found, bound=min(found.objective, max(bound, self.solver.floor_s))))
@@ -149,10 +173,10 @@ class Fitting:
             if refitted.simulation.peak_bytes <= self.budget and refitted.objective_s < self.settings.cutoff_s:
                 self.search.offer(refitted)
 
-    def _solve_held(self, held: Settings, aim: float) -> Solution:
+    def _solve_held(self, held: Settings, aim: float, deadline: float) -> Solution:
         model, sharding, recompute, memory = self.solver.full()
         set_budget(model, memory, aim)
-        limit = max(1.0, self._deadline - time.perf_counter())
+        limit = max(1.0, deadline - time.perf_counter())
         return solve_in_stages(held.stages(model, sharding, recompute, None, limit))
 
     @property

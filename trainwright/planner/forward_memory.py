@@ -3,6 +3,7 @@
     kept        of the regions behind, and of the own one what is there already
     passing     made, still to be read in the forward, and not kept for the backward
     changing    Σ f[u, n, w] · (the most that the way from n to w holds, its result included)
+    workspace   what the group's kernels hold for a moment
     shared      copies of parameters that regions behind and regions ahead read (`tied`)
 
 Rows are for the last instance of a class: most is kept by then. The backward brings gradients back by the same ways;
@@ -97,7 +98,9 @@ class ForwardMemory:
                 alive = self._alive(region_class, position)
                 terms += [(column, 1.0) for stored in alive if (column := self.passing.get(stored)) is not None]
                 terms += self.changes.forward(decision) + self.changes.shared.forward(region_class, position)
-                yield decision, terms + self.recompute.on_the_way(region_class)
+                terms += self.recompute.on_the_way(region_class)
+                spaces = zip(self.sharding.choice[decision], decision.workspace_bytes)
+                yield decision, terms + _positive([(column, size / MIB) for column, size in spaces])
 
     def _kept_terms(self, region_class: RegionClass, region: int, position: int) -> Terms:
         terms: Terms = []

@@ -1,14 +1,15 @@
 """The joint answer is no slower than that of a known sharding.
 
 By the rows no sharding can be faster. But the rows count a little too much, for some plans more than for others, so a
-sharding that comes second by the rows may keep more within the true budget. Each known sharding is given the chance.
+sharding that comes second by the rows may keep more within the true budget. Each known sharding is given the chance. Where
+the search ended far from what is proven, a recipe's answer is taken, and what lies between it and the relaxation looked at.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from .answer import Answer, Settings
+from .answer import Answer, Infeasible, Settings
 from .fitting import Fitting
 from .recipes import restriction
 from .solve import Solver, both
@@ -16,24 +17,37 @@ from .stages import GAP
 
 _PROVEN = 0.02
 """An answer further than this from what is proven is held against a whole recipe too."""
+_NEAR = 1.1
 _MORE_ROOM = 1.02
 _MUCH_MORE_ROOM = 1.25
 """How much more than the budget the rows' is for a known sharding at first; where they were seen to be too careful, much."""
 
 
-def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer) -> Answer:
+def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer | Infeasible) -> Answer | Infeasible:
     """Return `answer`, or the one of a known sharding that is faster within the budget by more than a proven gap is."""
     budget, aim = settings.budget_bytes, solver.last_aim
+    if isinstance(answer, Infeasible):
+        return (
+            answer if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings, budget) or answer
+        )
     if budget is None or aim is None or settings.restriction.fates:
         return answer
     unproven = answer.gap is None or answer.gap > _PROVEN
     if unproven:
         answer = _faster(answer, _of_recipe(solver, settings, budget))
+        wanted = replace(_below(settings, answer), time_limit_s=settings.time_limit_s / 2)
+        answer = _faster(answer, Fitting(solver, wanted, budget, _MORE_ROOM * budget).beside(answer))
     room = _MUCH_MORE_ROOM * budget if unproven else _MORE_ROOM * aim
     for options in solver.starts(settings):
         if options != answer.choice.options:
             answer = _faster(answer, Fitting(solver, _below(settings, answer), budget, room).fitted(options))
     return answer
+
+
+def _is_near(refused: Infeasible, budget: int) -> bool:
+    """Whether the least that a search found in its time misses the budget by so little that a recipe may fit."""
+    least = refused.smallest
+    return not refused.cut_off and least is not None and least.simulation.peak_bytes <= _NEAR * budget
 
 
 def _below(settings: Settings, answer: Answer) -> Settings:

@@ -7,6 +7,8 @@
                   micro-batches of all parameters, and those are static; sums that wait for another reader (`tied`)
     in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
     changing      the most that bringing a gradient of the group's operands back holds
+    rerunning     what a call that is run again reads and makes and nobody keeps, with what its kernels take: at the
+                  beginning of a region's backward, in place of what its last group's own backward holds
     update        static, all parameters' gradients, what the caller holds, the optimizer's own temporaries, and the
                   offloaded states that have come back (`offload_states`)
 
@@ -18,19 +20,22 @@ row stays short.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..capture.blocks import RegionClass
-from ..capture.program import Tensor
 from .forward_memory import Changes, ForwardMemory
 from .milp import MIB, Model, Terms
 from .offload import spans
-from .problem import Decision, Problem
+from .problem import Decision, Problem, Source, Use
 from .recompute import Recompute
 from .sharding import Sharding
 from .working_set import Item, find_items
+
+Place = tuple[int, int]
+"""A region's index, and a group's position in it."""
 
 
 @dataclass(eq=False)
@@ -72,6 +77,7 @@ class _Builder:
         """MiB kept by all instances of a class."""
         self.items: dict[RegionClass, list[Item]] = defaultdict(list)
         self.gradient_regions: dict[Decision, list[int]] = defaultdict(list)
+        self.waits: dict[Source, list[tuple[Place, Place]]] = {}
         self.changes = Changes(model, problem, sharding)
         boundary = [stored for stored in problem.stored if stored.boundary and not stored.held]
         self.spans = {stored: spans(stored) for stored in boundary} if recompute.leaves else {}
@@ -81,11 +87,14 @@ class _Builder:
         self._collect()
         static = self._sum_column([*self._params(self._static_bytes), *self._states_away()])
         for region_class in self.problem.program.classes:
-            for decision in self.problem.of_class(region_class):
-                changing = self.changes.backward(decision)
+            decisions = self.problem.of_class(region_class)
+            for decision in decisions:
+                momentary = self._option_terms(decision, decision.transient_bytes) + self.changes.backward(decision)
+                if decision is decisions[-1]:
+                    momentary = self._rerunning(decisions, momentary)
                 for member in {0, region_class.multiplicity - 1}:
                     terms = self._row(region_class, member, decision)
-                    self._hold(memory, [(static, 1.0), *terms, *changing], _row_name("backward", decision, member))
+                    self._hold(memory, [(static, 1.0), *terms, *momentary], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
         for decision, terms in forward.rows():
             self._hold(memory, [(static, 1.0), *terms], _row_name("forward", decision, -1))
@@ -125,6 +134,7 @@ class _Builder:
             region_class: self._sum_column([(item.kept, 1.0) for item in items])
             for region_class, items in self.items.items()
         }
+        self.waits = _waits(self.problem.uses)
         for use in self.problem.uses:
             if use.source.is_param:
                 regions = [use.region_class.members[member].index for member in use.members]
@@ -142,13 +152,30 @@ class _Builder:
                 terms.append((column, num / owner.multiplicity))
         terms += self._own_terms(region_class, member, position)
         terms += self._passed_terms(region_class, region, position)
-        terms += self._option_terms(decision, decision.transient_bytes)
-        terms += self._pending(region_class, position)
+        terms += self._pending(region, position)
         terms += self._param_gradients(region)
         terms += self.changes.shared.backward(region, position)
         terms += self.recompute.on_the_way(region_class)
         terms += self._fetched(region_class, region, position)
         return terms
+
+    def _rerunning(self, decisions: list[Decision], momentary: Terms) -> Terms:
+        """The more of two: what the last group's backward holds for a moment, and what reruns do right before it."""
+        given = self._option_terms(decisions[-1], decisions[-1].given_bytes)
+        reruns = [self._rerun_terms(decision) for decision in decisions]
+        if not any(reruns):
+            return momentary
+        most = self.model.column()
+        for terms in [momentary, *([*given, *found] for found in reruns if found)]:
+            self.model.row("what a region's backward begins with", [*terms, (most, -1.0)], upper=0.0)
+        return [(most, 1.0)]
+
+    def _rerun_terms(self, decision: Decision) -> Terms:
+        return [
+            (self.recompute.rerun[decision, option], size / decision.count / MIB)
+            for option, size in enumerate(decision.rerun_bytes)
+            if size and (decision, option) in self.recompute.rerun
+        ]
 
     def _own_terms(self, region_class: RegionClass, member: int, position: int) -> Terms:
         """What the instances of the own class hold: at the last one all that is kept, at the first one its own alone."""
@@ -199,20 +226,14 @@ class _Builder:
     def _option_terms(self, decision: Decision, num_bytes: list[int]) -> Terms:
         return [(column, size / MIB) for column, size in zip(self.sharding.choice[decision], num_bytes) if size]
 
-    def _pending(self, region_class: RegionClass, position: int) -> Terms:
-        """Gradients that already have a part and wait for the backward of their producer."""
+    def _pending(self, region: int, position: int) -> Terms:
+        """Gradients that already have a part and wait for other readers' parts or for the backward of their producer."""
         terms: Terms = []
-        seen: set[Tensor] = set()
-        for use in self.problem.uses:
-            if use.region_class is not region_class or use.source.is_param or not use.tensor.requires_grad:
-                continue
-            maker = use.source.decision.group
-            made = maker.index if use.inside and maker is not None else -1
-            waits = made < position and any(demand.position > position for demand in use.demands)
-            if waits and use.tensor not in seen:
-                seen.add(use.tensor)
-                sizes = [self.problem.costs.local_bytes(use.source.tensor, native) for native in use.source.natives]
-                terms += self._option_terms(use.source.decision, sizes)
+        for source, waits in self.waits.items():
+            num = sum(made < (region, position) < last for made, last in waits)
+            if num:
+                sizes = [num * self.problem.costs.local_bytes(source.tensor, native) for native in source.natives]
+                terms += self._option_terms(source.decision, sizes)
         return terms
 
     def _param_gradients(self, region: int) -> Terms:
@@ -257,6 +278,23 @@ class _Builder:
                 self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
         window = [(self.recompute.state_window, 1.0)] if self.recompute.states else []
         return [*terms, (largest, 1.0), *window]
+
+
+def _waits(uses: Iterable[Use]) -> dict[Source, list[tuple[Place, Place]]]:
+    """Return where each instance of what a group makes was made, and where it is read last."""
+    last: dict[Source, dict[int, Place]] = defaultdict(dict)
+    for use in uses:
+        if not use.source.is_param and use.tensor.requires_grad:
+            position = max(demand.position for demand in use.demands)
+            for made, read in use.reaches():
+                own = last[use.source]
+                own[made] = max(own.get(made, (-1, -1)), (read, position))
+    return {source: [((made, _position(source)), end) for made, end in own.items()] for source, own in last.items()}
+
+
+def _position(source: Source) -> int:
+    assert source.decision.group is not None
+    return source.decision.group.index
 
 
 def _row_name(phase: str, decision: Decision, member: int) -> str:

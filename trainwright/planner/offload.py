@@ -86,16 +86,8 @@ def spans(stored: Stored) -> list[tuple[int, int]]:
     assert owner is not None
     own = {member.index: [member.index] if stored.own_saved else [] for member in owner.members}
     for use in stored.uses:
-        readers = use.region_class
-        for place in use.members:
-            region = readers.members[place]
-            made = region.index
-            if not use.inside:
-                external = region.externals[readers.representative.externals.index(use.tensor)]
-                assert external.producer is not None
-                assert external.producer.region is not None
-                made = external.producer.region.index
-            own[made].append(region.index)
+        for made, read in use.reaches():
+            own[made].append(read)
     return [(min(own[m.index], default=m.index), max(own[m.index], default=m.index)) for m in owner.members]
 
 

@@ -11,7 +11,7 @@ Everything stands once per class of regions, whatever the number of layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..capture.blocks import RegionClass
@@ -49,6 +49,12 @@ class Decision:
     """The activations among these."""
     transient_bytes: list[int] = field(default_factory=list)
     """What the group's backward holds for a moment, gradients included."""
+    workspace_bytes: list[int] = field(default_factory=list)
+    """What its forward holds for a moment, beside what it makes and saves."""
+    rerun_bytes: list[int] = field(default_factory=list)
+    """The same with what a rerun reads or makes and no backward needs."""
+    given_bytes: list[int] = field(default_factory=list)
+    """The gradients of what it leaves to others."""
     rest_bytes: list[int] = field(default_factory=list)
     """Parameters: bytes of one instance at rest; its gradient takes as much."""
     state_bytes: list[int] = field(default_factory=list)
@@ -104,6 +110,18 @@ class Use:
     @property
     def count(self) -> int:
         return len(self.members)
+
+    def reaches(self) -> Iterator[tuple[int, int]]:
+        """Yield, for each member, the region where what it reads was made and its own; of what a group makes."""
+        place = None if self.inside else self.region_class.representative.externals.index(self.tensor)
+        for member in self.members:
+            region = made = self.region_class.members[member]
+            if place is not None:
+                producer = region.externals[place].producer
+                assert producer is not None
+                assert producer.region is not None
+                made = producer.region
+            yield made.index, region.index
 
 
 @dataclass(eq=False)
@@ -181,6 +199,7 @@ class _Builder:
         self.twins: dict[Tensor, Tensor] = {}
         """Tensor → the representative of its class."""
         self.uses: list[Use] = []
+        self.saved: dict[RegionClass, set[Tensor]] = {}
         self.largest_bytes = max((tensor.num_bytes for tensor in program.params if tensor.requires_grad), default=0)
         """Of a parameter that is trained."""
 
@@ -223,6 +242,7 @@ class _Builder:
             result_s = self._result_s(region_class, group, split)
             decision.inner_comm_s.append((sum(a for a, _ in inner) + result_s, sum(b for _, b in inner)))
             decision.transient_bytes.append(self._transient_bytes(group, split))
+            self._add_forward_bytes(decision, split)
         self._add_inner_bytes(decision)
         return decision
 
@@ -252,6 +272,41 @@ class _Builder:
                 share = (sum(self.costs.local_bytes(t, layout) for t, layout in read) + given) / max(1, whole)
                 most = max(most, given + self.costs.backward_bytes(group, op, split, share))
         return most
+
+    def _add_forward_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
+        """What the group's calls hold for a moment in the forward, and where they are run again for the backward."""
+        group, region_class = decision.group, decision.region_class
+        assert group is not None
+        assert region_class is not None
+        saved = self._saved_roots(region_class)
+        spaces, reruns = [], []
+        for op in group.ops:
+            space = int(self.costs.records[op].forward_bytes * self.costs.work_share(group, op, split))
+            around = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs) if t.role == "op"]
+            around += [(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)]
+            passing = {t: layout for t, layout in around if self.costs.records.root(t) not in saved and not _is_free(t)}
+            spaces.append(space)
+            reruns.append(space + sum(self.costs.local_bytes(t, layout) for t, layout in passing.items()))
+        decision.workspace_bytes.append(max(spaces))
+        decision.rerun_bytes.append(max(reruns))
+        given = [(t, t.producer) for t in group.outputs() if t.producer is not None and t.requires_grad]
+        decision.given_bytes.append(
+            sum(self.costs.local_bytes(t, group.output_layout(op, op.outputs.index(t), split)) for t, op in given)
+        )
+
+    def _saved_roots(self, region_class: RegionClass) -> set[Tensor]:
+        """The memory that some backward in the region needs."""
+        if region_class not in self.saved:
+            records = self.costs.records
+            self.saved[region_class] = {
+                records.root(tensor)
+                for op in region_class.representative.ops
+                for tensor in (
+                    *(op.inputs[place] for place in records[op].saved_inputs),
+                    *(op.outputs[place] for place in records[op].saved_outputs),
+                )
+            }
+        return self.saved[region_class]
 
     def _add_inner_bytes(self, decision: Decision) -> None:
         group, records = decision.group, self.costs.records

@@ -40,6 +40,8 @@ TIME_WEIGHT = 0.04
 """What seconds count beside bytes where the least memory is looked for: without, most columns cost nothing and the
 relaxation's vertices are many."""
 
+_START_SHARE = 1 / 6
+"""Of the time limit, what one sharding to begin from may take."""
 _KEPT_TO_LEAST = 4
 """About how many times more the fastest sharding holds than the least possible: for the size of `TIME_WEIGHT` only."""
 
@@ -237,7 +239,8 @@ class Solver:
 
     def _fastest(self, settings: Settings) -> dict[Decision, int] | None:
         model, sharding = self.plain()
-        solution = solve_in_stages(settings.stages(model, sharding))
+        limit = settings.time_limit_s * _START_SHARE
+        solution = solve_in_stages(settings.stages(model, sharding, time_limit_s=limit))
         return None if solution.values is None else read_choice(solution.values, sharding, None).options
 
     def first_stage(

@@ -33,6 +33,9 @@ FEW_COLUMNS = 3000
 """A MIP of so many is solved whole at once."""
 _MANY_COLUMNS = 40_000
 """With so many, known shardings are tried before the relaxation: one may be close to the floor."""
+_UNUSED = 1e-6
+_MIXED_SHARE = 2 / 3
+"""Of the time of a search, what the MIP of the mixed options may take."""
 _LEAST_S = 10.0
 """What is left of the time or not, so long is a known sharding looked at where there is no answer yet."""
 
@@ -89,6 +92,7 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
         branching = Branching(
             relaxation, stages.sharding.choice, frozenset(fixed), connections(stages.sharding), held.solve, stages.gap,
             stages.patience, left, stages.cutoff, stages.progress,
+            lambda vertex: _among_mixed(stages, held, vertex, _MIXED_SHARE * left),
         )  # fmt: skip
         if known is not None and known.objective < stages.cutoff:
             branching.best = known
@@ -138,6 +142,36 @@ def _whole(stages: Stages, held: _Held, root: Vertex, time_limit_s: float) -> So
         patience=stages.patience, progress=stages.progress,
     )  # fmt: skip
     return whole if whole.values is not None or first.values is None else replace(first, bound=whole.bound)
+
+
+def _among_mixed(
+    stages: Stages, held: _Held, root: Vertex, time_limit_s: float, first: Solution | None = None
+) -> Solution:
+    """Return the best solution whose options the relaxation mixes or `first` has; its bound holds for these alone."""
+    start = None if first is None else first.values
+    unused = {
+        column: 0.0
+        for columns in stages.sharding.choice.values()
+        for column in columns
+        if root.values[column] < _UNUSED and (start is None or start[column] < _UNUSED)
+    }
+    return stages.model.solve(
+        fixed={**held.fixed, **unused}, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
+        patience=stages.patience,
+    )  # fmt: skip
+
+
+def solve_beside(stages: Stages, options: Options) -> Solution:
+    """Return a solution that is no worse than the best with `options`: among these and what the relaxation mixes."""
+    fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
+    held = _Held(stages, fixed, None)
+    began = time.perf_counter()
+    root = stages.model.relaxation(fixed).solve(time_limit_s=stages.time_limit_s / 2)
+    first = held.solve(options)
+    if root is None or isinstance(root, float):
+        return first
+    found = _among_mixed(stages, held, root, stages.time_limit_s - (time.perf_counter() - began), first)
+    return replace(first if found.values is None else found, bound=root.objective)
 
 
 def _best_known(stages: Stages, held: _Held, time_limit_s: float) -> Solution:

@@ -194,6 +194,6 @@ class Place:
         if solver == "two-stage":
             return solve_two_stage(self.solver, settings)
         answer = self.solver.solve(settings)
-        if solver == "joint" and isinstance(answer, Answer):
+        if solver == "joint":
             return no_slower_than_known(self.solver, settings, answer)
         return answer

@@ -59,6 +59,8 @@ class OpRecord:
     """What is saved and is neither an argument nor an output: statistics, masks."""
     backward_bytes: int
     """The most that the op's backward holds beside what was saved and the gradient it is given."""
+    forward_bytes: int
+    """The most that its forward holds beside what it is given, makes and saves."""
     aliases: dict[int, int]
     """Output → the argument whose memory it shares."""
 
@@ -138,11 +140,12 @@ def _record_op(
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: _note(saved, t), lambda t: t):
         with forward.tracker:
             executor.calls[instruction.index](inner, run_state(op, target))
+        left = forward.tracker.live_bytes
         outputs = [inner[index] for index in instruction.outputs]
         backward.tracker.watch([*leaves.values(), *outputs, *saved], "input")
         _run_backward(outputs, [leaf for leaf in leaves.values() if leaf.requires_grad], backward)
     env.update({index: inner[index].detach() for index in instruction.outputs})
-    return _summary(forward, backward, [leaves[index] for index in instruction.inputs], outputs, saved)
+    return _summary(forward, left, backward, [leaves[index] for index in instruction.inputs], outputs, saved)
 
 
 def _note(saved: list[Array], tensor: Array) -> Array:
@@ -162,7 +165,12 @@ def _run_backward(outputs: list[Array], leaves: list[Array], counter: _Counter) 
 
 
 def _summary(
-    forward: _Counter, backward: _Counter, inputs: list[Array], outputs: list[Array], saved: list[Array]
+    forward: _Counter,
+    forward_left: int,
+    backward: _Counter,
+    inputs: list[Array],
+    outputs: list[Array],
+    saved: list[Array],
 ) -> OpRecord:
     ins, outs = [_storage(tensor) for tensor in inputs], [_storage(tensor) for tensor in outputs]
     inner = {
@@ -176,6 +184,7 @@ def _summary(
         frozenset(place for place, key in enumerate(outs) if key in keys and key not in ins),
         sum(inner.values()),
         backward.tracker.peak_bytes,
+        forward.tracker.peak_bytes - forward_left,
         {place: ins.index(key) for place, key in enumerate(outs) if key in ins},
     )
 

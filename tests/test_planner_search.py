@@ -1,0 +1,93 @@
+"""Where the search of a large model finds no proof: what is tried then, and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import pytest
+from test_planner_budget import deep_program, peaks, task
+
+from benchmarks.planner.places import place_of
+from trainwright.capture import zoo
+from trainwright.capture.export import capture
+from trainwright.capture.program import build_program
+from trainwright.planner import branching, stages
+from trainwright.planner.answer import Answer, Infeasible
+from trainwright.planner.budget import budget_for
+from trainwright.planner.fitting import Fitting
+from trainwright.planner.solve import Solver
+
+
+@pytest.fixture
+def place():
+    """A model of twelve layers under a budget that binds."""
+    low, high = peaks()
+    (found,) = task(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
+    return found
+
+
+@pytest.mark.slow
+def test_what_the_relaxation_mixes_is_searched_and_loses_nothing(monkeypatch):
+    (place,) = task(deep_program(), "2x2xh100").places
+    place.task.budget_bytes = place.solve("joint").simulation.peak_bytes // 2
+    known = place.solve("joint")
+    asked = []
+    narrow = stages._among_mixed
+    monkeypatch.setattr(branching, "_SOON_S", -1.0)
+    monkeypatch.setattr(branching, "_FAR_GAP", -1.0)
+    monkeypatch.setattr(stages, "FEW_COLUMNS", 0)
+    monkeypatch.setattr(stages, "_among_mixed", lambda *args: asked.append(narrow(*args)) or asked[-1])
+    found = place.solve("joint")
+    assert asked
+    assert found.simulation.peak_bytes <= place.task.budget_bytes
+    assert found.objective_s == pytest.approx(known.objective_s, rel=2e-3)
+
+
+def test_a_search_beside_an_answer_is_no_worse_than_the_answer(place):
+    fsdp, settings = place.solve("fsdp"), place.settings("joint")
+    found = Fitting(place.solver, settings, settings.budget_bytes).beside(fsdp)
+    assert found is not None
+    assert found.simulation.peak_bytes <= settings.budget_bytes
+    assert found.objective_s <= fsdp.objective_s * (1 + stages.GAP)
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_recipe_answers_where_the_search_found_nothing_but_missed_by_little(place, monkeypatch, near):
+    fsdp = place.solve("fsdp")
+    if not near:
+        place.task.budget_bytes = fsdp.simulation.peak_bytes // 2
+    refused = Infeasible(("a row",), fsdp)
+    monkeypatch.setattr(Solver, "solve", lambda self, settings: refused)
+    found = place.solve("joint")
+    if near:
+        assert isinstance(found, Answer)
+        assert found.objective_s == pytest.approx(fsdp.objective_s, rel=2 * stages.GAP)
+    else:
+        assert found is refused
+
+
+def test_a_use_knows_where_what_it_reads_was_made():
+    place = place_of("t5-tiny", {}, "2xh100", (2,))
+    program = place.task.program
+    made_at = {tensor: op.region.index for op in program.ops if op.region is not None for tensor in op.outputs}
+    far = 0
+    for use in place.problem.uses:
+        if not use.source.is_param:
+            place_of_tensor = use.region_class.representative.externals
+            for member, (made, read) in zip(use.members, use.reaches()):
+                region = use.region_class.members[member]
+                tensor = use.tensor if use.inside else region.externals[place_of_tensor.index(use.tensor)]
+                assert read == region.index
+                assert made == (read if use.inside else made_at[tensor])
+                far += read - made > 1
+    assert far >= 4  # what the encoder leaves, and position biases, are read by layers far behind
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("times", [1.0, 1.35])
+def test_an_encoder_with_a_decoder_on_two_axes_is_planned_no_slower_than_by_a_recipe(times):
+    (place,) = task(build_program(capture(*zoo.build("t5-tiny"))), "2x2xh100").places
+    smallest = place.solver.smallest(place.settings("joint"))
+    place.task.budget_bytes = int(budget_for(smallest.simulation.peak_bytes) * times)
+    joint, fsdp = place.solve("joint"), place.solve("fsdp")
+    assert joint.simulation.peak_bytes <= place.task.budget_bytes
+    assert joint.objective_s <= fsdp.objective_s * (1 + stages.GAP)
