@@ -13,8 +13,9 @@ from ..capture.layout import Layout, layout_text
 from ..capture.local import Decisions
 from ..capture.program import Program, Tensor
 from ..profiler.saved import record
+from .build import build_problem
 from .costs import OptimizerCost, cost_model
-from .problem import Decision, Problem, Use, Want, build_problem
+from .problem import Decision, Problem, Use, Want
 from .tied import find_tied
 
 

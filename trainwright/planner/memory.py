@@ -32,10 +32,8 @@ from .offload import spans
 from .problem import Decision, Problem, Source, Use
 from .recompute import Recompute
 from .sharding import Sharding
+from .tied import Place
 from .working_set import Item, find_items
-
-Place = tuple[int, int]
-"""A region's index, and a group's position in it."""
 
 
 @dataclass(eq=False)

@@ -15,13 +15,14 @@ from ..capture.schedule import Overlap
 from ..hardware import machine, threads_each
 from ..profiler.saved import Records, record
 from .budget import divisor_for, usable_bytes
+from .build import build_problem
 from .costs import OptimizerCost, cost_model
 from .guard import no_slower_than_known
 from .meshes import mesh_shapes
 from .milp import Progress
 from .pins import apply_pins
 from .price import Price, price
-from .problem import Problem, build_problem
+from .problem import Problem
 from .recipes import Restriction, restriction
 from .simulate import MakeOptimizer, Simulation, simulate
 from .solve import Answer, Infeasible, Settings, Solver
