@@ -8,6 +8,7 @@ import json
 import pytest
 from test_planner import question, task
 
+import trainwright as tw
 from benchmarks.planner.grid import solved, violations
 from trainwright.artifacts import Plan
 from trainwright.capture import zoo
@@ -64,6 +65,16 @@ def test_a_plan_can_be_reviewed():
     plan = make_plan(**question(deep_program(), "2xh100", budget_bytes=int(low + 0.3 * (high - low))))
     lines = plan.to_json().splitlines()
     assert json.loads("\n".join(lines))
+    assert len(lines) < 300
+    assert max(map(len, lines)) <= 160, max(lines, key=len)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_plan_of_seventy_billion_parameters_can_be_reviewed():
+    model, batch = zoo.build("llama-3-70b", dtype="bf16", batch_size=64, seq_len=8192)
+    plan = tw.plan(model, batch, hardware="8x8xh100", memory="70GiB", mesh=(8, 8))
+    lines = plan.to_json().splitlines()
     assert len(lines) < 300
     assert max(map(len, lines)) <= 160, max(lines, key=len)
 
