@@ -69,7 +69,7 @@ def test_a_batch_of_another_shape_is_refused_with_the_remedy(pool2: Pool) -> Non
         pool2.run(CASES + "other_shape", plan=planned("ddp"), num_rows=3)
 
 
-@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
+@pytest.mark.parametrize("solver", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_bf16_autocast_keeps_weights_in_fp32(pool2: Pool, solver: str) -> None:
     found = pool2.run(CASES + "autocast", plan=planned(solver, autocast="bf16"), name="llama-tiny")[0]
     assert found["dtypes"] == ["torch.float32"]
@@ -182,6 +182,7 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_plain_loop_goes_on_where_it_was(plan_path: Path, tmp_path: Path) -> None:
     first = run_example("plain_loop.py", str(plan_path), str(tmp_path)).splitlines()
     losses = [float(line.split()[3]) for line in first if line.startswith("step")]
