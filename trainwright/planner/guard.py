@@ -27,9 +27,8 @@ def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer | In
     """Return `answer`, or the one of a known sharding that is faster within the budget by more than a proven gap is."""
     budget, aim = settings.budget_bytes, solver.last_aim
     if isinstance(answer, Infeasible):
-        return (
-            answer if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings, budget) or answer
-        )
+        found = None if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings, budget)
+        return answer if found is None else _unproven(solver, found)
     if budget is None or aim is None or settings.restriction.fates:
         return answer
     unproven = answer.gap is None or answer.gap > _PROVEN
@@ -42,6 +41,12 @@ def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer | In
         if options != answer.choice.options:
             answer = _faster(answer, Fitting(solver, _below(settings, answer), budget, room).fitted(options))
     return answer
+
+
+def _unproven(solver: Solver, found: Answer) -> Answer:
+    """A recipe's answer with the gap that it has in the whole space, of which no more is known than without a budget."""
+    gap = max(0.0, 1 - solver.lower_bound_s() / found.objective_s)
+    return replace(found, gap=gap, status="optimal" if gap <= GAP else "feasible")
 
 
 def _is_near(refused: Infeasible, budget: int) -> bool:
