@@ -149,9 +149,12 @@ def violations(found: list[dict[str, Any]]) -> list[str]:
         if row["step_s"] > steps.get(key, row["step_s"]) * (1 + max(row["gap"], 1e-3)):
             wrong.append(f"{name}: slower than with less memory, {row['step_s'] / steps[key] - 1:+.2%}")
         steps[key] = min(row["step_s"], steps.get(key, row["step_s"]))
-        best = joint.get((row["model"], row["cluster"], row["times"]), {})
-        if row["step_s"] * (1 + max(best.get("gap", 0.0), 1e-3)) < best.get("step_s", float("inf")):
-            wrong.append(f"{name}: joint is slower, {best.get('step_s', float('nan')) / row['step_s'] - 1:+.2%}")
+        best = joint.get((row["model"], row["cluster"], row["times"]), row)
+        if "step_s" not in best:
+            wrong.append(f"{name}: joint has no plan")
+            continue
+        if row["step_s"] * (1 + max(best.get("gap", 0.0), 1e-3)) < best["step_s"]:
+            wrong.append(f"{name}: joint is slower, {best['step_s'] / row['step_s'] - 1:+.2%}")
     for row in joint.values():
         deep = row["model"] in ("gpt2-tiny", "llama-tiny", "bert-tiny", "gpt2", "bert-large", "llama-3-8b")
         if row["binds"] and deep and row["peak_bytes"] < 0.95 * row["budget_bytes"]:
