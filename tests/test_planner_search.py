@@ -83,6 +83,33 @@ def test_a_use_knows_where_what_it_reads_was_made():
     assert far >= 4  # what the encoder leaves, and position biases, are read by layers far behind
 
 
+def test_the_rows_count_gradients_that_wait_and_what_reruns_hold():
+    place = place_of("t5-tiny", {}, "2xh100", (2,))
+    problem, (model, sharding, recompute, memory) = place.problem, place.solver.full()
+    columns = {model.row_names[row]: {column for column, _ in terms} for row, terms in memory.rows.items()}
+    far = {use.source for use in problem.uses if not use.source.is_param and use.tensor.requires_grad
+           and any(read - made > 2 for made, read in use.reaches())}  # fmt: skip
+    assert far
+    for source in far:
+        reaches = [reach for use in problem.uses if use.source is source for reach in use.reaches()]
+        first, last = min(made for made, _ in reaches), max(read for _, read in reaches)
+        between = [
+            member.ops[decision.group.head.position].key
+            for decision in problem.groups
+            for member in (decision.region_class.members[0], decision.region_class.members[-1])
+            if first < member.index < last
+        ]
+        assert between
+        for key in between:
+            assert columns[f"the backward of {key}"] & set(sharding.choice[source.decision]), (source.tensor.key, key)
+    rows = [row for row, name in enumerate(model.row_names) if name == "what a region's backward begins with"]
+    counted = {column for row in rows for column in model.indices[model.starts[row] : model.starts[row + 1]]}
+    reruns = {column for (d, k), column in recompute.rerun.items() if d.rerun_bytes[k] > 0}
+    assert reruns <= counted
+    tops = {max(model.indices[model.starts[row] : model.starts[row + 1]]) for row in rows}
+    assert all(any(top in terms for terms in columns.values()) for top in tops)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("times", [1.0, 1.35])

@@ -25,7 +25,8 @@ from .milp import Patience, Progress, Relaxation, Solution, Vertex
 from .problem import Decision
 from .sharding import Sharding
 
-_WHOLE = 1e-6
+NO_WEIGHT = 1e-6
+"""An option to which a relaxation gives no more is not mixed in."""
 _TRIALS = 3
 """Groups whose children are looked at before one of them is branched on, where nothing is known of them yet."""
 _SOON_S = 2.0
@@ -144,7 +145,7 @@ class Branching:
     def _expand(self, allowed: Allowed, vertex: Vertex) -> tuple[Allowed, Vertex] | None:
         """Branch; return the most promising child where there is no solution yet, so that one is found soon."""
         mixed = {d: 1.0 - float(vertex.values[columns].max()) for d, columns in self.choice.items()}
-        mixed = {decision: share for decision, share in mixed.items() if share > _WHOLE}
+        mixed = {decision: share for decision, share in mixed.items() if share > NO_WEIGHT}
         if not mixed:
             self._close(vertex)
             return None
@@ -206,7 +207,7 @@ class Branching:
         """Solve the children; return those worth keeping, and the least that branching raises the bound by, relatively."""
         columns = self.choice[decision]
         options = allowed.get(decision) or frozenset(k for k, column in enumerate(columns) if column not in self.closed)
-        weighted = [k for k in options if vertex.values[columns[k]] > _WHOLE]
+        weighted = [k for k in options if vertex.values[columns[k]] > NO_WEIGHT]
         rest = options.difference(weighted)
         found: list[Child] = []
         rises: list[float] = []

@@ -5,13 +5,13 @@ What the problem consists of stands in `problem`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..capture.blocks import RegionClass
 from ..capture.decide import group_key, param_classes, span
 from ..capture.groups import Group
 from ..capture.layout import REPLICATE, Layout
-from ..capture.program import Program, Tensor
+from ..capture.program import Op, Program, Tensor
 from ..capture.transition import gradient_layout
 from .costs import LEAST_SHARE, CostModel, OptimizerCost
 from .problem import Decision, Demand, Problem, Source, Stored, Use, Want
@@ -76,6 +76,7 @@ class _Builder:
             decision.inner_comm_s.append((sum(a for a, _ in inner) + result_s, sum(b for _, b in inner)))
             decision.transient_bytes.append(self._transient_bytes(group, split))
             self._add_forward_bytes(decision, split)
+            self._add_given_bytes(decision, split)
         self._add_inner_bytes(decision)
         return decision
 
@@ -122,6 +123,11 @@ class _Builder:
             reruns.append(space + sum(self.costs.local_bytes(t, layout) for t, layout in passing.items()))
         decision.workspace_bytes.append(max(spaces))
         decision.rerun_bytes.append(max(reruns))
+
+    def _add_given_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
+        """The gradients that the group's backward begins with."""
+        group = decision.group
+        assert group is not None
         given = [(t, t.producer) for t in group.outputs() if t.producer is not None and t.requires_grad]
         decision.given_bytes.append(
             sum(self.costs.local_bytes(t, group.output_layout(op, op.outputs.index(t), split)) for t, op in given)
@@ -131,14 +137,8 @@ class _Builder:
         """The memory that some backward in the region needs."""
         if region_class not in self.saved:
             records = self.costs.records
-            self.saved[region_class] = {
-                records.root(tensor)
-                for op in region_class.representative.ops
-                for tensor in (
-                    *(op.inputs[place] for place in records[op].saved_inputs),
-                    *(op.outputs[place] for place in records[op].saved_outputs),
-                )
-            }
+            saved = _saved_by(region_class.representative.ops, self.costs)
+            self.saved[region_class] = {records.root(tensor) for tensor in saved}
         return self.saved[region_class]
 
     def _add_inner_bytes(self, decision: Decision) -> None:
@@ -300,13 +300,11 @@ def _root(group: Group, tensor: Tensor, costs: CostModel) -> Tensor:
 def _saved_inside(group: Group, costs: CostModel) -> set[Tensor]:
     """The roots made in the group that the backward of its own ops needs."""
     inside = set(group.ops)
-    saved: Iterable[Tensor] = (
-        tensor
-        for op in group.ops
-        for tensor in (
-            *(op.inputs[place] for place in costs.records[op].saved_inputs),
-            *(op.outputs[place] for place in costs.records[op].saved_outputs),
-        )
-        if tensor.producer in inside
-    )
-    return {_root(group, tensor, costs) for tensor in saved}
+    return {_root(group, tensor, costs) for tensor in _saved_by(group.ops, costs) if tensor.producer in inside}
+
+
+def _saved_by(ops: Iterable[Op], costs: CostModel) -> Iterator[Tensor]:
+    """What the backward of `ops` needs of their arguments and results."""
+    for op in ops:
+        yield from (op.inputs[place] for place in costs.records[op].saved_inputs)
+        yield from (op.outputs[place] for place in costs.records[op].saved_outputs)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MAX_CORRECTIONS = 5
 _MOST_HELD = 6
 """How often what is kept is chosen anew for one sharding."""
-_LEAST_S = 10.0
-"""What is left of the time or not, so long is one sharding fitted: what was found in the time is not to be lost."""
+_LEAST_SHARE = 1 / 3
+"""Of the time limit. What is left of it or not, so long is one sharding fitted: what was found is not to be lost."""
 
 
 class Fitting:
@@ -161,7 +161,7 @@ class Fitting:
         self._held.add(tuple(options.values()))
         allowed = {decision: frozenset([option]) for decision, option in options.items()}
         held = replace(self.settings, restriction=replace(self.settings.restriction, allowed=allowed))
-        deadline = max(self._deadline, time.perf_counter() + _LEAST_S)
+        deadline = max(self._deadline, time.perf_counter() + _LEAST_SHARE * self.settings.time_limit_s)
         for _ in range(_MOST_HELD):
             if own.done or time.perf_counter() > deadline:
                 break

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .branching import Branching, connections
+from .branching import NO_WEIGHT, Branching, connections
 from .milp import Model, Patience, Progress, Solution, Vertex
 from .problem import Decision
 from .recipes import Restriction
@@ -33,7 +33,6 @@ FEW_COLUMNS = 3000
 """A MIP of so many is solved whole at once."""
 _MANY_COLUMNS = 40_000
 """With so many, known shardings are tried before the relaxation: one may be close to the floor."""
-_UNUSED = 1e-6
 _MIXED_SHARE = 2 / 3
 """Of the time of a search, what the MIP of the mixed options may take."""
 _LEAST_S = 10.0
@@ -153,7 +152,7 @@ def _among_mixed(
         column: 0.0
         for columns in stages.sharding.choice.values()
         for column in columns
-        if root.values[column] < _UNUSED and (start is None or start[column] < _UNUSED)
+        if root.values[column] < NO_WEIGHT and (start is None or start[column] < NO_WEIGHT)
     }
     return stages.model.solve(
         fixed={**held.fixed, **unused}, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
