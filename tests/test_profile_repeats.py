@@ -171,7 +171,7 @@ def test_a_repeated_call_makes_what_the_first_one_made():
         (aten.split.Tensor, (x, 3, 1), {}),
         (aten.native_layer_norm.default, (x, [4], None, None, 1e-5), {}),
         (aten.sum.dim_IntList, (x, [1], True), {"dtype": torch.float64}),
-        (aten.slice.Tensor, (x, 1, 2, 5), {}),
+        (aten.select.int, (x, 1, 2), {}),
     )
     for func, args, kwargs in calls:
         with KnownValues(mode) as known:
@@ -236,3 +236,43 @@ def _listed(out):
 
 def _looks(tensor):
     return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+SLICES = [(0, 1, 5), (1, 0, 3, 2), (-1, -4, -1), (0, None, None), (1, 7, 3), (0, -100, 100, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("asked", SLICES)
+def test_a_part_is_cut_where_torch_cuts_it(asked):
+    """From a view that begins within its memory, and is not contiguous; the second time it is not torch that answers."""
+    mode = new_mode()
+    with mode:
+        base = torch.empty(8, 6, 5)
+    real = torch.empty(8, 6, 5).transpose(0, 1)[1:]
+    with KnownValues(mode):
+        view = base.transpose(0, 1)[1:]
+        parts = [aten.slice.Tensor(view, *asked) for _ in range(2)]
+    expected = aten.slice.Tensor(real, *asked)
+    for part in parts:
+        assert (part.shape, part.stride()) == (expected.shape, expected.stride())
+        assert part.storage_offset() == expected.storage_offset() or not expected.numel()
+        assert part.untyped_storage()._cdata == base.untyped_storage()._cdata
+
+
+def test_views_of_different_places_in_one_buffer_keep_their_places():
+    mode = new_mode()
+    with mode:
+        flat = torch.empty(40)
+    with KnownValues(mode):
+        parts = [flat.narrow(0, start, 12).view(3, 4).t()[1] for start in (0, 5, 28)]
+        halves = [part.view(torch.bfloat16) for part in (flat[4:8], flat[8:12])]
+    assert [part.storage_offset() for part in parts] == [1, 6, 29]
+    assert [part.storage_offset() for part in halves] == [8, 16]
+    assert all(part.stride() == (4,) for part in parts)
+
+
+def test_a_part_along_a_dimension_that_is_not_there_is_refused():
+    mode = new_mode()
+    with mode:
+        x = torch.empty(3, 4)
+    with KnownValues(mode), pytest.raises(IndexError):
+        aten.slice.Tensor(x, 2, 0, 1)

@@ -1,5 +1,8 @@
 """What trainwright uses of torch's private names behaves as it is used; a failure names the release that changed it."""
 
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -84,3 +87,18 @@ def test_profilers_are_seen():
     assert not private.is_profiled(), RELEASE
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert private.is_profiled(), RELEASE
+
+
+def test_nodes_remember_the_innermost_frame_that_is_not_inside():
+    model, x = Double(), torch.ones(3)
+    with private.innermost_frames(lambda filename: filename.startswith(str(Path(torch.__file__).parent))):
+        short = torch.export.export(model, (x,), strict=False)
+    stacks = [node.meta.get("stack_trace") or "" for node in short.graph.nodes if node.op == "call_function"]
+    line = inspect.getsourcelines(Double.forward)[1] + 1
+    assert len(stacks) == 1, RELEASE
+    assert f'File "{__file__}", line {line}' in stacks[0], RELEASE
+    assert "return 2 * x" in stacks[0], RELEASE
+    assert stacks[0].count("File ") == 1, RELEASE
+    with private.innermost_frames(lambda _: True):  # nothing but inside: all frames, as ever
+        whole = torch.export.export(model, (x,), strict=False)
+    assert any("return 2 * x" in (node.meta.get("stack_trace") or "") for node in whole.graph.nodes), RELEASE

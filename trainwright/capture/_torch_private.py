@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import (  # shapes without memory, on a devic
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx import proxy as fx_proxy  # writes down where each node of a graph comes from
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # graphs that nobody calls are not compiled
 from torch.multiprocessing.reductions import StorageWeakRef  # public module, not documented: a storage's identity
 from torch.utils import _pytree as pytree  # the trees that `torch.export` itself flattens; the public one lacks paths
@@ -31,6 +34,7 @@ __all__ = [
     "arguments",
     "dtensor_like",
     "flatten_batch",
+    "innermost_frames",
     "is_mutating",
     "is_profiled",
     "is_random",
@@ -82,6 +86,43 @@ class FakeMaker:
 def without_compiling() -> AbstractContextManager[None]:
     """Leave graph modules that are made inside without Python code until they are called: export makes dozens."""
     return _use_lazy_graph_module(True)
+
+
+@contextmanager
+def innermost_frames(is_inside: Callable[[str], bool]) -> Iterator[None]:
+    """Let nodes that are traced inside remember one frame each: the innermost whose file is not `is_inside`.
+
+    Torch writes down the source text of some ninety frames for every node, which took a seventh of an export. Where all
+    frames are inside, it still does.
+    """
+    theirs = fx_proxy.CapturedTraceback
+    is_own: dict[str, bool] = {}
+
+    class Innermost:
+        @staticmethod
+        def extract() -> Any:
+            frame = sys._getframe(1)
+            while frame is not None:
+                filename = frame.f_code.co_filename
+                if filename not in is_own:
+                    is_own[filename] = filename[:1] != "<" and not is_inside(filename)
+                if is_own[filename]:
+                    return Innermost(filename, frame.f_lineno)
+                frame = frame.f_back  # type: ignore[assignment]
+            return theirs.extract()
+
+        def __init__(self, filename: str, line: int) -> None:
+            # torch keeps what begins at a frame of this name
+            self._frame = (filename, line, "forward", None)
+
+        def summary(self) -> traceback.StackSummary:
+            return traceback.StackSummary.from_list([self._frame])
+
+    fx_proxy.CapturedTraceback = Innermost  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        fx_proxy.CapturedTraceback = theirs  # type: ignore[misc]
 
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)

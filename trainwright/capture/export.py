@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from ..artifacts import UserError
 from . import _torch_private as private
-from .export_errors import explained, innermost_line, refused_backwards
+from .export_errors import explained, innermost_line, is_inside, refused_backwards
 from .fakes import FakeMode, fake_like, faked, new_mode
 from .normalise import Context, normalise
 from .normalise_regions import no_autocast
@@ -195,7 +195,8 @@ def _export(model: nn.Module, batch: Any, loss_fn: Any) -> Any:
             f"a loss without parameters of its own is needed; {type(loss_fn).__name__} has some; "
             "make it part of the model"
         )
-    with explained(model, batch), refused_backwards(), private.without_compiling(), warnings.catch_warnings():
+    quick = private.without_compiling(), private.innermost_frames(is_inside)
+    with explained(model, batch), refused_backwards(), quick[0], quick[1], warnings.catch_warnings():
         # modules that keep their weights in a list as well (LSTM) are told off by torch for what is torch's own doing
         warnings.filterwarnings("ignore", message="The tensor attribute")
         return torch.export.export(step, (batch,), strict=False)

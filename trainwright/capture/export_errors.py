@@ -180,14 +180,19 @@ def _place(frame: traceback.FrameSummary) -> str:
 def _line_in_text(text: str) -> str | None:
     """The line that torch itself names: `(_export… ) File "x.py", line 3`."""
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
-    theirs = [place for place in places if not place[0].startswith((TORCH_ROOT, OUR_ROOT))]
+    theirs = [place for place in places if not is_inside(place[0])]
     return f"{theirs[-1][0]}:{theirs[-1][1]}" if theirs else None
+
+
+def is_inside(filename: str) -> bool:
+    """Tell whether a source file is one of torch's or of this library's."""
+    return filename.startswith((TORCH_ROOT, OUR_ROOT))
 
 
 def innermost_line(stack_trace: str) -> str:
     """Return `file:line (code)` of the innermost frame outside torch in a node's stack trace."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n([^\n]*)', stack_trace)
-    theirs = [frame for frame in frames if not frame[0].startswith((TORCH_ROOT, OUR_ROOT))] or frames
+    theirs = [frame for frame in frames if not is_inside(frame[0])] or frames
     return f"{theirs[-1][0]}:{theirs[-1][1]} ({theirs[-1][2].strip()})" if theirs else ""
 
 

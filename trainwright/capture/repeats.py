@@ -3,11 +3,14 @@
 A model repeats itself (80 layers, 700 parameters to update), and what a call makes on fakes depends on nothing but the
 op, its arguments' shapes, strides and types, and its numbers: the call's `signature`. What comes back is, output by
 output, an argument itself, a view of one, or memory of its own; so a repetition needs neither the op's shape function
-nor torch's own checks. Autograd, which works above, sees no difference.
+nor torch's own checks. Autograd, which works above, sees no difference. Where in its memory an argument begins makes no
+difference either but to where a view of it begins, so the parts of one buffer are alike; cutting them off it, each at
+another place, is worked out here.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.la
 _BEYOND_SHAPES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _MOST_RECIPES = 100_000
 """A process that plans for very many models forgets the first ones'."""
+_SLICE = torch.ops.aten.slice.Tensor
 _EXCEPTIONS = ("as_strided", "lift", "set_", "resize")
 
 
@@ -59,6 +63,10 @@ class RepeatedCalls:
             self._recipes.clear()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _SLICE and not kwargs:
+            part = self._slice(*args)
+            if part is not None:
+                return part
         key = signature(func, args, kwargs)
         if key is None:
             return self._run(func, args, kwargs)
@@ -69,6 +77,21 @@ class RepeatedCalls:
         if key not in self._recipes:
             self._recipes[key] = _recipe(args, out)
         return out
+
+    def _slice(self, source: Any, dim: Any = 0, start: Any = None, end: Any = None, step: Any = 1) -> Tensor | None:
+        """Return the part of `source` that `aten.slice` gives; None where more than plain numbers decide it."""
+        numbers = (0 if start is None else start, sys.maxsize if end is None else end, step)
+        if type(dim) is not int or any(type(number) is not int for number in numbers) or _parts((source,)) is None:
+            return None
+        if not -source.dim() <= dim < source.dim() or step < 1 or source.is_neg():
+            return None  # an error, for torch to raise
+        dim %= source.dim()
+        first, last, step = slice(*numbers).indices(source.shape[dim])
+        shape, stride = list(source.shape), list(source.stride())
+        offset = first * stride[dim]
+        shape[dim], stride[dim] = max(0, -(-(last - first) // step)), stride[dim] * step
+        output = _Output(0, False, torch.Size(shape), tuple(stride), offset, source.dtype, source.fake_device)
+        return output.build(self._make, [source])
 
 
 def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
@@ -111,7 +134,7 @@ def _parts(values: tuple[Any, ...] | list[Any]) -> Key | None:
         if kind is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                 return None
-            found.append((value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device))
+            found.append((value.dtype, value.shape, value.stride(), value.fake_device))
             found.append(value.requires_grad)
             found.append(value.is_neg())
         elif kind in _PLAIN:
@@ -139,6 +162,7 @@ class _Output:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    """Of a view: how many elements after the beginning of what it is a view of."""
     dtype: torch.dtype
     device: torch.device
 
@@ -148,9 +172,9 @@ class _Output:
         elif self.is_source:
             return earlier[self.source]
         else:
-            storage = earlier[self.source].untyped_storage()
+            source = earlier[self.source]
             plain = torch.empty(0, dtype=self.dtype, device=_META)
-            plain.set_(storage, self.offset, self.shape, self.stride)
+            plain.set_(source.untyped_storage(), source.storage_offset() + self.offset, self.shape, self.stride)
         return make(plain, self.device)
 
 
@@ -187,6 +211,8 @@ def _recipe(args: tuple[Any, ...], out: Any) -> Recipe | None:
             return None
         if output.source is not None and sources.count(sources[output.source]) > 1:
             return None  # which of two arguments alike would it be?
+        if output.source is not None and output.dtype is not earlier[output.source].dtype:
+            return None  # its beginning is counted in elements of another size
         outputs.append(output)
         earlier.append(result)
         sources.append(id(result.untyped_storage()))
@@ -199,7 +225,7 @@ def _output(result: Any, earlier: list[Tensor], sources: list[int]) -> _Output:
     is_source = source is not None
     if source is None and key in sources:
         source = sources.index(key)
-    offset = result.storage_offset()
+    offset = result.storage_offset() - (0 if source is None else earlier[source].storage_offset())
     return _Output(source, is_source, result.shape, result.stride(), offset, result.dtype, result.fake_device)
 
 
