@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from test_planner_budget import deep_program, peaks, task
 
+import trainwright as tw
 from benchmarks.planner.places import place_of
 from trainwright.capture import zoo
 from trainwright.capture.export import capture
 from trainwright.capture.program import build_program
-from trainwright.planner import branching, stages
-from trainwright.planner.answer import Answer, Infeasible
+from trainwright.planner import branching, fitting, plan, solve, stages
+from trainwright.planner.answer import NOT_IN_TIME, Answer, Infeasible
 from trainwright.planner.budget import budget_for
+from trainwright.planner.deadline import LEAST_S, Deadline
 from trainwright.planner.fitting import Fitting
+from trainwright.planner.guard import no_slower_than_known
+from trainwright.planner.milp import Model, Solution
 from trainwright.planner.solve import Solver
+from trainwright.planner.task import Place
 
 
 @pytest.fixture
@@ -120,3 +131,91 @@ def test_an_encoder_with_a_decoder_on_two_axes_is_planned_no_slower_than_by_a_re
     joint, fsdp = place.solve("joint"), place.solve("fsdp")
     assert joint.simulation.peak_bytes <= place.task.budget_bytes
     assert joint.objective_s <= fsdp.objective_s * (1 + stages.GAP)
+
+
+@pytest.mark.parametrize(("status", "is_known"), [("stopped", False), (stages.INFEASIBLE, True)])
+def test_no_answer_in_time_is_not_called_a_contradiction(place, monkeypatch, status, is_known):
+    nothing = Solution(status, None, math.inf, -math.inf, 0.0)
+    for module in (solve, fitting):
+        monkeypatch.setattr(module, "solve_in_stages", lambda *args: nothing)
+    refused = place.solve("joint")
+    assert isinstance(refused, Infeasible)
+    assert refused.out_of_time is not is_known
+    assert ("contradict" in refused.binding[0]) is is_known
+
+
+def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_shardings(place, monkeypatch):
+    """The rows' search and the one for what holds least find nothing: one sharding at a time still does."""
+    found, nothing = [], Solution("stopped", None, math.inf, -math.inf, 0.0)
+    real = fitting.solve_in_stages
+    monkeypatch.setattr(Fitting, "_solve", lambda self: nothing)
+    monkeypatch.setattr(Solver, "smallest", lambda self, settings: None)
+    monkeypatch.setattr(fitting, "solve_in_stages", lambda asked: found.append(real(asked)) or found[-1])
+    settings = place.settings("joint")
+    answer = place.solver.within(settings, settings.budget_bytes)
+    assert isinstance(answer, Answer)
+    assert found
+    assert answer.simulation.peak_bytes <= settings.budget_bytes
+
+
+def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_against_recipes(place, monkeypatch):
+    answer = place.solve("joint")
+    late = replace(place.settings("joint"), deadline=Deadline(0))
+    assert late.stages(*place.solver.plain()).time_limit_s == LEAST_S
+    place.solver.last_aim = float(late.budget_bytes)
+    monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("a known sharding was fitted past the deadline"))
+    assert no_slower_than_known(place.solver, late, answer) is answer
+
+
+def test_a_deadline_that_ends_before_anything_is_found_is_refused_with_more_time(place, monkeypatch):
+    monkeypatch.setattr(Place, "solve", lambda *_: Infeasible((NOT_IN_TIME,), None))
+    with pytest.raises(tw.Refusal, match=r"more time is needed: joint found no plan in 30 s.*--time-limit 120"):
+        plan._search(place.task, "joint")
+    assert place.task.deadline.limited(1e9) <= 30
+
+
+def test_ctrl_c_ends_the_search_with_the_best_plan_found(place, monkeypatch):
+    expected = place.solve("joint")
+    real, presses = stages.solve_in_stages, []
+
+    def pressed(*args):
+        found = real(*args)
+        if not presses:
+            presses.append(os.kill(os.getpid(), signal.SIGINT))
+        return found
+
+    monkeypatch.setattr(fitting, "solve_in_stages", pressed)
+    monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("recipes were looked at after Ctrl-C"))
+    found = plan._search(place.task, "joint")
+    assert presses
+    assert found.answer.simulation.peak_bytes <= place.task.budget_bytes
+    assert found.answer.objective_s >= expected.objective_s * (1 - stages.GAP)
+    assert plan._STOPPED in found.notes
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("num_presses", [1, 2])
+def test_ctrl_c_interrupts_where_nothing_is_known_or_when_pressed_again(place, monkeypatch, num_presses):
+    went_on = []
+
+    def pressed(*_):
+        for _ in range(num_presses):
+            os.kill(os.getpid(), signal.SIGINT)
+        went_on.append(True)
+        return Infeasible((NOT_IN_TIME,), None)
+
+    monkeypatch.setattr(Place, "solve", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        plan._search(place.task, "joint")
+    assert bool(went_on) is (num_presses == 1)
+
+
+def test_a_solve_that_runs_ends_with_what_it_has_when_it_is_told_to():
+    rng, model, asked = np.random.default_rng(0), Model(), []
+    columns = [model.column(cost=-float(rng.integers(5, 60)), integer=True, upper=1.0) for _ in range(80)]
+    for row in range(25):
+        model.row(f"{row}", [(column, float(rng.integers(5, 60))) for column in columns], upper=600.0)
+    found = model.solve(gap=0.0, stop=lambda: asked.append(True) or True, time_limit_s=200.0)
+    assert asked
+    assert (found.status, found.values is not None) == ("feasible", True)
+    assert found.bound <= found.objective

@@ -136,9 +136,11 @@ def plan(
     default: the factorisations are searched. solver: joint, two-stage, ddp, fsdp, megatron. offload: host, disk, none, or
     auto: to the host, for GPUs, where nothing fits without (`frontier` and the other solvers then offload nothing).
     micro_batches: into how many parts a step cuts the batch, one after the other, with the whole batch's loss and
-    gradients; `"auto"` chooses.
+    gradients; `"auto"` chooses. time_limit_s: of the search, after which the best plan found so far is taken; its
+    `solver.gap` says how far from the optimum it may be.
 
-    Raises `Refusal` when nothing fits, with what binds, the smallest budget that would do, and the cheapest way out.
+    Raises `Refusal` when nothing fits, with what binds, the smallest budget that would do, and the cheapest way out; or
+    when nothing was found in the time.
     """
     from .planner import make_plan
 

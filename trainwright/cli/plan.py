@@ -54,7 +54,9 @@ def plan(
     micro_batches: Annotated[
         str, typer.Option(metavar="K|auto", help="Parts of the batch, one after the other; auto: as memory asks for.")
     ] = "1",
-    time_limit: Annotated[float, typer.Option(metavar="S", min=0.0, help="Seconds for the solver.")] = 30.0,
+    time_limit: Annotated[
+        float, typer.Option(metavar="S", min=0.0, help="Seconds for the search: what is best by then is taken.")
+    ] = 30.0,
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan there.")] = None,
     json_path: JsonOption = None,
     html_path: HtmlOption = None,

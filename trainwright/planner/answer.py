@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ..capture.local import Decisions
 from ..capture.schedule import Overlap, wider
+from .deadline import Deadline
 from .decode import Choice
 from .milp import Model, Progress
 from .recipes import Restriction
@@ -17,6 +18,8 @@ from .simulate import Simulation
 from .stages import Stages, Starts
 
 Simulate = Callable[[Decisions], Simulation]
+NOT_IN_TIME = "none was found in the time"
+"""What binds where a search ended without an answer, and without a proof that there is none."""
 
 
 @dataclass
@@ -53,6 +56,11 @@ class Infeasible:
     cut_off: bool = False
     """Not asked further: whatever there is, another mesh has a faster one."""
 
+    @property
+    def out_of_time(self) -> bool:
+        """Whether it is not known that there is no answer."""
+        return NOT_IN_TIME in self.binding
+
 
 @dataclass(eq=False)
 class Settings:
@@ -64,6 +72,8 @@ class Settings:
     progress: Progress | None = None
     cutoff_s: float = math.inf
     """An answer that takes as long as this is not wanted: another mesh has one."""
+    deadline: Deadline = field(default_factory=Deadline)
+    """Of all that was asked; `time_limit_s` is one search's."""
 
     def stages(
         self,
@@ -75,4 +85,10 @@ class Settings:
     ) -> Stages:
         """Return what `solve_in_stages` takes."""
         limit = self.time_limit_s if time_limit_s is None else time_limit_s
-        return Stages(model, sharding, self.restriction, recompute, starts, self.progress, limit)
+        left_s = self.deadline.limited(limit)
+        return Stages(
+            model, sharding, self.restriction, recompute, starts, self.progress, left_s, stop=self._is_to_stop
+        )
+
+    def _is_to_stop(self) -> bool:
+        return self.deadline.has_passed

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .milp import Patience, Progress, Relaxation, Solution, Vertex
+from .milp import Patience, Progress, Relaxation, Solution, Stop, Vertex
 from .problem import Decision
 from .sharding import Sharding
 
@@ -71,6 +71,8 @@ class Branching:
     progress: Progress | None = None
     narrow: Callable[[Vertex], Solution] | None = None
     """The root's relaxation → the best solution among the options that it mixes; asked once, where no proof comes soon."""
+    stop: Stop | None = None
+    """Whether to end now with what there is."""
     best: Solution = field(default_factory=lambda: Solution("stopped", None, math.inf, -math.inf, 0.0))
     num_nodes: int = 0
 
@@ -90,7 +92,7 @@ class Branching:
         self._push(root.objective, {}, root)
         while self._open:
             bound = self._bound()
-            if self._is_close(bound) or self._spent() > self.time_limit_s:
+            if self._is_close(bound) or self._spent() > self.time_limit_s or (self.stop is not None and self.stop()):
                 break
             _, _, allowed, vertex = heapq.heappop(self._open)
             node: tuple[Allowed, Vertex] | None = (allowed, vertex)

@@ -45,7 +45,7 @@ class Fitting:
     ) -> None:
         self.solver, self.settings, self.budget, self.wider = solver, settings, budget, wider
         self.search = Search(budget, aim)
-        self._deadline = time.perf_counter() + settings.time_limit_s
+        self._deadline = self._until(settings.time_limit_s)
         self._earlier: tuple[float, np.ndarray] | None = None
         self._held: set[tuple[int, ...]] = set()
 
@@ -65,7 +65,7 @@ class Fitting:
                 continue
             elif (refused := self._begin_from_smallest()) is not None:
                 return refused
-            if search.done or time.perf_counter() > self._deadline:
+            if search.done or self._is_over(self._deadline):
                 break
         # an answer that fitted no aim of the whole search fits, and yet not without rows
         self.solver.last_aim = float(self.budget) if search.low is None else search.low
@@ -112,9 +112,9 @@ class Fitting:
         """Go on from what holds least: the rows were too careful, and what they say of it may stand, with what it leaves."""
         smallest = self._smallest()
         if isinstance(smallest, Infeasible):
-            return smallest
+            return None if smallest.out_of_time and self._known() is not None else smallest
         # However long it took to see that there is nothing to begin with, what is there may be made faster.
-        self._deadline = max(self._deadline, time.perf_counter() + self.settings.time_limit_s / 2)
+        self._deadline = max(self._deadline, self._until(self.settings.time_limit_s / 2))
         self.search.aim = rows_peak = self.solver.row_peak
         self.search.note(smallest)
         self._refit(smallest, rows_peak, -math.inf)
@@ -125,6 +125,15 @@ class Fitting:
         if smallest is not None and smallest.simulation.peak_bytes <= self.budget:
             return smallest
         return Infeasible(self.solver.binding(smallest), smallest)
+
+    def _until(self, seconds: float) -> float:
+        """Return the moment in so many seconds, but no later than the deadline of all that was asked."""
+        return time.perf_counter() + self.settings.deadline.limited(seconds)
+
+    def _is_over(self, moment: float) -> bool:
+        """Whether `moment` has passed; or, where an answer is known, the deadline of all that was asked."""
+        is_late = self.search.best is not None and self.settings.deadline.has_passed
+        return is_late or time.perf_counter() > moment
 
     def _cut_off(self) -> Infeasible:
         return Infeasible((CUT_OFF,), None, cut_off=True)
@@ -161,9 +170,9 @@ class Fitting:
         self._held.add(tuple(options.values()))
         allowed = {decision: frozenset([option]) for decision, option in options.items()}
         held = replace(self.settings, restriction=replace(self.settings.restriction, allowed=allowed))
-        deadline = max(self._deadline, time.perf_counter() + _LEAST_SHARE * self.settings.time_limit_s)
+        deadline = max(self._deadline, self._until(_LEAST_SHARE * self.settings.time_limit_s))
         for _ in range(_MOST_HELD):
-            if own.done or time.perf_counter() > deadline:
+            if own.done or self._is_over(deadline):
                 break
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:

@@ -29,7 +29,7 @@ def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer | In
     if isinstance(answer, Infeasible):
         found = None if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings, budget)
         return answer if found is None else _unproven(solver, found)
-    if budget is None or aim is None or settings.restriction.fates:
+    if budget is None or aim is None or settings.restriction.fates or settings.deadline.has_passed:
         return answer
     unproven = answer.gap is None or answer.gap > _PROVEN
     if unproven:
@@ -38,6 +38,8 @@ def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer | In
         answer = _faster(answer, Fitting(solver, wanted, budget, _MORE_ROOM * budget).beside(answer))
     room = _MUCH_MORE_ROOM * budget if unproven else _MORE_ROOM * aim
     for options in solver.starts(settings):
+        if settings.deadline.has_passed:
+            break
         if options != answer.choice.options:
             answer = _faster(answer, Fitting(solver, _below(settings, answer), budget, room).fitted(options))
     return answer

@@ -9,7 +9,6 @@ best ends the search.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -57,15 +56,15 @@ class Variants:
 
 def fastest_number(task: Task, variants: Variants, search: Search) -> Found:
     """Return the fastest answer over all numbers of micro-batches; `Refusal` where none fits."""
-    began = time.perf_counter()
     best: Found | None = None
+    deadline = task.deadline
     refusals: dict[int, Refusal] = {}
     unseen: list[int] = []
     for num, variant in variants.tasks(task):
-        spent_s = time.perf_counter() - began
-        if best is not None and spent_s > 2 * task.time_limit_s:
+        if best is not None and deadline.has_passed:
             unseen.append(num)
             continue
+        variant.deadline = deadline.first_part()
         cutoff_s = math.inf if best is None else best.price.step_s
         if best is not None and min(place.solver.lower_bound_s() for place in variant.places) >= cutoff_s * (1 - GAP):
             break

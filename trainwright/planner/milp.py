@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from .deadline import LEAST_S
+
 Terms = list[tuple[int, float]]
 """Columns with their coefficients."""
 MIB = 2.0**20
@@ -17,6 +19,7 @@ MIB = 2.0**20
 INFINITY = math.inf
 Progress = Callable[[float, float, float], None]
 """Called as (seconds, best objective, bound)."""
+Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,13 @@ class Model:
         gap: float = 1e-3,
         patience: Patience | None = None,
         progress: Progress | None = None,
+        stop: Stop | None = None,
     ) -> Solution:
         """Solve the model, or a variation of it.
 
         relaxed: without integrality. fixed: columns held at a value. cost: an objective in place of the model's own.
         start: values to begin from. gap: stop within this fraction of the optimum. patience: when more than that will do.
+        stop: asked now and then whether what is found so far will do; no sooner than `LEAST_S` after the beginning.
         """
         began = time.perf_counter()
         scale = 1.0 if relaxed else _scale_of(self.cost if cost is None else cost.values())
@@ -121,12 +126,9 @@ class Model:
             self._start(highs, start)
         if progress is not None and not relaxed:
             _listen(highs, progress, scale)
-        if patience is not None and not relaxed:
-            _stop_when_good(highs, patience)
-        try:
-            highs.run()
-        except KeyboardInterrupt:
-            highs.cancelSolve()
+        if not relaxed:
+            _stop_when_good(highs, patience, stop)
+        highs.run()
         return _read(highs, relaxed, time.perf_counter() - began, scale)
 
     def _pass(
@@ -224,10 +226,11 @@ def _scale_of(costs: Iterable[float]) -> float:
     return 2.0 ** max(0, -math.floor(math.log2(largest))) if largest > 0 else 1.0
 
 
-def _stop_when_good(highs, patience: Patience) -> None:
+def _stop_when_good(highs, patience: Patience | None, stop: Stop | None) -> None:
     def asked(event) -> None:
         out = event.data_out
-        event.interrupt(out.running_time > patience.seconds and out.mip_gap <= patience.gap)
+        is_good = patience is not None and out.running_time > patience.seconds and out.mip_gap <= patience.gap
+        event.interrupt(is_good or (stop is not None and out.running_time > LEAST_S and stop()))
 
     highs.cbMipInterrupt.subscribe(asked)
 

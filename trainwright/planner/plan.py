@@ -16,6 +16,7 @@ from ..capture.local import Decisions
 from ..capture.program import Program
 from .budget import budget_for
 from .costs import OptimizerCost
+from .deadline import Deadline
 from .mesh_search import Found, MeshSearch
 from .micro_batches import fastest_number
 from .price import Price
@@ -98,12 +99,29 @@ def _search(task: Task, solver: str) -> Found:
 
     Where offloading is left to us, it is taken up when nothing fits without: it doubles the columns of what is kept.
     """
+    task.deadline = Deadline(task.time_limit_s)
     try:
-        return _search_as_asked(task, solver)
+        return _until_deadline(task, solver)
     except Refusal:
         if task.offload != "auto" or solver != "joint" or not task.has_host:
             raise
-        return _search_as_asked(replace(task, offload="host"), solver)
+        return _until_deadline(replace(task, offload="host", deadline=Deadline(task.time_limit_s)), solver)
+
+
+def _until_deadline(task: Task, solver: str) -> Found:
+    """Search until the deadline, or Ctrl-C: that interrupts only where nothing is known yet."""
+    deadline = task.deadline
+    with deadline.at_ctrl_c():
+        try:
+            found = _search_as_asked(task, solver)
+        except Refusal:
+            if deadline.is_interrupted:
+                raise KeyboardInterrupt from None
+            raise
+    return replace(found, notes=(*found.notes, _STOPPED)) if deadline.is_interrupted else found
+
+
+_STOPPED = "the search was stopped by Ctrl-C; this is the best plan found by then"
 
 
 def _search_as_asked(task: Task, solver: str) -> Found:
@@ -130,6 +148,12 @@ def _why_not(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible
     """Say what binds, the smallest budget that would do, and the ways out."""
     budget = task.budget_bytes
     known = [(place, failure) for place, failure in failures if failure.smallest is not None]
+    if not known and any(failure.out_of_time for _, failure in failures):
+        less = ", or try fsdp, which has less to choose" if solver == "joint" else ""
+        return (
+            f"more time is needed: {solver} found no plan in {task.time_limit_s:g} s, and no proof that there is none; "
+            f"give --time-limit {max(10.0, 4 * task.time_limit_s):g}{less}"
+        )
     if budget is None or not known:
         return f"a plan by {solver} is needed; there is none: {failures[0][1].binding[0]}; loosen the pins or try joint"
     place, failure = min(

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from .aim import UNBOUNDED
-from .answer import Answer, Infeasible, Settings, Simulate
+from .answer import NOT_IN_TIME, Answer, Infeasible, Settings, Simulate
 from .decode import Choice, decisions_from, read_choice
 from .fitting import Fitting
 from .memory import Memory, add_memory, set_budget
@@ -27,7 +27,7 @@ from .problem import Decision, Problem
 from .recipes import Restriction, restriction
 from .recompute import Recompute, add_recompute
 from .sharding import Sharding, add_sharding
-from .stages import FEW_COLUMNS, Starts, held_at, solve_in_stages
+from .stages import FEW_COLUMNS, INFEASIBLE, Starts, held_at, solve_in_stages
 
 Allowed = Mapping[Decision, frozenset[int]]
 SHARES = (1.0, 0.5, 0.25)
@@ -65,7 +65,7 @@ class Solver:
             settings = replace(settings, restriction=_loosened(settings.restriction))
             fastest = self.without_memory(settings)
         if fastest is None:
-            return Infeasible(("the restrictions contradict one another",), None)
+            return Infeasible(self.binding(None), None)
         found = self._under_budget(fastest, settings)
         if isinstance(found, Answer):
             found.notes = settings.restriction.notes
@@ -120,6 +120,7 @@ class Solver:
         """Return the fastest solution that keeps everything, whatever it holds."""
         model, sharding = self.plain()
         solution = solve_in_stages(settings.stages(model, sharding))
+        self._nothing_fits = solution.status == INFEASIBLE
         return None if solution.values is None else solution
 
     def answer(self, solution: Solution, choice: Choice | None = None) -> Answer:
@@ -178,6 +179,7 @@ class Solver:
         stages.gap, stages.patience = 5e-3, Patience(1.0, 2e-2)
         stages.floor = -math.inf
         solution = solve_in_stages(stages, self._mostly_peak(settings))
+        self._nothing_fits = solution.status == INFEASIBLE
         if solution.values is None:
             return None
         self.row_peak = memory.peak_bytes(solution.values)
@@ -283,11 +285,14 @@ class Solver:
     """What the sharding alone takes at least: a bound where the whole problem gives none."""
     row_peak = 0.0
     _binding_rows: tuple[str, ...] = ()
+    _nothing_fits = False
+    """Whether the last solve proved that there is nothing to find, whatever the memory."""
 
     def binding(self, smallest: Answer | None) -> tuple[str, ...]:
-        if smallest is None:
-            return ("the restrictions contradict one another",)
-        return self._binding_rows
+        """Return what kept the last search from an answer; `smallest` is the one that holds least, if there is any."""
+        if smallest is not None:
+            return self._binding_rows
+        return ("the restrictions contradict one another",) if self._nothing_fits else (NOT_IN_TIME,)
 
 
 def values_of(solution: Solution) -> np.ndarray:

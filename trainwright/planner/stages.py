@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .branching import NO_WEIGHT, Branching, connections
-from .milp import Model, Patience, Progress, Solution, Vertex
+from .deadline import LEAST_S
+from .milp import Model, Patience, Progress, Solution, Stop, Vertex
 from .problem import Decision
 from .recipes import Restriction
 from .recompute import Recompute
@@ -27,6 +28,8 @@ PATIENCE_OF_LARGE = Patience(2.0, 2e-2)
 """On three axes, or with an encoder and a decoder on two, a relaxation alone takes seconds."""
 Options = Mapping[Decision, int]
 Starts = Callable[[], Sequence[Options]]
+INFEASIBLE = "infeasible"
+"""The status of a solve that proved that there is nothing."""
 CUT_OFF = "another mesh has a faster answer"
 """The status of a solve that was given up."""
 FEW_COLUMNS = 3000
@@ -35,8 +38,8 @@ _MANY_COLUMNS = 40_000
 """With so many, known shardings are tried before the relaxation: one may be close to the floor."""
 _MIXED_SHARE = 2 / 3
 """Of the time of a search, what the MIP of the mixed options may take."""
-_LEAST_S = 10.0
-"""What is left of the time or not, so long is a known sharding looked at where there is no answer yet."""
+_LEAST_SHARE = 1 / 3
+"""Of the time of a search, what is left of it or not, so long is a known sharding looked at where there is no answer yet."""
 
 
 @dataclass(eq=False)
@@ -59,6 +62,8 @@ class Stages:
     """An answer that is not below this is not wanted."""
     floor: float = -math.inf
     """What no answer is below."""
+    stop: Stop | None = None
+    """Whether a solve that has something is to end with it now; asked while it runs."""
 
 
 def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> Solution:
@@ -78,7 +83,7 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     relaxation = model.relaxation(fixed, cost)
     root = relaxation.solve(time_limit_s=limit / 3 if stages.starts else limit)
     if root is None:
-        return Solution("infeasible", None, math.inf, math.inf, time.perf_counter() - began)
+        return Solution(INFEASIBLE, None, math.inf, math.inf, time.perf_counter() - began)
     bound = stages.floor if isinstance(root, float) else max(stages.floor, root.objective)
     if bound >= stages.cutoff:
         return Solution(CUT_OFF, None, math.inf, bound, time.perf_counter() - began)
@@ -91,7 +96,7 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
         branching = Branching(
             relaxation, stages.sharding.choice, frozenset(fixed), connections(stages.sharding), held.solve, stages.gap,
             stages.patience, left, stages.cutoff, stages.progress,
-            lambda vertex: _among_mixed(stages, held, vertex, _MIXED_SHARE * left),
+            lambda vertex: _among_mixed(stages, held, vertex, _MIXED_SHARE * left), stages.stop,
         )  # fmt: skip
         if known is not None and known.objective < stages.cutoff:
             branching.best = known
@@ -120,13 +125,14 @@ class _Held:
         stages = self.stages
         held = held_at(stages.sharding, options)
         if any(held[column] > 0 for column in self.fixed.keys() & held.keys()):
-            return Solution("infeasible", None, math.inf, math.inf, 0.0)
+            return Solution(INFEASIBLE, None, math.inf, math.inf, 0.0)
         return stages.model.solve(
             fixed={**self.fixed, **held},
             cost=self.cost,
             time_limit_s=stages.time_limit_s / 4 if time_limit_s is None else time_limit_s,
             gap=stages.gap / 2,
             patience=stages.patience,
+            stop=stages.stop,
         )
 
 
@@ -138,7 +144,7 @@ def _whole(stages: Stages, held: _Held, root: Vertex, time_limit_s: float) -> So
     start = first.values if first.values is not None else stages.earlier
     whole = stages.model.solve(
         fixed=held.fixed, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
-        patience=stages.patience, progress=stages.progress,
+        patience=stages.patience, progress=stages.progress, stop=stages.stop,
     )  # fmt: skip
     return whole if whole.values is not None or first.values is None else replace(first, bound=whole.bound)
 
@@ -156,7 +162,7 @@ def _among_mixed(
     }
     return stages.model.solve(
         fixed={**held.fixed, **unused}, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
-        patience=stages.patience,
+        patience=stages.patience, stop=stages.stop,
     )  # fmt: skip
 
 
@@ -179,7 +185,7 @@ def _best_known(stages: Stages, held: _Held, time_limit_s: float) -> Solution:
     known = stages.starts() if stages.starts is not None else ()
     end = time.perf_counter() + time_limit_s
     for options in known:
-        least_s = _LEAST_S if best.values is None else 0.5
+        least_s = _LEAST_SHARE * stages.time_limit_s if best.values is None else LEAST_S
         found = held.solve(options, max(least_s, end - time.perf_counter()))
         if found.values is not None and found.objective < best.objective:
             best = replace(found, bound=-math.inf)

@@ -17,6 +17,7 @@ from ..profiler.saved import Records, record
 from .budget import divisor_for, usable_bytes
 from .build import build_problem
 from .costs import OptimizerCost, cost_model
+from .deadline import Deadline
 from .guard import no_slower_than_known
 from .meshes import mesh_shapes
 from .milp import Progress
@@ -53,6 +54,8 @@ class Task:
     offload: str = "auto"
     """Where tensors may be offloaded to: host, disk, none, or auto: to the host of a GPU, where nothing fits without."""
     time_limit_s: float = 30.0
+    """What one search may take, and from its beginning, until `deadline`, all of them together."""
+    deadline: Deadline = field(default_factory=Deadline)
     variants: Variants | None = None
     """The same batch in several micro-batches, where their number is to be chosen."""
     progress: Callable[[str], None] | None = None
@@ -187,7 +190,7 @@ class Place:
         """Return what the solver is told."""
         task = self.task
         limit = task.time_limit_s if time_limit_s is None else time_limit_s
-        return Settings(task.usable_bytes, limit, self.restriction(solver), task.listener(), cutoff_s)
+        return Settings(task.usable_bytes, limit, self.restriction(solver), task.listener(), cutoff_s, task.deadline)
 
     def solve(self, solver: str, time_limit_s: float | None = None, cutoff_s: float = math.inf) -> Answer | Infeasible:
         """Solve the task on this mesh; an answer that takes `cutoff_s` or more is not wanted."""
