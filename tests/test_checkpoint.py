@@ -53,7 +53,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(
     ("name", "one", "other"),
     [
         pytest.param("gpt2-tiny", ("fsdp", (2,)), ("megatron", (4,)), marks=pytest.mark.slow),
-        ("gpt2-tiny", ("megatron", (4,)), ("ddp", (2,))),
+        pytest.param("gpt2-tiny", ("megatron", (4,)), ("ddp", (2,)), marks=pytest.mark.slow),
         ("llama-tiny", ("joint", (2, 2)), ("fsdp", (2,))),
         ("resnet-tiny", ("ddp", (2,)), ("fsdp", (4,))),
     ],
@@ -85,7 +85,9 @@ def test_the_newest_stay(pool2: Pool, tmp_path: Path, keep: int) -> None:
     assert left == [f"step-{step:08d}" for step in range(5 - keep, 5)]
 
 
-@pytest.mark.parametrize("moment", ["tensors", pytest.param("texts", marks=pytest.mark.slow), "rename"])
+@pytest.mark.parametrize(
+    "moment", ["tensors", *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("texts", "rename"))]
+)
 def test_a_rank_killed_while_writing_leaves_the_checkpoint_before(pool2: Pool, tmp_path: Path, moment: str) -> None:
     question = {"plan": planned("llama-tiny", "fsdp"), "name": "llama-tiny", "folder": str(tmp_path)}
     with pytest.raises(WorkerError, match="SIGKILL"):

@@ -93,7 +93,11 @@ def test_skipping_for_ever_stops(pool2: Pool) -> None:
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("data", r"rank 1 hung: it has been at step 2 in the data for more than 3 s; waiting: rank 0 in a"),
+        pytest.param(
+            "data",
+            r"rank 1 hung: it has been at step 2 in the data for more than 3 s; waiting: rank 0 in a",
+            marks=pytest.mark.slow,
+        ),
         (
             "data of all",
             r"rank 0 hung: it has been at step 2 in the data for more than 3 s; rank 1 hung: it has been at",

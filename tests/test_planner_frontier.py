@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -22,9 +23,14 @@ def rising(points: list[Plan]) -> bool:
     return all(a[0] < b[0] and a[1] > b[1] for a, b in itertools.pairwise(found))
 
 
+@functools.cache
+def drawn() -> list[Plan]:
+    return frontier(**question(tiny_program("gpt2-tiny")), num_points=5)
+
+
 def test_every_point_is_a_plan_that_fits_and_time_never_rises_with_memory():
     program = tiny_program("gpt2-tiny")
-    points = frontier(**question(program), num_points=5)
+    points = drawn()
     assert len(points) >= 4
     assert rising(points)
     for plan in points:
@@ -37,14 +43,12 @@ def test_every_point_is_a_plan_that_fits_and_time_never_rises_with_memory():
 
 
 def test_the_order_of_a_frontier_is_checked_on_a_fault():
-    program = tiny_program("gpt2-tiny")
-    points = frontier(**question(program), num_points=2)
-    assert not rising(points[::-1])
+    assert not rising(drawn()[::-1])
 
 
 def test_a_frontier_ends_at_the_budget():
     program = tiny_program("gpt2-tiny")
-    points = frontier(**question(program, budget_bytes=1_500_000), num_points=3)
+    points = frontier(**question(program, budget_bytes=1_500_000), num_points=2)
     assert all(plan.predicted.peak_bytes < 1_500_000 for plan in points)
     with pytest.raises(Refusal, match="the smallest found takes"):
         frontier(**question(program, budget_bytes=500_000), num_points=2)

@@ -24,8 +24,9 @@ SOLVERS = ["ddp", "fsdp", "megatron", "two-stage", "joint"]
 
 
 def case(model: str, solver: str):
-    """Of the models that are not in `IN_CI`, the joint plan alone is no slow test."""
-    is_slow = solver == "two-stage" or (model not in IN_CI and solver != "joint")
+    """Of the models that are not in `IN_CI`, the joint plan alone is no slow test; of large ones, `fsdp` too."""
+    in_ci = SOLVERS if model == "gpt2-tiny" else ["fsdp", "joint"] if model in IN_CI else ["joint"]
+    is_slow = solver == "two-stage" or solver not in in_ci
     return pytest.param(model, solver, marks=pytest.mark.slow if is_slow else ())
 
 
@@ -65,7 +66,7 @@ def test_on_two_ranks(pool2: Pool, model: str, solver: str) -> None:
     check(pool2, model, planned(model, solver, (2,), None))
 
 
-@pytest.mark.parametrize("model", SOME)
+@pytest.mark.parametrize("model", [m if m == "gpt2-tiny" else pytest.param(m, marks=pytest.mark.slow) for m in MODELS])
 def test_a_tight_joint_plan(pool2: Pool, model: str) -> None:
     verify = run if model == "resnet-tiny" else check
     verify(pool2, model, planned(model, "joint", (2,), 0.8))

@@ -20,8 +20,17 @@ def planned(name: str, solver: str, num_ranks: int = 2) -> str:
     return tw.plan(model, batch, hardware=f"cpu:{num_ranks}", solver=solver).to_json()
 
 
-@pytest.mark.parametrize("solver", ["fsdp", "joint"])
-@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet-tiny", "t5-tiny"])
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [
+        ("gpt2-tiny", "fsdp"),
+        ("gpt2-tiny", "joint"),
+        ("resnet-tiny", "joint"),
+        ("t5-tiny", "fsdp"),
+        pytest.param("resnet-tiny", "fsdp", marks=pytest.mark.slow),
+        pytest.param("t5-tiny", "joint", marks=pytest.mark.slow),
+    ],
+)
 def test_training_and_evaluation_equal_one_process(pool2: Pool, name: str, solver: str) -> None:
     clip = 0.0 if name == "t5-tiny" else 0.1
     found = pool2.run(CASES + "steps_equal_one_process", plan=planned(name, solver), name=name, clip=clip)[0]

@@ -118,6 +118,7 @@ def test_all_patterns_of_two_features_are_twice_the_examples() -> None:
     assert set(map(tuple, swept.T.unique(dim=0).tolist())) - {(False,) * 30} == set(map(tuple, patterns.T.tolist()))
 
 
+@pytest.mark.slow
 def test_over_all_patterns_the_optimum_is_reached_and_adam_finds_no_better_network() -> None:
     X, y = curve()
     found = solve_relu_programme(X, y, enumerate_patterns(X), 0.1, max_iterations=4000, rtol=1e-5)

@@ -192,6 +192,7 @@ def test_a_trained_network_needs_a_third_of_the_iterations() -> None:
             assert float((right - grid.apply(result.x)).norm()) <= 1.01e-6 * float(right.norm())
 
 
+@pytest.mark.slow
 def test_accuracy_is_not_the_networks() -> None:
     grid, right = PoissonGrid((32, 32)), right_sides(32)["blocks"]
     result = solve_dcdm(grid.apply, right, trained()[0].direction, rtol=1e-12, maxiter=200)

@@ -50,7 +50,7 @@ def test_each_further_reader_sends_the_parameter_once_more(model: str) -> None:
 
 @pytest.mark.parametrize("shared", [("R",), ()], ids=["one copy", "a copy each"])
 @pytest.mark.parametrize("overlap", [pytest.param(OVERLAPS[0], marks=pytest.mark.slow), OVERLAPS[1]])
-@pytest.mark.parametrize("model", READERS)
+@pytest.mark.parametrize("model", ["gpt2-tiny", pytest.param("t5-tiny", marks=pytest.mark.slow)])
 def test_it_computes_and_holds_what_was_promised(
     pool2: Pool, model: str, overlap: Overlap, shared: tuple[str, ...]
 ) -> None:

@@ -228,6 +228,7 @@ def test_the_trainer_runs_a_planned_model_and_its_weights_load_elsewhere(plan_pa
 # Weights for other programs.
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_in_several_files(plan_path: Path, tmp_path: Path) -> None:
     import transformers
 
