@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +77,11 @@ def shard(
 def run_ranks(
     program: Program, decisions: Decisions, values: dict[ProgramTensor, Tensor]
 ) -> tuple[float, dict[str, list]]:
-    """Run one step on every rank; return the loss and, by parameter, (coords, gradient shard) of each rank."""
+    """Run one step on every rank; return the loss and, by parameter, (coords, gradient shard) of each rank.
+
+    Parameters travel one by one: ranks that are threads issue nothing early.
+    """
+    decisions = replace(decisions, overlap="none")
     board = _Board(decisions.mesh)
     losses: list[float] = []
     gradients: dict[str, list] = {tensor.key: [] for tensor in program.params}

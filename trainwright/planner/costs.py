@@ -136,6 +136,10 @@ class CostModel:
             return None
         return there, back
 
+    def latency_s(self, steps: Sequence[Any], slots: Sequence[Slot]) -> float:
+        """Return what a way takes for a tensor without elements: the latency of its collectives, and of its copies."""
+        return sum(self.step_s(step, slots, 0) for step in steps)
+
     def op_s(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
         """Return the seconds (forward, backward) of `op`, without what it communicates inside."""
         record = self.records[op]

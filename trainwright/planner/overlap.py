@@ -39,7 +39,7 @@ def gather_s(bucket: Bucket, index: int, costs: CostModel) -> float:
     member = bucket.members[index]
     seconds = _route_s(member.there, member.dtype.itemsize, costs)
     joined = next((found for found in bucket.joined_gathers() if index in found), ())
-    return seconds - _latency_s(member.there, costs) if index in joined[1:] else seconds
+    return seconds - costs.latency_s(member.there.steps, member.there.slots) if index in joined[1:] else seconds
 
 
 def reduction_s(bucket: Bucket, costs: CostModel) -> dict[Any, float]:
@@ -49,7 +49,7 @@ def reduction_s(bucket: Bucket, costs: CostModel) -> dict[Any, float]:
         alone = [
             _route_s(route, bucket.members[k].dtype.itemsize, costs) for k, (_, _, route) in reduction.members.items()
         ]
-        found[reduction] = sum(alone) - (len(alone) - 1) * _latency_s(reduction.route, costs)
+        found[reduction] = sum(alone) - (len(alone) - 1) * costs.latency_s(reduction.steps, reduction.route.slots)
     for index in bucket.trained:
         if index not in bucket.reduction_of:
             found[index] = _route_s(bucket.members[index].back, bucket.members[index].dtype.itemsize, costs)
@@ -58,11 +58,6 @@ def reduction_s(bucket: Bucket, costs: CostModel) -> dict[Any, float]:
 
 def _route_s(route: Route, itemsize: int, costs: CostModel) -> float:
     return sum(costs.step_s(step, route.slots, itemsize) for step in route.steps)
-
-
-def _latency_s(route: Route, costs: CostModel) -> float:
-    """What a way takes for a tensor without elements: the latency of its collectives, and of its copies."""
-    return sum(costs.step_s(step, route.slots, 0) for step in route.steps)
 
 
 class Timeline:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..capture.schedule import Overlap
 from .aim import UNBOUNDED
 from .answer import NOT_IN_TIME, Answer, Infeasible, Settings, Simulate
 from .decode import Choice, decisions_from, read_choice
@@ -49,8 +50,9 @@ _KEPT_TO_LEAST = 4
 class Solver:
     """Solves one problem under different budgets and restrictions; builds each model once."""
 
-    def __init__(self, problem: Problem, simulate: Simulate) -> None:
-        self.problem, self.simulate = problem, simulate
+    def __init__(self, problem: Problem, simulate: Simulate, travel: Overlap = "none") -> None:
+        """`travel` says how parameters travel where no memory binds, `buckets` at most: then they share latencies."""
+        self.problem, self.simulate, self.travel = problem, simulate, travel
         self._plain: tuple[Model, Sharding] | None = None
         self._full: tuple[Model, Sharding, Recompute, Memory] | None = None
         self._rest: tuple[Model, Sharding, int] | None = None
@@ -79,22 +81,28 @@ class Solver:
         budget = settings.budget_bytes
         self.floor_s = min(fastest.bound, fastest.objective)
         choice = read_choice(values_of(fastest), self.plain()[1], None)
-        simulated = functools.cache(lambda: self.answer(fastest, choice))
+        one_by_one = functools.cache(lambda: self.answer(fastest, choice))
         if budget is None or not settings.restriction.recompute:
-            return self._all_kept(simulated(), settings)
+            return self._all_kept(self.answer(fastest, choice, self.travel), settings)
         rows_peak = self._rows_peak(choice)
         if rows_peak > FAR * budget and len(self.problem.program.ops) > MANY_OPS:
-            return self.within(settings, budget, wider=lambda: self._first_aim(rows_peak, simulated(), budget))
-        answer = simulated()
-        if answer.simulation.peak_bytes <= budget:
-            return answer
-        return self.within(settings, budget, self._first_aim(rows_peak, answer, budget))
+            return self.within(settings, budget, wider=lambda: self._first_aim(rows_peak, one_by_one(), budget))
+        if rows_peak <= FAR * budget:
+            answer = one_by_one() if self.travel == "none" else self.answer(fastest, choice, self.travel)
+            if answer.simulation.peak_bytes <= budget:
+                return answer
+        found = self.within(settings, budget, self._first_aim(rows_peak, one_by_one(), budget))
+        fits = one_by_one().simulation.peak_bytes <= budget
+        return one_by_one() if fits and isinstance(found, Infeasible) and not found.cut_off else found
 
     def _all_kept(self, answer: Answer, settings: Settings) -> Answer | Infeasible:
         """Return an answer that keeps everything if it fits, else one that holds no copy from one region to another."""
         budget = settings.budget_bytes
         if budget is None or answer.simulation.peak_bytes <= budget:
             return answer
+        one_by_one = answer.overlapped(self.simulate, budget, "none")
+        if one_by_one.simulation.peak_bytes <= budget:
+            return one_by_one
         if answer.decisions.shared:
             apart = replace(settings, restriction=replace(settings.restriction, share=False))
             slower = self.without_memory(apart)
@@ -113,7 +121,7 @@ class Solver:
         """Return the model of the sharding alone."""
         if self._plain is None:
             model = Model()
-            self._plain = (model, add_sharding(model, self.problem))
+            self._plain = (model, add_sharding(model, self.problem, in_buckets=self.travel != "none"))
         return self._plain
 
     def without_memory(self, settings: Settings) -> Solution | None:
@@ -123,12 +131,12 @@ class Solver:
         self._nothing_fits = solution.status == INFEASIBLE
         return None if solution.values is None else solution
 
-    def answer(self, solution: Solution, choice: Choice | None = None) -> Answer:
+    def answer(self, solution: Solution, choice: Choice | None = None, travel: Overlap = "none") -> Answer:
         """Return what a solution says, simulated; `choice` is read from it where it is not given."""
         if choice is None:
             _, sharding, recompute, _ = self.full()
             choice = read_choice(values_of(solution), sharding, recompute)
-        decisions = decisions_from(self.problem, choice)
+        decisions = replace(decisions_from(self.problem, choice), overlap=travel)
         simulation = self.simulate(decisions)
         gap = min(solution.gap, 1 - self.floor_s / solution.objective if solution.objective > 0 else math.inf)
         return Answer(choice, decisions, simulation, solution.status, gap, solution.objective, solution.solve_s)

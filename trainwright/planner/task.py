@@ -165,7 +165,9 @@ class Place:
     @cached_property
     def solver(self) -> Solver:
         """The solver, with what it has already built."""
-        return Solver(self.problem, self.simulate)
+        # What goes further ahead than buckets shares the same latencies; it is tried on the answer.
+        travel: Overlap = "none" if self.task.furthest_overlap == "none" else "buckets"
+        return Solver(self.problem, self.simulate, travel)
 
     def simulate(self, decisions: Decisions, timeline: bool = False) -> Simulation:
         """Run the fullest rank's step on fake tensors."""
