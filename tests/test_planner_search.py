@@ -174,14 +174,22 @@ def test_a_deadline_that_ends_before_anything_is_found_is_refused_with_more_time
     assert place.task.deadline.limited(1e9) <= 30
 
 
-def test_ctrl_c_ends_the_search_with_the_best_plan_found(place, monkeypatch):
+@pytest.fixture
+def ctrl_c():
+    """Press Ctrl-C; where these tests run in the background, it may be ignored otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_search_with_the_best_plan_found(place, monkeypatch, ctrl_c):
     expected = place.solve("joint")
     real, presses = stages.solve_in_stages, []
 
     def pressed(*args):
         found = real(*args)
         if not presses:
-            presses.append(os.kill(os.getpid(), signal.SIGINT))
+            presses.append(ctrl_c())
         return found
 
     monkeypatch.setattr(fitting, "solve_in_stages", pressed)
@@ -195,12 +203,12 @@ def test_ctrl_c_ends_the_search_with_the_best_plan_found(place, monkeypatch):
 
 
 @pytest.mark.parametrize("num_presses", [1, 2])
-def test_ctrl_c_interrupts_where_nothing_is_known_or_when_pressed_again(place, monkeypatch, num_presses):
+def test_ctrl_c_interrupts_where_nothing_is_known_or_when_pressed_again(place, monkeypatch, ctrl_c, num_presses):
     went_on = []
 
     def pressed(*_):
         for _ in range(num_presses):
-            os.kill(os.getpid(), signal.SIGINT)
+            ctrl_c()
         went_on.append(True)
         return Infeasible((NOT_IN_TIME,), None)
 
