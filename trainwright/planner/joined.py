@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..capture.buckets import BUFFER_BYTES, ENOUGH_BYTES, SMALL_BYTES
+from ..capture import buckets
 from ..capture.layout import Layout
 from ..capture.transition import gradient_layout, transition
 from .milp import Model
@@ -50,7 +50,7 @@ def joins(problem: Problem, use: Use, native: Layout, want: Want) -> Iterator[Jo
 def _there(problem: Problem, use: Use, native: Layout, wanted: Layout) -> Iterator[Join]:
     tensor, costs = use.source.tensor, problem.costs
     steps = () if native == wanted else transition(native, wanted)
-    if [step.kind for step in steps] == ["all_gather"] and costs.local_bytes(tensor, wanted) <= SMALL_BYTES:
+    if [step.kind for step in steps] == ["all_gather"] and costs.local_bytes(tensor, wanted) <= buckets.SMALL_BYTES:
         key = ("gather", use.region_class, steps[0].axis, tensor.dtype)
         yield Join(key, use.count, costs.latency_s(steps, tensor.slots), 0.0)
 
@@ -62,14 +62,14 @@ def _back(problem: Problem, use: Use, native: Layout, want: Want) -> Iterator[Jo
     num_bytes = costs.local_bytes(tensor, want[0])
     sums = bool(kinds) and all(kind == "all_reduce" for kind, _ in kinds)
     scattered = len(kinds) == 1 and kinds[0][0] == "reduce_scatter"
-    if num_bytes >= BUFFER_BYTES or not (sums or scattered):
+    if num_bytes >= buckets.BUFFER_BYTES or not (sums or scattered):
         return
     latency_s = costs.latency_s(steps, tensor.slots)
     if sums and native == want[0]:
         key: tuple[Any, ...] = (kinds, tensor.dtype)
-        yield Join(key, 1, latency_s / costs.num_runs, use.count * num_bytes / ENOUGH_BYTES)
+        yield Join(key, 1, latency_s / costs.num_runs, use.count * num_bytes / max(1, buckets.ENOUGH_BYTES))
     else:
-        yield Join((kinds, use.region_class, tensor.dtype), use.count, latency_s, num_bytes / BUFFER_BYTES)
+        yield Join((kinds, use.region_class, tensor.dtype), use.count, latency_s, num_bytes / buckets.BUFFER_BYTES)
 
 
 @dataclass(eq=False)
