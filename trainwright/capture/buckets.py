@@ -79,7 +79,7 @@ class Bucket:
         for index in range(len(self.members)) if indices is None else indices:
             member = self.members[index]
             steps = member.there.steps
-            if [step.kind for step in steps] == ["all_gather"] and member.num_bytes <= SMALL_BYTES:
+            if is_small_gather(steps, member.num_bytes):
                 groups.setdefault((steps[0].axis, member.dtype), []).append(index)
         return [tuple(found) for found in groups.values() if len(found) > 1]
 
@@ -229,7 +229,7 @@ def _reductions(members: Sequence[Member]) -> list[_Reduction]:
     filling: dict[Any, _Reduction] = {}
     for index in reversed(range(len(members))):
         member = members[index]
-        kinds = _joined_kinds(member.back)
+        kinds = joined_kinds(member.back.steps)
         if not member.trained or kinds is None:
             continue
         key = (*kinds, member.dtype)
@@ -246,15 +246,20 @@ def _reductions(members: Sequence[Member]) -> list[_Reduction]:
     return done
 
 
-def only_sums(route: Route) -> bool:
+def is_small_gather(steps: Sequence[Step], num_bytes: int) -> bool:
+    """Whether a parameter's way to where it is read, `num_bytes` there, is a gather that others of its region may join."""
+    return [step.kind for step in steps] == ["all_gather"] and num_bytes <= SMALL_BYTES
+
+
+def only_sums(steps: Sequence[Step]) -> bool:
     """Whether a gradient stays whole on its way back: what it is joined in is reduced in place, and then holds it."""
-    return bool(route.steps) and all(step.kind == "all_reduce" for step in route.steps)
+    return bool(steps) and all(step.kind == "all_reduce" for step in steps)
 
 
-def _joined_kinds(route: Route) -> tuple[tuple[str, int], ...] | None:
+def joined_kinds(steps: Sequence[Step]) -> tuple[tuple[str, int], ...] | None:
     """The collectives of a way back whose tensors may be joined: sums along axes, or one scattered sum."""
-    kinds = tuple((step.kind, step.axis) for step in route.steps)
-    if only_sums(route):
+    kinds = tuple((step.kind, step.axis) for step in steps)
+    if only_sums(steps):
         return kinds
     return kinds if len(kinds) == 1 and kinds[0][0] == "reduce_scatter" else None
 

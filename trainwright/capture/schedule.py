@@ -60,7 +60,7 @@ def _travels(instructions: Sequence[Instruction], values: Sequence[Value]) -> di
         if changes and values[instruction.inputs[0]].tensor.role == "param":
             _, there, back = instruction.args
             if there.moves or (back.moves and values[instruction.inputs[0]].tensor.requires_grad):
-                region = None if only_sums(back) and not there.moves else instruction.region
+                region = None if only_sums(back.steps) and not there.moves else instruction.region
                 found.setdefault(region, []).append(instruction)
     return found
 

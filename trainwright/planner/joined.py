@@ -50,7 +50,7 @@ def joins(problem: Problem, use: Use, native: Layout, want: Want) -> Iterator[Jo
 def _there(problem: Problem, use: Use, native: Layout, wanted: Layout) -> Iterator[Join]:
     tensor, costs = use.source.tensor, problem.costs
     steps = () if native == wanted else transition(native, wanted)
-    if [step.kind for step in steps] == ["all_gather"] and costs.local_bytes(tensor, wanted) <= buckets.SMALL_BYTES:
+    if buckets.is_small_gather(steps, costs.local_bytes(tensor, wanted)):
         key = ("gather", use.region_class, steps[0].axis, tensor.dtype)
         yield Join(key, use.count, costs.latency_s(steps, tensor.slots), 0.0)
 
@@ -58,14 +58,11 @@ def _there(problem: Problem, use: Use, native: Layout, wanted: Layout) -> Iterat
 def _back(problem: Problem, use: Use, native: Layout, want: Want) -> Iterator[Join]:
     tensor, costs = use.source.tensor, problem.costs
     steps = () if want[1] == gradient_layout(native) else transition(want[1], gradient_layout(native))
-    kinds = tuple((step.kind, step.axis) for step in steps)
-    num_bytes = costs.local_bytes(tensor, want[0])
-    sums = bool(kinds) and all(kind == "all_reduce" for kind, _ in kinds)
-    scattered = len(kinds) == 1 and kinds[0][0] == "reduce_scatter"
-    if num_bytes >= buckets.BUFFER_BYTES or not (sums or scattered):
+    kinds, num_bytes = buckets.joined_kinds(steps), costs.local_bytes(tensor, want[0])
+    if kinds is None or num_bytes >= buckets.BUFFER_BYTES:
         return
     latency_s = costs.latency_s(steps, tensor.slots)
-    if sums and native == want[0]:
+    if buckets.only_sums(steps) and native == want[0]:
         key: tuple[Any, ...] = (kinds, tensor.dtype)
         yield Join(key, 1, latency_s / costs.num_runs, use.count * num_bytes / max(1, buckets.ENOUGH_BYTES))
     else:
@@ -74,9 +71,15 @@ def _back(problem: Problem, use: Use, native: Layout, want: Want) -> Iterator[Jo
 
 @dataclass(eq=False)
 class Joined:
-    """The changes of layout of parameters, by what they travel in."""
+    """The changes of layout of parameters, by what they travel in; nothing where they go one by one."""
 
+    in_buckets: bool
     found: dict[tuple[Any, ...], dict[Any, list[tuple[Join, int]]]] = field(default_factory=lambda: defaultdict(dict))
+
+    def of(self, problem: Problem, use: Use, native: Layout, want: Want, seconds: float) -> tuple[list[Join], float]:
+        """Return what a change of layout of `seconds` travels with, and what is left of these without shared latencies."""
+        joining = list(joins(problem, use, native, want)) if self.in_buckets else []
+        return joining, max(0.0, seconds - sum(join.latency_s for join in joining))
 
     def add(self, joining: list[Join], served: tuple[Any, Want], column: int) -> None:
         """Note that what `column` says, one of the ways to have `served`, takes part in these."""

@@ -28,7 +28,7 @@ from itertools import chain
 
 from ..capture.layout import PARTIAL, REPLICATE, Layout
 from ..capture.transition import gradient_layout
-from .joined import Joined, joins
+from .joined import Joined
 from .milp import Model
 from .problem import Decision, Demand, Problem, Source, Use, Want
 from .tied import Tied, find_tied
@@ -74,13 +74,12 @@ def add_sharding(model: Model, problem: Problem, in_buckets: bool = False) -> Sh
         sharding.choice[decision] = columns
         model.row(ONE_OPTION, ones(columns), 1.0, 1.0)
     sharding.tied = find_tied(problem)
-    joined = Joined() if in_buckets else None
+    joined = Joined(in_buckets)
     for tied in sharding.tied:
         _add_shared(model, problem, sharding, tied, joined)
     for use in problem.uses:
         _add_flow(model, problem, sharding, use, joined)
-    if joined is not None:
-        joined.write(model)
+    joined.write(model)
     return sharding
 
 
@@ -123,18 +122,16 @@ def ones(columns: Iterable[int], factor: float = 1.0) -> list[tuple[int, float]]
     return [(column, factor) for column in columns]
 
 
-def _add_shared(model: Model, problem: Problem, sharding: Sharding, tied: Tied, joined: Joined | None) -> None:
+def _add_shared(model: Model, problem: Problem, sharding: Sharding, tied: Tied, joined: Joined) -> None:
     """Add the columns of one copy for all readers. One that is read as it rests is no choice, see `tied`."""
     use = tied.uses[0]
     for want in tied.wants:
         for native in sharding.yields(tied.source):
             seconds = _edge_s(problem, use, native, want)
             if seconds is not None:
-                joining = list(joins(problem, use, native, want)) if joined is not None else []
-                alone_s = max(0.0, seconds - sum(join.latency_s for join in joining))
+                joining, alone_s = joined.of(problem, use, native, want, seconds)
                 column = model.column(1.0, alone_s, integer=native != want[0])
-                if joined is not None:
-                    joined.add(joining, (tied.source, want), column)
+                joined.add(joining, (tied.source, want), column)
                 sharding.shared[tied.source, native, want] = column
                 for others in _other_readers(tied, sharding, want):
                     model.row(SEVERAL, [(column, 1.0), *ones(others, -1.0)], upper=0.0)
@@ -157,7 +154,7 @@ def _edge_s(problem: Problem, use: Use, native: Layout, want: Want) -> float | N
     return None if times is None else sum(times)
 
 
-def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use, joined: Joined | None) -> None:
+def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use, joined: Joined) -> None:
     supply = sharding.yields(use.source)
     served: dict[Want, list[int]] = defaultdict(list)
     given: dict[Layout, list[list[int]]] = defaultdict(list)
@@ -167,11 +164,9 @@ def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use, join
             if seconds is None:
                 continue
             shared = sharding.shared.get((use.source, native, want))
-            joining = list(joins(problem, use, native, want)) if joined is not None else []
-            alone_s = max(0.0, seconds - sum(join.latency_s for join in joining))
+            joining, alone_s = joined.of(problem, use, native, want, seconds)
             sharding.flow[use, native, want] = model.column(1.0, use.count * alone_s)
-            if joined is not None:
-                joined.add(joining, (use, want), sharding.flow[use, native, want])
+            joined.add(joining, (use, want), sharding.flow[use, native, want])
             columns = [sharding.flow[use, native, want], *([] if shared is None else [shared])]
             served[want] += columns
             given[native].append(columns)
