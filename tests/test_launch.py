@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def answer_then_die_on_last() -> None:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     else:
         dist.barrier()
+
+
+def lose_the_connection_before_its_other_end_dies() -> None:
+    """What sockets that close long before their process counts as ended look like from outside."""
+    import threading
+
+    import torch.distributed as dist
+
+    if dist.get_rank() < dist.get_world_size() - 1:
+        raise RuntimeError("Connection closed by peer")
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def ignore_sigterm_and_sleep() -> None:
@@ -249,9 +261,10 @@ def test_a_killed_rank_ends_all_and_is_named(number: signal.Signals) -> None:
     assert_ended(pids)
 
 
-def test_a_death_after_the_answer_is_named_too_not_its_echo() -> None:
+@pytest.mark.parametrize("worker", [answer_then_die_on_last, lose_the_connection_before_its_other_end_dies])
+def test_a_death_after_the_answer_is_named_too_not_its_echo(worker: Callable[[], None]) -> None:
     with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
-        run_processes(f"{HERE}:answer_then_die_on_last", num_processes=2)
+        run_processes(f"{HERE}:{worker.__name__}", num_processes=2)
 
 
 def test_what_a_rank_forked_ends_with_it() -> None:

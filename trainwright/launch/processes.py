@@ -32,6 +32,8 @@ from .worker import main as serve
 
 EventHandler = Callable[[int, dict[str, Any]], None]
 _SETTLE_S = 0.6
+_CAUSE_S = 3.0
+"""How long the cause of what looks like an echo is awaited: sockets close a while before their process counts as ended."""
 _TERMINATE_S = 2.0
 _TICK_S = 0.2
 _START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {serve.__module__} import main; main()"
@@ -176,12 +178,19 @@ class Workers:
                 raise self._timed_out(timeout_s)
 
     def _failed(self) -> list[_Rank]:
-        """The ranks that failed. After the first, the others get a moment: an echo may come before its cause."""
-        if any(rank.failed for rank in self._ranks):
-            deadline = time.monotonic() + _SETTLE_S
-            while any(rank.busy and not rank.failed for rank in self._ranks) and time.monotonic() < deadline:
-                self._pump()
-        return [rank for rank in self._ranks if rank.failed]
+        """The ranks that failed. After the first, the others get a moment: an echo may come before its cause.
+
+        The cause may be the end of a rank that has answered.
+        """
+        started = time.monotonic()
+        while failed := [rank for rank in self._ranks if rank.failed]:
+            echoes = all(_blame(rank) == _ECHO for rank in failed) and len(failed) < len(self._ranks)
+            waited_s = time.monotonic() - started
+            is_awaited = any(rank.busy and not rank.failed for rank in self._ranks) and waited_s < _SETTLE_S
+            if not (is_awaited or (echoes and waited_s < _CAUSE_S)):
+                break
+            self._pump()
+        return failed
 
     def _timed_out(self, timeout_s: float | None) -> WorkerError:
         late = [rank for rank in self._ranks if rank.busy]
@@ -329,9 +338,10 @@ def _blame(rank: _Rank) -> int:
         return 1
     if _own_type(error["types"]) is not None:
         return 0
-    return 3 if any(word in error["text"] for word in _ECHOES) else 2
+    return _ECHO if any(word in error["text"] for word in _ECHOES) else 2
 
 
+_ECHO = 3
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "NCCL")
 
 
