@@ -169,7 +169,7 @@ def test_recomputation_comes_close_to_the_best_of_all():
         ("gpt2-tiny", "cpu:2", (2,)),
         ("llama-tiny", "cpu:2", (2,)),
         pytest.param("llama-tiny", "cpu:4", (4,), marks=pytest.mark.slow),
-        ("gpt2-tiny", "cpu:4", (2, 2)),
+        pytest.param("gpt2-tiny", "cpu:4", (2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh):
@@ -180,15 +180,15 @@ def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh):
         place.task.budget_bytes = budget = int(low + share * (high - low))
         answers = {solver: place.solve(solver) for solver in RECIPES}
         assert isinstance(answers["joint"], Answer)
-        # Within a budget the solver prices parameters that travel one by one.
-        found = {s: price_of(place, a.decisions, "none") for s, a in answers.items() if isinstance(a, Answer)}
+        found = {s: place.overlapped(a)[1].step_s for s, a in answers.items() if isinstance(a, Answer)}
         assert found["joint"] <= min(found.values()) * 1.002
         for solver, answer in answers.items():
             if isinstance(answer, Answer):
                 assert answer.simulation.peak_bytes <= usable_bytes(budget), solver
                 # A recipe that keeps everything is chosen in buckets, though it may fit without them only.
                 overlap = "buckets" if solver in ("ddp", "megatron") else None
-                assert answer.objective_s == pytest.approx(price_of(place, answer.decisions, overlap), rel=1e-4), solver
+                price = price_of(place, answer.decisions, overlap)
+                assert answer.objective_s == pytest.approx(price, rel=1e-4), solver
             else:
                 assert answer.smallest is None or answer.smallest.simulation.peak_bytes > usable_bytes(budget), solver
 
@@ -196,7 +196,7 @@ def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh):
 def test_comparing_joint_is_never_slower():
     program = tiny_program("gpt2-tiny")
     for budget in (None, 1_400_000, 1_700_000):
-        found = compare(**question(program, budget_bytes=budget))
+        found = compare(**question(program, budget_bytes=budget, time_limit_s=10.0))
         assert set(found) == set(RECIPES)
         steps = {solver: plan.predicted.step_s for solver, plan in found.items() if isinstance(plan, Plan)}
         assert steps["joint"] == min(steps.values())
@@ -338,7 +338,7 @@ def test_the_smallest_budget_would_do():
     failure = place.solve("joint")
     assert isinstance(failure, Infeasible)
     smallest = failure.smallest.simulation.peak_bytes
-    plan = make_plan(**question(program, budget_bytes=budget_for(smallest)))
+    plan = make_plan(**question(program, budget_bytes=budget_for(smallest), time_limit_s=10.0))
     assert plan.predicted.peak_bytes <= smallest
     fits = budget_for(plan.predicted.peak_bytes)
     assert check(plan, program, fits, optim.record("adamw"), make_optimizer).budget_bytes == fits
@@ -414,13 +414,14 @@ def test_gradients_under_any_plan_are_those_of_one_process(hardware, mesh, num_b
 
 
 @pytest.mark.parametrize("hardware", ["cpu:2", "8xa100"])
-def test_where_no_memory_binds_latencies_are_shared_as_in_the_buckets_that_run(hardware):
+def test_where_no_memory_binds_latencies_are_shared_as_in_the_buckets_that_run(hardware, monkeypatch):
     """What each parameter would pay alone is several times as much, and would make another plan the fastest."""
+    monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", 0)  # nothing counts as hidden in long programs
     (place,) = task(tiny_program("llama-tiny"), hardware, mesh=(resolve(hardware).num_devices,)).places
     prices = {}
     for solver in ("ddp", "fsdp", "megatron", "joint"):
         answer = place.solve(solver)
-        assert answer.decisions.overlap == "buckets"
+        assert answer.decisions.overlap == place.task.furthest_overlap
         prices[solver] = price_of(place, answer.decisions)
         assert answer.objective_s == pytest.approx(prices[solver], rel=1e-6), solver
     assert prices["joint"] <= min(prices.values()) * (1 + 1e-3)

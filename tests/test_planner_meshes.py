@@ -41,6 +41,16 @@ def test_the_mesh_is_the_fastest_of_all(budget):
     assert found.predicted.peak_bytes <= budget
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_mesh_is_the_fastest_of_all_where_latencies_are_shared():
+    program = tiny_program("gpt2-tiny")
+    options = {"budget_bytes": 1_700_000, "time_limit_s": 120.0}
+    steps = best_of_each(program, "cpu:4", **options)
+    found = make_plan(**question(program, "cpu:4", mesh=None, **options))
+    assert found.predicted.step_s <= min(steps.values()) * 1.02
+
+
 def test_a_mesh_that_cannot_win_is_not_solved():
     search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=240.0), "joint")
     for place in search.places:

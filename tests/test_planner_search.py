@@ -49,11 +49,12 @@ def test_what_the_relaxation_mixes_is_searched_and_loses_nothing(monkeypatch):
     found = place.solve("joint")
     assert asked
     assert found.simulation.peak_bytes <= place.task.budget_bytes
-    assert found.objective_s == pytest.approx(known.objective_s, rel=2e-3)
+    assert known.objective_s * (1 - known.gap) <= found.objective_s <= known.objective_s * (1 + stages.GAP)
 
 
 def test_a_search_beside_an_answer_is_no_worse_than_the_answer(place):
-    fsdp, settings = place.solve("fsdp"), place.settings("joint")
+    settings = place.settings("joint")
+    fsdp = place.solver.solve(place.settings("fsdp"))
     found = Fitting(place.solver, settings, settings.budget_bytes).beside(fsdp)
     assert found is not None
     assert found.simulation.peak_bytes <= settings.budget_bytes
@@ -66,7 +67,7 @@ def test_a_recipe_answers_where_the_search_found_nothing_but_missed_by_little(pl
     if not near:
         place.task.budget_bytes = fsdp.simulation.peak_bytes // 2
     refused = Infeasible(("a row",), fsdp)
-    monkeypatch.setattr(Solver, "solve", lambda self, settings: refused)
+    monkeypatch.setattr(Solver, "solve", lambda *_: refused)
     found = place.solve("joint")
     if near:
         assert isinstance(found, Answer)
@@ -130,7 +131,7 @@ def test_an_encoder_with_a_decoder_on_two_axes_is_planned_no_slower_than_by_a_re
     place.task.budget_bytes = int(budget_for(smallest.simulation.peak_bytes) * times)
     joint, fsdp = place.solve("joint"), place.solve("fsdp")
     assert joint.simulation.peak_bytes <= place.task.budget_bytes
-    assert joint.objective_s <= fsdp.objective_s * (1 + stages.GAP)
+    assert place.overlapped(joint)[1].step_s <= place.overlapped(fsdp)[1].step_s * (1 + stages.GAP)
 
 
 @pytest.mark.parametrize(("status", "is_known"), [("stopped", False), (stages.INFEASIBLE, True)])

@@ -15,7 +15,7 @@ from .recipes import Restriction
 from .recompute import Recompute
 from .sharding import Sharding
 from .simulate import Simulation
-from .stages import Stages, Starts
+from .stages import PATIENCE, PATIENCE_IN_BUCKETS, Stages, Starts
 
 Simulate = Callable[[Decisions], Simulation]
 NOT_IN_TIME = "none was found in the time"
@@ -34,6 +34,17 @@ class Answer:
     objective_s: float
     solve_s: float
     notes: list[str] = field(default_factory=list)
+    binds: bool = True
+    """Whether memory bound the search; if not, it is what is fastest with any."""
+
+    @property
+    def bound_s(self) -> float:
+        """What the gap says of the objective: nothing is below it."""
+        return self.objective_s * (1 - (self.gap or 0.0))
+
+    def bounded(self, bound_s: float) -> Answer:
+        """Return the answer with the gap that another bound gives it."""
+        return replace(self, gap=max(0.0, 1 - bound_s / self.objective_s))
 
     def overlapped(self, simulate: Simulate, budget_bytes: int | None, furthest: Overlap) -> Answer:
         """Return the answer with its parameters travelling as far ahead as the budget allows (`capture.schedule`)."""
@@ -74,6 +85,8 @@ class Settings:
     """An answer that takes as long as this is not wanted: another mesh has one."""
     deadline: Deadline = field(default_factory=Deadline)
     """Of all that was asked; `time_limit_s` is one search's."""
+    one_solve: float = 1.0
+    """Of the time limit, what one solve of the search may take: what comes of it may not fit, and is to be corrected."""
 
     def stages(
         self,
@@ -86,9 +99,11 @@ class Settings:
         """Return what `solve_in_stages` takes."""
         limit = self.time_limit_s if time_limit_s is None else time_limit_s
         left_s = self.deadline.limited(limit)
+        patience = PATIENCE_IN_BUCKETS if sharding.joined.is_weak else PATIENCE
         return Stages(
-            model, sharding, self.restriction, recompute, starts, self.progress, left_s, stop=self._is_to_stop
-        )
+            model, sharding, self.restriction, recompute, starts, self.progress, left_s, patience=patience,
+            stop=self._is_to_stop,
+        )  # fmt: skip
 
     def _is_to_stop(self) -> bool:
         return self.deadline.has_passed

@@ -127,7 +127,7 @@ class Branching:
 
     @property
     def _wanted_gap(self) -> float:
-        return max(self.gap, self.patience.gap) if self._spent() > self.patience.seconds else self.gap
+        return max(self.gap, self.patience.gap_after(self._spent()))
 
     @property
     def _limit(self) -> float:

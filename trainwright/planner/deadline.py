@@ -70,7 +70,7 @@ class _Part(Deadline):
 
     @property
     def has_passed(self) -> bool:
-        return super().has_passed or self._whole.is_interrupted
+        return super().has_passed or self._whole.has_passed
 
     def limited(self, seconds: float) -> float:
-        return LEAST_S if self._whole.is_interrupted else super().limited(seconds)
+        return self._whole.limited(super().limited(seconds))

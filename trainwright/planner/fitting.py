@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MAX_CORRECTIONS = 5
 _MOST_HELD = 6
 """How often what is kept is chosen anew for one sharding."""
+_SHARE_OF_LARGE = 1 / 2
+"""Of the time limit, what one solve of a large problem may take."""
 _LEAST_SHARE = 1 / 3
 """Of the time limit. What is left of it or not, so long is one sharding fitted: what was found is not to be lost."""
 
@@ -87,9 +89,9 @@ class Fitting:
         model, sharding, recompute, memory = solver.full()
         set_budget(model, memory, search.aim)
         remaining = max(1.0, self._deadline - time.perf_counter())
-        if is_large(solver.problem):
-            # time for a second look, at the budget of the rows that the first one asks for
-            remaining = min(remaining, settings.time_limit_s / 2)
+        # time for a second look, at the budget of the rows that the first one asks for
+        share = min(settings.one_solve, _SHARE_OF_LARGE) if is_large(solver.problem) else settings.one_solve
+        remaining = min(remaining, settings.time_limit_s * share)
         stages = settings.stages(model, sharding, recompute, solver.starts_for(settings), remaining)
         stages.cutoff, stages.floor = settings.cutoff_s, solver.floor_s
         if is_large(solver.problem):
@@ -151,6 +153,10 @@ class Fitting:
     def fitted(self, options: Options) -> Answer | None:
         """Return the fastest answer with one sharding that fits; None where there is none below the cutoff."""
         self._fit(options, Search(self.budget, self.search.aim), -math.inf)
+        if self.search.best is None and not self.solver.hides:
+            aim = self.solver.aim_of(options, self.budget)
+            if aim > self.search.aim:
+                self._fit(options, Search(self.budget, aim), -math.inf)
         return self.search.best
 
     def beside(self, answer: Answer) -> Answer | None:

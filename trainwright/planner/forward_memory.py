@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from ..capture.blocks import RegionClass
 from ..capture.transition import gradient_layout
+from .bucket_memory import BucketMemory
 from .milp import MIB, Model, Terms
 from .problem import Decision, Problem, Stored, Use
 from .recompute import Recompute
@@ -29,8 +30,8 @@ CHANGING = "what a change of layout holds"
 class Changes:
     """What the changes of layout of each use hold, as columns in MiB, there and back."""
 
-    def __init__(self, model: Model, problem: Problem, sharding: Sharding) -> None:
-        self.model = model
+    def __init__(self, model: Model, problem: Problem, sharding: Sharding, buckets: BucketMemory) -> None:
+        self.model, self.buckets = model, buckets
         costs = problem.costs
         self.shared = SharedCopies(model, problem, sharding)
         there: dict[Use, list[tuple[int, float]]] = defaultdict(list)
@@ -38,7 +39,7 @@ class Changes:
         for (use, native, want), column in sharding.flow.items():
             tensor = use.source.tensor
             there[use].append((column, costs.change_bytes(tensor, native, want[0]) / MIB))
-            if use.tensor.requires_grad:
+            if use.tensor.requires_grad and not buckets.carries(column):
                 back[use].append((column, costs.change_bytes(tensor, want[1], gradient_layout(native)) / MIB))
         sums = {use: self._sum(terms) for use, terms in there.items()}
         self.there = {use: found for use, found in sums.items() if found is not None}
@@ -98,6 +99,7 @@ class ForwardMemory:
                 alive = self._alive(region_class, position)
                 terms += [(column, 1.0) for stored in alive if (column := self.passing.get(stored)) is not None]
                 terms += self.changes.forward(decision) + self.changes.shared.forward(region_class, position)
+                terms += self.changes.buckets.forward(region_class, position)
                 terms += self.recompute.on_the_way(region_class)
                 spaces = zip(self.sharding.choice[decision], decision.workspace_bytes)
                 yield decision, terms + _positive([(column, size / MIB) for column, size in spaces])

@@ -47,8 +47,8 @@ def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer | In
 
 def _unproven(solver: Solver, found: Answer) -> Answer:
     """A recipe's answer with the gap that it has in the whole space, of which no more is known than without a budget."""
-    gap = max(0.0, 1 - solver.lower_bound_s() / found.objective_s)
-    return replace(found, gap=gap, status="optimal" if gap <= GAP else "feasible")
+    found = found.bounded(solver.lower_bound_s())
+    return replace(found, status="optimal" if (found.gap or 0.0) <= GAP else "feasible")
 
 
 def _is_near(refused: Infeasible, budget: int) -> bool:
@@ -75,6 +75,5 @@ def _of_recipe(solver: Solver, settings: Settings, budget: int) -> Answer | None
 def _faster(answer: Answer, other: Answer | None) -> Answer:
     if other is None or other.objective_s >= answer.objective_s:
         return answer
-    bound_s = answer.objective_s * (1 - (answer.gap or 0.0))
-    gap = max(0.0, 1 - bound_s / other.objective_s)
-    return replace(other, gap=gap, status=answer.status, notes=answer.notes, solve_s=answer.solve_s)
+    better = other.bounded(answer.bound_s)
+    return replace(better, status=answer.status, notes=answer.notes, solve_s=answer.solve_s)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..capture.blocks import RegionClass
+from .bucket_memory import BucketMemory
 from .forward_memory import Changes, ForwardMemory
 from .milp import MIB, Model, Terms
 from .offload import spans
@@ -76,7 +77,7 @@ class _Builder:
         self.items: dict[RegionClass, list[Item]] = defaultdict(list)
         self.gradient_regions: dict[Decision, list[int]] = defaultdict(list)
         self.waits: dict[Source, list[tuple[Place, Place]]] = {}
-        self.changes = Changes(model, problem, sharding)
+        self.changes = Changes(model, problem, sharding, BucketMemory(model, problem, sharding, recompute))
         boundary = [stored for stored in problem.stored if stored.boundary and not stored.held]
         self.spans = {stored: spans(stored) for stored in boundary} if recompute.leaves else {}
 
@@ -153,6 +154,7 @@ class _Builder:
         terms += self._pending(region, position)
         terms += self._param_gradients(region)
         terms += self.changes.shared.backward(region, position)
+        terms += self.changes.buckets.backward(region_class, region, position)
         terms += self.recompute.on_the_way(region_class)
         terms += self._fetched(region_class, region, position)
         return terms

@@ -62,8 +62,7 @@ class MeshSearch:
         if isinstance(answer, Infeasible):
             (self.slower.append(place.shape) if answer.cut_off else self.failures.append((place, answer)))
             return
-        answer = answer.overlapped(place.simulate, self.task.usable_bytes, self.task.furthest_overlap)
-        found = Found(place, answer, place.price(answer.simulation))
+        found = Found(place, *place.overlapped(answer))
         if self.best is None or found.price.step_s < self.best.price.step_s:
             self.best = found
 

@@ -75,7 +75,7 @@ def fastest_number(task: Task, variants: Variants, search: Search) -> Found:
             continue
         if found is not None and (best is None or found.price.step_s < best.price.step_s):
             best = found
-        if best is not None and best.place.solver.last_aim is None:
+        if best is not None and not best.answer.binds:
             break  # it fits as it is, and more of them would not be faster
     if best is None:
         raise _refused(refusals, variants)

@@ -24,10 +24,22 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Patience:
-    """After so many seconds, a solution proven to be within `gap` of the optimum will do."""
+    """After so many seconds, a solution proven to be within `gap` of the optimum will do; where it grows, after n times as many
+    within n times the gap."""
 
     seconds: float
     gap: float
+    grows: bool = False
+
+    def gap_after(self, seconds: float) -> float:
+        """Return the gap that will do after so many seconds.
+
+        >>> [Patience(2.0, 5e-3, grows=True).gap_after(seconds) for seconds in (1.0, 3.0, 8.0)]
+        [0.0, 0.0075, 0.02]
+        """
+        if seconds <= self.seconds:
+            return 0.0
+        return self.gap * seconds / self.seconds if self.grows else self.gap
 
 
 @dataclass(frozen=True)
@@ -229,7 +241,7 @@ def _scale_of(costs: Iterable[float]) -> float:
 def _stop_when_good(highs, patience: Patience | None, stop: Stop | None) -> None:
     def asked(event) -> None:
         out = event.data_out
-        is_good = patience is not None and out.running_time > patience.seconds and out.mip_gap <= patience.gap
+        is_good = patience is not None and out.mip_gap <= patience.gap_after(out.running_time)
         event.interrupt(is_good or (stop is not None and out.running_time > LEAST_S and stop()))
 
     highs.cbMipInterrupt.subscribe(asked)

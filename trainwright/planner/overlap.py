@@ -12,7 +12,7 @@ What the waits add to t is exposed; the rest of the seconds of communication is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..capture.buckets import Bucket
@@ -34,11 +34,11 @@ def bucket_s(instruction: Instruction, costs: CostModel) -> Seconds:
     return 0.0, sum(reduction_s(bucket, costs).values())
 
 
-def gather_s(bucket: Bucket, index: int, costs: CostModel) -> float:
-    """Return the seconds to bring one parameter of a bucket into the layout that is wanted."""
+def gather_s(bucket: Bucket, index: int, costs: CostModel, among: Sequence[int] | None = None) -> float:
+    """Return the seconds to bring one parameter of a bucket into the layout that is wanted; `among` those, by default all."""
     member = bucket.members[index]
     seconds = _route_s(member.there, member.dtype.itemsize, costs)
-    joined = next((found for found in bucket.joined_gathers() if index in found), ())
+    joined = next((found for found in bucket.joined_gathers(among) if index in found), ())
     return seconds - costs.latency_s(member.there.steps, member.there.slots) if index in joined[1:] else seconds
 
 

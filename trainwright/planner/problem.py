@@ -154,6 +154,9 @@ class Stored:
         return max([*own, *readers], default=self.position)
 
 
+MANY_OPS = 400
+
+
 @dataclass(eq=False)
 class Problem:
     """All that the solver chooses from, for one program on one mesh."""
@@ -172,6 +175,11 @@ class Problem:
     @property
     def decisions(self) -> list[Decision]:
         return [*self.groups, *self.params]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a program of so many ops takes long enough to simulate that it is saved where it can be."""
+        return len(self.program.ops) > MANY_OPS
 
     @property
     def mesh(self) -> tuple[int, ...]:

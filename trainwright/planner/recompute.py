@@ -95,6 +95,7 @@ class _Builder:
         for use in self.problem.uses:
             for want in wants_of(use):
                 self._add_need(use, want)
+        self.sharding.joined.write(self.model)
         return self.columns
 
     def _can_rerun(self, decision: Decision) -> bool:
@@ -163,8 +164,11 @@ class _Builder:
         return any(any(demand.saves) or self._can_rerun(demand.decision) for demand in use.demands)
 
     def _add_convert(self, use: Use, native: Layout, want: Want) -> None:
-        cost = self.problem.costs.move_s(use.source.tensor, native, want[0]) + RERUN_EPSILON_S
-        self.columns.convert[use, native, want] = self.model.column(float(use.count), cost)
+        seconds = self.problem.costs.move_s(use.source.tensor, native, want[0])
+        way = self.sharding.joined.again(use, native, want, seconds)
+        column = self.model.column(float(use.count), way.seconds + RERUN_EPSILON_S)
+        self.sharding.joined.add(way, (use, want), column)
+        self.columns.convert[use, native, want] = column
 
     def _add_sources(self, use: Use) -> None:
         """A conversion starts from what is there; where one reader asks for one copy, all of a source share a row."""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ..capture.layout import PARTIAL, REPLICATE, Layout
+from ..capture.schedule import Overlap
 from ..capture.transition import gradient_layout
 from .joined import Joined
 from .milp import Model
@@ -47,6 +48,8 @@ SEVERAL = "one copy for several regions is wanted by several"
 class Sharding:
     """The columns of the sharding half."""
 
+    joined: Joined
+    """Which latencies parameters share."""
     choice: dict[Decision, list[int]] = field(default_factory=dict)
     flow: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
     tied: list[Tied] = field(default_factory=list)
@@ -66,20 +69,19 @@ class Sharding:
         return [column for column, wants in zip(self.choice[demand.decision], demand.wants) if want in wants]
 
 
-def add_sharding(model: Model, problem: Problem, in_buckets: bool = False) -> Sharding:
-    """Add the columns and rows of the sharding half to `model`; parameters share latencies where they go `in_buckets`."""
-    sharding = Sharding()
+def add_sharding(model: Model, problem: Problem, travel: Overlap = "none") -> Sharding:
+    """Add the columns and rows of the sharding half to `model`; parameters `travel` so, and then share latencies."""
+    sharding = Sharding(Joined(problem, travel))
     for decision in problem.decisions:
         columns = [model.column(1.0, decision.option_s(k), integer=True) for k in range(len(decision.options))]
         sharding.choice[decision] = columns
         model.row(ONE_OPTION, ones(columns), 1.0, 1.0)
     sharding.tied = find_tied(problem)
-    joined = Joined(in_buckets)
     for tied in sharding.tied:
-        _add_shared(model, problem, sharding, tied, joined)
+        _add_shared(model, problem, sharding, tied)
     for use in problem.uses:
-        _add_flow(model, problem, sharding, use, joined)
-    joined.write(model)
+        _add_flow(model, problem, sharding, use)
+    sharding.joined.write(model)
     return sharding
 
 
@@ -122,16 +124,16 @@ def ones(columns: Iterable[int], factor: float = 1.0) -> list[tuple[int, float]]
     return [(column, factor) for column in columns]
 
 
-def _add_shared(model: Model, problem: Problem, sharding: Sharding, tied: Tied, joined: Joined) -> None:
+def _add_shared(model: Model, problem: Problem, sharding: Sharding, tied: Tied) -> None:
     """Add the columns of one copy for all readers. One that is read as it rests is no choice, see `tied`."""
     use = tied.uses[0]
     for want in tied.wants:
         for native in sharding.yields(tied.source):
-            seconds = _edge_s(problem, use, native, want)
-            if seconds is not None:
-                joining, alone_s = joined.of(problem, use, native, want, seconds)
-                column = model.column(1.0, alone_s, integer=native != want[0])
-                joined.add(joining, (tied.source, want), column)
+            times = _edge_s(problem, use, native, want)
+            if times is not None:
+                way = sharding.joined.of(use, native, want, times)
+                column = model.column(1.0, way.seconds, integer=native != want[0])
+                sharding.joined.add(way, (tied.source, want), column)
                 sharding.shared[tied.source, native, want] = column
                 for others in _other_readers(tied, sharding, want):
                     model.row(SEVERAL, [(column, 1.0), *ones(others, -1.0)], upper=0.0)
@@ -145,28 +147,27 @@ def _other_readers(tied: Tied, sharding: Sharding, want: Want) -> Iterator[list[
             yield [column for demand in others for column in sharding.wanting(demand, want)]
 
 
-def _edge_s(problem: Problem, use: Use, native: Layout, want: Want) -> float | None:
+def _edge_s(problem: Problem, use: Use, native: Layout, want: Want) -> tuple[float, float] | None:
     """The seconds, there and back, of one change of layout; None where it is not offered."""
     there, back = aligned(use, native, want)
     if is_large(problem) and not (is_plain(native, there) and is_plain(back, gradient_layout(native))):
         return None
-    times = problem.costs.edge_s(use.source.tensor, native, there, back)
-    return None if times is None else sum(times)
+    return problem.costs.edge_s(use.source.tensor, native, there, back)
 
 
-def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use, joined: Joined) -> None:
+def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> None:
     supply = sharding.yields(use.source)
     served: dict[Want, list[int]] = defaultdict(list)
     given: dict[Layout, list[list[int]]] = defaultdict(list)
     for want in wants_of(use):
         for native in supply:
-            seconds = _edge_s(problem, use, native, want)
-            if seconds is None:
+            times = _edge_s(problem, use, native, want)
+            if times is None:
                 continue
             shared = sharding.shared.get((use.source, native, want))
-            joining, alone_s = joined.of(problem, use, native, want, seconds)
-            sharding.flow[use, native, want] = model.column(1.0, use.count * alone_s)
-            joined.add(joining, (use, want), sharding.flow[use, native, want])
+            way = sharding.joined.of(use, native, want, times)
+            sharding.flow[use, native, want] = model.column(1.0, use.count * way.seconds)
+            sharding.joined.add(way, (use, want), sharding.flow[use, native, want], use.count)
             columns = [sharding.flow[use, native, want], *([] if shared is None else [shared])]
             served[want] += columns
             given[native].append(columns)

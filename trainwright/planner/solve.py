@@ -21,6 +21,7 @@ from .aim import UNBOUNDED
 from .answer import NOT_IN_TIME, Answer, Infeasible, Settings, Simulate
 from .decode import Choice, decisions_from, read_choice
 from .fitting import Fitting
+from .hidden import hide
 from .memory import Memory, add_memory, set_budget
 from .milp import MIB, Model, Patience, Solution
 from .offload import add_offload
@@ -28,13 +29,11 @@ from .problem import Decision, Problem
 from .recipes import Restriction, restriction
 from .recompute import Recompute, add_recompute
 from .sharding import Sharding, add_sharding
-from .stages import FEW_COLUMNS, INFEASIBLE, Starts, held_at, solve_in_stages
+from .stages import FEW_COLUMNS, INFEASIBLE, Options, Starts, held_at, solve_in_stages
 
 Allowed = Mapping[Decision, frozenset[int]]
 SHARES = (1.0, 0.5, 0.25)
 """Of the budget, what a sharding that is chosen first may take at rest."""
-MANY_OPS = 400
-"""Simulating a program of so many takes long enough to be saved where it can."""
 FAR = 1.1
 """What the rows see so many times above the budget is not simulated: should they be wrong, the aim moves."""
 TIME_WEIGHT = 0.04
@@ -50,27 +49,47 @@ _KEPT_TO_LEAST = 4
 class Solver:
     """Solves one problem under different budgets and restrictions; builds each model once."""
 
-    def __init__(self, problem: Problem, simulate: Simulate, travel: Overlap = "none") -> None:
-        """`travel` says how parameters travel where no memory binds, `buckets` at most: then they share latencies."""
-        self.problem, self.simulate, self.travel = problem, simulate, travel
+    def __init__(
+        self, problem: Problem, simulate: Simulate, travel: Overlap = "none", travel_within: Overlap = "none"
+    ) -> None:
+        """`travel` says how parameters travel where no memory binds, `travel_within` where it does.
+
+        Unless one by one, they share latencies.
+        """
+        self.problem, self.simulate = problem, simulate
+        self.travel, self.travel_within = travel, travel_within
+        self._others: dict[Overlap, Solver] = {travel_within: self}
         self._plain: tuple[Model, Sharding] | None = None
         self._full: tuple[Model, Sharding, Recompute, Memory] | None = None
         self._rest: tuple[Model, Sharding, int] | None = None
         self._known: tuple[tuple[Restriction, int | None], list[Mapping[Decision, int]]] | None = None
 
-    def solve(self, settings: Settings) -> Answer | Infeasible:
-        """Return the fastest answer whose simulated peak is within the budget."""
+    def travelling(self, within: Overlap) -> Solver:
+        """Return a solver of the same problem whose parameters travel so within a budget."""
+        if within not in self._others:
+            other = Solver(self.problem, self.simulate, self.travel, within)
+            other._plain = self.plain()
+            self._others[within] = other
+        return self._others[within]
+
+    def solve(self, settings: Settings, fastest: Solution | None = None) -> Answer | Infeasible:
+        """Return the fastest answer whose simulated peak is within the budget.
+
+        fastest: what is fastest where no memory binds, if it is known.
+        """
         began = time.perf_counter()
         self.floor_s, self.last_aim = 0.0, None
-        fastest = self.without_memory(settings)
+        fastest = fastest or self.without_memory(settings)
         if fastest is None and settings.restriction.forbids is not None:
             settings = replace(settings, restriction=_loosened(settings.restriction))
             fastest = self.without_memory(settings)
         if fastest is None:
             return Infeasible(self.binding(None), None)
+        self.fastest = fastest
         found = self._under_budget(fastest, settings)
         if isinstance(found, Answer):
             found.notes = settings.restriction.notes
+            found.binds = self.last_aim is not None
             found.solve_s = time.perf_counter() - began
         return found
 
@@ -81,19 +100,19 @@ class Solver:
         budget = settings.budget_bytes
         self.floor_s = min(fastest.bound, fastest.objective)
         choice = read_choice(values_of(fastest), self.plain()[1], None)
-        one_by_one = functools.cache(lambda: self.answer(fastest, choice))
+        kept = functools.cache(lambda: self.answer(fastest, choice))
         if budget is None or not settings.restriction.recompute:
             return self._all_kept(self.answer(fastest, choice, self.travel), settings)
         rows_peak = self._rows_peak(choice)
-        if rows_peak > FAR * budget and len(self.problem.program.ops) > MANY_OPS:
-            return self.within(settings, budget, wider=lambda: self._first_aim(rows_peak, one_by_one(), budget))
+        if rows_peak > FAR * budget and self.problem.is_long:
+            return self.within(settings, budget, wider=lambda: self._first_aim(rows_peak, kept(), budget))
         if rows_peak <= FAR * budget:
-            answer = one_by_one() if self.travel == "none" else self.answer(fastest, choice, self.travel)
+            answer = kept() if self.travel == self.travel_within else self.answer(fastest, choice, self.travel)
             if answer.simulation.peak_bytes <= budget:
                 return answer
-        found = self.within(settings, budget, self._first_aim(rows_peak, one_by_one(), budget))
-        fits = one_by_one().simulation.peak_bytes <= budget
-        return one_by_one() if fits and isinstance(found, Infeasible) and not found.cut_off else found
+        found = self.within(settings, budget, self._first_aim(rows_peak, kept(), budget))
+        fits = kept().simulation.peak_bytes <= budget
+        return kept() if fits and isinstance(found, Infeasible) and not found.cut_off else found
 
     def _all_kept(self, answer: Answer, settings: Settings) -> Answer | Infeasible:
         """Return an answer that keeps everything if it fits, else one that holds no copy from one region to another."""
@@ -107,7 +126,8 @@ class Solver:
             apart = replace(settings, restriction=replace(settings.restriction, share=False))
             slower = self.without_memory(apart)
             if slower is not None:
-                return self._all_kept(self.answer(slower, read_choice(values_of(slower), self.plain()[1], None)), apart)
+                choice = read_choice(values_of(slower), self.plain()[1], None)
+                return self._all_kept(self.answer(slower, choice, "none"), apart)
         return Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
 
     def lower_bound_s(self) -> float:
@@ -121,7 +141,8 @@ class Solver:
         """Return the model of the sharding alone."""
         if self._plain is None:
             model = Model()
-            self._plain = (model, add_sharding(model, self.problem, in_buckets=self.travel != "none"))
+            self._plain = (model, add_sharding(model, self.problem, self.travel))
+            hide(model, self.problem, self._plain[1])
         return self._plain
 
     def without_memory(self, settings: Settings) -> Solution | None:
@@ -131,12 +152,15 @@ class Solver:
         self._nothing_fits = solution.status == INFEASIBLE
         return None if solution.values is None else solution
 
-    def answer(self, solution: Solution, choice: Choice | None = None, travel: Overlap = "none") -> Answer:
-        """Return what a solution says, simulated; `choice` is read from it where it is not given."""
+    def answer(self, solution: Solution, choice: Choice | None = None, travel: Overlap | None = None) -> Answer:
+        """Return what a solution says, simulated; `choice` is read from it where it is not given.
+
+        travel: how parameters travel, by default as they do within a budget.
+        """
         if choice is None:
             _, sharding, recompute, _ = self.full()
             choice = read_choice(values_of(solution), sharding, recompute)
-        decisions = replace(decisions_from(self.problem, choice), overlap=travel)
+        decisions = replace(decisions_from(self.problem, choice), overlap=travel or self.travel_within)
         simulation = self.simulate(decisions)
         gap = min(solution.gap, 1 - self.floor_s / solution.objective if solution.objective > 0 else math.inf)
         return Answer(choice, decisions, simulation, solution.status, gap, solution.objective, solution.solve_s)
@@ -147,8 +171,9 @@ class Solver:
         """Return the model of both halves with the memory rows."""
         if self._full is None:
             model = Model()
-            sharding = add_sharding(model, self.problem)
+            sharding = add_sharding(model, self.problem, self.travel_within)
             recompute = add_recompute(model, self.problem, sharding)
+            hide(model, self.problem, sharding, recompute)
             add_offload(model, self.problem, sharding, recompute)
             memory = add_memory(model, self.problem, sharding, recompute, math.inf)
             self._full = (model, sharding, recompute, memory)
@@ -163,6 +188,17 @@ class Solver:
         fixed = held_at(sharding, choice.options) | dict.fromkeys(again, 0.0) | _shared_at(sharding, choice)
         found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
         return 0.0 if found.values is None else memory.peak_bytes(found.values)
+
+    @property
+    def hides(self) -> bool:
+        """Whether the device computes while parameters are on their way."""
+        return self.problem.costs.device.kind == "gpu"
+
+    def aim_of(self, options: Options, budget: int) -> float:
+        """Return the rows' budget for one sharding: what they count too much of it when everything is kept is added."""
+        choice = Choice(dict(options))
+        kept = self.simulate(replace(decisions_from(self.problem, choice), overlap=self.travel_within))
+        return budget + max(0.0, self._rows_peak(choice) - kept.peak_bytes)
 
     @staticmethod
     def _first_aim(rows_peak: float, kept: Answer, budget: int) -> float:
@@ -278,15 +314,18 @@ class Solver:
         """The model of the sharding alone, with a row of what rests in memory."""
         if self._rest is None:
             model = Model()
-            sharding = add_sharding(model, self.problem)
+            sharding = add_sharding(model, self.problem, self.travel_within)
             terms = [
                 (column, decision.count * (decision.rest_bytes[option] + decision.state_bytes[option]) / MIB)
                 for decision in self.problem.params
                 for option, column in enumerate(sharding.choice[decision])
             ]
+            hide(model, self.problem, sharding)
             self._rest = model, sharding, model.row("parameters at rest", terms)
         return self._rest
 
+    fastest: Solution | None = None
+    """What the last search would have if no memory bound it."""
     last_aim: float | None = None
     """The rows' budget under which the last answer fitted the true one; None where it fitted without rows."""
     floor_s = 0.0

@@ -26,6 +26,8 @@ PATIENCE = Patience(2.0, 5e-3)
 """A binding budget can take minutes to the last thousandth."""
 PATIENCE_OF_LARGE = Patience(2.0, 2e-2)
 """On three axes, or with an encoder and a decoder on two, a relaxation alone takes seconds."""
+PATIENCE_IN_BUCKETS = Patience(2.0, 5e-3, grows=True)
+"""That a latency is paid once or not at all makes the relaxation weak."""
 Options = Mapping[Decision, int]
 Starts = Callable[[], Sequence[Options]]
 INFEASIBLE = "infeasible"

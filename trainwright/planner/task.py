@@ -18,7 +18,6 @@ from .budget import divisor_for, usable_bytes
 from .build import build_problem
 from .costs import OptimizerCost, cost_model
 from .deadline import Deadline
-from .guard import no_slower_than_known
 from .meshes import mesh_shapes
 from .milp import Progress
 from .pins import apply_pins
@@ -27,7 +26,7 @@ from .problem import Problem
 from .recipes import Restriction, restriction
 from .simulate import MakeOptimizer, Simulation, simulate
 from .solve import Answer, Infeasible, Settings, Solver
-from .two_stage import solve_two_stage
+from .together import search_ways
 
 if TYPE_CHECKING:
     from .micro_batches import Variants
@@ -148,6 +147,8 @@ class Place:
 
     task: Task
     axes: tuple[MeshAxis, ...]
+    _overlapped: tuple[Answer, Answer, Price] | None = field(default=None, init=False)
+    """The last answer that was overlapped, and what came of it."""
 
     @property
     def shape(self) -> str:
@@ -165,9 +166,7 @@ class Place:
     @cached_property
     def solver(self) -> Solver:
         """The solver, with what it has already built."""
-        # What goes further ahead than buckets shares the same latencies; it is tried on the answer.
-        travel: Overlap = "none" if self.task.furthest_overlap == "none" else "buckets"
-        return Solver(self.problem, self.simulate, travel)
+        return Solver(self.problem, self.simulate, self.task.furthest_overlap)
 
     def simulate(self, decisions: Decisions, timeline: bool = False) -> Simulation:
         """Run the fullest rank's step on fake tensors."""
@@ -196,10 +195,12 @@ class Place:
 
     def solve(self, solver: str, time_limit_s: float | None = None, cutoff_s: float = math.inf) -> Answer | Infeasible:
         """Solve the task on this mesh; an answer that takes `cutoff_s` or more is not wanted."""
-        settings = self.settings(solver, time_limit_s, cutoff_s)
-        if solver == "two-stage":
-            return solve_two_stage(self.solver, settings)
-        answer = self.solver.solve(settings)
-        if solver == "joint":
-            return no_slower_than_known(self.solver, settings, answer)
-        return answer
+        return search_ways(self.solver, solver, self.settings(solver, time_limit_s, cutoff_s), self.overlapped)
+
+    def overlapped(self, answer: Answer) -> tuple[Answer, Price]:
+        """Return an answer with its parameters travelling as far ahead as the budget allows, and its price."""
+        if self._overlapped is None or all(answer is not known for known in self._overlapped[:2]):
+            task = self.task
+            found = answer.overlapped(self.simulate, task.usable_bytes, task.furthest_overlap)
+            self._overlapped = answer, found, self.price(found.simulation)
+        return self._overlapped[1:]

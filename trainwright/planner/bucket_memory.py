@@ -1,0 +1,182 @@
+"""What parameters hold while they travel in buckets (`capture.buckets`), beyond what they hold when they travel one by one.
+
+    forward    Σ f · bytes of the copy                 of those that a later group of the region reads first
+    backward   Σ f · bytes before they are scattered   of the gradients that are there, until the region's backward ends;
+                                                       with the places of those that share a buffer and are not there yet
+               Σ f · bytes of sums that stay whole     the places of those that are not there yet
+    ahead      forward: the copies of the next region; backward: gradients of the region before that are on their way, and
+               the copies that the next region makes again
+
+A buffer is made when its first gradient comes. How the others are shared out over buffers is known of small programs, whose
+gradients fit one; in larger ones the places not filled yet are counted by the share that a buffer has of all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..capture import buckets
+from ..capture.blocks import RegionClass
+from ..capture.layout import Layout
+from .joined import is_whole_sum, way_back
+from .milp import MIB, Model, Terms
+from .problem import Problem, Use, Want
+from .recompute import Recompute
+from .sharding import Sharding
+from .tied import Place
+
+AHEAD = "what is gathered a region ahead"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One change of layout's part of a bucket."""
+
+    use: Use
+    column: int
+    mib: float
+    is_small: bool = True
+    """Whether it shares a buffer."""
+
+    @cached_property
+    def position(self) -> int:
+        """The group that reads it first, whose backward is the last to add to its gradient."""
+        return min(demand.position for demand in self.use.demands)
+
+    @cached_property
+    def last_place(self) -> Place:
+        """The region and the group of it whose gradient is the first to come."""
+        return max(self.use.region_class.members[member].index for member in self.use.members), self.position
+
+
+class BucketMemory:
+    """Terms of the rows; none where parameters travel one by one."""
+
+    def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
+        self.model, self.problem = model, problem
+        self.ahead = sharding.joined.travel == "ahead"
+        self._next: dict[RegionClass, Terms] = {}
+        self._region_shares: dict[RegionClass, float] = {}
+        self._again: dict[RegionClass, Terms] = defaultdict(list)
+        self._gathers: dict[RegionClass, list[_Part]] = defaultdict(list)
+        self._scattered: dict[RegionClass, list[_Part]] = defaultdict(list)
+        self._sums: list[_Part] = []
+        self._carried: set[int] = set()
+        if not sharding.joined.in_buckets:
+            return
+        for (use, native, want), column in sharding.flow.items():
+            if use.source.is_param:
+                self._add(use, native, want, column)
+        for tied in sharding.tied:
+            for (source, native, want), column in sharding.shared.items():
+                if source is tied.source and native == want[0] and source.tensor.requires_grad:
+                    self._add_back(tied.uses[0], native, want, column)
+        for (use, _, want), column in recompute.convert.items():
+            if use.source.is_param:
+                size = problem.costs.local_bytes(use.source.tensor, want[0]) / MIB
+                self._again[use.region_class].append((column, size / use.count))
+        self._share = _share(buckets.ENOUGH_BYTES, [tensor.num_bytes for tensor in problem.program.params])
+
+    def _add(self, use: Use, native: Layout, want: Want, column: int) -> None:
+        tensor = use.source.tensor
+        if native != want[0]:
+            size = self.problem.costs.local_bytes(tensor, want[0]) / MIB
+            self._gathers[use.region_class].append(_Part(use, column, size))
+        if use.tensor.requires_grad:
+            self._add_back(use, native, want, column)
+
+    def _add_back(self, use: Use, native: Layout, want: Want, column: int) -> None:
+        steps = way_back(native, want)
+        num_bytes = self.problem.costs.local_bytes(use.source.tensor, want[0])
+        is_small = num_bytes < buckets.BUFFER_BYTES
+        if buckets.joined_kinds(steps) is None:
+            return
+        part = _Part(use, column, num_bytes / MIB, is_small)
+        if is_small:
+            self._carried.add(column)
+        if is_whole_sum(steps, native, want):
+            self._sums.append(part)
+        else:
+            self._scattered[use.region_class].append(part)
+
+    def carries(self, column: int) -> bool:
+        """Tell whether the gradients of a change of layout share a buffer, and are not brought back one by one."""
+        return column in self._carried
+
+    def forward(self, region_class: RegionClass, position: int) -> Terms:
+        """Return what has been gathered for later groups of the region while one runs."""
+        own = [(part.column, part.mib) for part in self._gathers[region_class] if part.position > position]
+        return own + self._next_gathers(region_class) if self.ahead else own
+
+    def _next_gathers(self, region_class: RegionClass) -> Terms:
+        """What is gathered for the region after one of a class: one of the same class, or the one behind them all."""
+        if region_class not in self._next:
+            own = region_class if region_class.multiplicity > 1 else None
+            classes = [own, self._beside(region_class.members[-1].index, 1)]
+            found = [terms for c in classes if c and (terms := _whole(self._gathers[c]))]
+            if len(found) > 1:
+                most = self.model.column()
+                for terms in found:
+                    self.model.row(AHEAD, [*terms, (most, -1.0)], upper=0.0)
+                found = [[(most, 1.0)]]
+            self._next[region_class] = found[0] if found else []
+        return self._next[region_class]
+
+    def _beside(self, region: int, step: int) -> RegionClass | None:
+        """The class of the region that comes so many after this one, if there is one."""
+        regions = self.problem.program.regions
+        return regions[region + step].region_class if 0 <= region + step < len(regions) else None
+
+    def backward(self, region_class: RegionClass, region: int, position: int) -> Terms:
+        """Return what gradients hold while the backward of a group of a region runs, beyond those at rest."""
+        terms = [*self._of_region(region_class, position), *self._of_sums(region, position)]
+        if not self.ahead:
+            return terms
+        if (after := self._beside(region, 1)) is not None:
+            terms += _whole(self._scattered[after])
+        if self._beside(region, -1) is region_class:
+            # gathered where this region's own reruns begin: only blocks alike are taken to have some
+            terms += self._again[region_class]
+        return terms
+
+    def _of_region(self, region_class: RegionClass, position: int) -> Terms:
+        parts = self._scattered[region_class]
+        first = max((part.position for part in parts if part.is_small), default=-1)
+        share = self._region_share(region_class)
+        terms: Terms = []
+        for part in parts:
+            if part.position > position:
+                terms.append((part.column, part.mib))
+            elif part.is_small and position <= first:
+                terms.append((part.column, part.mib * share))
+        return terms
+
+    def _region_share(self, region_class: RegionClass) -> float:
+        """Of a region's gradients, what one buffer holds: of each parameter the largest that may be wanted."""
+        if region_class not in self._region_shares:
+            largest: dict[Use, float] = defaultdict(float)
+            for part in self._scattered[region_class]:
+                largest[part.use] = max(largest[part.use], part.mib * MIB)
+            self._region_shares[region_class] = _share(buckets.BUFFER_BYTES, largest.values())
+        return self._region_shares[region_class]
+
+    def _of_sums(self, region: int, position: int) -> Terms:
+        first = max((part.last_place for part in self._sums), default=(-1, -1))
+        terms: Terms = []
+        for part in self._sums if (region, position) <= first else ():
+            num = sum(part.use.region_class.members[member].index < region for member in part.use.members)
+            if num and part.is_small:
+                terms.append((part.column, num * part.mib * self._share))
+        return terms
+
+
+def _whole(parts: list[_Part]) -> Terms:
+    return [(part.column, part.mib) for part in parts]
+
+
+def _share(buffer_bytes: float, sizes: Iterable[float]) -> float:
+    """Of so many bytes, the share that one buffer holds."""
+    return min(1.0, buffer_bytes / max(1.0, sum(sizes)))

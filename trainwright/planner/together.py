@@ -1,0 +1,120 @@
+"""Within a budget, a search for each way in which parameters travel (`capture.schedule`): one by one, in buckets, ahead.
+
+What travels together shares its latency, and holds more memory than what travels one by one. Each search has its own
+objective (`joined`, `hidden`), its own rows (`bucket_memory`) and simulations of its own; a later one looks only for what is
+faster than what is found already, tried as far ahead as it fits.
+
+Where nothing is hidden, one by one comes first, since it is soon proven; buckets follow where latencies are worth it. Where
+computation hides what is on its way, the furthest ahead comes first, and what holds less follows where nothing fits, or,
+of a program that is not large, where memory costs much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..capture.schedule import Overlap
+from .answer import Answer, Infeasible, Settings
+from .fitting import Fitting
+from .guard import no_slower_than_known
+from .milp import Solution
+from .price import Price
+from .solve import Solver
+from .stages import GAP
+from .two_stage import solve_two_stage
+
+_WORTH = 0.01
+"""Of a step, what all latencies that can be shared must take to be worth a search."""
+_AHEAD: tuple[Overlap, ...] = ("ahead", "buckets", "none")
+_ONE_BY_ONE: tuple[Overlap, ...] = ("none", "buckets")
+_DEAR = 1.25
+"""Times what a step takes where no memory binds: where memory costs so much, what holds less is looked at."""
+_OFF = 0.02
+"""By how much a step may take longer than the objective says before known shardings are tried."""
+_SHARE = 1 / 2
+"""Of the time limit, for the second search."""
+_ONE_SOLVE = 1 / 5
+"""Of that, what one solve may take."""
+
+Overlapped = Callable[[Answer], tuple[Answer, Price]]
+"""An answer with its parameters travelling as far ahead as the budget allows, and what that takes."""
+
+
+def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Overlapped) -> Answer | Infeasible:
+    """Solve for a recipe; where memory binds, for parameters that travel one way or another, and return what is fastest."""
+    if solver.travel == "none":
+        return _search(solver, recipe, settings)
+    first, *others = [solver.travelling(way) for way in (_AHEAD if solver.hides else _ONE_BY_ONE)]
+    best = _search(first, recipe, _in_part(settings))
+    if isinstance(best, Answer) and recipe == "joint" and solver.hides:
+        best = _surer(first, settings, best, overlapped)
+    for other in others:
+        if isinstance(best, Infeasible):
+            if not _may_be_less(solver, best):
+                return _search(first, recipe, settings) if best.out_of_time else best
+            best = _search(other, recipe, settings if other is others[-1] else _in_part(settings))
+            continue
+        if not best.binds or settings.deadline.has_passed:
+            return best
+        takes = overlapped(best)[1]
+        if not _is_worth_it(first, best, takes.step_s):
+            return best
+        found = _search(other, recipe, _below(settings, takes.step_s), first.fastest)
+        if isinstance(found, Answer) and overlapped(found)[1].step_s < takes.step_s:
+            best = _better(best, found)
+    return best
+
+
+def _may_be_less(solver: Solver, refused: Infeasible) -> bool:
+    """Whether the next way may do better than one that was refused: it holds less, or, where nothing is hidden, takes less."""
+    return refused.cut_off != solver.hides
+
+
+def _in_part(settings: Settings) -> Settings:
+    """Leave half of the time to other ways."""
+    return replace(settings, deadline=settings.deadline.first_part())
+
+
+def _surer(solver: Solver, settings: Settings, answer: Answer, overlapped: Overlapped) -> Answer:
+    """Return `answer`, or a known sharding's that takes less, where more is exposed of `answer` than its objective says."""
+    takes_s = overlapped(answer)[1].step_s
+    budget = settings.budget_bytes
+    if budget is None or solver.last_aim is None or takes_s <= answer.objective_s * (1 + _OFF):
+        return answer
+    for options in solver.starts(settings):
+        wanted = replace(settings, cutoff_s=takes_s, time_limit_s=settings.time_limit_s / 4)
+        found = Fitting(solver, wanted, budget, solver.last_aim).fitted(options)
+        if found is not None and overlapped(found)[1].step_s < takes_s:
+            takes_s = overlapped(found)[1].step_s
+            answer = replace(found.bounded(answer.bound_s), notes=answer.notes, solve_s=answer.solve_s)
+    return answer
+
+
+def _below(settings: Settings, seconds: float) -> Settings:
+    """Ask for what is faster than `seconds`, in a part of the time."""
+    cutoff_s = min(settings.cutoff_s, seconds * (1 - GAP))
+    limit_s = settings.time_limit_s * _SHARE
+    return replace(settings, cutoff_s=cutoff_s, time_limit_s=limit_s, one_solve=_ONE_SOLVE)
+
+
+def _better(answer: Answer, found: Answer) -> Answer:
+    """What was found in place of an answer, with the gap that it has to what both searches prove."""
+    better = found.bounded(min(answer.bound_s, found.bound_s))
+    return replace(better, notes=answer.notes, solve_s=answer.solve_s + found.solve_s)
+
+
+def _search(solver: Solver, recipe: str, settings: Settings, fastest: Solution | None = None) -> Answer | Infeasible:
+    """Search one way; `fastest` is what is fastest where no memory binds, if it is known."""
+    if recipe == "two-stage":
+        return solve_two_stage(solver, settings)
+    answer = solver.solve(settings, fastest)
+    return no_slower_than_known(solver, settings, answer) if recipe == "joint" else answer
+
+
+def _is_worth_it(solver: Solver, answer: Answer, seconds: float) -> bool:
+    """Whether the other way may gain more than a gap on an answer that takes `seconds`."""
+    if solver.hides:
+        return not solver.problem.is_long and seconds > _DEAR * solver.floor_s
+    shareable_s = solver.plain()[1].joined.shareable_s
+    return shareable_s > _WORTH * answer.objective_s and seconds * (1 - GAP) > solver.floor_s
