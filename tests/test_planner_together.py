@@ -12,9 +12,11 @@ from trainwright.planner import together
 from trainwright.planner.answer import Answer, Infeasible
 from trainwright.planner.deadline import LEAST_S, Deadline
 from trainwright.planner.decode import Choice, decisions_from
+from trainwright.planner.hidden import Hidden
 from trainwright.planner.memory import set_budget
+from trainwright.planner.milp import Solution
 from trainwright.planner.solve import Solver
-from trainwright.planner.stages import held_at
+from trainwright.planner.stages import held_at, solve_in_stages
 
 
 def bound(name: str, hardware: str, mesh: tuple[int, ...], share: float):
@@ -128,3 +130,39 @@ def test_each_way_has_a_part_of_the_time_and_the_same_ctrl_c():
     whole.interrupt()
     assert part.has_passed
     assert part.limited(60.0) == LEAST_S
+
+
+@pytest.mark.parametrize("share", [None, 0.3])
+def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share):
+    """What its search proves holds of the seconds with E, which that of a short program has in its rows."""
+    place = bound("llama-tiny", "2xh100", (2,), share or 1.0)
+    settings = place.settings("joint", time_limit_s=10.0)
+
+    def solved(max_num_ops: int) -> tuple[Solution, Hidden]:
+        monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", max_num_ops)
+        solver = Solver(place.problem, place.simulate, "ahead", "ahead")
+        if share is None:
+            model, sharding = solver.plain()
+            return solve_in_stages(settings.stages(model, sharding)), sharding.hidden
+        model, sharding, recompute, memory = solver.full()
+        set_budget(model, memory, place.task.budget_bytes)
+        return solve_in_stages(settings.stages(model, sharding, recompute)), sharding.hidden
+
+    exact, hidden = solved(10**6)
+    assert not hidden.is_priced
+    found, hidden = solved(0)
+    assert hidden.is_priced
+    assert any(phase.price < 1.0 for phase in hidden.phases), "nothing is hidden: the test would show nothing"
+    assert found.bound <= exact.objective * (1 + 1e-6)
+    assert exact.bound <= found.objective * (1 + 1e-6)
+    assert found.objective == pytest.approx(exact.objective, rel=0.01)
+    assert hidden.in_full_s(found.values, math.nan) == pytest.approx(found.objective, rel=1e-6)
+
+
+def test_in_a_long_program_no_recipe_is_faster_within_a_budget(monkeypatch):
+    monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", 0)
+    place = bound("llama-tiny", "2xh100", (2,), 0.3)
+    joint = place.overlapped(place.solve("joint"))[1].step_s
+    others = [place.solve(recipe) for recipe in ("fsdp", "two-stage")]
+    assert any(isinstance(other, Answer) for other in others)
+    assert all(joint <= 1.002 * place.overlapped(other)[1].step_s for other in others if isinstance(other, Answer))

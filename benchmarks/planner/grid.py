@@ -90,9 +90,11 @@ def solved(model: str, cluster: str) -> Iterator[dict[str, Any]]:
             row: dict[str, Any] = {"model": model, "cluster": cluster, "times": times, "solver": solver}
             row |= {"budget_bytes": place.task.budget_bytes, "cpu_s": 0.0, "binds": False}
             if isinstance(answer, Answer):
+                running, takes = place.overlapped(answer)
                 row |= {
-                    "step_s": answer.objective_s,
-                    "peak_bytes": answer.simulation.peak_bytes,
+                    "step_s": takes.step_s,
+                    "objective_s": answer.objective_s,
+                    "peak_bytes": running.simulation.peak_bytes,
                     "gap": answer.gap or 0.0,
                     "binds": free.simulation.peak_bytes > place.task.budget_bytes,
                 }

@@ -8,13 +8,22 @@ parameters are not among P: nothing runs before they are there, nor after their 
 what is on its way is hidden by what runs at that moment, not by the whole phase (`overlap.Timeline`), and δ > 0, so that
 nothing travels for no reason.
 
-In long programs nothing is taken to be hidden: E makes the relaxation weak, since reruns are C and gathers P. All that
-travels then counts, which was close enough in the long programs tried, where little of it is exposed.
+In a long program E makes branch and bound slow, since reruns are C and gathers P, and any mixture of the two is good. There
+each phase's row gets a price λ in place of E, the row's dual in the relaxation, which that of a search is solved for first:
+
+    seconds  δ · P + (1 − δ) · λ · (P − ω · C),  0 ≤ λ ≤ 1,  in place of P
+
+which is no more than the seconds with E, for any λ: so what bounds it bounds those, by which solutions are compared.
 """
 
 from __future__ import annotations
 
-from .milp import Model, Terms
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .milp import Model, Relaxation, Terms, Vertex
 from .problem import Problem
 from .recompute import Recompute
 from .sharding import Sharding
@@ -26,18 +35,77 @@ EXPOSED = 0.1
 HIDDEN = "what computation hides of what is on its way"
 
 
+@dataclass(eq=False)
+class Hidden:
+    """What is hidden in one model."""
+
+    model: Model
+    phases: tuple[_Phase, ...] = ()
+    is_priced: bool = False
+    """Whether λ stands in place of E."""
+    _costs: dict[int, float] = field(default_factory=dict)
+    """Of the columns of all phases, where E counts."""
+
+    def weigh(self, relaxation: Relaxation, time_limit_s: float) -> None:
+        """Price the rows by what they are worth in a relaxation of the model, and have both cost accordingly."""
+        if not self.is_priced:
+            return
+        self._charge(relaxation, {**self._costs, **{phase.exposed: 1 - EXPOSED for phase in self.phases}})
+        if isinstance(relaxation.solve(time_limit_s=time_limit_s), Vertex):
+            duals = relaxation.duals([phase.row for phase in self.phases])
+            for phase, dual in zip(self.phases, duals):
+                phase.price = min(1.0, max(0.0, -dual / (1 - EXPOSED)))
+        priced = defaultdict(float, self._costs)
+        for phase in self.phases:
+            priced[phase.exposed] = 0.0
+            for column, seconds in phase.terms:
+                priced[column] += (1 - EXPOSED) * phase.price * seconds
+        self._charge(relaxation, priced)
+
+    def _charge(self, relaxation: Relaxation, costs: dict[int, float]) -> None:
+        for column, cost in costs.items():
+            self.model.cost[column] = cost
+        relaxation.charge(costs)
+
+    def in_full_s(self, values: np.ndarray, objective_s: float) -> float:
+        """Return the seconds with E of a solution, whatever λ was when it was found; as they were, where E counts anyway."""
+        if not self.is_priced:
+            return objective_s
+        objective_s = float(np.dot(self.model.cost, values))
+        for phase in self.phases:
+            beyond_s = sum(seconds * float(values[column]) for column, seconds in phase.terms)
+            objective_s += (1 - EXPOSED) * (max(0.0, beyond_s) - phase.price * beyond_s)
+        return objective_s
+
+
+@dataclass(eq=False)
+class _Phase:
+    """The row of the forward or of the backward."""
+
+    row: int
+    exposed: int
+    """The column E."""
+    terms: Terms
+    """P − ω · C"""
+    price: float = 0.0
+    """λ"""
+
+
 def hide(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute | None = None) -> None:
     """Take what computation hides out of the objective."""
-    if not sharding.joined.is_weak or problem.costs.device.kind != "gpu":
+    if not sharding.joined.in_buckets or problem.costs.device.kind != "gpu":
         return
-    computing = _computing(problem, sharding, recompute)
-    for phase in (0, 1):
+    phases = []
+    for phase, computing in enumerate(_computing(problem, sharding, recompute)):
         travelling = [(c, seconds[phase]) for c, seconds in sharding.joined.travelling.items() if seconds[phase]]
         for column, seconds in travelling:
             model.cost[column] -= (1 - EXPOSED) * seconds
         exposed = model.column(cost=1 - EXPOSED)
-        hiding = [(column, -HIDES * seconds) for column, seconds in computing[phase]]
-        model.row(HIDDEN, [*travelling, *hiding, (exposed, -1.0)], upper=0.0)
+        terms = [*travelling, *((column, -HIDES * seconds) for column, seconds in computing)]
+        row = model.row(HIDDEN, [*terms, (exposed, -1.0)], upper=0.0)
+        phases.append(_Phase(row, exposed, terms))
+    costs = {column: model.cost[column] for phase in phases for column, _ in phase.terms}
+    sharding.hidden = Hidden(model, tuple(phases), problem.is_long, costs)
 
 
 def _computing(problem: Problem, sharding: Sharding, recompute: Recompute | None) -> tuple[Terms, Terms]:

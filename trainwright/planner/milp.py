@@ -212,6 +212,16 @@ class Relaxation:
                 size, np.array(columns, dtype=np.int32), np.zeros(size), np.array(uppers, float)
             )
 
+    def charge(self, costs: Mapping[int, float]) -> None:
+        """Give columns other costs."""
+        columns = np.array(list(costs), dtype=np.int32)
+        self._highs.changeColsCost(len(columns), columns, np.array(list(costs.values()), float))
+
+    def duals(self, rows: Sequence[int]) -> list[float]:
+        """Return, after a solve that found the optimum, by how much it rises with each row's side."""
+        found = self._highs.getSolution().row_dual
+        return [float(found[row]) for row in rows]
+
     def solve(self, basis: Any = None, cutoff: float = INFINITY, time_limit_s: float = 30.0) -> Vertex | float | None:
         """Return the optimum from `basis` on; None where it is infeasible or beyond `cutoff`, NaN where time ran out."""
         import highspy

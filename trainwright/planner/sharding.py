@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from ..capture.layout import PARTIAL, REPLICATE, Layout
 from ..capture.schedule import Overlap
@@ -33,6 +34,9 @@ from .joined import Joined
 from .milp import Model
 from .problem import Decision, Demand, Problem, Source, Use, Want
 from .tied import Tied, find_tied
+
+if TYPE_CHECKING:
+    from .hidden import Hidden
 
 FEW_AXES = 2
 MANY_USES = 80
@@ -56,6 +60,8 @@ class Sharding:
     """Parameters that several regions read."""
     shared: dict[tuple[Source, Layout, Want], int] = field(default_factory=dict)
     """Of these, whether one copy serves all."""
+    hidden: Hidden | None = None
+    """What computation hides, where it hides anything."""
 
     def yields(self, source: Source) -> dict[Layout, list[int]]:
         """Return, by native layout, the columns of the options that leave `source` in it."""

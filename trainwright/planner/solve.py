@@ -202,8 +202,8 @@ class Solver:
 
     @staticmethod
     def _first_aim(rows_peak: float, kept: Answer, budget: int) -> float:
-        """Return the rows' budget to begin with: what they count too much of the answer that keeps everything is added."""
-        return budget + max(0.0, rows_peak - kept.simulation.peak_bytes)
+        """Return the rows' budget to begin with: as much too large as they count too much of the answer that keeps everything."""
+        return budget * max(1.0, rows_peak / kept.simulation.peak_bytes)
 
     def within(
         self, settings: Settings, budget: int, aim: float | None = None, wider: Callable[[], float] | None = None

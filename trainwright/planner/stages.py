@@ -79,10 +79,13 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     held = _Held(stages, fixed, cost)
     known = None
     if model.num_columns > _MANY_COLUMNS and stages.starts is not None:
-        known = _best_known(stages, held, limit / 3)
+        known = _in_full(stages, _best_known(stages, held, limit / 3), cost)
         if _close(known, stages.floor, stages.patience.gap) and known.objective < stages.cutoff:
             return replace(known, status="feasible", bound=stages.floor, solve_s=time.perf_counter() - began)
     relaxation = model.relaxation(fixed, cost)
+    if cost is None and stages.sharding.hidden is not None:
+        stages.sharding.hidden.weigh(relaxation, limit / 3)
+        known = known and _charged(model, known)
     root = relaxation.solve(time_limit_s=limit / 3 if stages.starts else limit)
     if root is None:
         return Solution(INFEASIBLE, None, math.inf, math.inf, time.perf_counter() - began)
@@ -110,6 +113,7 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     bound = max(bound, found.bound if math.isfinite(found.bound) else -math.inf)
     if found.values is None:
         return Solution(found.status, None, math.inf, bound, time.perf_counter() - began)
+    found = _in_full(stages, found, cost)
     status = "optimal" if _close(found, bound, stages.gap) else "feasible"
     return Solution(status, found.values, found.objective, bound, time.perf_counter() - began)
 
@@ -173,12 +177,28 @@ def solve_beside(stages: Stages, options: Options) -> Solution:
     fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
     held = _Held(stages, fixed, None)
     began = time.perf_counter()
-    root = stages.model.relaxation(fixed).solve(time_limit_s=stages.time_limit_s / 2)
+    relaxation = stages.model.relaxation(fixed)
+    if stages.sharding.hidden is not None:
+        stages.sharding.hidden.weigh(relaxation, stages.time_limit_s / 3)
+    root = relaxation.solve(time_limit_s=stages.time_limit_s / 2)
     first = held.solve(options)
     if root is None or isinstance(root, float):
-        return first
+        return _in_full(stages, first)
     found = _among_mixed(stages, held, root, stages.time_limit_s - (time.perf_counter() - began), first)
-    return replace(first if found.values is None else found, bound=root.objective)
+    return replace(_in_full(stages, first if found.values is None else found), bound=root.objective)
+
+
+def _in_full(stages: Stages, found: Solution, cost: Mapping[int, float] | None = None) -> Solution:
+    """Return a solution with the seconds that it stands for, where the model's are no more than a bound (`hidden`)."""
+    hidden = stages.sharding.hidden
+    if hidden is None or cost is not None or found.values is None:
+        return found
+    return replace(found, objective=hidden.in_full_s(found.values, found.objective))
+
+
+def _charged(model: Model, found: Solution) -> Solution:
+    """Return a solution with what it costs by the model's present costs."""
+    return found if found.values is None else replace(found, objective=float(np.dot(model.cost, found.values)))
 
 
 def _best_known(stages: Stages, held: _Held, time_limit_s: float) -> Solution:

@@ -5,12 +5,13 @@ objective (`joined`, `hidden`), its own rows (`bucket_memory`) and simulations o
 faster than what is found already, tried as far ahead as it fits.
 
 Where nothing is hidden, one by one comes first, since it is soon proven; buckets follow where latencies are worth it. Where
-computation hides what is on its way, the furthest ahead comes first, and what holds less follows where nothing fits, or,
-of a program that is not large, where memory costs much.
+computation hides what is on its way, the furthest ahead comes first, and what holds less follows where nothing fits, where
+the answer is far from what is proven, or where memory costs much for what a search takes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from .guard import no_slower_than_known
 from .milp import Solution
 from .price import Price
 from .solve import Solver
-from .stages import GAP
+from .stages import FEW_COLUMNS, GAP
 from .two_stage import solve_two_stage
 
 _WORTH = 0.01
@@ -30,6 +31,10 @@ _AHEAD: tuple[Overlap, ...] = ("ahead", "buckets", "none")
 _ONE_BY_ONE: tuple[Overlap, ...] = ("none", "buckets")
 _DEAR = 1.25
 """Times what a step takes where no memory binds: where memory costs so much, what holds less is looked at."""
+_DEAR_OF_SMALL = 1.02
+"""The same where a problem is solved in a second or two."""
+_PROVEN = 0.02
+"""An answer further than this from what is proven may be far from the best: what holds less is looked at."""
 _OFF = 0.02
 """By how much a step may take longer than the objective says before known shardings are tried."""
 _SHARE = 1 / 2
@@ -115,6 +120,8 @@ def _search(solver: Solver, recipe: str, settings: Settings, fastest: Solution |
 def _is_worth_it(solver: Solver, answer: Answer, seconds: float) -> bool:
     """Whether the other way may gain more than a gap on an answer that takes `seconds`."""
     if solver.hides:
-        return not solver.problem.is_long and seconds > _DEAR * solver.floor_s
+        is_small = solver.full()[0].num_columns <= FEW_COLUMNS
+        dear = _DEAR_OF_SMALL if is_small else math.inf if solver.problem.is_long else _DEAR
+        return answer.gap is None or answer.gap > _PROVEN or seconds > dear * solver.floor_s
     shareable_s = solver.plain()[1].joined.shareable_s
     return shareable_s > _WORTH * answer.objective_s and seconds * (1 - GAP) > solver.floor_s
