@@ -416,7 +416,7 @@ def test_gradients_under_any_plan_are_those_of_one_process(hardware, mesh, num_b
 @pytest.mark.parametrize("hardware", ["cpu:2", "8xa100"])
 def test_where_no_memory_binds_latencies_are_shared_as_in_the_buckets_that_run(hardware, monkeypatch):
     """What each parameter would pay alone is several times as much, and would make another plan the fastest."""
-    monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", 0)  # nothing counts as hidden in long programs
+    monkeypatch.setattr("trainwright.planner.hidden.EXPOSED", 1.0)  # nothing counts as hidden
     (place,) = task(tiny_program("llama-tiny"), hardware, mesh=(resolve(hardware).num_devices,)).places
     prices = {}
     for solver in ("ddp", "fsdp", "megatron", "joint"):

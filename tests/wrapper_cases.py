@@ -6,35 +6,43 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks.runtime import baselines, models
 from trainwright import optim
 from trainwright.profiler.allocator import measure
 
 SETTLE_S = 3e-3
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": baselines.ddp,
+    "fsdp": partial(baselines.fsdp, reshard_after_forward=False),
+    "megatron": baselines.megatron,
+}
 
 
 def wrapped_step(wrapper: str, model: str) -> dict[str, Any]:
-    """Return the bytes sent by collective, and the peak over two whole steps, of `wrapper` (ddp, fsdp) on this rank.
+    """Return the bytes sent by collective, and the peak over two whole steps, of `wrapper` (ddp, fsdp, megatron) on this rank.
 
     A model of several buckets is needed: `DistributedDataParallel` makes them anew in the first step, where they are seen.
     """
     built, batch = models.build(model)
-    part = models.part(batch, dist.get_rank(), dist.get_world_size())
-    module = baselines.ddp(built) if wrapper == "ddp" else baselines.fsdp(built, reshard_after_forward=False)
+    part = batch if wrapper == "megatron" else models.part(batch, dist.get_rank(), dist.get_world_size())
+    module = WRAPPERS[wrapper](built)
     del built
     optimizer = optim.create("adamw", module.parameters())
 
     def step() -> None:
-        output = module(**part)
-        output.loss.backward()
+        with loss_parallel() if wrapper == "megatron" else nullcontext():
+            output = module(**part)
+            output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

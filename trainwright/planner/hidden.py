@@ -9,7 +9,7 @@ what is on its way is hidden by what runs at that moment, not by the whole phase
 nothing travels for no reason.
 
 In a long program E makes branch and bound slow, since reruns are C and gathers P, and any mixture of the two is good. There
-each phase's row gets a price λ in place of E, the row's dual in the relaxation, which that of a search is solved for first:
+each phase's row gets a price λ in place of E: its dual in the relaxation with E, which every search solves first.
 
     seconds  δ · P + (1 − δ) · λ · (P − ω · C),  0 ≤ λ ≤ 1,  in place of P
 
@@ -18,7 +18,6 @@ which is no more than the seconds with E, for any λ: so what bounds it bounds t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,7 +54,7 @@ class Hidden:
             duals = relaxation.duals([phase.row for phase in self.phases])
             for phase, dual in zip(self.phases, duals):
                 phase.price = min(1.0, max(0.0, -dual / (1 - EXPOSED)))
-        priced = defaultdict(float, self._costs)
+        priced = dict(self._costs)
         for phase in self.phases:
             priced[phase.exposed] = 0.0
             for column, seconds in phase.terms:
@@ -96,11 +95,11 @@ def hide(model: Model, problem: Problem, sharding: Sharding, recompute: Recomput
     if not sharding.joined.in_buckets or problem.costs.device.kind != "gpu":
         return
     phases = []
-    for phase, computing in enumerate(_computing(problem, sharding, recompute)):
-        travelling = [(c, seconds[phase]) for c, seconds in sharding.joined.travelling.items() if seconds[phase]]
+    for index, computing in enumerate(_computing(problem, sharding, recompute)):
+        travelling = [(c, seconds[index]) for c, seconds in sharding.joined.travelling.items() if seconds[index]]
         for column, seconds in travelling:
             model.cost[column] -= (1 - EXPOSED) * seconds
-        exposed = model.column(cost=1 - EXPOSED)
+        exposed = model.column(cost=0.0 if problem.is_long else 1 - EXPOSED)
         terms = [*travelling, *((column, -HIDES * seconds) for column, seconds in computing)]
         row = model.row(HIDDEN, [*terms, (exposed, -1.0)], upper=0.0)
         phases.append(_Phase(row, exposed, terms))

@@ -109,7 +109,7 @@ class Joined:
 
     @property
     def is_weak(self) -> bool:
-        """Whether latencies and what is hidden make the relaxation weak; in a long program nothing is (see `hidden`)."""
+        """Whether latencies and what is hidden make the relaxation weak; long programs have a price for the latter (`hidden`)."""
         return self.in_buckets and not self.problem.is_long
 
     def of(self, use: Use, native: Layout, want: Want, times: tuple[float, float]) -> Way:

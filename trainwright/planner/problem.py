@@ -155,6 +155,7 @@ class Stored:
 
 
 MANY_OPS = 400
+"""A program of more is long."""
 
 
 @dataclass(eq=False)
@@ -178,7 +179,7 @@ class Problem:
 
     @property
     def is_long(self) -> bool:
-        """Whether a program of so many ops takes long enough to simulate that it is saved where it can be."""
+        """Whether simulations, and weak relaxations, take so long that they are saved where they can be."""
         return len(self.program.ops) > MANY_OPS
 
     @property
