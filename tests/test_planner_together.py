@@ -159,8 +159,9 @@ def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share)
     assert hidden.in_full_s(found.values, math.nan) == pytest.approx(found.objective, rel=1e-6)
 
 
-def test_in_a_long_program_no_recipe_is_faster_within_a_budget(monkeypatch):
-    monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", 0)
+@pytest.mark.parametrize("max_num_ops", [400, 0])
+def test_no_recipe_is_faster_within_a_budget_where_travel_is_hidden(monkeypatch, max_num_ops):
+    monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", max_num_ops)
     place = bound("llama-tiny", "2xh100", (2,), 0.3)
     joint = place.overlapped(place.solve("joint"))[1].step_s
     others = [place.solve(recipe) for recipe in ("fsdp", "two-stage")]

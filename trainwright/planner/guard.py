@@ -20,7 +20,8 @@ _PROVEN = 0.02
 _NEAR = 1.1
 _MORE_ROOM = 1.02
 _MUCH_MORE_ROOM = 1.25
-"""How much more than the budget the rows' is for a known sharding at first; where they were seen to be too careful, much."""
+"""How much more than the budget the rows' is for a known sharding at first; much, where they were seen to be too careful, or
+where to see it takes little."""
 
 
 def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer | Infeasible) -> Answer | Infeasible:
@@ -36,7 +37,7 @@ def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer | In
         answer = _faster(answer, _of_recipe(solver, settings, budget))
         wanted = replace(_below(settings, answer), time_limit_s=settings.time_limit_s / 2)
         answer = _faster(answer, Fitting(solver, wanted, budget, _MORE_ROOM * budget).beside(answer))
-    room = _MUCH_MORE_ROOM * budget if unproven else _MORE_ROOM * aim
+    room = _MUCH_MORE_ROOM * budget if unproven or solver.problem.is_quick else _MORE_ROOM * aim
     for options in solver.starts(settings):
         if settings.deadline.has_passed:
             break

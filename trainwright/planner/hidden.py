@@ -13,7 +13,8 @@ each phase's row gets a price λ in place of E: its dual in the relaxation with 
 
     seconds  δ · P + (1 − δ) · λ · (P − ω · C),  0 ≤ λ ≤ 1,  in place of P
 
-which is no more than the seconds with E, for any λ: so what bounds it bounds those, by which solutions are compared.
+which is no more than the seconds with E, for any λ: so what bounds it bounds those, by which solutions are compared. In a
+long program with many columns all that travels counts: with λ too, shardings that gather are mixed freely.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .milp import Model, Relaxation, Terms, Vertex
 from .problem import Problem
 from .recompute import Recompute
 from .sharding import Sharding
+from .stages import FEW_COLUMNS
 
 HIDES = 0.8
 """ω: of computation, what there is something to hide behind."""
@@ -92,7 +94,8 @@ class _Phase:
 
 def hide(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute | None = None) -> None:
     """Take what computation hides out of the objective."""
-    if not sharding.joined.in_buckets or problem.costs.device.kind != "gpu":
+    is_large = problem.is_long and model.num_columns > FEW_COLUMNS
+    if not sharding.joined.in_buckets or problem.costs.device.kind != "gpu" or is_large:
         return
     phases = []
     for index, computing in enumerate(_computing(problem, sharding, recompute)):

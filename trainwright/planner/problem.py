@@ -154,8 +154,8 @@ class Stored:
         return max([*own, *readers], default=self.position)
 
 
-MANY_OPS = 400
-"""A program of more is long."""
+FEW_OPS, MANY_OPS = 200, 400
+"""Up to so many a program is simulated in a tenth of a second; of more it is long."""
 
 
 @dataclass(eq=False)
@@ -176,6 +176,11 @@ class Problem:
     @property
     def decisions(self) -> list[Decision]:
         return [*self.groups, *self.params]
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether simulations take so little that the rows may begin too wide."""
+        return len(self.program.ops) <= FEW_OPS
 
     @property
     def is_long(self) -> bool:

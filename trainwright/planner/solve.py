@@ -200,10 +200,14 @@ class Solver:
         kept = self.simulate(replace(decisions_from(self.problem, choice), overlap=self.travel_within))
         return budget + max(0.0, self._rows_peak(choice) - kept.peak_bytes)
 
-    @staticmethod
-    def _first_aim(rows_peak: float, kept: Answer, budget: int) -> float:
-        """Return the rows' budget to begin with: as much too large as they count too much of the answer that keeps everything."""
-        return budget * max(1.0, rows_peak / kept.simulation.peak_bytes)
+    def _first_aim(self, rows_peak: float, kept: Answer, budget: int) -> float:
+        """Return the rows' budget to begin with: too large by the share that they count too much of what keeps everything.
+
+        By all of that where simulations take little, which will often be too much, and lets more in.
+        """
+        too_much = max(0.0, rows_peak - kept.simulation.peak_bytes)
+        share = 1.0 if self.problem.is_quick else min(1.0, budget / kept.simulation.peak_bytes)
+        return budget + too_much * share
 
     def within(
         self, settings: Settings, budget: int, aim: float | None = None, wider: Callable[[], float] | None = None

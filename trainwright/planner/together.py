@@ -32,7 +32,7 @@ _ONE_BY_ONE: tuple[Overlap, ...] = ("none", "buckets")
 _DEAR = 1.25
 """Times what a step takes where no memory binds: where memory costs so much, what holds less is looked at."""
 _DEAR_OF_SMALL = 1.02
-"""The same where a problem is solved in a second or two."""
+"""The same where a problem is solved in a second or two, and the rows counted too little of what travels ahead."""
 _PROVEN = 0.02
 """An answer further than this from what is proven may be far from the best: what holds less is looked at."""
 _OFF = 0.02
@@ -60,10 +60,10 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
                 return _search(first, recipe, settings) if best.out_of_time else best
             best = _search(other, recipe, settings if other is others[-1] else _in_part(settings))
             continue
-        if not best.binds or settings.deadline.has_passed:
+        if not best.binds or settings.deadline.has_passed or settings.budget_bytes is None:
             return best
         takes = overlapped(best)[1]
-        if not _is_worth_it(first, best, takes.step_s):
+        if not _is_worth_it(first, best, takes.step_s, settings.budget_bytes):
             return best
         found = _search(other, recipe, _below(settings, takes.step_s), first.fastest)
         if isinstance(found, Answer) and overlapped(found)[1].step_s < takes.step_s:
@@ -117,11 +117,13 @@ def _search(solver: Solver, recipe: str, settings: Settings, fastest: Solution |
     return no_slower_than_known(solver, settings, answer) if recipe == "joint" else answer
 
 
-def _is_worth_it(solver: Solver, answer: Answer, seconds: float) -> bool:
+def _is_worth_it(solver: Solver, answer: Answer, seconds: float, budget: int) -> bool:
     """Whether the other way may gain more than a gap on an answer that takes `seconds`."""
     if solver.hides:
+        # the rows saw less than there is: what travels ahead holds what binds
+        is_tight = solver.last_aim is not None and solver.last_aim <= budget
         is_small = solver.full()[0].num_columns <= FEW_COLUMNS
-        dear = _DEAR_OF_SMALL if is_small else math.inf if solver.problem.is_long else _DEAR
+        dear = _DEAR_OF_SMALL if is_small and is_tight else math.inf if solver.problem.is_long else _DEAR
         return answer.gap is None or answer.gap > _PROVEN or seconds > dear * solver.floor_s
     shareable_s = solver.plain()[1].joined.shareable_s
     return shareable_s > _WORTH * answer.objective_s and seconds * (1 - GAP) > solver.floor_s
