@@ -15,7 +15,7 @@ from .recipes import restriction
 from .solve import Solver, both
 from .stages import GAP
 
-_PROVEN = 0.02
+PROVEN = 0.02
 """An answer further than this from what is proven is held against a whole recipe too."""
 _NEAR = 1.1
 _MORE_ROOM = 1.02
@@ -32,7 +32,7 @@ def no_slower_than_known(solver: Solver, settings: Settings, answer: Answer | In
         return answer if found is None else _unproven(solver, found)
     if budget is None or aim is None or settings.restriction.fates or settings.deadline.has_passed:
         return answer
-    unproven = answer.gap is None or answer.gap > _PROVEN
+    unproven = answer.gap is None or answer.gap > PROVEN
     if unproven:
         answer = _faster(answer, _of_recipe(solver, settings, budget))
         wanted = replace(_below(settings, answer), time_limit_s=settings.time_limit_s / 2)

@@ -19,7 +19,7 @@ long program with many columns all that travels counts: with λ too, shardings t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,19 +38,15 @@ HIDDEN = "what computation hides of what is on its way"
 
 @dataclass(eq=False)
 class Hidden:
-    """What is hidden in one model."""
+    """What is hidden in the model of a long program, where λ stands in place of E."""
 
     model: Model
-    phases: tuple[_Phase, ...] = ()
-    is_priced: bool = False
-    """Whether λ stands in place of E."""
-    _costs: dict[int, float] = field(default_factory=dict)
+    phases: tuple[_Phase, ...]
+    _costs: dict[int, float]
     """Of the columns of all phases, where E counts."""
 
     def weigh(self, relaxation: Relaxation, time_limit_s: float) -> None:
         """Price the rows by what they are worth in a relaxation of the model, and have both cost accordingly."""
-        if not self.is_priced:
-            return
         self._charge(relaxation, {**self._costs, **{phase.exposed: 1 - EXPOSED for phase in self.phases}})
         if isinstance(relaxation.solve(time_limit_s=time_limit_s), Vertex):
             duals = relaxation.duals([phase.row for phase in self.phases])
@@ -68,10 +64,8 @@ class Hidden:
             self.model.cost[column] = cost
         relaxation.charge(costs)
 
-    def in_full_s(self, values: np.ndarray, objective_s: float) -> float:
-        """Return the seconds with E of a solution, whatever λ was when it was found; as they were, where E counts anyway."""
-        if not self.is_priced:
-            return objective_s
+    def in_full_s(self, values: np.ndarray) -> float:
+        """Return the seconds with E of a solution, whatever λ was when it was found."""
         objective_s = float(np.dot(self.model.cost, values))
         for phase in self.phases:
             beyond_s = sum(seconds * float(values[column]) for column, seconds in phase.terms)
@@ -106,8 +100,9 @@ def hide(model: Model, problem: Problem, sharding: Sharding, recompute: Recomput
         terms = [*travelling, *((column, -HIDES * seconds) for column, seconds in computing)]
         row = model.row(HIDDEN, [*terms, (exposed, -1.0)], upper=0.0)
         phases.append(_Phase(row, exposed, terms))
-    costs = {column: model.cost[column] for phase in phases for column, _ in phase.terms}
-    sharding.hidden = Hidden(model, tuple(phases), problem.is_long, costs)
+    if problem.is_long:
+        costs = {column: model.cost[column] for phase in phases for column, _ in phase.terms}
+        sharding.hidden = Hidden(model, tuple(phases), costs)
 
 
 def _computing(problem: Problem, sharding: Sharding, recompute: Recompute | None) -> tuple[Terms, Terms]:

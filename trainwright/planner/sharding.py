@@ -61,7 +61,7 @@ class Sharding:
     shared: dict[tuple[Source, Layout, Want], int] = field(default_factory=dict)
     """Of these, whether one copy serves all."""
     hidden: Hidden | None = None
-    """What computation hides, where it hides anything."""
+    """What computation hides, where that has a price (`hidden`)."""
 
     def yields(self, source: Source) -> dict[Layout, list[int]]:
         """Return, by native layout, the columns of the options that leave `source` in it."""

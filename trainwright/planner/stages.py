@@ -193,7 +193,7 @@ def _in_full(stages: Stages, found: Solution, cost: Mapping[int, float] | None =
     hidden = stages.sharding.hidden
     if hidden is None or cost is not None or found.values is None:
         return found
-    return replace(found, objective=hidden.in_full_s(found.values, found.objective))
+    return replace(found, objective=hidden.in_full_s(found.values))
 
 
 def _charged(model: Model, found: Solution) -> Solution:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from ..capture.schedule import Overlap
 from .answer import Answer, Infeasible, Settings
 from .fitting import Fitting
-from .guard import no_slower_than_known
+from .guard import PROVEN, no_slower_than_known
 from .milp import Solution
 from .price import Price
 from .solve import Solver
@@ -33,8 +33,6 @@ _DEAR = 1.25
 """Times what a step takes where no memory binds: where memory costs so much, what holds less is looked at."""
 _DEAR_OF_SMALL = 1.02
 """The same where a problem is solved in a second or two, and the rows counted too little of what travels ahead."""
-_PROVEN = 0.02
-"""An answer further than this from what is proven may be far from the best: what holds less is looked at."""
 _OFF = 0.02
 """By how much a step may take longer than the objective says before known shardings are tried."""
 _SHARE = 1 / 2
@@ -124,6 +122,6 @@ def _is_worth_it(solver: Solver, answer: Answer, seconds: float, budget: int) ->
         is_tight = solver.last_aim is not None and solver.last_aim <= budget
         is_small = solver.full()[0].num_columns <= FEW_COLUMNS
         dear = _DEAR_OF_SMALL if is_small and is_tight else math.inf if solver.problem.is_long else _DEAR
-        return answer.gap is None or answer.gap > _PROVEN or seconds > dear * solver.floor_s
+        return answer.gap is None or answer.gap > PROVEN or seconds > dear * solver.floor_s
     shareable_s = solver.plain()[1].joined.shareable_s
     return shareable_s > _WORTH * answer.objective_s and seconds * (1 - GAP) > solver.floor_s
