@@ -156,7 +156,6 @@ def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share)
     assert found.bound <= exact.objective * (1 + 1e-6)
     assert exact.bound <= found.objective * (1 + 1e-6)
     assert found.objective == pytest.approx(exact.objective, rel=0.01)
-    assert hidden.in_full_s(found.values) == pytest.approx(found.objective, rel=1e-6)
 
 
 @pytest.mark.parametrize("max_num_ops", [400, 0])
