@@ -158,3 +158,18 @@ def test_mistakes_are_told(file: str, spec: str, options: dict[str, Any], parts:
     for part in parts:
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_run_once_until_its_text_changes(tmp_path: Path) -> None:
+    """What it registers is registered once; torch tears an op down under earlier models when it is made again."""
+    file = tmp_path / "counted.py"
+    text = "import torch\nruns = []\ndef pair():\n    runs.append(1)\n    return torch.nn.Linear(len(runs), 1), ()\n"
+    file.write_text(text)
+    assert [load(f"{file}:pair").model.in_features for _ in range(2)] == [1, 2]
+    file.write_text(text + "raise ValueError('half-written')\n")
+    with pytest.raises(UserError, match="half-written"):
+        load(f"{file}:pair")
+    with pytest.raises(UserError, match="half-written"):  # nothing of a run that failed is kept
+        load(f"{file}:pair")
+    file.write_text(text + "# again\n")
+    assert load(f"{file}:pair").model.in_features == 1

@@ -233,16 +233,24 @@ def _file_module(place: str) -> ModuleType:
         near = difflib.get_close_matches(path.name, [each.name for each in _python_files(path.parent)], n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "check the path"
         raise UserError(f"a Python file is needed; {place} is not one; {hint}")
-    # the name tells files of one name apart, and the same file is the same module in one process
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    # the name tells files of one name apart, and a file of the same text is the same module in one process: what it
+    # registers (ops above all, whose earlier registration torch would tear down under models made with it) is so once
+    text = path.read_bytes() if os.access(path, os.R_OK) else b""
+    digest = hashlib.sha256(str(path.resolve()).encode() + b"\0" + text).hexdigest()[:12]
     name = f"_trainwright_target_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    with _on_path(path.resolve().parent), _as_user_error(f"{place} cannot be run"):
-        spec.loader.exec_module(module)
+    try:
+        with _on_path(path.resolve().parent), _as_user_error(f"{place} cannot be run"):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
