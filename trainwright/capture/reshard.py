@@ -62,6 +62,12 @@ class Axes:
         return tensor
 
 
+def issued_step(steps: Sequence[Step]) -> int | None:
+    """Return which step of a way is under way while something else is done: its first collective, if that can be begun early."""
+    number = next((number for number, step in enumerate(steps) if step.kind != "slice"), None)
+    return None if number is None or steps[number].kind == "all_to_all" else number
+
+
 class Route:
     """A way from one layout to another for tensors of one shape; made once, run every step."""
 
@@ -85,7 +91,7 @@ class Route:
         while number < len(self.steps) and self.steps[number].kind == "slice":
             x = self._run_step(self.steps[number], x)
             number += 1
-        if number == len(self.steps) or self.steps[number].kind == "all_to_all":
+        if number != issued_step(self.steps):
             return _Underway(x, None, _as_it_is, self, number)
         step = self.steps[number]
         sent, finish = self._prepare(step, x)

@@ -81,6 +81,12 @@ class CostModel:
     def mesh(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
+    @cached_property
+    def links(self) -> tuple[int, ...]:
+        """Of each axis, the first that is laid over a link like its own: what goes along both shares the link."""
+        rates = [(axis.bandwidth_bytes_per_s, axis.latency_s) for axis in self.axes]
+        return tuple(rates.index(rate) for rate in rates)
+
     @property
     def _comm_factor(self) -> float:
         """By how much all communication takes longer than the hardware says, where that was learned."""

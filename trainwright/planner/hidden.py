@@ -3,8 +3,9 @@
     E ≥ P − ω · C          of the forward and of the backward, each
     seconds  δ · P + (1 − δ) · E    in place of P
 
-P are the seconds of what parameters travel in (`joined`), C those of computation, reruns included. The first region's
-parameters are not among P: nothing runs before they are there, nor after their gradients are on their way. ω < 1, since
+P are the seconds of what parameters travel in (`joined`), of each way the collective that is issued early; C those of
+computation, reruns included. The first region's parameters are not among P: nothing runs before they are there, nor after
+their gradients are on their way; nor is the last buffer of gradients that stay whole. ω < 1, since
 what is on its way is hidden by what runs at that moment, not by the whole phase (`overlap.Timeline`), and δ > 0, so that
 nothing travels for no reason.
 
@@ -13,8 +14,9 @@ each phase's row gets a price λ in place of E: its dual in the relaxation with 
 
     seconds  δ · P + (1 − δ) · λ · (P − ω · C),  0 ≤ λ ≤ 1,  in place of P
 
-which is no more than the seconds with E, for any λ: so what bounds it bounds those, by which solutions are compared. In a
-long program with many columns all that travels counts: with λ too, shardings that gather are mixed freely.
+which is no more than the seconds with E, for any λ: so what bounds it bounds those, by which solutions are compared.
+
+What is on its way also holds up exchanges over the same link, of which the objective knows nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +29,10 @@ from .milp import Model, Relaxation, Terms, Vertex
 from .problem import Problem
 from .recompute import Recompute
 from .sharding import Sharding
-from .stages import FEW_COLUMNS
 
-HIDES = 0.8
+HIDES = 0.9
 """ω: of computation, what there is something to hide behind."""
-EXPOSED = 0.1
+EXPOSED = 0.05
 """δ: of what travels, what nothing hides however much is computed."""
 HIDDEN = "what computation hides of what is on its way"
 
@@ -88,8 +89,7 @@ class _Phase:
 
 def hide(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute | None = None) -> None:
     """Take what computation hides out of the objective."""
-    is_large = problem.is_long and model.num_columns > FEW_COLUMNS
-    if not sharding.joined.in_buckets or problem.costs.device.kind != "gpu" or is_large:
+    if not sharding.joined.in_buckets or problem.costs.device.kind != "gpu":
         return
     phases = []
     for index, computing in enumerate(_computing(problem, sharding, recompute)):

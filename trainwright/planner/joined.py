@@ -16,14 +16,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ..capture import buckets
 from ..capture.layout import Layout
+from ..capture.reshard import issued_step
 from ..capture.schedule import Overlap
 from ..capture.transition import Step, gradient_layout, transition
 from .milp import Model
-from .problem import Problem, Use, Want
+from .problem import Problem, Source, Use, Want
 
 TOGETHER = "what travels together pays one latency"
 _GATHER, _AGAIN = "gather", "again"
@@ -39,6 +41,8 @@ class Join:
     latency_s: float
     share: float
     """Of a buffer, what it fills."""
+    hides: float = 0.0
+    """Of the latency, the share that is issued before it is waited for."""
 
 
 def way_back(native: Layout, want: Want) -> tuple[Step, ...]:
@@ -51,15 +55,14 @@ def is_whole_sum(steps: Sequence[Step], native: Layout, want: Want) -> bool:
     return buckets.only_sums(steps) and native == want[0]
 
 
-def _there(problem: Problem, use: Use, native: Layout, wanted: Layout) -> Iterator[Join]:
+def _there(problem: Problem, use: Use, steps: Sequence[Step], wanted: Layout, hides: float) -> Iterator[Join]:
     tensor, costs = use.source.tensor, problem.costs
-    steps = transition(native, wanted)
     if buckets.is_small_gather(steps, costs.local_bytes(tensor, wanted)):
         key = (_GATHER, use.region_class, steps[0].axis, tensor.dtype)
-        yield Join(key, use.count, costs.latency_s(steps, tensor.slots), 0.0)
+        yield Join(key, use.count, costs.latency_s(steps, tensor.slots), 0.0, hides)
 
 
-def _back(problem: Problem, use: Use, native: Layout, want: Want) -> Iterator[Join]:
+def _back(problem: Problem, use: Use, native: Layout, want: Want, hides: float) -> Iterator[Join]:
     tensor, costs = use.source.tensor, problem.costs
     steps = way_back(native, want)
     kinds, num_bytes = buckets.joined_kinds(steps), costs.local_bytes(tensor, want[0])
@@ -67,10 +70,11 @@ def _back(problem: Problem, use: Use, native: Layout, want: Want) -> Iterator[Jo
         return
     latency_s = costs.latency_s(steps, tensor.slots)
     if is_whole_sum(steps, native, want):
-        key: tuple[Any, ...] = (kinds, tensor.dtype)
-        yield Join(key, 1, latency_s / costs.num_runs, use.count * num_bytes / max(1, buckets.ENOUGH_BYTES))
+        share = use.count * num_bytes / max(1, buckets.ENOUGH_BYTES)
+        yield Join((kinds, tensor.dtype), 1, latency_s / costs.num_runs, share, hides)
     else:
-        yield Join((kinds, use.region_class, tensor.dtype), use.count, latency_s, num_bytes / buckets.BUFFER_BYTES)
+        share = num_bytes / buckets.BUFFER_BYTES
+        yield Join((kinds, use.region_class, tensor.dtype), use.count, latency_s, share, hides)
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ class Way:
     joining: tuple[Join, ...]
     there_s: float
     back_s: float
-    exposed: bool
-    """Nothing is computed before it is there, or after it is on its way back."""
+    hides: tuple[float, float] = (0.0, 0.0)
+    """Of the seconds there and back, the share that is issued before it is waited for."""
 
     @property
     def seconds(self) -> float:
@@ -115,24 +119,58 @@ class Joined:
     def of(self, use: Use, native: Layout, want: Want, times: tuple[float, float]) -> Way:
         """Return what a change of layout of these seconds, there and back, travels with."""
         if not self.in_buckets or not use.source.is_param:
-            return Way((), *times, exposed=True)
-        there = tuple(_there(self.problem, use, native, want[0]))
-        back = tuple(_back(self.problem, use, native, want)) if use.tensor.requires_grad else ()
+            return Way((), *times)
+        steps = transition(native, want[0])
+        hides_there = 0.0 if self._is_first(use.region_class) else self._issued(use, steps)
+        there = tuple(_there(self.problem, use, steps, want[0], hides_there))
+        back: tuple[Join, ...] = ()
+        hides_back = 0.0
+        if use.tensor.requires_grad:
+            hides_back = self._hides_back(use, native, want)
+            back = tuple(_back(self.problem, use, native, want, hides_back))
         there_s, back_s = (_without(each, found) for each, found in zip(times, (there, back)))
-        return Way((*there, *back), there_s, back_s, exposed=self._is_first(use.region_class))
+        return Way((*there, *back), there_s, back_s, (hides_there, hides_back))
+
+    def _hides_back(self, use: Use, native: Layout, want: Want) -> float:
+        """Return the share of a gradient's way back that is issued while there is something left to compute."""
+        steps = way_back(native, want)
+        if is_whole_sum(steps, native, want):
+            # one bucket for all: a gradient is there when the last reader's backward is done, the last buffer at the end
+            return 0.0 if use.source in self._read_first else self._issued(use, steps) * (1 - self._last_share)
+        return 0.0 if self._is_first(use.region_class) else self._issued(use, steps)
+
+    def _issued(self, use: Use, steps: Sequence[Step]) -> float:
+        """Return the share of the seconds of a way that is under way while something else is done (`reshard.issued_step`)."""
+        number = issued_step(steps)
+        if number is None:
+            return 0.0
+        tensor, costs = use.source.tensor, self.problem.costs
+        seconds = [costs.step_s(step, tensor.slots, tensor.dtype.itemsize) for step in steps]
+        return seconds[number] / sum(seconds)
+
+    @cached_property
+    def _read_first(self) -> frozenset[Source]:
+        """The parameters that the region reads with which a step begins."""
+        return frozenset(use.source for use in self.problem.uses if self._is_first(use.region_class))
+
+    @cached_property
+    def _last_share(self) -> float:
+        """Of the gradients that stay whole, the share of the last buffer, behind which nothing is left to compute."""
+        total = sum(decision.count * max(decision.rest_bytes) for decision in self.problem.params)
+        return min(1.0, buckets.ENOUGH_BYTES / max(1, total))
 
     def again(self, use: Use, native: Layout, want: Want, seconds: float) -> Way:
         """Return the same of a copy that the backward of one instance makes again."""
         if not self.in_buckets or not use.source.is_param:
-            return Way((), 0.0, seconds, exposed=True)
-        there = _there(self.problem, use, native, want[0])
+            return Way((), 0.0, seconds)
+        there = _there(self.problem, use, transition(native, want[0]), want[0], 0.0)
         joining = tuple(replace(join, key=(_AGAIN, *join.key), count=1) for join in there)
-        return Way(joining, 0.0, _without(seconds, joining), exposed=True)
+        return Way(joining, 0.0, _without(seconds, joining))
 
     def add(self, way: Way, served: tuple[Any, Want], column: int, count: int = 1) -> None:
         """Note that what `column` says, one of the ways to have `served`, goes this way, so many times a step."""
-        if not way.exposed:
-            self.travelling[column] = (count * way.there_s, count * way.back_s)
+        if any(way.hides):
+            self.travelling[column] = (count * way.hides[0] * way.there_s, count * way.hides[1] * way.back_s)
         for join in way.joining:
             self.found[join.key].setdefault(served, []).append((join, column))
 
@@ -142,8 +180,9 @@ class Joined:
             members = [member for ways in served.values() for member in ways]
             seconds = max(join.count for join, _ in members) * members[0][0].latency_s
             num = model.column(cost=seconds)
-            if key[0] != _AGAIN and not any(self._is_first(part) for part in key):
-                self.travelling[num] = (seconds, 0.0) if key[0] == _GATHER else (0.0, seconds)
+            hidden_s = seconds * min(join.hides for join, _ in members)
+            if hidden_s:
+                self.travelling[num] = (hidden_s, 0.0) if key[0] == _GATHER else (0.0, hidden_s)
             for ways in served.values():
                 model.row(TOGETHER, [(num, 1.0), *((column, -1.0) for _, column in ways)], lower=0.0)
                 self.shareable_s += max(join.count * join.latency_s for join, _ in ways)

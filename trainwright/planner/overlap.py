@@ -1,27 +1,47 @@
 """What parameters that travel in buckets cost, and what of it computation hides.
 
-Collectives that are joined share one latency and add up their bytes; all others of a bucket are paid one by one. To see
-what is hidden, forward and backward are followed on two clocks, t of computation and c of communication:
+Collectives that are joined share one latency and add up their bytes; all others of a bucket are paid one by one. Of a way
+along several axes the first collective is under way while something else is done, the others follow when it is waited
+for. To see what is hidden, forward and backward are followed on a clock of computation, t, and one of each link, c:
 
     compute d      t ← t + d
     issue d        c ← max(c, t) + d
-    wait           t ← max(t, c when the awaited one ends)
+    wait           t ← max(t, c when the awaited one ends), then what follows
+    exchange d     t ← c ← max(c, t) + d
 
-What the waits add to t is exposed; the rest of the seconds of communication is hidden.
+What waits and exchanges add to t is exposed; the rest of the seconds of communication is hidden. Mesh axes that are laid over
+one link share its clock; those of different links have process groups, hence queues, of their own.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..capture.buckets import Bucket
 from ..capture.local import Instruction
-from ..capture.reshard import Route
+from ..capture.reshard import Route, issued_step
+from ..capture.transition import Step
 from .costs import CostModel
 
 Seconds = tuple[float, float]
 """Forward, backward."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """What a way takes: seconds by step, and which of them is issued early."""
+
+    steps: tuple[tuple[int | None, float], ...]
+    """Axis (none of a slice, which moves nothing), seconds."""
+    issued: int | None
+
+    @property
+    def seconds(self) -> float:
+        """Return those of all steps."""
+        return sum(seconds for _, seconds in self.steps)
 
 
 def bucket_s(instruction: Instruction, costs: CostModel) -> Seconds:
@@ -30,38 +50,46 @@ def bucket_s(instruction: Instruction, costs: CostModel) -> Seconds:
     assert bucket is not None
     place = instruction.args[0]
     if isinstance(place, int):
-        return gather_s(bucket, place, costs), 0.0
-    return 0.0, sum(reduction_s(bucket, costs).values())
+        return gather(bucket, place, costs).seconds, 0.0
+    return 0.0, sum(trip.seconds for trip in reductions(bucket, costs).values())
 
 
-def gather_s(bucket: Bucket, index: int, costs: CostModel, among: Sequence[int] | None = None) -> float:
-    """Return the seconds to bring one parameter of a bucket into the layout that is wanted; `among` those, by default all."""
+def gather(bucket: Bucket, index: int, costs: CostModel, among: Sequence[int] | None = None) -> Trip:
+    """Return what brings one parameter of a bucket into the layout that is wanted; `among` those, by default all."""
     member = bucket.members[index]
-    seconds = _route_s(member.there, member.dtype.itemsize, costs)
     joined = next((found for found in bucket.joined_gathers(among) if index in found), ())
-    return seconds - costs.latency_s(member.there.steps, member.there.slots) if index in joined[1:] else seconds
+    return _trip([(member.there, member.dtype.itemsize)], costs, index in joined[1:])
 
 
-def reduction_s(bucket: Bucket, costs: CostModel) -> dict[Any, float]:
-    """Return the seconds of every reduction of a bucket: of the joined ones, and by index of those that go alone."""
-    found: dict[Any, float] = {}
+def reductions(bucket: Bucket, costs: CostModel) -> dict[Any, Trip]:
+    """Return every reduction of a bucket: the joined ones, and by index those that go alone."""
+    found: dict[Any, Trip] = {}
     for reduction in bucket.reductions:
-        alone = [
-            _route_s(route, bucket.members[k].dtype.itemsize, costs) for k, (_, _, route) in reduction.members.items()
-        ]
-        found[reduction] = sum(alone) - (len(alone) - 1) * costs.latency_s(reduction.steps, reduction.route.slots)
+        members = [(route, bucket.members[index].dtype.itemsize) for index, (_, _, route) in reduction.members.items()]
+        found[reduction] = _trip(members, costs)
     for index in bucket.trained:
         if index not in bucket.reduction_of:
-            found[index] = _route_s(bucket.members[index].back, bucket.members[index].dtype.itemsize, costs)
+            found[index] = _trip([(bucket.members[index].back, bucket.members[index].dtype.itemsize)], costs)
     return found
 
 
-def _route_s(route: Route, itemsize: int, costs: CostModel) -> float:
-    return sum(costs.step_s(step, route.slots, itemsize) for step in route.steps)
+def _trip(members: Sequence[tuple[Route, int]], costs: CostModel, joins: bool = False) -> Trip:
+    """What tensors take that go the same steps together; without latency where they join what another one pays for."""
+    first = members[0][0]
+    steps = []
+    for number, step in enumerate(first.steps):
+        alone = sum(costs.step_s(route.steps[number], route.slots, itemsize) for route, itemsize in members)
+        paid = len(members) if joins else len(members) - 1
+        steps.append((_axis(step), alone - paid * costs.step_s(step, first.slots, 0)))
+    return Trip(tuple(steps), issued_step(first.steps))
+
+
+def _axis(step: Step) -> int | None:
+    return None if step.kind == "slice" else step.axis
 
 
 class Timeline:
-    """One step on two clocks."""
+    """One step on its clocks."""
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
@@ -73,7 +101,7 @@ class Timeline:
 
     def hidden_s(self) -> float:
         """Return the seconds of communication that computation hides, forward and backward."""
-        forward, backward = _Clocks(), _Clocks()
+        forward, backward = _Clocks(self.costs.links), _Clocks(self.costs.links)
         for instruction, compute, comm in self.moments:
             self._forward(forward, instruction, compute[0], comm[0])
         for instruction, compute, comm in reversed(self.moments):
@@ -83,50 +111,75 @@ class Timeline:
     def _forward(self, clocks: _Clocks, instruction: Instruction, compute_s: float, comm_s: float) -> None:
         bucket = instruction.bucket
         if bucket is None:
-            clocks.run(compute_s, comm_s)
+            clocks.run(compute_s, comm_s, self._axes(instruction, 1))
         elif isinstance(instruction.args[0], int):
             clocks.wait([(bucket, instruction.args[0])])
         else:
             for index in range(len(bucket.members)):
-                clocks.issue((bucket, index), gather_s(bucket, index, self.costs))
+                clocks.issue((bucket, index), gather(bucket, index, self.costs))
 
     def _backward(self, clocks: _Clocks, instruction: Instruction, compute_s: float, comm_s: float) -> None:
         bucket = instruction.bucket
         if bucket is None:
-            clocks.run(compute_s, comm_s)
+            clocks.run(compute_s, comm_s, self._axes(instruction, 2))
             return
-        reductions = reduction_s(bucket, self.costs)
+        found = reductions(bucket, self.costs)
         if not isinstance(instruction.args[0], int):
-            clocks.wait([(bucket, found) for found in reductions])
+            clocks.wait([(bucket, key) for key in found])
             return
         index = instruction.args[0]
         reduction = bucket.reduction_of.get(index)
         # Members are put in from the last read to the first: the first of a buffer completes it.
-        if reduction is None and index in reductions:
-            clocks.issue((bucket, index), reductions[index])
+        if reduction is None and index in found:
+            clocks.issue((bucket, index), found[index])
         elif reduction is not None and index == min(reduction.members):
-            clocks.issue((bucket, reduction), reductions[reduction])
+            clocks.issue((bucket, reduction), found[reduction])
+
+    def _axes(self, instruction: Instruction, way: int) -> Iterable[int | None]:
+        """The axes that a change of layout goes along, there (1) or back (2); all, of an op that communicates inside itself."""
+        if instruction.op is None and instruction.replay is None:
+            return map(_axis, instruction.args[way].steps)
+        return range(len(self.costs.axes))
 
 
 class _Clocks:
-    def __init__(self) -> None:
-        self.compute_s = self.comm_s = self.hidden_s = 0.0
-        self.ends: dict[Any, float] = {}
+    """Computation's, and one of each link."""
 
-    def run(self, compute_s: float, comm_s: float) -> None:
-        """Computation, then a collective that is waited for."""
+    def __init__(self, links: Sequence[int]) -> None:
+        self.links = links
+        self.compute_s = self.hidden_s = 0.0
+        self.comm_s: dict[int, float] = defaultdict(float)
+        self.under_way: dict[Any, tuple[float, Trip]] = {}
+        """When the step that is issued ends."""
+
+    def run(self, compute_s: float, comm_s: float, axes: Iterable[int | None]) -> None:
+        """Computation, then an exchange that nothing hides."""
         self.compute_s += compute_s
         if comm_s:
-            self.issue(None, comm_s)
-            self.wait([None])
+            links = {self.links[axis] for axis in axes if axis is not None}
+            before_s = self.compute_s
+            self.compute_s = max([before_s, *(self.comm_s[link] for link in links)]) + comm_s
+            self.comm_s.update(dict.fromkeys(links, self.compute_s))
+            self.hidden_s -= self.compute_s - before_s - comm_s
 
-    def issue(self, key: Any, comm_s: float) -> None:
-        self.comm_s = max(self.comm_s, self.compute_s) + comm_s
-        self.hidden_s += comm_s
-        self.ends[key] = self.comm_s
+    def issue(self, key: Any, trip: Trip) -> None:
+        end_s = 0.0
+        if trip.issued is not None:
+            axis, seconds = trip.steps[trip.issued]
+            assert axis is not None
+            link = self.links[axis]
+            end_s = self.comm_s[link] = max(self.comm_s[link], self.compute_s) + seconds
+            self.hidden_s += seconds
+        self.under_way[key] = end_s, trip
 
     def wait(self, keys: Iterable[Any]) -> None:
-        end = max((self.ends.get(key, 0.0) for key in keys), default=0.0)
-        exposed = max(0.0, end - self.compute_s)
-        self.hidden_s -= exposed
-        self.compute_s += exposed
+        for key in keys:
+            end_s, trip = self.under_way.pop(key, (0.0, None))
+            exposed_s = max(0.0, end_s - self.compute_s)
+            self.hidden_s -= exposed_s
+            self.compute_s += exposed_s
+            if trip is None:
+                continue
+            for number, (axis, seconds) in enumerate(trip.steps):
+                if number != trip.issued:
+                    self.run(0.0, seconds, [axis])

@@ -20,7 +20,7 @@ from ..capture.offload import CountingStore
 from ..capture.reruns import Rerun
 from .costs import CostModel, OptimizerCost
 from .offload_states import state_transfer_s
-from .overlap import Timeline, bucket_s, gather_s
+from .overlap import Timeline, bucket_s, gather
 
 
 @dataclass
@@ -99,7 +99,7 @@ def _rerun_s(local: LocalProgram, rerun: Rerun, costs: CostModel) -> float:
         instruction = local.instructions[index].again
         if instruction.bucket is not None and instruction.bucket in rerun.gathers:
             gathered = sorted(rerun.gathers[instruction.bucket])
-            total += gather_s(instruction.bucket, instruction.args[0], costs, gathered)
+            total += gather(instruction.bucket, instruction.args[0], costs, gathered).seconds
         else:
             compute, comm = _instruction_s(local, instruction, costs)
             total += compute[0] + comm[0]

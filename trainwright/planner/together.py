@@ -17,8 +17,7 @@ from dataclasses import replace
 
 from ..capture.schedule import Overlap
 from .answer import Answer, Infeasible, Settings
-from .fitting import Fitting
-from .guard import PROVEN, no_slower_than_known
+from .guard import PROVEN, Takes, no_slower_than_known
 from .milp import Solution
 from .price import Price
 from .solve import Solver
@@ -32,9 +31,7 @@ _ONE_BY_ONE: tuple[Overlap, ...] = ("none", "buckets")
 _DEAR = 1.25
 """Times what a step takes where no memory binds: where memory costs so much, what holds less is looked at."""
 _DEAR_OF_SMALL = 1.02
-"""The same where a problem is solved in a second or two, and the rows counted too little of what travels ahead."""
-_OFF = 0.02
-"""By how much a step may take longer than the objective says before known shardings are tried."""
+"""The same where a problem is simulated soon, or is solved so and the rows counted too little of what travels ahead."""
 _SHARE = 1 / 2
 """Of the time limit, for the second search."""
 _ONE_SOLVE = 1 / 5
@@ -46,25 +43,27 @@ Overlapped = Callable[[Answer], tuple[Answer, Price]]
 
 def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Overlapped) -> Answer | Infeasible:
     """Solve for a recipe; where memory binds, for parameters that travel one way or another, and return what is fastest."""
+
+    def takes(answer: Answer) -> float:
+        return overlapped(answer)[1].step_s
+
     if solver.travel == "none":
-        return _search(solver, recipe, settings)
+        return _search(solver, recipe, settings, takes)
     first, *others = [solver.travelling(way) for way in (_AHEAD if solver.hides else _ONE_BY_ONE)]
-    best = _search(first, recipe, _in_part(settings))
-    if isinstance(best, Answer) and recipe == "joint" and solver.hides:
-        best = _surer(first, settings, best, overlapped)
+    best = _search(first, recipe, _in_part(settings), takes)
     for other in others:
         if isinstance(best, Infeasible):
             if not _may_be_less(solver, best):
-                return _search(first, recipe, settings) if best.out_of_time else best
-            best = _search(other, recipe, settings if other is others[-1] else _in_part(settings))
+                return _search(first, recipe, settings, takes) if best.out_of_time else best
+            best = _search(other, recipe, settings if other is others[-1] else _in_part(settings), takes)
             continue
         if not best.binds or settings.deadline.has_passed or settings.budget_bytes is None:
             return best
-        takes = overlapped(best)[1]
-        if not _is_worth_it(first, best, takes.step_s, settings.budget_bytes):
+        step_s = takes(best)
+        if not _is_worth_it(first, best, step_s, settings.budget_bytes):
             return best
-        found = _search(other, recipe, _below(settings, takes.step_s), first.fastest)
-        if isinstance(found, Answer) and overlapped(found)[1].step_s < takes.step_s:
+        found = _search(other, recipe, _below(settings, step_s), takes, first.fastest)
+        if isinstance(found, Answer) and takes(found) < step_s:
             best = _better(best, found)
     return best
 
@@ -77,21 +76,6 @@ def _may_be_less(solver: Solver, refused: Infeasible) -> bool:
 def _in_part(settings: Settings) -> Settings:
     """Leave half of the time to other ways."""
     return replace(settings, deadline=settings.deadline.first_part())
-
-
-def _surer(solver: Solver, settings: Settings, answer: Answer, overlapped: Overlapped) -> Answer:
-    """Return `answer`, or a known sharding's that takes less, where more is exposed of `answer` than its objective says."""
-    takes_s = overlapped(answer)[1].step_s
-    budget = settings.budget_bytes
-    if budget is None or solver.last_aim is None or takes_s <= answer.objective_s * (1 + _OFF):
-        return answer
-    for options in solver.starts(settings):
-        wanted = replace(settings, cutoff_s=takes_s, time_limit_s=settings.time_limit_s / 4)
-        found = Fitting(solver, wanted, budget, solver.last_aim).fitted(options)
-        if found is not None and overlapped(found)[1].step_s < takes_s:
-            takes_s = overlapped(found)[1].step_s
-            answer = replace(found.bounded(answer.bound_s), notes=answer.notes, solve_s=answer.solve_s)
-    return answer
 
 
 def _below(settings: Settings, seconds: float) -> Settings:
@@ -107,12 +91,14 @@ def _better(answer: Answer, found: Answer) -> Answer:
     return replace(better, notes=answer.notes, solve_s=answer.solve_s + found.solve_s)
 
 
-def _search(solver: Solver, recipe: str, settings: Settings, fastest: Solution | None = None) -> Answer | Infeasible:
+def _search(
+    solver: Solver, recipe: str, settings: Settings, takes: Takes, fastest: Solution | None = None
+) -> Answer | Infeasible:
     """Search one way; `fastest` is what is fastest where no memory binds, if it is known."""
     if recipe == "two-stage":
         return solve_two_stage(solver, settings)
     answer = solver.solve(settings, fastest)
-    return no_slower_than_known(solver, settings, answer) if recipe == "joint" else answer
+    return no_slower_than_known(solver, settings, answer, takes) if recipe == "joint" else answer
 
 
 def _is_worth_it(solver: Solver, answer: Answer, seconds: float, budget: int) -> bool:
@@ -121,7 +107,8 @@ def _is_worth_it(solver: Solver, answer: Answer, seconds: float, budget: int) ->
         # the rows saw less than there is: what travels ahead holds what binds
         is_tight = solver.last_aim is not None and solver.last_aim <= budget
         is_small = solver.full()[0].num_columns <= FEW_COLUMNS
-        dear = _DEAR_OF_SMALL if is_small and is_tight else math.inf if solver.problem.is_long else _DEAR
+        is_soon_seen = solver.problem.is_quick or (is_small and is_tight)
+        dear = _DEAR_OF_SMALL if is_soon_seen else math.inf if solver.problem.is_long else _DEAR
         return answer.gap is None or answer.gap > PROVEN or seconds > dear * solver.floor_s
     shareable_s = solver.plain()[1].joined.shareable_s
     return shareable_s > _WORTH * answer.objective_s and seconds * (1 - GAP) > solver.floor_s
