@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -228,3 +229,30 @@ def test_a_solve_that_runs_ends_with_what_it_has_when_it_is_told_to():
     assert asked
     assert (found.status, found.values is not None) == ("feasible", True)
     assert found.bound <= found.objective
+
+
+@pytest.mark.parametrize(("fast_from", "expected"), [(850, "found"), (2000, "cut off")])
+def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monkeypatch, fast_from, expected):
+    """What a large budget of the rows lets in does not fit, what a small one does is too slow: between them is the answer."""
+    search = Fitting(place.solver, replace(place.settings("joint"), cutoff_s=1.0), budget=1000)
+    aims = []
+
+    def solved(self):
+        aims.append(self.search.aim)
+        good = aims[-1] >= fast_from or len(aims) == 1
+        return Solution("optimal" if good else stages.CUT_OFF, np.zeros(1) if good else None, 0.5, 0.5, 0.0)
+
+    def noted(self, solution):
+        held = SimpleNamespace(peak_bytes=990 if self.search.aim <= 900 else 1200)
+        self.search.note(SimpleNamespace(objective_s=0.5, gap=0.0, simulation=held))
+
+    monkeypatch.setattr(Fitting, "_solve", solved)
+    monkeypatch.setattr(Fitting, "_note", noted)
+    found = search.run()
+    assert aims[1] < 850 < 900 < aims[0]
+    if expected == "found":
+        assert found.simulation.peak_bytes == 990
+    else:
+        assert isinstance(found, Infeasible)
+        assert found.cut_off
+        assert 2 < len(aims) <= 1 + fitting.MAX_CORRECTIONS

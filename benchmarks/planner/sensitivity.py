@@ -103,7 +103,7 @@ def _seconds(planned: Place, priced: Place, budget: int | None) -> float | None:
     """Return what a step of the plan made at one place takes at another."""
     planned.task.budget_bytes = budget
     answer = planned.solve("joint")
-    return priced.price(answer.simulation).serial_s if isinstance(answer, Answer) else None
+    return priced.price(planned.overlapped(answer)[0].simulation).step_s if isinstance(answer, Answer) else None
 
 
 if __name__ == "__main__":

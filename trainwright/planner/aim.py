@@ -26,6 +26,13 @@ class Search:
         self._misses = 0
         self.done = False
 
+    def note_nothing(self) -> bool:
+        """Move on from an aim that let in nothing that is wanted; False where no larger one is left to try."""
+        if self.high is None or self.high - self.aim < 0.2 * CLOSE * self.budget:
+            return False
+        self.aim = (self.aim + self.high) / 2
+        return True
+
     def offer(self, answer: Answer) -> None:
         """Take an answer that fits where it is faster than the best so far, or as fast and nearer to what is proven."""
         if self.best is None or _rank(answer) < _rank(self.best):

@@ -59,7 +59,9 @@ class Fitting:
             if solution.values is not None:
                 self._note(solution)
             elif search.best is None and (solution.status == CUT_OFF or math.isfinite(self.settings.cutoff_s)):
-                return self._cut_off()
+                # what a larger aim let in did not fit: between the two there may be what does, and is fast enough
+                if not search.note_nothing():
+                    return self._cut_off()
             elif search.best is not None:
                 break
             elif self.wider is not None and (wide := self.wider()) > search.aim:

@@ -19,8 +19,8 @@ from .stages import FEW_COLUMNS, GAP
 
 PROVEN = 0.02
 """An answer further than this from what is proven is held against a whole recipe too."""
-_OFF = 0.02
-"""By how much a step may take longer than the objective says before known shardings are tried at any price."""
+OFF = 0.02
+"""By how much a step may take longer than the objective says before what else there may be is looked at."""
 _OFTEN_OFF = 0.005
 """By how much the objective is off often enough, so that a known sharding that it has as so much slower may be faster."""
 _NEAR = 1.1
@@ -75,7 +75,7 @@ class _Best:
         cutoff_s = self.answer.objective_s * (1 - GAP)
         if self.is_small:
             cutoff_s = self.answer.objective_s * (1 + _OFTEN_OFF)
-        if self.step_s > self.answer.objective_s * (1 + _OFF):
+        if self.step_s > self.answer.objective_s * (1 + OFF):
             cutoff_s = max(cutoff_s, self.step_s)
         return replace(settings, cutoff_s=min(cutoff_s, settings.cutoff_s), time_limit_s=settings.time_limit_s / 4)
 

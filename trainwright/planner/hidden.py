@@ -16,7 +16,8 @@ each phase's row gets a price λ in place of E: its dual in the relaxation with 
 
 which is no more than the seconds with E, for any λ: so what bounds it bounds those, by which solutions are compared.
 
-What is on its way also holds up exchanges over the same link, of which the objective knows nothing.
+What is on its way also holds up exchanges over the same link, of which the objective knows nothing. Where a plan's step shows
+it, `together` searches once more, with the δ that was seen.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .sharding import Sharding
 HIDES = 0.9
 """ω: of computation, what there is something to hide behind."""
 EXPOSED = 0.05
-"""δ: of what travels, what nothing hides however much is computed."""
+"""δ: of what travels, what nothing hides however much is computed, where no plan shows another."""
 HIDDEN = "what computation hides of what is on its way"
 
 
@@ -43,21 +44,23 @@ class Hidden:
 
     model: Model
     phases: tuple[_Phase, ...]
+    delta: float
+    """δ"""
     _costs: dict[int, float]
     """Of the columns of all phases, where E counts."""
 
     def weigh(self, relaxation: Relaxation, time_limit_s: float) -> None:
         """Price the rows by what they are worth in a relaxation of the model, and have both cost accordingly."""
-        self._charge(relaxation, {**self._costs, **{phase.exposed: 1 - EXPOSED for phase in self.phases}})
+        self._charge(relaxation, {**self._costs, **{phase.exposed: 1 - self.delta for phase in self.phases}})
         if isinstance(relaxation.solve(time_limit_s=time_limit_s), Vertex):
             duals = relaxation.duals([phase.row for phase in self.phases])
             for phase, dual in zip(self.phases, duals):
-                phase.price = min(1.0, max(0.0, -dual / (1 - EXPOSED)))
+                phase.price = min(1.0, max(0.0, -dual / (1 - self.delta)))
         priced = dict(self._costs)
         for phase in self.phases:
             priced[phase.exposed] = 0.0
             for column, seconds in phase.terms:
-                priced[column] += (1 - EXPOSED) * phase.price * seconds
+                priced[column] += (1 - self.delta) * phase.price * seconds
         self._charge(relaxation, priced)
 
     def _charge(self, relaxation: Relaxation, costs: dict[int, float]) -> None:
@@ -70,7 +73,7 @@ class Hidden:
         objective_s = float(np.dot(self.model.cost, values))
         for phase in self.phases:
             beyond_s = sum(seconds * float(values[column]) for column, seconds in phase.terms)
-            objective_s += (1 - EXPOSED) * (max(0.0, beyond_s) - phase.price * beyond_s)
+            objective_s += (1 - self.delta) * (max(0.0, beyond_s) - phase.price * beyond_s)
         return objective_s
 
 
@@ -87,22 +90,25 @@ class _Phase:
     """λ"""
 
 
-def hide(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute | None = None) -> None:
-    """Take what computation hides out of the objective."""
+def hide(
+    model: Model, problem: Problem, sharding: Sharding, recompute: Recompute | None = None, delta: float | None = None
+) -> None:
+    """Take what computation hides out of the objective; `delta` is δ, by default `EXPOSED`."""
     if not sharding.joined.in_buckets or problem.costs.device.kind != "gpu":
         return
+    delta = EXPOSED if delta is None else delta
     phases = []
     for index, computing in enumerate(_computing(problem, sharding, recompute)):
         travelling = [(c, seconds[index]) for c, seconds in sharding.joined.travelling.items() if seconds[index]]
         for column, seconds in travelling:
-            model.cost[column] -= (1 - EXPOSED) * seconds
-        exposed = model.column(cost=0.0 if problem.is_long else 1 - EXPOSED)
+            model.cost[column] -= (1 - delta) * seconds
+        exposed = model.column(cost=0.0 if problem.is_long else 1 - delta)
         terms = [*travelling, *((column, -HIDES * seconds) for column, seconds in computing)]
         row = model.row(HIDDEN, [*terms, (exposed, -1.0)], upper=0.0)
         phases.append(_Phase(row, exposed, terms))
     if problem.is_long:
         costs = {column: model.cost[column] for phase in phases for column, _ in phase.terms}
-        sharding.hidden = Hidden(model, tuple(phases), costs)
+        sharding.hidden = Hidden(model, tuple(phases), delta, costs)
 
 
 def _computing(problem: Problem, sharding: Sharding, recompute: Recompute | None) -> tuple[Terms, Terms]:

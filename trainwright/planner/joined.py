@@ -70,11 +70,19 @@ def _back(problem: Problem, use: Use, native: Layout, want: Want, hides: float) 
         return
     latency_s = costs.latency_s(steps, tensor.slots)
     if is_whole_sum(steps, native, want):
-        share = use.count * num_bytes / max(1, buckets.ENOUGH_BYTES)
+        share = use.count * num_bytes / _whole_buffer_bytes(problem, use)
         yield Join((kinds, tensor.dtype), 1, latency_s / costs.num_runs, share, hides)
     else:
         share = num_bytes / buckets.BUFFER_BYTES
         yield Join((kinds, use.region_class, tensor.dtype), use.count, latency_s, share, hides)
+
+
+def _whole_buffer_bytes(problem: Problem, use: Use) -> int:
+    """Return what a buffer of gradients that stay whole holds: those of one region up to the most, of several up to enough."""
+    region_bytes = sum(
+        tensor.num_bytes for tensor in use.region_class.representative.externals if tensor.role == "param"
+    )
+    return max(1, min(buckets.BUFFER_BYTES, max(buckets.ENOUGH_BYTES, region_bytes)))
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,7 @@ class Joined:
             members = [member for ways in served.values() for member in ways]
             seconds = max(join.count for join, _ in members) * members[0][0].latency_s
             num = model.column(cost=seconds)
-            hidden_s = seconds * min(join.hides for join, _ in members)
+            hidden_s = seconds * max(join.hides for join, _ in members)
             if hidden_s:
                 self.travelling[num] = (hidden_s, 0.0) if key[0] == _GATHER else (0.0, hidden_s)
             for ways in served.values():

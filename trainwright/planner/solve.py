@@ -50,13 +50,18 @@ class Solver:
     """Solves one problem under different budgets and restrictions; builds each model once."""
 
     def __init__(
-        self, problem: Problem, simulate: Simulate, travel: Overlap = "none", travel_within: Overlap = "none"
+        self,
+        problem: Problem,
+        simulate: Simulate,
+        travel: Overlap = "none",
+        travel_within: Overlap = "none",
+        delta: float | None = None,
     ) -> None:
         """`travel` says how parameters travel where no memory binds, `travel_within` where it does.
 
-        Unless one by one, they share latencies.
+        Unless one by one, they share latencies. delta: what of them nothing hides, see `hidden`.
         """
-        self.problem, self.simulate = problem, simulate
+        self.problem, self.simulate, self.delta = problem, simulate, delta
         self.travel, self.travel_within = travel, travel_within
         self._others: dict[Overlap, Solver] = {travel_within: self}
         self._plain: tuple[Model, Sharding] | None = None
@@ -67,10 +72,14 @@ class Solver:
     def travelling(self, within: Overlap) -> Solver:
         """Return a solver of the same problem whose parameters travel so within a budget."""
         if within not in self._others:
-            other = Solver(self.problem, self.simulate, self.travel, within)
+            other = Solver(self.problem, self.simulate, self.travel, within, self.delta)
             other._plain = self.plain()
             self._others[within] = other
         return self._others[within]
+
+    def exposing(self, delta: float) -> Solver:
+        """Return a solver of the same problem, by whose objective less of what travels is hidden."""
+        return Solver(self.problem, self.simulate, self.travel, self.travel_within, delta)
 
     def solve(self, settings: Settings, fastest: Solution | None = None) -> Answer | Infeasible:
         """Return the fastest answer whose simulated peak is within the budget.
@@ -142,7 +151,7 @@ class Solver:
         if self._plain is None:
             model = Model()
             self._plain = (model, add_sharding(model, self.problem, self.travel))
-            hide(model, self.problem, self._plain[1])
+            hide(model, self.problem, self._plain[1], delta=self.delta)
         return self._plain
 
     def without_memory(self, settings: Settings) -> Solution | None:
@@ -173,7 +182,7 @@ class Solver:
             model = Model()
             sharding = add_sharding(model, self.problem, self.travel_within)
             recompute = add_recompute(model, self.problem, sharding)
-            hide(model, self.problem, sharding, recompute)
+            hide(model, self.problem, sharding, recompute, self.delta)
             add_offload(model, self.problem, sharding, recompute)
             memory = add_memory(model, self.problem, sharding, recompute, math.inf)
             self._full = (model, sharding, recompute, memory)
@@ -324,7 +333,7 @@ class Solver:
                 for decision in self.problem.params
                 for option, column in enumerate(sharding.choice[decision])
             ]
-            hide(model, self.problem, sharding)
+            hide(model, self.problem, sharding, delta=self.delta)
             self._rest = model, sharding, model.row("parameters at rest", terms)
         return self._rest
 

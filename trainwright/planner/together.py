@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from ..capture.schedule import Overlap
 from .answer import Answer, Infeasible, Settings
-from .guard import PROVEN, Takes, no_slower_than_known
+from .guard import OFF, PROVEN, Takes, no_slower_than_known
+from .hidden import EXPOSED
 from .milp import Solution
 from .price import Price
 from .solve import Solver
@@ -51,6 +52,8 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
         return _search(solver, recipe, settings, takes)
     first, *others = [solver.travelling(way) for way in (_AHEAD if solver.hides else _ONE_BY_ONE)]
     best = _search(first, recipe, _in_part(settings), takes)
+    if isinstance(best, Answer) and recipe == "joint" and solver.hides and not settings.deadline.has_passed:
+        best = _as_seen(first, settings, best, overlapped)
     for other in others:
         if isinstance(best, Infeasible):
             if not _may_be_less(solver, best):
@@ -66,6 +69,19 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
         if isinstance(found, Answer) and takes(found) < step_s:
             best = _better(best, found)
     return best
+
+
+def _as_seen(solver: Solver, settings: Settings, answer: Answer, overlapped: Overlapped) -> Answer:
+    """Return `answer`, or what is found by an objective that exposes of parameters on their way what its step does."""
+    price = overlapped(answer)[1]
+    missed_s = price.step_s - answer.objective_s
+    if missed_s <= OFF * answer.objective_s or price.hidden_comm_s <= 0:
+        return answer
+    delta = EXPOSED + (1 - EXPOSED) * missed_s / (price.hidden_comm_s + missed_s)
+    found = _search(solver.exposing(delta), "joint", _below(settings, price.step_s), lambda a: overlapped(a)[1].step_s)
+    if isinstance(found, Answer) and overlapped(found)[1].step_s < price.step_s:
+        return _better(answer, found)
+    return answer
 
 
 def _may_be_less(solver: Solver, refused: Infeasible) -> bool:
