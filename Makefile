@@ -26,8 +26,9 @@ lint: setup
 test: lint
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile --durations=25
 
+# Full grids take minutes each: among them all plans of 480 small problems, and 50 kills.
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -o timeout=3600 --durations=50
 
 bench: setup
 	$(BIN)/python -m benchmarks.profiler.peaks

@@ -5,9 +5,9 @@
 
 P are the seconds of what parameters travel in (`joined`), of each way the collective that is issued early; C those of
 computation, reruns included. The first region's parameters are not among P: nothing runs before they are there, nor after
-their gradients are on their way; nor is the last buffer of gradients that stay whole. ω < 1, since
-what is on its way is hidden by what runs at that moment, not by the whole phase (`overlap.Timeline`), and δ > 0, so that
-nothing travels for no reason.
+their gradients are on their way; nor is the last buffer of gradients that stay whole. ω < 1, since what is on its way is
+hidden by what runs at that moment, not by the whole phase (`overlap.Timeline`), and δ > 0, so that nothing travels for no
+reason.
 
 In a long program E makes branch and bound slow, since reruns are C and gathers P, and any mixture of the two is good. There
 each phase's row gets a price λ in place of E: its dual in the relaxation with E, which every search solves first.
