@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MAX_CORRECTIONS = 5
 _MOST_HELD = 6
 """How often what is kept is chosen anew for one sharding."""
-_SHARE_OF_LARGE = 1 / 2
-"""Of the time limit, what one solve of a large problem may take."""
+_SHARE, _SHARE_OF_LARGE = 2 / 3, 1 / 2
+"""Of the time that is left, what one solve may take, of most problems and of a large one: what comes of it may not fit."""
 _LEAST_SHARE = 1 / 3
 """Of the time limit. What is left of it or not, so long is one sharding fitted: what was found is not to be lost."""
 
@@ -90,10 +90,9 @@ class Fitting:
         solver, settings, search = self.solver, self.settings, self.search
         model, sharding, recompute, memory = solver.full()
         set_budget(model, memory, search.aim)
-        remaining = max(1.0, self._deadline - time.perf_counter())
         # time for a second look, at the budget of the rows that the first one asks for
-        share = min(settings.one_solve, _SHARE_OF_LARGE) if is_large(solver.problem) else settings.one_solve
-        remaining = min(remaining, settings.time_limit_s * share)
+        share = min(settings.one_solve, _SHARE_OF_LARGE if is_large(solver.problem) else _SHARE)
+        remaining = max(1.0, share * (self._deadline - time.perf_counter()))
         stages = settings.stages(model, sharding, recompute, solver.starts_for(settings), remaining)
         stages.cutoff, stages.floor = settings.cutoff_s, solver.floor_s
         if is_large(solver.problem):
