@@ -17,12 +17,11 @@ from benchmarks.planner.places import place_of
 from trainwright.capture import zoo
 from trainwright.capture.export import capture
 from trainwright.capture.program import build_program
-from trainwright.planner import branching, fitting, plan, solve, stages
+from trainwright.planner import branching, fitting, guard, plan, solve, stages
 from trainwright.planner.answer import NOT_IN_TIME, Answer, Infeasible
 from trainwright.planner.budget import budget_for
 from trainwright.planner.deadline import LEAST_S, Deadline
 from trainwright.planner.fitting import Fitting
-from trainwright.planner.guard import no_slower_than_known
 from trainwright.planner.milp import Model, Solution
 from trainwright.planner.solve import Solver
 from trainwright.planner.task import Place
@@ -166,7 +165,7 @@ def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_ag
     assert late.stages(*place.solver.plain()).time_limit_s == LEAST_S
     place.solver.last_aim = float(late.budget_bytes)
     monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("a known sharding was fitted past the deadline"))
-    assert no_slower_than_known(place.solver, late, answer, lambda answer: answer.objective_s) is answer
+    assert guard.no_slower_than_known(place.solver, late, answer, lambda answer: answer.objective_s) is answer
 
 
 def test_a_deadline_that_ends_before_anything_is_found_is_refused_with_more_time(place, monkeypatch):
@@ -256,3 +255,20 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
         assert isinstance(found, Infeasible)
         assert found.cut_off
         assert 2 < len(aims) <= 1 + fitting.MAX_CORRECTIONS
+
+
+@pytest.mark.parametrize(("times", "asks"), [(1.0, False), (1.05, True)])
+def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_its_step(
+    place, monkeypatch, times, asks
+):
+    answer = replace(place.solve("joint"), gap=0.0)
+    place.solver.last_aim = float(place.task.budget_bytes)
+    asked = []
+    monkeypatch.setattr(guard, "_of_recipe", lambda *_: asked.append(_))
+    monkeypatch.setattr(Fitting, "beside", lambda *_: None)
+    monkeypatch.setattr(Fitting, "fitted", lambda *_: None)
+    found = guard.no_slower_than_known(
+        place.solver, place.settings("joint"), answer, lambda answer: times * answer.objective_s
+    )
+    assert found is answer
+    assert bool(asked) == asks

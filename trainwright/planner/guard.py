@@ -44,7 +44,7 @@ def no_slower_than_known(
     if budget is None or aim is None or settings.restriction.fates or settings.deadline.has_passed:
         return answer
     best = _Best(answer, takes, solver.full()[0].num_columns <= FEW_COLUMNS)
-    unproven = answer.gap is None or answer.gap > PROVEN
+    unproven = answer.gap is None or answer.gap > PROVEN or best.is_off
     if unproven:
         best.offer(_of_recipe(solver, settings, budget))
         wanted = replace(best.below(settings), time_limit_s=settings.time_limit_s / 2)
@@ -70,12 +70,17 @@ class _Best:
     def __post_init__(self) -> None:
         self.step_s = self.takes(self.answer)
 
+    @property
+    def is_off(self) -> bool:
+        """Whether the objective, hence what is proven, says little of the step."""
+        return self.step_s > self.answer.objective_s * (1 + OFF)
+
     def below(self, settings: Settings) -> Settings:
         """Ask for what may be faster: by the objective or, where that is soon seen or it was off, by what a step takes."""
         cutoff_s = self.answer.objective_s * (1 - GAP)
         if self.is_small:
             cutoff_s = self.answer.objective_s * (1 + _OFTEN_OFF)
-        if self.step_s > self.answer.objective_s * (1 + OFF):
+        if self.is_off:
             cutoff_s = max(cutoff_s, self.step_s)
         return replace(settings, cutoff_s=min(cutoff_s, settings.cutoff_s), time_limit_s=settings.time_limit_s / 4)
 
