@@ -168,3 +168,10 @@ def test_no_recipe_is_faster_within_a_budget_where_travel_is_hidden(monkeypatch,
     others = [place.solve(recipe) for recipe in ("fsdp", "two-stage")]
     assert any(isinstance(other, Answer) for other in others)
     assert all(joint <= 1.002 * place.overlapped(other)[1].step_s for other in others if isinstance(other, Answer))
+
+
+def test_where_exchanges_wait_for_gathers_a_plan_without_them_is_found():
+    """The objective knows nothing of that; the step of its first answer shows it."""
+    (place,) = task(tiny_program("resnet-tiny"), "8xa100", mesh=(8,)).places
+    steps = {recipe: place.overlapped(place.solve(recipe))[1].step_s for recipe in ("joint", "megatron", "ddp", "fsdp")}
+    assert steps["joint"] == min(steps.values())

@@ -18,7 +18,7 @@ from .solve import Solver, both
 from .stages import FEW_COLUMNS, GAP
 
 PROVEN = 0.02
-"""An answer further than this from what is proven is held against a whole recipe too."""
+"""An answer further than this from what is proven is held against a whole recipe too, as is one that is `OFF`."""
 OFF = 0.02
 """By how much a step may take longer than the objective says before what else there may be is looked at."""
 _OFTEN_OFF = 0.005

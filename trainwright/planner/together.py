@@ -53,7 +53,7 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
     first, *others = [solver.travelling(way) for way in (_AHEAD if solver.hides else _ONE_BY_ONE)]
     best = _search(first, recipe, _in_part(settings), takes)
     if isinstance(best, Answer) and recipe == "joint" and solver.hides and not settings.deadline.has_passed:
-        best = _as_seen(first, settings, best, overlapped)
+        best = _as_seen(first, settings, best, overlapped(best)[1], takes)
     for other in others:
         if isinstance(best, Infeasible):
             if not _may_be_less(solver, best):
@@ -71,15 +71,14 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
     return best
 
 
-def _as_seen(solver: Solver, settings: Settings, answer: Answer, overlapped: Overlapped) -> Answer:
+def _as_seen(solver: Solver, settings: Settings, answer: Answer, price: Price, takes: Takes) -> Answer:
     """Return `answer`, or what is found by an objective that exposes of parameters on their way what its step does."""
-    price = overlapped(answer)[1]
     missed_s = price.step_s - answer.objective_s
     if missed_s <= OFF * answer.objective_s or price.hidden_comm_s <= 0:
         return answer
     delta = EXPOSED + (1 - EXPOSED) * missed_s / (price.hidden_comm_s + missed_s)
-    found = _search(solver.exposing(delta), "joint", _below(settings, price.step_s), lambda a: overlapped(a)[1].step_s)
-    if isinstance(found, Answer) and overlapped(found)[1].step_s < price.step_s:
+    found = _search(solver.exposing(delta), "joint", _below(settings, price.step_s), takes)
+    if isinstance(found, Answer) and takes(found) < price.step_s:
         return _better(answer, found)
     return answer
 
