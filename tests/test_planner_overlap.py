@@ -101,3 +101,9 @@ def test_where_no_memory_binds_the_objective_is_what_the_clocks_say(
     assert answer.objective_s == pytest.approx(price.step_s, rel=within)
     if recipe == "fsdp":
         assert price.hidden_comm_s > 0.2 * price.comm_s
+
+
+@pytest.mark.parametrize(("hardware", "mesh", "links"), [("2x2xh100", (2, 2), (0, 1)), ("8xa100", (2, 4), (0, 0))])
+def test_axes_laid_over_one_link_share_its_clock(hardware, mesh, links):
+    (place,) = task(tiny_program("llama-tiny"), hardware, mesh=mesh).places
+    assert place.problem.costs.links == links
