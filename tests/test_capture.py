@@ -393,7 +393,6 @@ MISTAKES = {
     "NoLoss": ("scalar loss", "loss_fn"),
     "Wide": ("scalar", "(3, 4)"),
     "Failing": ("no such head", "broken.py", "KeyError"),
-    "OwnBackward": ("_Tripled", "custom_op"),
     "Reentrant": ("use_reentrant=False",),
     "Numpy": ("numpy", "broken.py"),
 }

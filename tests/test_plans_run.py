@@ -30,10 +30,15 @@ def case(model: str, solver: str):
     return pytest.param(model, solver, marks=pytest.mark.slow if is_slow else ())
 
 
+def spec_of(model: str) -> str:
+    """MODEL as the command line takes it; a bare name is the zoo's."""
+    return model if ":" in model else f"zoo:{model}"
+
+
 @cache
 def planned(model: str, solver: str, mesh: tuple[int, ...], share: float | None) -> tw.Plan:
     """A plan; `share` is its budget as a share of what plain data parallelism takes."""
-    loaded = tw.load_model(f"zoo:{model}")
+    loaded = tw.load_model(spec_of(model))
     num_ranks = 1
     for size in mesh:
         num_ranks *= size
@@ -51,7 +56,7 @@ def check(pool: Pool, model: str, plan: tw.Plan, dtype: str = "float64") -> None
 
 def run(pool: Pool, model: str, plan: tw.Plan, dtype: str = "float64") -> tw.Report:
     """Verify the plan: the maths, the budget, and that bytes moved."""
-    payload = {"spec": f"zoo:{model}", "options": {}}
+    payload = {"spec": spec_of(model), "options": {}}
     results = pool.run("trainwright.cli.workers:verify", timeout_s=280, model=payload, plan=plan.to_json(), dtype=dtype)
     report = tw.Report.model_validate(results[0])
     assert report.passed, report
@@ -70,6 +75,13 @@ def test_on_two_ranks(pool2: Pool, model: str, solver: str) -> None:
 def test_a_tight_joint_plan(pool2: Pool, model: str) -> None:
     verify = run if model == "resnet-tiny" else check
     verify(pool2, model, planned(model, "joint", (2,), 0.8))
+
+
+@pytest.mark.parametrize("solver", ["fsdp", "joint"])
+def test_tensors_made_on_the_way_are_of_the_precision_that_is_verified(pool2: Pool, solver: str) -> None:
+    """`torch.zeros(n)` in a forward is of the default type: in float64 it has to become one of float64."""
+    model = "tests/models/plain.py:build_messages"
+    check(pool2, model, planned(model, solver, (2,), None if solver == "fsdp" else 0.9))
 
 
 @pytest.mark.parametrize("loop", ["i", "o"])

@@ -102,3 +102,48 @@ def test_nodes_remember_the_innermost_frame_that_is_not_inside():
     with private.innermost_frames(lambda _: True):  # nothing but inside: all frames, as ever
         whole = torch.export.export(model, (x,), strict=False)
     assert any("return 2 * x" in (node.meta.get("stack_trace") or "") for node in whole.graph.nodes), RELEASE
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.no_grad():
+            return 3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
+class Tries(nn.Module):
+    """Tries a Function on a tensor of its own amid the trace, and has it once in the graph."""
+
+    def forward(self, x):
+        with private.without_modes(), private.mode_of([x]):
+            tried = torch.empty_strided(x.shape, x.stride()).requires_grad_()
+            assert isinstance(Tripled.apply(tried) + torch.ones(3), private.FakeTensor), RELEASE
+        with private.without_switches():
+            return Tripled.apply(x).sum()
+
+
+def test_a_trial_amid_a_trace_leaves_nothing_in_it():
+    graph = torch.export.export(Tries(), (torch.ones(2, 3),), strict=False).graph
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert calls == [aten.mul.Tensor, aten.sum.default], RELEASE
+
+
+def test_a_call_has_its_arguments_by_name():
+    assert private.bound(aten.add.Tensor, (1, 2), {"alpha": 3}) == {"self": 1, "other": 2, "alpha": 3}, RELEASE
+
+
+def test_a_literal_is_taken_up_by_one_op():
+    seen = []
+
+    class Watch(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(private.is_literal(func))
+            return func(*args, **(kwargs or {}))
+
+    with new_mode(), Watch():
+        torch.tensor(2.0)
+    assert True in seen, RELEASE

@@ -26,13 +26,12 @@ class Base(nn.Module):
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        ctx.save_for_backward(x)
+        ctx.x = x
         return x * x
 
     @staticmethod
     def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
+        return 2 * ctx.x * grad
 
 
 class OwnBackward(Base):
@@ -100,7 +99,7 @@ class OwnOutput(Base):
 
 
 SURVIVORS = {
-    OwnBackward: "autograd.Function",
+    OwnBackward: "ctx.save_for_backward",
     BranchOnLengths: "if lengths.max() > 4",
     LongestOnly: "lengths.max().item()",
     RowByRow: "lengths.tolist()",

@@ -11,6 +11,8 @@ those of the plan that was made for it; within the solver's gap it may be negati
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +54,10 @@ def main() -> None:
     for model in arguments.models:
         program = build_program(capture(*zoo.build(model, **MODELS[model])))
         for cluster in ("8xa100", "2x2xh100"):
-            sections[f"{model} on {cluster}"] = list(losses(program, *CLUSTERS[cluster]))
+            rows = sections[f"{model} on {cluster}"] = []
+            for row in losses(program, *CLUSTERS[cluster]):
+                rows.append(row)
+                print(f"{model} on {cluster}: {json.dumps(row, ensure_ascii=False)}", file=sys.stderr, flush=True)
     worst = max(loss for rows in sections.values() for row in rows for loss in map(row.get, WRONG) if loss is not None)
     record.write(
         "planner-sensitivity", sections, [_REMARK, f"The largest loss is {worst:.2f} %."], ("highspy",), arguments.keep

@@ -72,25 +72,6 @@ class Failing(Branching):
         raise KeyError("no such head")
 
 
-class _Tripled(torch.autograd.Function):
-    """A backward that is not its forward's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 3
-
-
-class OwnBackward(Branching):
-    """Has a gradient of its own, which a graph of its forward would lose."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Tripled.apply(self.linear(x)).mean()
-
-
 class Reentrant(Branching):
     """Checkpoints the old way."""
 

@@ -295,7 +295,27 @@ def build_group() -> tuple[nn.Module, Any]:
     return GroupNormNet(), {"x": torch.randn(3, 4, 16), "y": torch.rand(3, 3)}
 
 
+class Messages(nn.Module):
+    """Sums over a graph's edges into a tensor made on the way, norms, a bilinear form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there, self.back, self.form = nn.Linear(16, 32), nn.Linear(32, 16), nn.Bilinear(16, 16, 4)
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor, y: Tensor) -> Tensor:
+        h = self.there(x).relu()
+        sums = torch.zeros(len(x), 32).index_add(0, target, h[source])
+        h = self.back(sums / (1 + sums.norm(dim=-1, keepdim=True))).tanh()
+        return F.cross_entropy(self.form(h, x), y)
+
+
+def build_messages(**_: Any) -> tuple[nn.Module, Any]:
+    edges = torch.randint(0, 20, (2, 50))
+    return Messages(), {"x": torch.randn(20, 16), "source": edges[0], "target": edges[1], "y": torch.arange(20) % 4}
+
+
 GOOD = (
+    build_messages,
     build_unet,
     build_lstm,
     build_einsum,

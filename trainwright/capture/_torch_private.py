@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,7 +21,10 @@ from torch.fx import proxy as fx_proxy  # writes down where each node of a graph
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # graphs that nobody calls are not compiled
 from torch.multiprocessing.reductions import StorageWeakRef  # public module, not documented: a storage's identity
 from torch.utils import _pytree as pytree  # the trees that `torch.export` itself flattens; the public one lacks paths
-from torch.utils._python_dispatch import TorchDispatchMode  # observes the ops below autocast and autograd
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,  # observes the ops below autocast and autograd
+    _disable_current_modes,  # a trial amid a trace, that the trace does not see
+)
 
 __all__ = [
     "VALUE_NEEDED",
@@ -32,18 +35,25 @@ __all__ = [
     "PlainDispatchMode",
     "TorchDispatchMode",
     "arguments",
+    "bound",
     "dtensor_like",
+    "flatten",
     "flatten_batch",
     "innermost_frames",
+    "is_literal",
     "is_mutating",
     "is_profiled",
     "is_random",
     "is_view",
+    "mode_of",
     "mutated_arguments",
     "overload_of",
     "packet",
     "storage_of",
+    "unflatten",
     "without_compiling",
+    "without_modes",
+    "without_switches",
 ]
 
 
@@ -234,6 +244,44 @@ def _key(part: Any) -> str:
         if hasattr(part, attribute):
             return str(getattr(part, attribute))
     return str(part)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a tree of tuples, lists, dicts …, and its form, for `unflatten`."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """Return the tree of the form `spec` with these leaves."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Leave out the modes in force: what runs inside is not traced, its switches of the gradient mode neither."""
+    with _disable_current_modes(), without_switches():
+        yield
+
+
+def without_switches() -> AbstractContextManager[None]:
+    """Keep switches of the gradient mode inside ops out of the trace, which would write them down as calls of its own."""
+    return torch._C.DisableTorchFunction()
+
+
+def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
+    """Return the mode of the first fake among `tensors`."""
+    return next(tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
+
+
+def is_literal(target: Any) -> bool:
+    """Tell whether the op takes up a tensor that Python wrote down, as `torch.tensor(2.0)` does first."""
+    return target in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+def bound(target: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name; those left out are missing."""
+    names = [argument.name for argument in target._schema.arguments]
+    return {**dict(zip(names, args)), **kwargs}
 
 
 def is_leaf(tree: Any) -> bool:

@@ -20,10 +20,11 @@ from torch import Tensor, fx, nn
 
 from ..artifacts import UserError
 from . import _torch_private as private
-from .export_errors import explained, innermost_line, is_inside, refused_backwards
+from .export_errors import explained, innermost_line, is_inside
 from .fakes import FakeMode, fake_like, faked, new_mode
 from .normalise import Context, normalise
 from .normalise_regions import no_autocast
+from .own_backwards import lifted_backwards
 
 __all__ = ["Captured", "capture", "find_loss"]
 
@@ -196,7 +197,7 @@ def _export(model: nn.Module, batch: Any, loss_fn: Any) -> Any:
             "make it part of the model"
         )
     quick = private.without_compiling(), private.innermost_frames(is_inside)
-    with explained(model, batch), refused_backwards(), quick[0], quick[1], warnings.catch_warnings():
+    with explained(model, batch), lifted_backwards(), quick[0], quick[1], warnings.catch_warnings():
         # modules that keep their weights in a list as well (LSTM) are told off by torch for what is torch's own doing
         warnings.filterwarnings("ignore", message="The tensor attribute")
         return torch.export.export(step, (batch,), strict=False)

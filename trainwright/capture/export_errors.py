@@ -54,36 +54,6 @@ def explained(model: nn.Module, batch: Any) -> Iterator[None]:
 
 
 @contextmanager
-def refused_backwards() -> Iterator[None]:
-    """Refuse `torch.autograd.Function`: an export follows its forward and would, silently, lose its backward."""
-    original = vars(torch.autograd.Function)["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
-            return original.__get__(None, cls)(*args, **kwargs)
-        raise UserError(_own_backward(cls))
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-def _own_backward(cls: type) -> str:
-    if cls.__name__ == "CheckpointFunction":
-        return (
-            "a forward that export can follow is needed; it calls torch.utils.checkpoint with use_reentrant=True; "
-            "say use_reentrant=False, or leave checkpointing to the plan"
-        )
-    return (
-        f"a forward of differentiable ops is needed; {cls.__module__}.{cls.__qualname__} is an autograd.Function; "
-        "a captured graph cannot keep its backward; write it with torch ops, or as a custom_op of torch with "
-        "register_autograd"
-    )
-
-
-@contextmanager
 def _quiet() -> Iterator[None]:
     """Keep torch from writing half a graph, and a traceback, where the user looks for one sentence.
 
@@ -129,6 +99,11 @@ def explain(error: Exception, model: nn.Module, batch: Any) -> str:
         return (
             f"a forward whose shapes and branches do not depend on the data's values is needed; {where} asks for a value; "
             "use torch.where or masks in place of `if`, `.item()` and boolean indexing"
+        )
+    if "on the same device" in text and "meta" in text:
+        return (
+            f"a model whose tensors are parameters, buffers, or in the batch is needed; {where} uses another one, made where "
+            "the model was; register it as a buffer, or take it from the batch"
         )
     return (
         f"a model that runs on the batch is needed; it failed at {where}: {type(error).__name__}: {_first_line(text)}; "

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
+from . import _torch_private as private
 from .program import Program
 
 
@@ -18,9 +20,20 @@ def lift_dtypes(program: Program, dtype: torch.dtype = torch.float64) -> None:
         if node.op == "call_function":
             node.args = _lift(node.args, dtype)
             node.kwargs = _lift(node.kwargs, dtype)
+            if _makes_default_floats(node):
+                node.kwargs = {**node.kwargs, "dtype": dtype}
     for tensor in program.tensors:
         if tensor.role == "const" and tensor.value is not None and tensor.value.is_floating_point():
             tensor.value = tensor.value.to(dtype)
+
+
+def _makes_default_floats(node: fx.Node) -> bool:
+    """Whether the call makes a tensor out of nothing whose type nobody says: `torch.zeros(3)` is of the default type."""
+    if not isinstance(node.target, private.OpOverload) or "dtype" in node.kwargs or node.all_input_nodes:
+        return False
+    takes = any(name == "dtype" and keyword_only for name, _, keyword_only in private.arguments(node.target))
+    made = node.meta.get("val")
+    return takes and isinstance(made, torch.Tensor) and made.is_floating_point()
 
 
 def _lift(tree: Any, dtype: torch.dtype) -> Any:

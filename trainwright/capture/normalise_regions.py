@@ -21,6 +21,7 @@ from ..artifacts import UserError
 from . import _torch_private as private
 from .export_errors import data_dependent
 from .normalise_common import Context, aten, value_of_call
+from .own_backwards import under_autocast
 
 Casts = dict[tuple[fx.Node, torch.dtype], fx.Node]
 
@@ -105,9 +106,11 @@ class _Copier:
         return self._append(aten.detach.default, (operand,), {}, like.meta)
 
     def _plain(self, node: fx.Node, args: Any, kwargs: Any, state: _State) -> fx.Node:
-        if state.autocast is not None and isinstance(node.target, private.OpOverload):
-            args, kwargs = self._cast(node, args, kwargs, state)
-        return self._append(node.target, args, kwargs, node.meta)
+        if state.autocast is None or not isinstance(node.target, private.OpOverload):
+            return self._append(node.target, args, kwargs, node.meta)
+        if (own := under_autocast(node.target, state.autocast)) is not None:
+            return self._append(own, args, kwargs, node.meta)
+        return self._append(node.target, *self._cast(node, args, kwargs, state), node.meta)
 
     def _cast(self, node: fx.Node, args: Any, kwargs: Any, state: _State) -> tuple[Any, Any]:
         assert state.autocast is not None

@@ -92,6 +92,7 @@ _UNWRITTEN = (
     aten.im2col.default,
     aten.col2im.default,
     aten._fused_rms_norm.default,
+    aten._trilinear.default,
 )
 """ATen's own whose temporaries follow from many small rules, written down nowhere here."""
 
