@@ -84,6 +84,15 @@ def test_tensors_made_on_the_way_are_of_the_precision_that_is_verified(pool2: Po
     check(pool2, model, planned(model, solver, (2,), None if solver == "fsdp" else 0.9))
 
 
+def test_recurrent_cells_are_split_over_samples(pool2: Pool) -> None:
+    plan = planned("tests/models/plain.py:build_cells", "fsdp", (2,), None)
+    cells = [module.split for key, module in plan.modules.items() if "_cell" in key]
+    assert len(cells) == 12
+    assert set(cells) == {("b",)}
+    assert not any("no rule" in note for note in plan.notes)
+    check(pool2, "tests/models/plain.py:build_cells", plan)
+
+
 @pytest.mark.parametrize("loop", ["i", "o"])
 def test_the_peak_of_convolutions_split_by_channels(pool2: Pool, loop: str) -> None:
     loaded = tw.load_model("zoo:resnet-tiny")

@@ -122,8 +122,24 @@ REDUCED = [
     (aten.scatter.src, B, 0, INDEX, B),
 ]
 
+GRID = floats(2, 5, 5, 2).tanh()
+UNWRITTEN = [
+    (aten._trilinear.default, floats(20, 16), floats(4, 16, 16), floats(20, 16), [1, 3], [0], [1, 2], [2, 3]),
+    (aten._fft_r2c.default, X, [1], 0, True),
+    (aten._fft_c2r.default, torch.fft.rfft(X, dim=1), [1], 2, 9),
+    (aten._fft_c2c.default, torch.fft.fft(X, dim=1), [1], 0, False),
+    (aten.avg_pool3d_backward.default, floats(2, 4, 2, 2, 2), floats(2, 4, 4, 4, 4), [2], [], [0], False, True, None),
+    (aten.upsample_trilinear3d_backward.default, floats(2, 4, 4, 4, 4), [4, 4, 4], [2, 4, 2, 2, 2], False, None),
+    (aten.grid_sampler_2d_backward.default, floats(2, 8, 5, 5), image("channels last"), GRID, 0, 0, False, [True, True]),
+    (aten.replication_pad2d_backward.default, floats(2, 8, 8, 6), image("strided"), [1, 1, 1, 1]),
+    (aten.soft_margin_loss_backward.default, ONES[0], X, X.sign(), 1),
+    (aten.sort.default, X, 1, False),
+    (aten.kthvalue.default, X, 3, 1, False),
+    (aten.dist.default, X, T),
+]
 
-@pytest.mark.parametrize("call", [*ELEMENTWISE, *COPIES, *REDUCED], ids=lambda call: str(call[0]))
+
+@pytest.mark.parametrize("call", [*ELEMENTWISE, *COPIES, *REDUCED, *UNWRITTEN], ids=lambda call: str(call[0]))
 def test_native_kernels(call):
     assert predicted(*call) == pytest.approx(taken(*call), abs=SCALARS_BYTES)
 

@@ -314,7 +314,31 @@ def build_messages(**_: Any) -> tuple[nn.Module, Any]:
     return Messages(), {"x": torch.randn(20, 16), "source": edges[0], "target": edges[1], "y": torch.arange(20) % 4}
 
 
+class Cells(nn.Module):
+    """Recurrent cells, called step by step: LSTM, GRU and plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTMCell(6, 8), nn.GRUCell(8, 8, bias=False)
+        self.plain, self.relu = nn.RNNCell(8, 8), nn.RNNCell(8, 8, nonlinearity="relu")
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = c = g = p = r = x.new_zeros(len(x), 8)
+        for step in x.unbind(1):
+            h, c = self.lstm(step, (h, c))
+            g = self.gru(h, g)
+            p = self.plain(g, p)
+            r = self.relu(p, r)
+        return F.cross_entropy(self.out(r + c), y)
+
+
+def build_cells(**_: Any) -> tuple[nn.Module, Any]:
+    return Cells(), {"x": torch.randn(5, 3, 6), "y": torch.arange(5) % 3}
+
+
 GOOD = (
+    build_cells,
     build_messages,
     build_unet,
     build_lstm,

@@ -26,3 +26,19 @@ def recurrent(call: Call) -> Signature | None:
     outs = [sequence("y", call.outputs[0].shape, place)]
     outs += [sequence(f"z{i}_", s.shape, 1) for i, s in enumerate(call.outputs[1:])]
     return builder.build([sequence("x", spec.shape, place), *states, *weights], outs)
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def cell(call: Call) -> Signature:
+    """`b i, states b h, weights … -> b h`: one step of such a layer."""
+    spec, *rest = call.inputs
+    builder = SignatureBuilder()
+    b = builder.loop("b", spec.shape[0])
+
+    def sample(tag: str, size: int):
+        return (b, builder.loop(tag, size, whole=True))
+
+    num_states = 2 if call.name == "lstm_cell" else 1
+    states = [sample("h", s.shape[1]) for s in rest[:num_states]]
+    weights = [builder.opaque(f"w{i}_", s.shape) for i, s in enumerate(rest[num_states:])]
+    return builder.build([sample("x", spec.shape[1]), *states, *weights], [sample("h", s.shape[1]) for s in call.outputs])
