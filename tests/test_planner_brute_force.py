@@ -223,7 +223,7 @@ def test_the_best_of_all_plans_with_a_tied_parameter_is_found_short():
 
 @pytest.mark.slow
 def test_the_best_of_all_plans_with_a_tied_parameter_is_found():
-    compared = [compare_with_all(seed, tied=True) for seed in range(4000, 4000 + NUM_CASES)]
+    compared = [compare_with_all(seed, tied=True) for seed in range(4000, 4000 + NUM_CASES + 30)]
     assert sum(num > 0 for num in compared) >= 15
 
 

@@ -93,6 +93,15 @@ def test_recurrent_cells_are_split_over_samples(pool2: Pool) -> None:
     check(pool2, "tests/models/plain.py:build_cells", plan)
 
 
+def test_losses_are_split_over_samples(pool2: Pool) -> None:
+    plan = planned("tests/models/plain.py:build_losses", "fsdp", (2,), None)
+    losses = {key: module.split for key, module in plan.modules.items() if "loss" in key or "cross_entropy" in key}
+    assert len(losses) == 9
+    assert all(losses.values()), losses
+    assert not any("no rule" in note for note in plan.notes)
+    run(pool2, "tests/models/plain.py:build_losses", plan)
+
+
 @pytest.mark.parametrize("loop", ["i", "o"])
 def test_the_peak_of_convolutions_split_by_channels(pool2: Pool, loop: str) -> None:
     loaded = tw.load_model("zoo:resnet-tiny")

@@ -337,7 +337,43 @@ def build_cells(**_: Any) -> tuple[nn.Module, Any]:
     return Cells(), {"x": torch.randn(5, 3, 6), "y": torch.arange(5) % 3}
 
 
+class Losses(nn.Module):
+    """Losses over labels of which some do not count, probabilities, rankings, rates; classes of unequal weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels, self.classes = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(6, 4)
+        self.register_buffer("of_class", torch.tensor([1.0, 2.0, 0.5, 1.5]))
+
+    def forward(self, image: Tensor, x: Tensor, labels: Tensor, shares: Tensor, signs: Tensor) -> Tensor:
+        maps, scores = self.pixels(image).log_softmax(1), self.classes(x)
+        loss = F.nll_loss(maps, labels, self.of_class) + F.nll_loss(scores.log_softmax(-1), labels[:, 0, 0])
+        loss = loss + F.nll_loss(maps, labels, reduction="none").square().mean()
+        loss = (
+            loss + F.cross_entropy(scores, shares) + F.cross_entropy(scores, shares, self.of_class, label_smoothing=0.1)
+        )
+        loss = loss + F.cross_entropy(maps, maps.detach().exp(), reduction="sum") / 50
+        loss = (
+            loss
+            + F.margin_ranking_loss(scores[:, 0], scores[:, 1], signs)
+            + F.hinge_embedding_loss(scores[:, 2], signs)
+        )
+        temperature = scores.mean().softmax(0)
+        return temperature * loss + F.poisson_nll_loss(scores, shares)
+
+
+def build_losses(**_: Any) -> tuple[nn.Module, Any]:
+    labels = torch.randint(0, 4, (5, 4, 4))
+    labels[:3, 1:] = -100  # those that count are not alike over the samples
+    signs = torch.randn(5).sign()
+    shares = torch.randn(5, 4).softmax(-1)
+    return Losses(), {
+        "image": torch.randn(5, 3, 4, 4), "x": torch.randn(5, 6), "labels": labels, "shares": shares, "signs": signs
+    }  # fmt: skip
+
+
 GOOD = (
+    build_losses,
     build_cells,
     build_messages,
     build_unet,

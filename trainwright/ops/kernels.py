@@ -121,7 +121,10 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 def _rows(name: str, args: tuple[Any, ...]) -> tuple[int, int]:
     values = args[1] if name == "native_layer_norm_backward" else args[0]
     places = {"native_layer_norm": 1, "native_layer_norm_backward": 2}
-    length = math.prod(args[places[name]]) if name in places else values.shape[args[2 if "backward" in name else 1]]
+    if name in places:
+        length = math.prod(args[places[name]])
+    else:
+        length = values.shape[args[2 if "backward" in name else 1]] if values.dim() else 1
     return values.numel() // max(length, 1), length
 
 

@@ -14,6 +14,7 @@ from .registry import WeightRule, rule
 from .signature import Call, Signature, SignatureBuilder, broadcast_dims
 
 MEAN, SUM = 1, 2
+_SAMPLES = ("t", "s0", "s1", "s2")
 
 
 def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -26,19 +27,22 @@ def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], 
         **dict(zip(names, args)),
         **kwargs,
     }
-    if not ctx.split("t", "s0", "s1", "s2", "v"):
+    if not ctx.split(*_SAMPLES, "v"):
         return target, args, kwargs
-    samples = ctx.group_of("t", "s0", "s1", "s2") if ctx.split("t", "s0", "s1", "s2") else None
+    logits, labels = ctx.global_shape(0), ctx.global_shape(1)
+    if len(logits) == len(labels):
+        return _part_of_mean(target, args, kwargs, 3, math.prod(logits) // logits[min(1, len(logits) - 1)])
+    samples = ctx.group_of(*_SAMPLES) if ctx.split(*_SAMPLES) else None
     vocabulary = ctx.group_of("v") if ctx.split("v") else None
     start, stop = ctx.range_of("v")
 
-    def partial_loss(logits: Any, labels: Any, weight: Any) -> Any:
+    def partial_loss(own: Any, own_labels: Any, weight: Any) -> Any:
         return partial.cross_entropy_over(
             samples,
             vocabulary,
-            (start, stop, ctx.global_shape(0)[1 if len(ctx.global_shape(0)) > 1 else 0]),
-            logits,
-            labels,
+            (start, stop, logits[1 if len(logits) > 1 else 0]),
+            own,
+            own_labels,
             weight,
             values["reduction"],
             values["ignore_index"],
@@ -49,8 +53,11 @@ def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], 
 
 
 def _weight_of_labels(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The number of labels that count, or the sum of their classes' weights."""
+    """The number of labels that count, or the sum of their classes' weights; of probabilities, the number of samples."""
     values = {**dict(zip(("input", "target", "weight", "reduction", "ignore_index"), args)), **kwargs}
+    labels = values["target"]
+    if labels.is_floating_point():
+        return torch.tensor(labels.numel() / labels.shape[min(1, labels.dim() - 1)], dtype=torch.float64)
     ignored = values.get("ignore_index", -100)
     return partial.label_weight(values["target"], values.get("weight"), ignored, torch.float64)
 
@@ -65,19 +72,47 @@ def _summed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 
 @rule("cross_entropy_loss", localize=_local_cross_entropy, weight=WeightRule(_weight_of_labels, _summed))
 def cross_entropy(call: Call) -> Signature | None:
-    """`t v s*, t s*, v -> `: samples are a reduced loop (when averaged or summed), the vocabulary is split with care."""
+    """`t v s*, t s*, v -> `: samples are a reduced loop (when averaged or summed), the vocabulary is split with care.
+
+    Labels may be probabilities, `t v s*`: the vocabulary is whole then.
+    """
+    smooth = call.arg(5, "label_smoothing", 0.0) != 0.0
+    return _of_labels(call, whole_classes=smooth or len(call.inputs[0].shape) > 2)
+
+
+def _local_nll(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    names = ("input", "target", "weight", "reduction", "ignore_index")
+    values = {"weight": None, "reduction": MEAN, "ignore_index": -100, **dict(zip(names, args)), **kwargs}
+    if not ctx.split(*_SAMPLES):
+        return target, args, kwargs
+    samples = ctx.group_of(*_SAMPLES)
+
+    def partial_loss(log_probabilities: Any, labels: Any, weight: Any) -> Any:
+        return partial.nll_over(samples, log_probabilities, labels, weight, values["reduction"], values["ignore_index"])
+
+    return partial_loss, (values.get("input", values.get("self")), values["target"], values["weight"]), {}
+
+
+@rule("nll_loss_nd", localize=_local_nll, weight=WeightRule(_weight_of_labels, _summed))
+def nll_loss(call: Call) -> Signature | None:
+    """`t v s*, t s*, v -> `: samples are a reduced loop, classes stay whole."""
+    return _of_labels(call, whole_classes=True)
+
+
+def _of_labels(call: Call, whole_classes: bool) -> Signature | None:
     logits, labels, *weight = call.inputs
-    if len(labels.shape) == len(logits.shape) or len(logits.shape) > 5:
+    if len(logits.shape) > 5:
         return None
+    are_probabilities = len(labels.shape) == len(logits.shape)
     reduction = call.arg(3, "reduction", MEAN)
     builder = SignatureBuilder()
-    smooth = call.arg(5, "label_smoothing", 0.0) != 0.0
     v_index = 1 if len(logits.shape) > 1 else 0
     t = builder.loop("t", logits.shape[0]) if v_index else ()
-    v = builder.loop("v", logits.shape[v_index], whole=bool(weight) or smooth or len(logits.shape) > 2)
+    v = builder.loop("v", logits.shape[v_index], whole=bool(weight) or whole_classes or are_probabilities)
     space = tuple(builder.loop(f"s{k}", n) for k, n in enumerate(logits.shape[2:]))
     lead = (t,) if v_index else ()
-    ins = [(*lead, v, *space), (*lead, *space)] + [(v,) for _ in weight]
+    of_labels = (*lead, v, *space) if are_probabilities else (*lead, *space)
+    ins = [(*lead, v, *space), of_labels] + [(v,) for _ in weight]
     outs = [()] if reduction else [(*lead, *space)]
     reduced = ["t", *(f"s{k}" for k in range(len(space)))] if reduction else []
     return builder.build(ins, outs, reduced, averaged=reduction == MEAN, joint=["v"])
@@ -85,19 +120,25 @@ def cross_entropy(call: Call) -> Signature | None:
 
 def _local_mean_loss(place: int):
     def localize(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        reduction = args[place] if len(args) > place else kwargs.get("reduction", MEAN)
         shape = ctx.global_shape(0)
-        if reduction != MEAN or not ctx.split(*(f"d{k}" for k in range(len(shape)))):
+        if not ctx.split(*(f"d{k}" for k in range(len(shape)))):
             return target, args, kwargs
-        count = math.prod(shape)
-        summed, options = replace_arg(args, kwargs, place, "reduction", SUM)
-
-        def partial_loss(*tensors: Any, **rest: Any) -> Any:
-            return target(*tensors, **rest) / count
-
-        return partial_loss, summed, options
+        return _part_of_mean(target, args, kwargs, place, math.prod(shape))
 
     return localize
+
+
+def _part_of_mean(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: int, count: int):
+    """The rank's share of a loss, which is a mean over `count` entries of the whole if it is one."""
+    reduction = args[place] if len(args) > place else kwargs.get("reduction", MEAN)
+    if reduction != MEAN:
+        return target, args, kwargs
+    summed, options = replace_arg(args, kwargs, place, "reduction", SUM)
+
+    def partial_loss(*tensors: Any, **rest: Any) -> Any:
+        return target(*tensors, **rest) / count
+
+    return partial_loss, summed, options
 
 
 def _elementwise_loss(call: Call, place: int) -> Signature:
@@ -138,3 +179,21 @@ def binary_cross_entropy_with_logits(call: Call) -> Signature:
 def kl_div(call: Call) -> Signature:
     """`d*, d* -> `: every dim is a reduced loop."""
     return _elementwise_loss(call, 2)
+
+
+@rule("margin_ranking_loss", localize=_local_mean_loss(4))
+def margin_ranking_loss(call: Call) -> Signature:
+    """`d*, d*, d* -> `: every dim is a reduced loop."""
+    return _elementwise_loss(call, 4)
+
+
+@rule("hinge_embedding_loss", localize=_local_mean_loss(3))
+def hinge_embedding_loss(call: Call) -> Signature:
+    """`d*, d* -> `: every dim is a reduced loop."""
+    return _elementwise_loss(call, 3)
+
+
+@rule("poisson_nll_loss", localize=_local_mean_loss(5))
+def poisson_nll_loss(call: Call) -> Signature:
+    """`d*, d* -> `: every dim is a reduced loop."""
+    return _elementwise_loss(call, 5)

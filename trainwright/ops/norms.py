@@ -29,7 +29,7 @@ def softmax(call: Call) -> Signature:
     builder = SignatureBuilder()
     shape, out = call.inputs[0].shape, call.outputs[0].shape
     dim = call.arg(1, "dim", -1)
-    axes = {axis % len(shape) for axis in ([dim] if isinstance(dim, int) else dim)}
+    axes = {axis % max(1, len(shape)) for axis in ([dim] if isinstance(dim, int) else dim)}  # a number has dim 0 too
     dims = same_dims(shape, builder, whole=sorted(axes))
     if len(out) == len(shape):
         outs = tuple(dims[k] if n == shape[k] else () for k, n in enumerate(out))

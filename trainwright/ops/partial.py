@@ -67,8 +67,26 @@ def cross_entropy_over(
     else:
         name = "sum" if reduction else "none"
         loss = F.cross_entropy(logits, labels, weight, None, ignore_index, None, name, label_smoothing)
-    if reduction != MEAN:
-        return loss
+    return loss if reduction != MEAN else _over_labels(loss, samples, labels, weight, ignore_index)
+
+
+def nll_over(
+    samples: AxisGroup,
+    log_probabilities: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+) -> Tensor:
+    """Return the rank's share of the negative log-likelihood of the whole batch: `cross_entropy_over` behind its softmax."""
+    name = "sum" if reduction else "none"
+    loss = F.nll_loss(log_probabilities, labels, weight, None, ignore_index, None, name)
+    return loss if reduction != MEAN else _over_labels(loss, samples, labels, weight, ignore_index)
+
+
+def _over_labels(
+    loss: Tensor, samples: AxisGroup | None, labels: Tensor, weight: Tensor | None, ignore_index: int
+) -> Tensor:
     count = label_weight(labels, weight, ignore_index, loss.dtype)
     if samples is not None:
         count = samples.all_reduce(count)

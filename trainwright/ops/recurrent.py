@@ -41,4 +41,6 @@ def cell(call: Call) -> Signature:
     num_states = 2 if call.name == "lstm_cell" else 1
     states = [sample("h", s.shape[1]) for s in rest[:num_states]]
     weights = [builder.opaque(f"w{i}_", s.shape) for i, s in enumerate(rest[num_states:])]
-    return builder.build([sample("x", spec.shape[1]), *states, *weights], [sample("h", s.shape[1]) for s in call.outputs])
+    return builder.build(
+        [sample("x", spec.shape[1]), *states, *weights], [sample("h", s.shape[1]) for s in call.outputs]
+    )
