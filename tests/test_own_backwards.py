@@ -89,6 +89,8 @@ def test_random_numbers_inside_are_known() -> None:
         (models.OnlyBackwards, ("every tensor it uses", "OnlyBackwards")),
         (models.InPlace, ("in place", "copy")),
         (models.OnCtx, ("save_for_backward", "ctx.masks")),
+        (models.Numpy, ("memory", "custom_op", "register_fake")),
+        (models.Pointer, ("memory", "custom_op")),
         (models.Nothing, ("gives a tensor", "Nothing")),
     ],
 )

@@ -1,6 +1,6 @@
 """What a plan loses that was made with a wrong cost model, when it is priced with the right one.
 
-    python -m benchmarks.planner.sensitivity [MODEL…] [--keep]
+    python -m benchmarks.planner.sensitivity [MODEL…] [--keep]    # on a calm machine: searches stop by the clock
 
 The cluster that the plan is made for computes, moves memory or sends 20 % faster or slower than the one that it is priced
 for; also two of these at once, in opposite directions, which moves a choice furthest. The budget binds or does not. Bytes
@@ -50,23 +50,31 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(DEFAULT))
     parser.add_argument("--keep", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
-    sections: dict[str, list[dict[str, Any]]] = {}
+    made: dict[str, list[dict[str, Any]]] = {}
     for model in arguments.models:
         program = build_program(capture(*zoo.build(model, **MODELS[model])))
         for cluster in ("8xa100", "2x2xh100"):
-            rows = sections[f"{model} on {cluster}"] = []
+            rows: list[dict[str, Any]] = []
             for row in losses(program, *CLUSTERS[cluster]):
                 rows.append(row)
                 print(f"{model} on {cluster}: {json.dumps(row, ensure_ascii=False)}", file=sys.stderr, flush=True)
+            made[f"{model} on {cluster}"] = rows
+    sections = {**(_kept() if arguments.keep else {}), **made}
     worst = max(loss for rows in sections.values() for row in rows for loss in map(row.get, WRONG) if loss is not None)
     record.write(
         "planner-sensitivity", sections, [_REMARK, f"The largest loss is {worst:.2f} %."], ("highspy",), arguments.keep
     )
 
 
+def _kept() -> dict[str, list[dict[str, Any]]]:
+    """Return the tables that earlier runs kept: of models that are not asked for now they stay."""
+    path = record.RESULTS / "planner-sensitivity.json"
+    return json.loads(path.read_text(encoding="utf8"))["sections"] if path.exists() else {}
+
+
 _REMARK = (
     f"Percent of a step lost by planning with rates that are {ERROR:.0%} off, priced with the right ones. "
-    "Clusters are presets; step times are a model's."
+    "Clusters are presets; step times are a model's. Tables of models that the command does not name are of an earlier run."
 )
 
 

@@ -129,6 +129,26 @@ class OnCtx(FromOutside):
         return x.relu()
 
 
+class Numpy(FromOutside):
+    """Asks for its argument's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(2 * x.detach().numpy())
+
+
+class Pointer(FromOutside):
+    """So does this, in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient if gradient.data_ptr() else gradient
+
+
 class Nothing(FromOutside):
     """Gives no tensor."""
 

@@ -25,6 +25,7 @@ from torch import Tensor, library
 
 from ..artifacts import UserError
 from . import _torch_private as private
+from .export_errors import NO_MEMORY, ValuesNeeded
 
 NAMESPACE = "autograd_functions"
 _APPLY: Any = vars(torch.autograd.Function)["apply"]
@@ -207,19 +208,33 @@ def _tried(function: _Function, tensors: Sequence[Tensor]) -> tuple[list[Tensor]
         watch = _Watch(function.cls, fakes)
         for fake, tensor in zip(fakes, tensors):
             fake.requires_grad_(tensor.requires_grad)
-        with watch:
+        with watch, _followed(function.cls):
             leaves, spec = function(fakes)
         results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not results:
-            raise UserError(f"a Function that gives a tensor is needed; {_named(function.cls)} gives none")
+            raise UserError(f"a Function that gives a tensor is needed; {function.cls.__qualname__} gives none")
         _check_ctx(function.cls, results)
         asked = [fake for fake in fakes if fake.requires_grad]
         differentiable = [result for result in results if result.requires_grad]
         if differentiable:
-            with watch:
+            with watch, _followed(function.cls):
                 given = [torch.empty_like(result) for result in differentiable]
                 torch.autograd.grad(differentiable, asked, given, allow_unused=True)
         return fakes, leaves, spec, watch.is_random
+
+
+@contextmanager
+def _followed(cls: type) -> Iterator[None]:
+    """Say what to do of a Function that asks for its tensors' memory: a kernel of its own, or numpy."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not any(text in str(error) for text in NO_MEMORY):
+            raise
+        raise ValuesNeeded(
+            f"a Function of torch's ops is needed; {cls.__qualname__} asks for the memory of its tensors, which have "
+            "shapes alone while a model is captured; make the part that does a custom_op of torch with register_fake, and call that"
+        ) from None
 
 
 def _check_ctx(cls: type, results: Sequence[Tensor]) -> None:
@@ -228,7 +243,7 @@ def _check_ctx(cls: type, results: Sequence[Tensor]) -> None:
         for name, value in vars(ctx).items():
             if any(isinstance(leaf, Tensor) for leaf in private.flatten(value)[0]):
                 raise UserError(
-                    f"a Function that saves tensors with ctx.save_for_backward is needed; {_named(cls)} keeps "
+                    f"a Function that saves tensors with ctx.save_for_backward is needed; {cls.__qualname__} keeps "
                     f"some as ctx.{name}, where no plan can drop or offload them; save them, or leave the Function's work "
                     "to torch's own ops"
                 )
@@ -263,7 +278,7 @@ class _Watch(private.TorchDispatchMode):
             value = private.bound(func, args, kwargs).get(name)
             if any(private.storage_of(tensor) in self._inputs for tensor in _tensors(value)):
                 raise UserError(
-                    f"a Function that leaves its arguments as they are is needed; {_named(self._cls)} writes one "
+                    f"a Function that leaves its arguments as they are is needed; {self._cls.__qualname__} writes one "
                     "in place; write a copy of it"
                 )
         self.is_random = self.is_random or private.is_random(func)
@@ -276,7 +291,7 @@ class _Watch(private.TorchDispatchMode):
     def _look_at(self, tensor: Tensor) -> None:
         if private.storage_of(tensor) not in self._known:
             raise UserError(
-                f"a Function that is given every tensor it uses is needed; {_named(self._cls)} uses one of shape "
+                f"a Function that is given every tensor it uses is needed; {self._cls.__qualname__} uses one of shape "
                 f"{list(tensor.shape)} that is not among its arguments; pass it to apply, or, where the Function "
                 "checkpoints a part of the model, leave that to the plan"
             )
@@ -284,7 +299,3 @@ class _Watch(private.TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in private.flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def _named(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
