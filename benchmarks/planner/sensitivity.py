@@ -1,6 +1,6 @@
 """What a plan loses that was made with a wrong cost model, when it is priced with the right one.
 
-    python -m benchmarks.planner.sensitivity [MODEL…] [--keep]    # on a calm machine: searches stop by the clock
+    python -m benchmarks.planner.sensitivity [MODEL…] [--cluster CLUSTER] [--keep]    # on a calm machine: searches stop by the clock
 
 The cluster that the plan is made for computes, moves memory or sends 20 % faster or slower than the one that it is priced
 for; also two of these at once, in opposite directions, which moves a choice furthest. The budget binds or does not. Bytes
@@ -42,6 +42,7 @@ WRONG: dict[str, tuple[float, float, float]] = {
 """Factors of the rates of compute, of device memory, and of links."""
 TIMES = (1.1, 1.35, 2.0)
 """Budgets, as multiples of the smallest, beside none."""
+DEFAULT_CLUSTERS = ("8xa100", "2x2xh100")
 DEFAULT = ("gpt2-tiny", "mixtral-tiny", "gpt2", "llama-3-8b")
 
 
@@ -49,11 +50,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(DEFAULT))
     parser.add_argument("--keep", action="store_true", help="write the table to benchmarks/results")
+    parser.add_argument("--cluster", choices=DEFAULT_CLUSTERS, action="append", help="one of them alone")
     arguments = parser.parse_args()
     made: dict[str, list[dict[str, Any]]] = {}
     for model in arguments.models:
         program = build_program(capture(*zoo.build(model, **MODELS[model])))
-        for cluster in ("8xa100", "2x2xh100"):
+        for cluster in arguments.cluster or DEFAULT_CLUSTERS:
             rows: list[dict[str, Any]] = []
             for row in losses(program, *CLUSTERS[cluster]):
                 rows.append(row)
@@ -74,7 +76,7 @@ def _kept() -> dict[str, list[dict[str, Any]]]:
 
 _REMARK = (
     f"Percent of a step lost by planning with rates that are {ERROR:.0%} off, priced with the right ones. "
-    "Clusters are presets; step times are a model's. Tables of models that the command does not name are of an earlier run."
+    "Clusters are presets; step times are a model's. Tables that the command does not name are of an earlier run."
 )
 
 
