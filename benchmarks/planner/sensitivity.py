@@ -1,11 +1,12 @@
 """What a plan loses that was made with a wrong cost model, when it is priced with the right one.
 
-    python -m benchmarks.planner.sensitivity [MODEL…] [--cluster CLUSTER] [--keep]    # on a calm machine: searches stop by the clock
+    python -m benchmarks.planner.sensitivity [MODEL…] [--cluster CLUSTER] [--keep]
 
 The cluster that the plan is made for computes, moves memory or sends 20 % faster or slower than the one that it is priced
 for; also two of these at once, in opposite directions, which moves a choice furthest. The budget binds or does not. Bytes
 do not depend on times, so a plan that fits in one fits in the other. Loss: seconds of the plan on the right cluster over
 those of the plan that was made for it; within the solver's gap it may be negative.
+Run it on a calm machine: searches stop by the clock.
 """
 
 from __future__ import annotations
