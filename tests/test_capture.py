@@ -398,6 +398,14 @@ MISTAKES = {
 }
 
 
+def test_a_tensor_made_beside_the_model_is_named() -> None:
+    with torch.device("meta"):
+        scale = torch.ones(4)
+    with pytest.raises(UserError, match=r"another one, made where .* buffer") as caught:
+        capture(nn.Linear(4, 4), (torch.ones(3, 4),), lambda output, _: (output * scale).mean())
+    assert "output * scale" in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", MISTAKES)
 def test_mistakes_are_explained(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError) as caught:

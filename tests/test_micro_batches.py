@@ -68,6 +68,7 @@ def test_sharded_and_recomputed_in_two(pool2: Pool, model: str, share: float) ->
     [
         ("uneven_labels", {"weighted"}),
         ("weighted_classes", {"weighted"}),
+        ("uneven_likelihood", {"weighted"}),
         ("summed", {4.0}),
         ("over_batch_size", {4.0, 0.25}),
         ("masked_mean", {4.0, "whole-sum"}),

@@ -53,6 +53,16 @@ def weighted_classes(**_: Any) -> Any:
     return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y, self.class_weights), _ignored)
 
 
+def uneven_likelihood(**_: Any) -> Any:
+    """The same of log-probabilities, beside a mean over labels that are probabilities."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        rows, shares = self.rows(x), torch.softmax(x[:, :CLASSES], -1)
+        return F.nll_loss(rows.log_softmax(-1), y) + F.cross_entropy(rows, shares, self.class_weights)
+
+    return _built(forward, _ignored)
+
+
 def summed(**_: Any) -> Any:
     """A sum over the batch."""
     return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y, reduction="sum"))

@@ -358,6 +358,9 @@ class Losses(nn.Module):
             + F.margin_ranking_loss(scores[:, 0], scores[:, 1], signs)
             + F.hinge_embedding_loss(scores[:, 2], signs)
         )
+        loss = loss + F.margin_ranking_loss(
+            scores[:, :1], scores, signs[:, None]
+        )  # over more entries than the first has
         temperature = scores.mean().softmax(0)
         return temperature * loss + F.poisson_nll_loss(scores, shares)
 

@@ -40,7 +40,6 @@ __all__ = [
     "flatten",
     "flatten_batch",
     "innermost_frames",
-    "is_literal",
     "is_mutating",
     "is_profiled",
     "is_random",
@@ -273,15 +272,12 @@ def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
     return next(tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
 
 
-def is_literal(target: Any) -> bool:
-    """Tell whether the op takes up a tensor that Python wrote down, as `torch.tensor(2.0)` does first."""
-    return target in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-
-
 def bound(target: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name; those left out are missing."""
-    names = [argument.name for argument in target._schema.arguments]
-    return {**dict(zip(names, args)), **kwargs}
+    """Return the arguments of a call by name, defaults included."""
+    named: dict[str, Any] = {}
+    for position, (name, default, _) in enumerate(arguments(target)):
+        named[name] = args[position] if position < len(args) else kwargs.get(name, default)
+    return named
 
 
 def is_leaf(tree: Any) -> bool:

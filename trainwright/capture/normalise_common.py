@@ -128,10 +128,7 @@ def shape(node: Any) -> tuple[int, ...]:
 
 def bound(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of an ATen call by name, defaults included."""
-    named: dict[str, Any] = {}
-    for position, (name, default, _) in enumerate(private.arguments(node.target)):  # type: ignore[arg-type]
-        named[name] = node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
-    return named
+    return private.bound(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
 
 
 def operand(node: fx.Node, position: int = 0) -> fx.Node:

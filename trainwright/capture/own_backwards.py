@@ -26,6 +26,7 @@ from torch import Tensor, library
 from ..artifacts import UserError
 from . import _torch_private as private
 from .export_errors import NO_MEMORY, ValuesNeeded
+from .reshard import tensors_in
 
 NAMESPACE = "autograd_functions"
 _APPLY: Any = vars(torch.autograd.Function)["apply"]
@@ -192,9 +193,8 @@ def _defined(function: _Function, num_inputs: int, num_outputs: int, is_random: 
         return results[0] if num_outputs == 1 else tuple(results)
 
     _LIBRARY.impl(full, run, "Autograd")
-    _LIBRARY.impl(
-        full, torch.no_grad()(run), "CompositeExplicitAutograd"
-    )  # where autograd is out of the way: inference
+    # where autograd is out of the way: inference
+    _LIBRARY.impl(full, torch.no_grad()(run), "CompositeExplicitAutograd")
     return getattr(getattr(getattr(torch.ops, NAMESPACE), function.name), overload)
 
 
@@ -241,7 +241,7 @@ def _check_ctx(cls: type, results: Sequence[Tensor]) -> None:
     contexts = {id(node): node for node in map(_own_node, results) if node is not None}
     for ctx in contexts.values():
         for name, value in vars(ctx).items():
-            if any(isinstance(leaf, Tensor) for leaf in private.flatten(value)[0]):
+            if tensors_in(value):
                 raise UserError(
                     f"a Function that saves tensors with ctx.save_for_backward is needed; {cls.__qualname__} keeps "
                     f"some as ctx.{name}, where no plan can drop or offload them; save them, or leave the Function's work "
@@ -270,20 +270,19 @@ class _Watch(private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not private.is_literal(func):  # `torch.tensor(2.0)` begins as a real tensor
-            for tensor in _tensors((args, kwargs)):
+        if func is not torch.ops.aten.lift_fresh.default:  # `torch.tensor(2.0)` begins as a real tensor
+            for tensor in tensors_in((args, kwargs)):
                 self._look_at(tensor)
-        written = private.mutated_arguments(func) if private.is_mutating(func) else ()
-        for name in written:
-            value = private.bound(func, args, kwargs).get(name)
-            if any(private.storage_of(tensor) in self._inputs for tensor in _tensors(value)):
+        for name in private.mutated_arguments(func):
+            value = private.bound(func, args, kwargs)[name]
+            if any(private.storage_of(tensor) in self._inputs for tensor in tensors_in(value)):
                 raise UserError(
                     f"a Function that leaves its arguments as they are is needed; {self._cls.__qualname__} writes one "
                     "in place; write a copy of it"
                 )
         self.is_random = self.is_random or private.is_random(func)
         results = func(*args, **kwargs)
-        for tensor in _tensors(results):
+        for tensor in tensors_in(results):
             self._known.add(private.storage_of(tensor))
             self._held.append(tensor)  # or its storage's place may be another's
         return results
@@ -295,7 +294,3 @@ class _Watch(private.TorchDispatchMode):
                 f"{list(tensor.shape)} that is not among its arguments; pass it to apply, or, where the Function "
                 "checkpoints a part of the model, leave that to the plan"
             )
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in private.flatten(tree)[0] if isinstance(leaf, Tensor)]

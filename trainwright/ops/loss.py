@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,21 +18,24 @@ MEAN, SUM = 1, 2
 _SAMPLES = ("t", "s0", "s1", "s2")
 
 
-def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss over labels by name, defaults included."""
     names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    values = {
-        "weight": None,
-        "reduction": MEAN,
-        "ignore_index": -100,
-        "label_smoothing": 0.0,
-        **dict(zip(names, args)),
-        **kwargs,
-    }
+    defaults = {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0}
+    return {**defaults, **dict(zip(names, args)), **kwargs}
+
+
+def _class_dim(shape: Sequence[int]) -> int:
+    return 1 if len(shape) > 1 else 0
+
+
+def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    values = _given(args, kwargs)
     if not ctx.split(*_SAMPLES, "v"):
         return target, args, kwargs
     logits, labels = ctx.global_shape(0), ctx.global_shape(1)
     if len(logits) == len(labels):
-        return _part_of_mean(target, args, kwargs, 3, math.prod(logits) // logits[min(1, len(logits) - 1)])
+        return _part_of_mean(target, args, kwargs, 3, math.prod(logits) // logits[_class_dim(logits)])
     samples = ctx.group_of(*_SAMPLES) if ctx.split(*_SAMPLES) else None
     vocabulary = ctx.group_of("v") if ctx.split("v") else None
     start, stop = ctx.range_of("v")
@@ -40,7 +44,7 @@ def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], 
         return partial.cross_entropy_over(
             samples,
             vocabulary,
-            (start, stop, logits[1 if len(logits) > 1 else 0]),
+            (start, stop, logits[_class_dim(logits)]),
             own,
             own_labels,
             weight,
@@ -54,12 +58,11 @@ def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], 
 
 def _weight_of_labels(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The number of labels that count, or the sum of their classes' weights; of probabilities, the number of samples."""
-    values = {**dict(zip(("input", "target", "weight", "reduction", "ignore_index"), args)), **kwargs}
+    values = _given(args, kwargs)
     labels = values["target"]
     if labels.is_floating_point():
-        return torch.tensor(labels.numel() / labels.shape[min(1, labels.dim() - 1)], dtype=torch.float64)
-    ignored = values.get("ignore_index", -100)
-    return partial.label_weight(values["target"], values.get("weight"), ignored, torch.float64)
+        return torch.tensor(labels.numel() / labels.shape[_class_dim(labels.shape)], dtype=torch.float64)
+    return partial.label_weight(labels, values["weight"], values["ignore_index"], torch.float64)
 
 
 def _summed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -81,8 +84,7 @@ def cross_entropy(call: Call) -> Signature | None:
 
 
 def _local_nll(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    names = ("input", "target", "weight", "reduction", "ignore_index")
-    values = {"weight": None, "reduction": MEAN, "ignore_index": -100, **dict(zip(names, args)), **kwargs}
+    values = _given(args, kwargs)
     if not ctx.split(*_SAMPLES):
         return target, args, kwargs
     samples = ctx.group_of(*_SAMPLES)
@@ -90,7 +92,7 @@ def _local_nll(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: di
     def partial_loss(log_probabilities: Any, labels: Any, weight: Any) -> Any:
         return partial.nll_over(samples, log_probabilities, labels, weight, values["reduction"], values["ignore_index"])
 
-    return partial_loss, (values.get("input", values.get("self")), values["target"], values["weight"]), {}
+    return partial_loss, (values["input"], values["target"], values["weight"]), {}
 
 
 @rule("nll_loss_nd", localize=_local_nll, weight=WeightRule(_weight_of_labels, _summed))
@@ -106,7 +108,7 @@ def _of_labels(call: Call, whole_classes: bool) -> Signature | None:
     are_probabilities = len(labels.shape) == len(logits.shape)
     reduction = call.arg(3, "reduction", MEAN)
     builder = SignatureBuilder()
-    v_index = 1 if len(logits.shape) > 1 else 0
+    v_index = _class_dim(logits.shape)
     t = builder.loop("t", logits.shape[0]) if v_index else ()
     v = builder.loop("v", logits.shape[v_index], whole=bool(weight) or whole_classes or are_probabilities)
     space = tuple(builder.loop(f"s{k}", n) for k, n in enumerate(logits.shape[2:]))
@@ -141,59 +143,49 @@ def _part_of_mean(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pl
     return partial_loss, summed, options
 
 
-def _elementwise_loss(call: Call, place: int) -> Signature:
+def _elementwise_loss(call: Call, place: int) -> Signature | None:
     if not call.arg(place, "reduction", MEAN):
         return elementwise_signature(call)
     builder = SignatureBuilder()
     shape = call.inputs[0].shape
+    if torch.broadcast_shapes(*(spec.shape for spec in call.inputs)) != shape:
+        return None  # the mean is over more entries than the first argument has
     ins = [broadcast_dims(spec.shape, shape, builder) for spec in call.inputs]
     averaged = call.arg(place, "reduction", MEAN) == MEAN
     return builder.build(ins, [()], [f"d{k}" for k in range(len(shape))], averaged=averaged)
 
 
 @rule("mse_loss", "l1_loss", "soft_margin_loss", localize=_local_mean_loss(2))
-def pair_loss(call: Call) -> Signature:
+def pair_loss(call: Call) -> Signature | None:
     """`d*, d* -> `: every dim is a reduced loop."""
     return _elementwise_loss(call, 2)
 
 
 @rule("smooth_l1_loss", "huber_loss", localize=_local_mean_loss(2))
-def smooth_loss(call: Call) -> Signature:
+def smooth_loss(call: Call) -> Signature | None:
     """`d*, d* -> `: every dim is a reduced loop."""
     return _elementwise_loss(call, 2)
 
 
-@rule("binary_cross_entropy", localize=_local_mean_loss(3))
-def binary_cross_entropy(call: Call) -> Signature:
+@rule("binary_cross_entropy", "hinge_embedding_loss", localize=_local_mean_loss(3))
+def binary_cross_entropy(call: Call) -> Signature | None:
     """`d*, d*, [d*] -> `: every dim is a reduced loop."""
     return _elementwise_loss(call, 3)
 
 
-@rule("binary_cross_entropy_with_logits", localize=_local_mean_loss(4))
-def binary_cross_entropy_with_logits(call: Call) -> Signature:
+@rule("binary_cross_entropy_with_logits", "margin_ranking_loss", localize=_local_mean_loss(4))
+def binary_cross_entropy_with_logits(call: Call) -> Signature | None:
     """`d*, d*, [d*], [d*] -> `: every dim is a reduced loop."""
     return _elementwise_loss(call, 4)
 
 
 @rule("kl_div", localize=_local_mean_loss(2))
-def kl_div(call: Call) -> Signature:
+def kl_div(call: Call) -> Signature | None:
     """`d*, d* -> `: every dim is a reduced loop."""
     return _elementwise_loss(call, 2)
 
 
-@rule("margin_ranking_loss", localize=_local_mean_loss(4))
-def margin_ranking_loss(call: Call) -> Signature:
-    """`d*, d*, d* -> `: every dim is a reduced loop."""
-    return _elementwise_loss(call, 4)
-
-
-@rule("hinge_embedding_loss", localize=_local_mean_loss(3))
-def hinge_embedding_loss(call: Call) -> Signature:
-    """`d*, d* -> `: every dim is a reduced loop."""
-    return _elementwise_loss(call, 3)
-
-
 @rule("poisson_nll_loss", localize=_local_mean_loss(5))
-def poisson_nll_loss(call: Call) -> Signature:
+def poisson_nll_loss(call: Call) -> Signature | None:
     """`d*, d* -> `: every dim is a reduced loop."""
     return _elementwise_loss(call, 5)
