@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import trainwright as tw
+from trainwright.capture.buckets import _Buffer
 from trainwright.runtime.module import full_gradients
 
 
@@ -81,6 +83,42 @@ def compiled_whole() -> str:
     except torch._dynamo.exc.Unsupported as error:
         return str(error)
     return "no error"
+
+
+class Large(nn.Module):
+    """Two large weights, and a parameter whose gradient is that of the activation that it is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1024, 1024), nn.Linear(1024, 1024, bias=False)
+        self.shift = nn.Parameter(torch.ones(8, 1024))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.first(x).tanh() + self.shift
+        return {"loss": (self.second(hidden) + x).pow(2).mean()}
+
+
+def in_place(solver: str) -> tuple[list[bool], float]:
+    """Return, for each buffer of a step that took one gradient, whether it was that gradient itself; and the largest error."""
+    torch.manual_seed(0)
+    model, x = Large(), torch.randn(8, 1024)
+    plan = tw.plan(model, (x,), hardware="cpu:2", mesh=(2,), solver=solver).model_copy(update={"overlap": "buckets"})
+    torch.manual_seed(0)
+    with mock.patch("trainwright.capture.buckets.BUFFER_BYTES", 2**20):
+        module = tw.parallelize(Large(), plan)
+    found: list[bool] = []
+    before = _Buffer.put
+
+    def put(buffer: _Buffer, index: int, gradient: torch.Tensor) -> None:
+        flat = buffer.flat
+        before(buffer, index, gradient)
+        if len(buffer.reduction.members) == 1:
+            found.append(flat is not None and flat.data_ptr() == gradient.data_ptr())
+
+    with mock.patch.object(_Buffer, "put", put):
+        module(*plan.shard_batch((x,)))["loss"].backward()
+    model(x)["loss"].backward()
+    return found, _largest_error(module, model)
 
 
 class Sum(nn.Module):

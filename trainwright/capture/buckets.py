@@ -10,7 +10,8 @@ the backward, since autograd runs backwards what was made last:
 Where a bucket is opened says how far ahead its gathers are issued and how late its reductions are waited for: `schedule`.
 
 So what is issued early is part of the program that is priced, simulated and run. Gradients that take the same steps share
-a buffer of at most `BUFFER_BYTES` and one collective; a parameter's gradient is then a view of what was reduced.
+a buffer of at most `BUFFER_BYTES` and one collective; a parameter's gradient is then a view of what was reduced. One that is
+alone in its buffer, and made for it, is the buffer.
 """
 
 from __future__ import annotations
@@ -37,6 +38,18 @@ SMALL_BYTES = 64 * 2**10
 """Parameters no larger are gathered together, which takes a copy of each; larger ones go alone, without."""
 
 
+class Plain:
+    """How parameters are held between steps, which is how a bucket is given them: here as a step reads them."""
+
+    def local(self, param: Tensor) -> Tensor:
+        """Return the rank's part as a step reads it, outside of autograd."""
+        return param.view_as(param)
+
+    def gradient(self, local: Tensor, param: Tensor) -> Tensor:
+        """Return the gradient of that part as `param` takes it."""
+        return local
+
+
 @dataclass(eq=False)
 class Member:
     """One parameter of a bucket: the ways there and back, and the region that reads it."""
@@ -48,6 +61,8 @@ class Member:
     num_bytes: int
     """Of the gradient before it is reduced."""
     region: int = 0
+    is_new: bool = False
+    """Whether its gradient is always a tensor made for it, which nothing else holds: one that may be reduced in place."""
 
 
 class Bucket:
@@ -62,16 +77,19 @@ class Bucket:
         self.reductions = _reductions(members)
         self.reduction_of = {index: found for found in self.reductions for index in found.members}
 
-    def open(self, flights: Flights, *params: Tensor) -> list[Tensor]:
+    def open(self, flights: Flights, rest: Plain, *params: Tensor) -> list[Tensor]:
         """Return what `close` takes, and issue the gathers."""
         flight = flights[self] = Flight(self)
-        flight.gather(dict(enumerate(params)))
-        tokens = list(params)
+        tokens: dict[int, Tensor] = {}
         if self.trained and torch.is_grad_enabled():
-            opened = _Open.apply(flight, *(params[index] for index in self.trained))
-            for index, token in zip(self.trained, opened):
-                tokens[index] = token
-        return tokens
+            opened = _Open.apply(flight, rest, *(params[index] for index in self.trained))
+            tokens.update(zip(self.trained, opened))
+        with torch.no_grad():
+            for index in range(len(params)):
+                if index not in tokens:
+                    tokens[index] = rest.local(params[index])
+        flight.gather(tokens)
+        return [tokens[index] for index in range(len(params))]
 
     def joined_gathers(self, indices: Sequence[int] | None = None) -> list[tuple[int, ...]]:
         """Return which of the parameters `indices` (by default all) are gathered by one collective: small ones."""
@@ -180,14 +198,16 @@ Flights = dict[Bucket, Flight]
 
 class _Open(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.flight = flight
+    def forward(ctx: Any, flight: Flight, rest: Plain, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.flight, ctx.rest, ctx.params = flight, rest, params
         ctx.set_materialize_grads(False)
-        return tuple(param.view_as(param) for param in params)
+        return tuple(rest.local(param) for param in params)
 
     @staticmethod
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.flight.gradients()
+        found = zip(ctx.flight.gradients(), ctx.params)
+        given = (None if local is None else ctx.rest.gradient(local, param) for local, param in found)
+        return None, None, *given
 
 
 class _Close(torch.autograd.Function):
@@ -202,6 +222,52 @@ class _Close(torch.autograd.Function):
         return None, None, None
 
 
+class _Place:
+    """Where one gradient lies in a flat buffer of `num_parts` rows: `length` elements of each, from `start`."""
+
+    def __init__(self, route: Route, num_parts: int, start: int) -> None:
+        mesh, coords = route.communicator.mesh, route.communicator.coords
+        step = route.steps[0]
+        sizes = local_sizes(route.slots, step.before, mesh, coords)
+        self.num_parts, self.start = num_parts, start
+        self.shape = local_shape(route.shape, route.slots, route.steps[-1].after, mesh, coords)
+        """What comes out, in the shape of the rank's part."""
+        self.lead, self.whole, self.tail, self.each = 1, 1, math.prod(sizes), 1
+        if num_parts > 1:
+            self.lead, self.whole = math.prod(sizes[: step.slot]), sizes[step.slot]
+            self.tail, self.each = math.prod(sizes[step.slot + 1 :]), -(-self.whole // num_parts)
+            self.own = local_sizes(route.slots, step.after, mesh, coords)[step.slot]
+        self.length = self.lead * self.each * self.tail
+
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether a contiguous gradient is what its rows are, one behind the other."""
+        return self.num_parts == 1 or (self.lead == 1 and self.whole == self.num_parts * self.each)
+
+    def put(self, flat: Tensor, gradient: Tensor) -> None:
+        """Write a gradient into its columns of the rows, each rank's part into that rank's row."""
+        place = flat.narrow(1, self.start, self.length)
+        if self.num_parts == 1:
+            place.view(gradient.shape).copy_(gradient)
+            return
+        rows = place.view(self.num_parts, self.lead, self.each, self.tail)
+        parts = gradient.reshape(self.lead, self.whole, self.tail)
+        if self.whole == self.num_parts * self.each:
+            rows.copy_(parts.view(self.lead, self.num_parts, self.each, self.tail).transpose(0, 1))
+            return
+        rows.zero_()
+        for rank in range(self.num_parts):
+            start, stop = chunk(self.whole, self.num_parts, rank)
+            rows[rank, :, : stop - start].copy_(parts[:, start:stop])
+
+    def take(self, reduced: Tensor) -> Tensor:
+        """Return the reduced elements in the shape of the rank's part."""
+        flat = reduced.narrow(0, self.start, self.length)
+        if self.num_parts == 1:
+            return flat.view(self.shape)
+        return flat.view(self.lead, self.each, self.tail)[:, : self.own].reshape(self.shape)
+
+
 @dataclass(eq=False)
 class _Reduction:
     """Gradients that are reduced together: a place for each in a flat buffer."""
@@ -210,12 +276,13 @@ class _Reduction:
     route: Route
     num_parts: int
     """1 for sums that stay whole; else the ranks that the buffer is scattered over, one row each."""
-    members: dict[int, tuple[int, int, Route]] = field(default_factory=dict)
-    """Index → where it begins in a row, its length there, its way back."""
+    members: dict[int, _Place] = field(default_factory=dict)
     row: int = 0
     num_bytes: int = 0
     region: int = 0
     """Of the last member."""
+    is_new: bool = False
+    """Whether the one gradient that it takes may itself be the buffer."""
 
     def takes(self, member: Member) -> bool:
         """Whether there is room for one more gradient."""
@@ -238,11 +305,11 @@ def _reductions(members: Sequence[Member]) -> list[_Reduction]:
             parts = member.back.communicator.mesh[kinds[0][1]] if kinds[0][0] == "reduce_scatter" else 1
             found = filling[key] = _Reduction(member.back.steps, member.back, parts)
             done.append(found)
-        length = _row_length(member.back, found.num_parts)
-        found.members[index] = (found.row, length, member.back)
-        found.row += length
+        place = found.members[index] = _Place(member.back, found.num_parts, found.row)
+        found.row += place.length
         found.num_bytes += member.num_bytes
         found.region = member.region
+        found.is_new = len(found.members) == 1 and member.is_new and place.is_in_rows
     return done
 
 
@@ -264,44 +331,29 @@ def joined_kinds(steps: Sequence[Step]) -> tuple[tuple[str, int], ...] | None:
     return kinds if len(kinds) == 1 and kinds[0][0] == "reduce_scatter" else None
 
 
-def _row_length(route: Route, num_parts: int) -> int:
-    """How many elements of a row one tensor takes: all, or the padded part of one rank."""
-    sizes = local_sizes(route.slots, route.steps[0].before, route.communicator.mesh, route.communicator.coords)
-    if num_parts == 1:
-        return math.prod(sizes)
-    slot = route.steps[0].slot
-    return math.prod(sizes) // max(1, sizes[slot]) * -(-sizes[slot] // num_parts)
-
-
 class _Buffer:
     """One reduction in the making: gradients come in one by one, and leave together."""
 
     def __init__(self, reduction: _Reduction, like: Tensor) -> None:
         self.reduction = reduction
-        self.flat: Tensor | None = like.new_empty(reduction.num_parts, reduction.row)
         self.missing = set(reduction.members)
         self.pending: Pending | None = None
+        shape = (reduction.num_parts, reduction.row)
+        self.is_given = reduction.is_new and like.is_contiguous() and not torch.is_grad_enabled()
+        self.flat: Tensor | None = like.view(shape) if self.is_given else like.new_empty(shape)
 
     def put(self, index: int, gradient: Tensor) -> None:
-        start, length, route = self.reduction.members[index]
         assert self.flat is not None
-        place = self.flat.narrow(1, start, length)
-        if self.reduction.num_parts == 1:
-            place.view(gradient.shape).copy_(gradient)
-        else:
-            _put_parts(place, gradient, route)
+        if not self.is_given:
+            self.reduction.members[index].put(self.flat, gradient)
         self.missing.discard(index)
         if not self.missing:
             self._issue()
 
     def _issue(self) -> None:
         assert self.flat is not None
-        first = self.reduction.steps[0]
-        communicator = self.reduction.route.communicator
-        if self.reduction.num_parts == 1:
-            self.pending = communicator.issue("all_reduce", first.axis, self.flat)
-        else:
-            self.pending = communicator.issue("reduce_scatter", first.axis, self.flat)
+        kind = "all_reduce" if self.reduction.num_parts == 1 else "reduce_scatter"
+        self.pending = self.reduction.route.communicator.issue(kind, self.reduction.steps[0].axis, self.flat)
         self.flat = None
 
     def wait(self) -> dict[int, Tensor]:
@@ -309,47 +361,13 @@ class _Buffer:
         if self.pending is None:
             assert self.flat is not None
             for index in self.missing:
-                start, length, _ = self.reduction.members[index]
-                self.flat.narrow(1, start, length).zero_()
+                place = self.reduction.members[index]
+                self.flat.narrow(1, place.start, place.length).zero_()
             self._issue()
         assert self.pending is not None
         reduced = self.pending.wait().view(-1)
         communicator = self.reduction.route.communicator
         for step in self.reduction.steps[1:]:
             reduced = communicator.all_reduce(step.axis, reduced)
-        found = {}
-        for index, (start, length, route) in self.reduction.members.items():
-            if index not in self.missing:
-                found[index] = _own(reduced.narrow(0, start, length), route, self.reduction.num_parts)
-        return found
-
-
-def _put_parts(place: Tensor, gradient: Tensor, route: Route) -> None:
-    """Write a gradient into its columns of the rows, each rank's part into that rank's row."""
-    step = route.steps[0]
-    sizes = local_sizes(route.slots, step.before, route.communicator.mesh, route.communicator.coords)
-    lead, whole, tail = math.prod(sizes[: step.slot]), sizes[step.slot], math.prod(sizes[step.slot + 1 :])
-    num = place.shape[0]
-    each = -(-whole // num)
-    rows = place.view(num, lead, each, tail)
-    parts = gradient.reshape(lead, whole, tail)
-    if whole == num * each:
-        rows.copy_(parts.view(lead, num, each, tail).transpose(0, 1))
-        return
-    rows.zero_()
-    for rank in range(num):
-        start, stop = chunk(whole, num, rank)
-        rows[rank, :, : stop - start].copy_(parts[:, start:stop])
-
-
-def _own(flat: Tensor, route: Route, num_parts: int) -> Tensor:
-    """Return one gradient's reduced elements in the shape of the rank's part."""
-    mesh, coords = route.communicator.mesh, route.communicator.coords
-    step = route.steps[-1]
-    shape = local_shape(route.shape, route.slots, step.after, mesh, coords)
-    if num_parts == 1:
-        return flat.view(shape)
-    before, after = (local_sizes(route.slots, layout, mesh, coords) for layout in (step.before, step.after))
-    lead, tail = math.prod(before[: step.slot]), math.prod(before[step.slot + 1 :])
-    each = -(-before[step.slot] // num_parts)
-    return flat.view(lead, each, tail)[:, : after[step.slot]].reshape(shape)
+        places = self.reduction.members.items()
+        return {index: place.take(reduced) for index, place in places if index not in self.missing}

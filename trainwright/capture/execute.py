@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import Flights
+from .buckets import Flights, Plain
+from .early_sums import early_sums, with_sum
 from .local import Instruction, LocalProgram, Ref
 from .offload import OffloadRun, OffloadStore
 from .program import Tensor as ProgramTensor
 from .randomness import with_state
 from .region_memory import RegionMemory, unpack
 from .reruns import Rerun, gathering_before, reruns_of
+from .reshard import Pending
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class RunState:
     """False: as if every dropout probability were zero, for comparisons."""
     flights: Flights = field(default_factory=dict)
     """The parameters that are under way in this run."""
+    rest: Plain = field(default_factory=Plain)
+    """How the parameters that a bucket alone reads are given."""
+    sums: dict[int, Pending] = field(default_factory=dict)
+    """What was begun ahead, by the instruction that waits for it."""
     micro: int = 0
     """Which of the step's micro-batches this is: each draws its own numbers."""
     known: Mapping[int, Any] = field(default_factory=dict)
@@ -67,6 +73,9 @@ class Executor:
         self.segments = _segments(local.instructions)
         self.reruns = {region: rerun for region, rerun in reruns_of(local).items() if rerun.wanted or rerun.internals}
         self.frees = _last_uses(local)
+        self.early = early_sums(local, self.coords)
+        for index in {index for early in self.early for index in early.first}:
+            self.calls[index] = _unless_there(self.calls[index], local.instructions[index].outputs[0])
         self.last_offload = max((i.index for i in local.instructions if _offloads(local, i)), default=-1)
         """The last instruction that makes something to offload; -1: none does."""
         self.before = gathering_before(self.reruns, self.segments)
@@ -85,10 +94,15 @@ class Executor:
         return self.replays.get(index, self.calls[index])
 
     def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:
-        """Return a run of which no instruction has been carried out."""
+        """Return a run of which nothing has been carried out, but for what the sums that are begun ahead are made of."""
         env = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
         offload = self._offload_run() if torch.is_grad_enabled() else None
-        return Run(env, replace(state, flights={}), offload)
+        run = Run(env, replace(state, flights={}, sums={}), offload)
+        for early in self.early:
+            for index in early.first:
+                self.calls[index](env, run.state)
+            run.state.sums[early.instruction.index] = early.begin(env)
+        return run
 
     def step(self, run: Run, region: int, start: int, stop: int) -> None:
         """Carry out the instructions `start` to `stop`, all of one region."""
@@ -144,7 +158,7 @@ Call = Callable[[dict[int, Any], RunState], None]
 
 def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
     """Bind an instruction to a function of the environment, with no search left to do at run time."""
-    function = _in_flight(instruction) if instruction.bucket is not None else with_state(instruction, coords)
+    function = _in_flight(instruction) or with_sum(instruction) or with_state(instruction, coords)
     outputs = instruction.outputs
     compute = _bind(instruction) if function is None else _bind_stateful(function, instruction)
 
@@ -157,6 +171,14 @@ def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
 
         def call(env: dict[int, Any], state: RunState) -> None:
             env[output] = compute(env, state)
+
+    return call
+
+
+def _unless_there(compute: Call, output: int) -> Call:
+    def call(env: dict[int, Any], state: RunState) -> None:
+        if output not in env:
+            compute(env, state)
 
     return call
 
@@ -187,9 +209,13 @@ def _has_ref(tree: Any) -> bool:
     return type(tree) is Ref or (isinstance(tree, (list, tuple)) and any(_has_ref(item) for item in tree))
 
 
-def _in_flight(instruction: Instruction) -> Callable[..., Any]:
-    """What opens or closes a bucket is told what is under way."""
+def _in_flight(instruction: Instruction) -> Callable[..., Any] | None:
+    """What opens or closes a bucket is told what is under way, and to open it how parameters are held."""
     function = instruction.function
+    if instruction.bucket is None:
+        return None
+    if instruction.many:
+        return lambda state, *args: function(state.flights, state.rest, *args)
     return lambda state, *args: function(state.flights, *args)
 
 

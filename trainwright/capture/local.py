@@ -115,6 +115,21 @@ class LocalProgram:
     loss: int
     """Value of the whole loss."""
 
+    def travelling(self) -> set[Tensor]:
+        """Return the parameters that one bucket opens and nothing else reads."""
+        readers: dict[int, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for value in {*instruction.inputs, *instruction.again.inputs}:
+                readers.setdefault(value, []).append(instruction)
+        held = {found.value for found in self.outputs if isinstance(found, Ref)}
+        found = set()
+        for tensor, value in self.sources.items():
+            first, *others = readers.get(value, [None])
+            alone = first is not None and first.bucket is not None and first.many and not others
+            if tensor.role == "param" and alone and value not in held:
+                found.add(tensor)
+        return found
+
 
 def build_local(
     program: Program, decisions: Decisions, communicator: Communicator, all_outputs: bool = False

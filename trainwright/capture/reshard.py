@@ -61,6 +61,28 @@ class Axes:
             tensor = self.communicator.all_reduce(axis, tensor, op)
         return tensor
 
+    def begin(self, tensor: Tensor) -> Pending:
+        """Begin to sum `tensor` over the group; it may be overwritten."""
+        first, *others = self.axes
+        return _Sum(self.communicator.issue("all_reduce", first, tensor.contiguous()), others, self.communicator)
+
+
+class _Sum:
+    """A sum over several axes, of which the first is under way; there are as many results as are asked for."""
+
+    def __init__(self, pending: Pending, others: Sequence[int], communicator: Communicator) -> None:
+        self.pending: Pending | None = pending
+        self.others, self.communicator = others, communicator
+        self.total: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.pending is not None:
+            self.total, self.pending = self.pending.wait(), None
+            for axis in self.others:
+                self.total = self.communicator.all_reduce(axis, self.total)
+        assert self.total is not None
+        return self.total
+
 
 def issued_step(steps: Sequence[Step]) -> int | None:
     """Return which step of a way is under way while something else is done: its first collective, if that can be begun early."""

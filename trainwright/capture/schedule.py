@@ -27,17 +27,21 @@ if TYPE_CHECKING:
 Overlap = Literal["none", "buckets", "ahead"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
+Readers = dict[int, "list[tuple[Instruction, int]]"]
+_WEIGHT_OF = {"linear": 1, "linear_io": 1, "embedding": 0, "convolution": 1}
+"""Which operand is the weight of an op that makes its gradient anew; sums hand their operands what they were given."""
+
 
 def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap: Overlap) -> list[Instruction]:
     """Return the instructions with the parameters' changes of layout in buckets; adds the values that this takes."""
     travels = _travels(instructions, values)
     if overlap == "none" or not travels:
         return list(instructions)
-    starts = _starts(instructions)
+    starts, readers = _starts(instructions), _readers(instructions)
     opened_at: dict[int, list[Instruction]] = {}
     closing: dict[int, Instruction] = {}
     for region, found in travels.items():
-        opening, closed = _bucket(found, values, ahead=overlap == "ahead")
+        opening, closed = _bucket(found, values, readers, ahead=overlap == "ahead")
         opened_at.setdefault(_opening(starts, region, overlap), []).append(opening)
         closing.update(closed)
     ordered: list[Instruction] = []
@@ -83,11 +87,11 @@ def _opening(starts: dict[int, int], region: int | None, overlap: Overlap) -> in
 
 
 def _bucket(
-    found: Sequence[Instruction], values: list[Value], ahead: bool
+    found: Sequence[Instruction], values: list[Value], readers: Readers, ahead: bool
 ) -> tuple[Instruction, dict[int, Instruction]]:
     """The instruction that opens the bucket, and those that take the place of the changes of layout."""
     first = found[0]
-    bucket = Bucket([_member(instruction, values) for instruction in found], ahead)
+    bucket = Bucket([_member(instruction, values, readers) for instruction in found], ahead)
     held = [values[instruction.inputs[0]] for instruction in found]
     tokens = [
         replace(value, index=len(values) + k, key=f"{i.key}.underway") for k, (value, i) in enumerate(zip(held, found))
@@ -108,7 +112,21 @@ def _bucket(
     return opening, closed
 
 
-def _member(instruction: Instruction, values: Sequence[Value]) -> Member:
+def _readers(instructions: Sequence[Instruction]) -> Readers:
+    """Who reads each value, and as which of its operands."""
+    found: Readers = {}
+    for instruction in instructions:
+        for place, value in enumerate(instruction.inputs):
+            found.setdefault(value, []).append((instruction, place))
+    return found
+
+
+def _makes_gradient(instruction: Instruction, place: int) -> bool:
+    """Whether the gradient of an operand is a product, and no view of what other operands' gradients share."""
+    return instruction.op is not None and _WEIGHT_OF.get(instruction.op.name) == place
+
+
+def _member(instruction: Instruction, values: Sequence[Value], readers: Readers) -> Member:
     _, there, back = instruction.args
     assert isinstance(there, Route)
     tensor, copy = values[instruction.inputs[0]].tensor, values[instruction.outputs[0]]
@@ -116,7 +134,8 @@ def _member(instruction: Instruction, values: Sequence[Value]) -> Member:
     size = tensor.dtype.itemsize
     for entries in local_shape(tensor.shape, tensor.slots, copy.layout, mesh, coords):
         size *= entries
-    return Member(there, back, tensor.requires_grad, tensor.dtype, size, instruction.region)
+    is_new = all(_makes_gradient(*found) for found in readers.get(instruction.outputs[0], []))
+    return Member(there, back, tensor.requires_grad, tensor.dtype, size, instruction.region, is_new)
 
 
 def wider(overlap: Overlap) -> Iterator[Overlap]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 
@@ -12,6 +13,9 @@ class AxisGroup(Protocol):
 
     def all_reduce(self, tensor: Any, op: str = "sum") -> Any:
         """Return the reduction of `tensor` (`sum` or `max`) over the group; `tensor` may be overwritten."""
+
+    def begin(self, tensor: Any) -> Any:
+        """Begin to sum `tensor` over the group; `wait()` of what is returned gives the sum."""
 
 
 class LocalContext(Protocol):
@@ -37,6 +41,29 @@ class LocalContext(Protocol):
 
     def range_of(self, loop: str) -> tuple[int, int]:
         """Start and stop of this rank's part of `loop`."""
+
+
+class WithSum:
+    """A local function `function(total, *args)` whose `total` is a sum over ranks of what some arguments alone say.
+
+    total = Σ part(args[k] for k in places) over the ranks of `group`. Where those arguments are known before the step's
+    own work, the sum is begun there, and is there when the function is called: the ranks need not meet for it.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], part: Callable[..., Any], places: Sequence[int], group: AxisGroup
+    ) -> None:
+        self.function, self.part, self.places, self.group = function, part, tuple(places), group
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(self.group.all_reduce(self._own(args)), *args)
+
+    def begin(self, args: Sequence[Any]) -> Any:
+        """Begin the sum, given the arguments of which it is made (others may be missing)."""
+        return self.group.begin(self._own(args))
+
+    def _own(self, args: Sequence[Any]) -> Any:
+        return self.part(*(args[place] for place in self.places))
 
 
 def replace_arg(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, value: Any):

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from . import partial
 from .elementwise import elementwise_signature
-from .local import LocalContext, replace_arg
+from .local import LocalContext, WithSum, replace_arg
 from .registry import WeightRule, rule
 from .signature import Call, Signature, SignatureBuilder, broadcast_dims
 
@@ -36,13 +37,11 @@ def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], 
     logits, labels = ctx.global_shape(0), ctx.global_shape(1)
     if len(logits) == len(labels):
         return _part_of_mean(target, args, kwargs, 3, math.prod(logits) // logits[_class_dim(logits)])
-    samples = ctx.group_of(*_SAMPLES) if ctx.split(*_SAMPLES) else None
     vocabulary = ctx.group_of("v") if ctx.split("v") else None
     start, stop = ctx.range_of("v")
 
-    def partial_loss(own: Any, own_labels: Any, weight: Any) -> Any:
+    def own_loss(own: Any, own_labels: Any, weight: Any) -> Any:
         return partial.cross_entropy_over(
-            samples,
             vocabulary,
             (start, stop, logits[_class_dim(logits)]),
             own,
@@ -53,7 +52,24 @@ def _local_cross_entropy(ctx: LocalContext, target: Any, args: tuple[Any, ...], 
             values["label_smoothing"],
         )
 
-    return partial_loss, (values["input"], values["target"], values["weight"]), {}
+    return _over_labels(ctx, own_loss, values)
+
+
+def _over_labels(ctx: LocalContext, own_loss: Any, values: dict[str, Any]):
+    """A loss over labels as a local call: where it is a mean, that over the labels of all ranks that have some."""
+    args = values["input"], values["target"], values["weight"]
+    if values["reduction"] != MEAN:
+        return own_loss, args, {}
+
+    def label_weight(labels: Any, weight: Any) -> Any:
+        return partial.label_weight(labels, weight, values["ignore_index"])
+
+    def share_of_mean(count: Any, *tensors: Any) -> Any:
+        return partial.mean_of(own_loss(*tensors), count)
+
+    if not ctx.split(*_SAMPLES):
+        return (lambda *tensors: share_of_mean(label_weight(*tensors[1:]), *tensors)), args, {}
+    return WithSum(share_of_mean, label_weight, (1, 2), ctx.group_of(*_SAMPLES)), args, {}
 
 
 def _weight_of_labels(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +78,7 @@ def _weight_of_labels(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     labels = values["target"]
     if labels.is_floating_point():
         return torch.tensor(labels.numel() / labels.shape[_class_dim(labels.shape)], dtype=torch.float64)
-    return partial.label_weight(labels, values["weight"], values["ignore_index"], torch.float64)
+    return partial.label_weight(labels, values["weight"], values["ignore_index"])
 
 
 def _summed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -87,12 +103,12 @@ def _local_nll(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: di
     values = _given(args, kwargs)
     if not ctx.split(*_SAMPLES):
         return target, args, kwargs
-    samples = ctx.group_of(*_SAMPLES)
 
-    def partial_loss(log_probabilities: Any, labels: Any, weight: Any) -> Any:
-        return partial.nll_over(samples, log_probabilities, labels, weight, values["reduction"], values["ignore_index"])
+    def own_loss(log_probabilities: Any, labels: Any, weight: Any) -> Any:
+        name = "sum" if values["reduction"] else "none"
+        return F.nll_loss(log_probabilities, labels, weight, None, values["ignore_index"], None, name)
 
-    return partial_loss, (values["input"], values["target"], values["weight"]), {}
+    return _over_labels(ctx, own_loss, values)
 
 
 @rule("nll_loss_nd", localize=_local_nll, weight=WeightRule(_weight_of_labels, _summed))

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .local import AxisGroup
 
-MEAN, SUM = 1, 2
-
 
 class _Once(torch.autograd.Function):
     @staticmethod
@@ -45,7 +43,6 @@ def embedding_of_range(weight: Tensor, indices: Tensor, start: int, stop: int, p
 
 
 def cross_entropy_over(
-    samples: AxisGroup | None,
     vocabulary: AxisGroup | None,
     vocab_range: tuple[int, int, int],
     logits: Tensor,
@@ -55,50 +52,32 @@ def cross_entropy_over(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """Return the rank's share of the cross-entropy of the whole batch.
+    """Return the cross-entropy of the rank's samples, or their sum where it is to be a mean.
 
     `logits` is the rank's part (samples × classes, then space), `vocab_range` the start and stop of its classes. With
-    `vocabulary` the ranks of that group hold different classes and all get the same result; with `samples` the result is
-    a partial sum whose mean is taken over the valid labels of all ranks.
+    `vocabulary` the ranks of that group hold different classes and all get the same result.
     """
     if vocabulary is not None:
         loss = _VocabCrossEntropy.apply(logits, labels, vocabulary, vocab_range[0], vocab_range[1], ignore_index)
-        loss = loss.sum() if reduction else loss
-    else:
-        name = "sum" if reduction else "none"
-        loss = F.cross_entropy(logits, labels, weight, None, ignore_index, None, name, label_smoothing)
-    return loss if reduction != MEAN else _over_labels(loss, samples, labels, weight, ignore_index)
-
-
-def nll_over(
-    samples: AxisGroup,
-    log_probabilities: Tensor,
-    labels: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-) -> Tensor:
-    """Return the rank's share of the negative log-likelihood of the whole batch: `cross_entropy_over` behind its softmax."""
+        return loss.sum() if reduction else loss
     name = "sum" if reduction else "none"
-    loss = F.nll_loss(log_probabilities, labels, weight, None, ignore_index, None, name)
-    return loss if reduction != MEAN else _over_labels(loss, samples, labels, weight, ignore_index)
+    return F.cross_entropy(logits, labels, weight, None, ignore_index, None, name, label_smoothing)
 
 
-def _over_labels(
-    loss: Tensor, samples: AxisGroup | None, labels: Tensor, weight: Tensor | None, ignore_index: int
-) -> Tensor:
-    count = label_weight(labels, weight, ignore_index, loss.dtype)
-    if samples is not None:
-        count = samples.all_reduce(count)
-    return loss / count
+def mean_of(loss: Tensor, count: Tensor) -> Tensor:
+    """Return a sum over the rank's labels as its share of the mean over `count` of them."""
+    return (loss / count).to(loss.dtype)
 
 
-def label_weight(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Return what a mean over `labels` is divided by: how many count, or the sum of their classes' weights."""
+def label_weight(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return what a mean over `labels` is divided by: how many count, or the sum of their classes' weights.
+
+    In float64, as a number of labels may have more digits than the losses.
+    """
     valid = labels != ignore_index
     if weight is None:
-        return valid.sum().to(dtype)
-    return weight.detach()[labels.masked_fill(~valid, 0)].masked_fill(~valid, 0.0).sum().to(dtype)
+        return valid.sum().double()
+    return weight.detach()[labels.masked_fill(~valid, 0)].masked_fill(~valid, 0.0).sum(dtype=torch.float64)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

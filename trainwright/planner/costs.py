@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -278,6 +278,17 @@ class TimedAxes:
         for axis in self.axes:
             self.add(self.costs.collective_s("all_reduce", axis, tensor.numel() * tensor.element_size()))
         return tensor
+
+    def begin(self, tensor: torch.Tensor) -> _Begun:
+        """Return what waits for a reduction, which counts as if nothing were done meanwhile."""
+        return _Begun(self.all_reduce(tensor))
+
+
+class _Begun(NamedTuple):
+    total: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.total
 
 
 @dataclass(frozen=True)

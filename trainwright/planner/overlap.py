@@ -64,12 +64,12 @@ def gather(bucket: Bucket, index: int, costs: CostModel, among: Sequence[int] | 
 def reductions(bucket: Bucket, costs: CostModel) -> dict[Any, Trip]:
     """Return every reduction of a bucket: the joined ones, and by index those that go alone."""
     found: dict[Any, Trip] = {}
+    ways = [(member.back, member.dtype.itemsize) for member in bucket.members]
     for reduction in bucket.reductions:
-        members = [(route, bucket.members[index].dtype.itemsize) for index, (_, _, route) in reduction.members.items()]
-        found[reduction] = _trip(members, costs)
+        found[reduction] = _trip([ways[index] for index in reduction.members], costs)
     for index in bucket.trained:
         if index not in bucket.reduction_of:
-            found[index] = _trip([(bucket.members[index].back, bucket.members[index].dtype.itemsize)], costs)
+            found[index] = _trip([ways[index]], costs)
     return found
 
 

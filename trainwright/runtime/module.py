@@ -33,7 +33,7 @@ from .batch import check_part, global_batch_size, micro_parts
 from .communicator import MeshCommunicator, make_mesh
 from .offload import open_store
 from .regions import Region, region_of, whole_region
-from .sharding import as_dtensor, as_parameter, local_part, storage_of
+from .sharding import AtRest, as_dtensor, as_parameter, storage_of
 from .weights import Reader, reader
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -159,7 +159,8 @@ class ParallelModule(nn.Module):
         self._evaluator: Accumulator | None = None
         self._inputs = {tensor.key: tensor for tensor in program.inputs}
         self._params: dict[ProgramTensor, nn.Parameter] = {}
-        self._local_shapes: dict[ProgramTensor, tuple[int, ...]] = {}
+        self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
+        self._travelling = self._local.travelling() if self._accumulator is None else set()
         self._buffers_of: dict[ProgramTensor, Tensor] = {}
         self._constants = {t: t.value.to(self.device) for t in program.tensors if t.role == "const"}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
@@ -195,7 +196,7 @@ class ParallelModule(nn.Module):
             self.regions[name] = region_of(tensor.shape, tensor.slots, layout, mesh, coords)
             local = read(name, self.regions[name]).to(self.device, original.dtype)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
-            self._local_shapes[tensor] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
+            self._local_shapes[made[name]] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():
             made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
             if name in known:
@@ -229,16 +230,18 @@ class ParallelModule(nn.Module):
             return self._end(self._executor.run(*self._begin(args, kwargs)))
         parts, state = self._parts(as_batch(kwargs if kwargs else args)), self._state()
         if torch.is_grad_enabled():
-            return self._count(self._accumulator.run(self._sources(), parts, state))
+            return self._count(self._accumulator.run(self._sources(state), parts, state))
         return self._count(self._evaluated(parts, state))
 
     def _begin(self, args: Any, kwargs: Any) -> tuple[dict[ProgramTensor, Tensor], RunState]:
         """What a run is given."""
         (part,) = self._parts(as_batch(kwargs if kwargs else args))
-        return {**self._sources(), **part}, self._state()
+        state = self._state()
+        return {**self._sources(state), **part}, state
 
     def _state(self) -> RunState:
-        return RunState(self.seed, self.num_steps, self.training, self.use_dropout)
+        rest = AtRest(self._local_shapes)
+        return RunState(self.seed, self.num_steps, self.training, self.use_dropout, rest=rest)
 
     def _end(self, flat: list[Any]) -> Any:
         """Count the step, and make the model's own output of a run's flat outputs."""
@@ -257,7 +260,7 @@ class ParallelModule(nn.Module):
             everything = build_local(self.program, self._local.decisions, self.communicator, all_outputs=True)
             self._evaluator = Accumulator(Executor(everything))
         local = self._evaluator.local
-        found = self._evaluator.evaluate(self._sources(), parts, state)
+        found = self._evaluator.evaluate(self._sources(state), parts, state)
         whole = [[self._whole(local, place, value) for place, value in zip(local.outputs, flat)] for flat in found]
         size = global_batch_size(self.plan) // self.plan.micro_batches
         return [_joined(values, size) for values in zip(*whole)]
@@ -270,12 +273,14 @@ class ParallelModule(nn.Module):
         route = Route(transition(held.layout, replicated), held.tensor.shape, held.tensor.slots, self.communicator)
         return route.run(value)
 
-    def _sources(self) -> dict[ProgramTensor, Tensor]:
+    def _sources(self, state: RunState) -> dict[ProgramTensor, Tensor]:
         sources: dict[ProgramTensor, Tensor] = dict(self._constants)
         sources.update(self._buffers_of)
-        given: set[int] = set()
+        assert isinstance(state.rest, AtRest)
         for tensor, param in self._params.items():
-            sources[tensor] = local_part(param, self._local_shapes[tensor], given)  # type: ignore[arg-type]
+            # A bucket takes parameters as they rest: one autograd function for all of them.
+            travels = tensor in self._travelling
+            sources[tensor] = param if travels else state.rest.part(param)  # type: ignore[arg-type]
         return sources
 
     def _parts(self, batch: Any) -> list[dict[ProgramTensor, Tensor]]:

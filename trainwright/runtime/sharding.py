@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..capture._torch_private import dtensor_like
+from ..capture.buckets import Plain
 from ..capture.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
 from ..capture.program import Tensor as ProgramTensor
 from .regions import region_of
@@ -95,41 +96,57 @@ def as_dtensor(
     )
 
 
-def local_part(param: DTensor, shape: Sequence[int], given: set[int]) -> torch.Tensor:
-    """Return the rank's part of a parameter in `shape`; its gradient comes back laid out as the parameter is.
+class AtRest(Plain):
+    """How one run's parameters stand between steps: `DTensor`s, of which a step reads the local parts in its own shapes.
 
-    given: the addresses of the gradients that this run has handed over, one set for all parameters.
+    shapes: of each parameter's local part, as the step reads it.
     """
-    if not param.requires_grad or not torch.is_grad_enabled():
-        return param.to_local().detach().view(shape)
-    return _LocalPart.apply(param, shape, given)  # type: ignore[no-any-return]
 
+    def __init__(self, shapes: Mapping[torch.Tensor, Sequence[int]]) -> None:
+        self.shapes = shapes
+        self.given: set[int] = set()
+        """The addresses of the gradients that this run has handed over."""
 
-class _LocalPart(torch.autograd.Function):
-    """What `to_local` does, whose backward derives the gradient's layout anew each time: most of what it takes."""
+    def part(self, param: DTensor) -> torch.Tensor:
+        """Return the rank's part of a parameter; its gradient comes back laid out as the parameter is."""
+        if not param.requires_grad or not torch.is_grad_enabled():
+            return param.to_local().detach().view(self.shapes[param])
+        return _LocalPart.apply(param, self)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def forward(ctx: Any, param: DTensor, shape: Sequence[int], given: set[int]) -> torch.Tensor:
-        local = param.to_local()
-        ctx.param, ctx.stored, ctx.given = param, local.shape, given
-        return local.view(shape)
+    def local(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the rank's part of a parameter, outside of autograd; a part that it is given, as it is."""
+        return param.to_local().view(self.shapes[param]) if isinstance(param, DTensor) else super().local(param)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None, None]:
-        param = ctx.param
-        local = grads[0].reshape(ctx.stored)
+    def gradient(self, local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the rank's part as the parameter's own.
+
+        What `to_local` does, whose backward derives the gradient's layout anew each time: most of what it takes.
+        """
+        if not isinstance(param, DTensor):
+            return super().gradient(local, param)
+        local = local.reshape(param.to_local().shape)
         if torch.is_grad_enabled():  # a gradient that is differentiated again
             mesh, places = param.device_mesh, param.placements
-            shape, stride = param.shape, param.stride()
-            return DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride), None, None
+            return DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())
         local = local.contiguous()
         # Autograd gives operands of a sum one and the same gradient, and cannot see that through the wrapper: scaled in
         # place for one parameter (by clipping, say), it would be scaled for the other too.
-        if local.data_ptr() in ctx.given:
+        if local.data_ptr() in self.given:
             local = local.clone()
         elif local.numel():
-            ctx.given.add(local.data_ptr())
-        return dtensor_like(local, param), None, None
+            self.given.add(local.data_ptr())
+        return dtensor_like(local, param)  # type: ignore[no-any-return]
+
+
+class _LocalPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: DTensor, rest: AtRest) -> torch.Tensor:
+        ctx.param, ctx.rest = param, rest
+        return rest.local(param)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.rest.gradient(grads[0], ctx.param), None
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
