@@ -9,7 +9,6 @@ import torch
 import trainwright as tw
 from tests.models import micro
 from trainwright.artifacts import Plan, UserError
-from trainwright.capture.execute import RunState
 from trainwright.runtime.checkpoint import Checkpointer
 from trainwright.runtime.module import ParallelModule, full_gradients
 from trainwright.runtime.train import train_step
@@ -38,9 +37,9 @@ def dropout(plan: str, folder: str) -> str:
     module, parsed, batch = _module(plan, "with_dropout")
     alike = tuple(entry[:1].expand_as(entry) for entry in batch)
     parts = module._parts(parsed.shard_batch(alike))
-    sources, state = module._sources(), RunState(5, 0)
+    state = module._state()
     assert module._accumulator is not None
-    losses = [float(flat[0]) for flat in module._accumulator.evaluate(sources, parts, state)]
+    losses = [float(flat[0]) for flat in module._accumulator.evaluate(module._sources(state), parts, state)]
     return "ok" if len(set(losses)) == len(losses) else f"equal masks: {losses}"
 
 

@@ -130,7 +130,8 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _forget_tables() -> None:
     """Empty the caches of the models' library, lest the run finds tables there that the profile made before it."""
     for cached in gc.get_objects():
-        if isinstance(cached, _CACHED_FUNCTION) and cached.__module__.startswith("transformers."):
+        # its type, since a weak proxy answers `isinstance` for what it stands for, which may be gone
+        if issubclass(type(cached), _CACHED_FUNCTION) and cached.__module__.startswith("transformers."):
             cached.cache_clear()
 
 
