@@ -134,7 +134,8 @@ def _member(instruction: Instruction, values: Sequence[Value], readers: Readers)
     size = tensor.dtype.itemsize
     for entries in local_shape(tensor.shape, tensor.slots, copy.layout, mesh, coords):
         size *= entries
-    is_new = all(_makes_gradient(*found) for found in readers.get(instruction.outputs[0], []))
+    found = readers.get(instruction.outputs[0], [])  # nobody reads what is only handed out
+    is_new = bool(found) and all(_makes_gradient(*reader) for reader in found)
     return Member(there, back, tensor.requires_grad, tensor.dtype, size, instruction.region, is_new)
 
 

@@ -160,7 +160,7 @@ class ParallelModule(nn.Module):
         self._inputs = {tensor.key: tensor for tensor in program.inputs}
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
-        self._travelling = self._local.travelling() if self._accumulator is None else set()
+        self._travelling = self._local.travelling()
         self._buffers_of: dict[ProgramTensor, Tensor] = {}
         self._constants = {t: t.value.to(self.device) for t in program.tensors if t.role == "const"}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
