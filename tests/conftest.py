@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,15 @@ from tests.pool import Pool
 # The first call of a test imports and traces; a time limit on each example would judge that.
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out of the search for docstring examples what only tests import: they know it by another name.
+
+    Loaded under both, a file would register its ops twice, and torch frees the first ones under the models that call them.
+    """
+    is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if is_helper and Path(__file__).parent in collection_path.parents else None
 
 
 @pytest.fixture(scope="session")

@@ -142,7 +142,7 @@ def test_offloading_beside_recomputation_and_sharding_computes_the_same(pool2: P
 
 def test_what_is_drawn_does_leave(program) -> None:
     decisions = random_decisions(program, (1,), 1, offload=0.7)
-    assert simulate(program, decisions, make_optimizer).moved_bytes > 1_000_000
+    assert simulate(program, decisions, make_optimizer).moved_bytes > 900_000
     decisions.offloaded.clear()
     assert simulate(program, decisions, make_optimizer).moved_bytes == 0
 
@@ -172,7 +172,7 @@ def test_a_plan_that_offloads_is_run_as_promised(pool2: Pool) -> None:
 
 @pytest.mark.parametrize(("tier", "moves"), [(QUICK, True), (SLOW, False)])
 def test_a_quick_link_is_used_and_a_slow_one_is_not(program, tier: Tier, moves: bool) -> None:
-    budget = 2_700_000  # binds, and recomputation alone can meet it
+    budget = 2_300_000  # binds, and recomputation alone can meet it
     plan = make_plan(
         **question(program, "cpu:1", cluster=with_disk(tier), budget_bytes=budget, offload="disk", time_limit_s=5.0)
     )
@@ -194,7 +194,7 @@ def test_a_pin_offloads_and_prices_what_the_run_moves(program) -> None:
         **question(program, "cpu:1", cluster=with_disk(tier), offload="disk", pins=("h.*.mlp.act=offload",))
     )
     found = plan.predicted
-    assert plan.modules["transformer.h.{0-1}.mlp.act:pow"].offloaded
+    assert plan.modules["transformer.h.{0-1}.mlp.act:gelu"].offloaded
     num = round((found.transfer_s - found.moved_bytes * (1 / 1e8 + 1 / 2e8)) / 2e-5)
     assert num > 0
     assert found.transfer_s == pytest.approx(found.moved_bytes * (1 / 1e8 + 1 / 2e8) + num * 2e-5)

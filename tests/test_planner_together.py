@@ -102,7 +102,7 @@ def test_where_computation_hides_what_travels_the_objective_is_near_what_runs():
 
 @pytest.mark.parametrize("refused", [("ahead",), ("ahead", "buckets")])
 def test_where_nothing_fits_what_holds_less_is_searched(monkeypatch, refused):
-    (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_900_000).places
+    (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_500_000).places
     nothing = Infeasible(("a row",), None)
     solve = Solver.solve
 
@@ -119,7 +119,7 @@ def test_where_nothing_fits_what_holds_less_is_searched(monkeypatch, refused):
 def test_that_memory_binds_is_not_forgotten_when_a_later_way_finds_nothing(monkeypatch):
     """More micro-batches are looked at as long as it does."""
     monkeypatch.setattr(together, "_DEAR", 0.0)
-    (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_900_000).places
+    (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_500_000).places
     assert place.solve("joint").binds
     place.task.budget_bytes = None
     assert not place.solve("joint").binds

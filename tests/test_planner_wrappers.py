@@ -39,5 +39,8 @@ def test_it_sends_what_the_wrapper_sends(both) -> None:
 def test_it_holds_what_the_wrapper_holds_or_less(both) -> None:
     recipe, plan, theirs = both
     assert plan.predicted.peak_bytes <= (1 + BAR) * theirs["peak"]
-    if recipe == "ddp":
+    if recipe == "ddp" and any(key.endswith(".act:gelu") for key in plan.modules):
+        # the wrapper runs GPT-2's activation as it is spelt out, and keeps what its terms keep
+        assert plan.predicted.peak_bytes < 0.9 * theirs["peak"]
+    elif recipe == "ddp":
         assert plan.predicted.peak_bytes == pytest.approx(theirs["peak"], rel=BAR)

@@ -26,7 +26,7 @@ def test_on_two_ranks(pool2: Pool, model: str, seed: int) -> None:
     assert report["passed"], report
 
 
-@pytest.mark.parametrize(("model", "seed"), [("gpt2-tiny", 9), ("bert-tiny", 13), ("t5-tiny", 4)])
+@pytest.mark.parametrize(("model", "seed"), [("gpt2-tiny", 12), ("bert-tiny", 13), ("t5-tiny", 4)])
 def test_with_a_copy_that_several_regions_read(pool2: Pool, model: str, seed: int) -> None:
     program = build_program(capture(*zoo.build(model, device="meta")))
     local = build_local(program, random_decisions(program, (2,), seed), SimulatedCommunicator((2,)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -87,6 +89,12 @@ def test_rules_that_cannot_be_are_refused(loops: str, options: dict[str, str], s
             registered_and_captured(loops, options)
     finally:
         RULES[rule.name] = rule
+
+
+def test_the_ops_of_these_tests_are_registered_once() -> None:
+    """Loaded under a second name, the file would register them anew; torch frees the first, and a call of those crashes."""
+    found = [name for name, module in sys.modules.items() if getattr(module, "__file__", "") == user_ops_cases.__file__]
+    assert found == ["tests.user_ops_cases"]
 
 
 def test_torchs_own_ops_keep_their_rules() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import fx, nn
 
 from . import _torch_private as private
+from .normalise_activations import restore_activations
 from .normalise_common import Context, mutated_placeholders, propagate, written_operands
 from .normalise_constants import constant_nodes
 from .normalise_gathers import drop_neutral_masks, gathers_to_views
@@ -57,6 +58,7 @@ PASSES: tuple[Pass, ...] = (
     literal_expands,
     drop_contiguous,
     fuse_linears,
+    restore_activations,
     _drop_dead,
     gathers_to_views,
     restore_attention,
