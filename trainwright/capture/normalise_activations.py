@@ -8,6 +8,7 @@ All its terms are smooth, so that a piece that agrees with an activation over it
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -88,7 +89,8 @@ def _sources(bend: fx.Node) -> list[fx.Node]:
     return found
 
 
-class _Of(NamedTuple):
+@dataclass(frozen=True)
+class _Of:
     """Stands in a formula for what its term `index` gave; the variable is 0."""
 
     index: int

@@ -31,6 +31,7 @@ from ..profiler.step import DTYPES
 from .adapters import adapter_of
 from .batch import check_part, global_batch_size, micro_parts
 from .communicator import MeshCommunicator, make_mesh
+from .host_memory import keep_freed_memory
 from .offload import open_store
 from .regions import Region, region_of, whole_region
 from .sharding import AtRest, as_dtensor, as_parameter, storage_of
@@ -150,6 +151,8 @@ class ParallelModule(nn.Module):
         self._has_loss_fn = has_loss_fn
         gpu = plan.cluster.device.kind == "gpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        if not gpu:
+            keep_freed_memory()
         self.device_mesh: DeviceMesh = make_mesh(plan.mesh, self.device.type)
         self.communicator = MeshCommunicator(self.device_mesh)
         self._local: LocalProgram = build_local(program, decisions, self.communicator)

@@ -1,0 +1,59 @@
+"""What a step frees is there for the next: the system is not asked for it again."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import resource, sys
+import torch
+import trainwright as tw
+from trainwright.runtime.host_memory import keep_freed_memory
+
+if sys.argv[1] == "plan":
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+    loss = {"loss_fn": lambda out, _: out.mean()}
+    tw.parallelize(model, tw.plan(model, (torch.ones(4, 256),), hardware="cpu:1", **loss), **loss)
+
+def step():
+    return [torch.zeros(2**18) for _ in range(64)]  # 64 MiB, 1 MiB each
+
+for _ in range(4):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, keep_freed_memory())
+"""
+
+
+def faults_and_answer(mode: str, **variables: str) -> tuple[int, bool]:
+    """Pages asked for in four steps, and whether the setting was made."""
+    own = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
+    command = [sys.executable, "-c", STEPS, mode]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**own, **variables}, timeout=200)
+    faults, answer = done.stdout.split()[-2:]
+    return int(faults), answer == "True"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_a_planned_module_does_not_ask_for_its_memory_again() -> None:
+    kept, made = faults_and_answer("plan")
+    asked, _ = faults_and_answer("alone", GLIBC_TUNABLES="glibc.malloc.trim_threshold=131072")
+    assert made
+    assert asked > 10_000
+    assert kept < 0.02 * asked
+
+
+@pytest.mark.parametrize(
+    "setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}]
+)
+def test_what_the_user_has_set_stays(setting: dict[str, str]) -> None:
+    faults, made = faults_and_answer("alone", **setting)
+    assert not made
+    assert faults > 10_000
