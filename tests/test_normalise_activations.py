@@ -112,6 +112,28 @@ def test_under_autocast_its_result_keeps_its_type(kind: str) -> None:
     assert_same_step(graph_step(captured, model, batch(torch.float32)), wanted, 2e-2, 5e-2)
 
 
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda x: (x * torch.sigmoid(x)).bfloat16().float(), ["silu", "to", "to"]),
+        (lambda x: (lambda narrow: narrow * torch.sigmoid(narrow))(x.bfloat16()).float(), ["to", "silu", "to"]),
+        (lambda x: x * torch.sigmoid(x.bfloat16()).float(), ["to", "sigmoid", "to"]),
+        (lambda x: cubic(x.double()).float(), ["to", "gelu", "to"]),
+        (lambda x: (x * torch.sigmoid(x.double())).float(), ["to", "silu", "to"]),
+    ],
+    ids=["narrowed after", "narrowed before", "narrowed inside", "widened before", "widened inside"],
+)
+def test_the_models_own_casts_stay(function: Callable[[Tensor], Tensor], wanted: list[str]) -> None:
+    found = names(Model(function))
+    start = found.index("linear") + 1
+    assert found[start : start + 3] == wanted
+    model = Model(function)
+    captured = capture(model, batch(torch.float32))
+    assert_same_step(
+        graph_step(captured, model, batch(torch.float32)), eager_step(model, batch(torch.float32)), 1e-2, 2e-2
+    )
+
+
 @pytest.mark.parametrize("model", ["gpt2-tiny", "gpt2"])
 def test_gpt2_runs_one_kernel_an_activation(model: str) -> None:
     found = capture(*zoo.build(model))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import _torch_private as private
-from .normalise_common import Context, aten, calls, emit, is_call, replace
+from .normalise_common import Context, aten, calls, emit, is_call, operand, replace
 
 BENDS = ("tanh", "erf", "sigmoid", "exp")
 """Every piece holds one of these."""
@@ -52,7 +52,7 @@ def restore_activations(graph: fx.Graph, context: Context) -> None:
             continue
         source, result, activation = found
         wanted = result.meta["val"].dtype
-        if source.meta["val"].dtype != wanted:  # autocast runs some of its terms in another type
+        if source.meta["val"].dtype != wanted:  # some of its terms were widened, by autocast for instance
             source = emit(context, result, aten.to.dtype, (source, wanted), like=result)
         fused = emit(context, result, activation.target, (source,), like=result, **dict(activation.kwargs))
         replace(result, fused)
@@ -70,10 +70,11 @@ def _spelt_out(bend: fx.Node) -> tuple[fx.Node, fx.Node, _Activation] | None:
 
 
 def _results(bend: fx.Node) -> Iterator[fx.Node]:
-    """Yield `bend`, its only reader, that one's only reader … as far as they are terms."""
+    """Yield `bend`, its only reader, that one's only reader … as far as they are terms; no conversion, which stays."""
     node = bend
     for _ in range(MOST_TERMS):
-        yield node
+        if not is_call(node, "to"):
+            yield node
         if len(node.users) != 1 or not is_call(node := next(iter(node.users)), *TERMS):
             return
 
@@ -128,12 +129,18 @@ def _add_before(node: fx.Node, source: fx.Node, inside: dict[fx.Node, None]) -> 
     """Add what `node` is computed of from `source` on, then itself; False when that is not terms of `source` alone."""
     if node is source or node in inside:
         return True
-    if not is_call(node, *TERMS) or not node.meta["val"].is_floating_point() or len(inside) == MOST_TERMS:
+    if not is_call(node, *TERMS) or _narrows(node) or len(inside) == MOST_TERMS:
         return False
     if not all(_add_before(operand, source, inside) for operand in node.all_input_nodes):
         return False
     inside[node] = None
     return True
+
+
+def _narrows(node: fx.Node) -> bool:
+    """A conversion that rounds, as the model asked for, or gives no float."""
+    given, made = operand(node).meta["val"].dtype, node.meta["val"].dtype
+    return not made.is_floating_point or (is_call(node, "to") and torch.promote_types(given, made) != made)
 
 
 @cache
