@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .buckets import Flights, Plain
 from .early_sums import early_sums, with_sum
+from .late_loss import Finish, late, summing_the_loss
 from .local import Instruction, LocalProgram, Ref
 from .offload import OffloadRun, OffloadStore
 from .program import Tensor as ProgramTensor
@@ -39,6 +40,8 @@ class RunState:
     """How the parameters that a bucket alone reads are given."""
     sums: dict[int, Pending] = field(default_factory=dict)
     """What was begun ahead, by the instruction that waits for it."""
+    late: list[Finish] | None = None
+    """Takes what waits for the loss's value, where nobody reads that before the step is done; None: it is waited for."""
     micro: int = 0
     """Which of the step's micro-batches this is: each draws its own numbers."""
     known: Mapping[int, Any] = field(default_factory=dict)
@@ -76,6 +79,9 @@ class Executor:
         self.early = early_sums(local, self.coords)
         for index in {index for early in self.early for index in early.first}:
             self.calls[index] = _unless_there(self.calls[index], local.instructions[index].outputs[0])
+        loss_sum = summing_the_loss(local)
+        if loss_sum is not None:
+            self.calls[loss_sum] = late(self.calls[loss_sum], local, loss_sum)
         self.last_offload = max((i.index for i in local.instructions if _offloads(local, i)), default=-1)
         """The last instruction that makes something to offload; -1: none does."""
         self.before = gathering_before(self.reruns, self.segments)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..capture.accumulate import Accumulator
 from ..capture.decide import decisions_of
 from ..capture.execute import Executor, RunState
 from ..capture.export import as_batch
+from ..capture.late_loss import Finish
 from ..capture.layout import REPLICATE
 from ..capture.local import Decisions, LocalProgram, Ref, build_local
 from ..capture.micro_batches import capture_step
@@ -149,6 +151,7 @@ class ParallelModule(nn.Module):
         self.plan, self.seed, self.num_steps = plan, seed, 0
         self.use_dropout = True
         self._has_loss_fn = has_loss_fn
+        self._late: list[Finish] | None = None
         gpu = plan.cluster.device.kind == "gpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         if not gpu:
@@ -230,11 +233,39 @@ class ParallelModule(nn.Module):
 
             return compiled.forward(self, args, kwargs)
         if self._accumulator is None:
-            return self._end(self._executor.run(*self._begin(args, kwargs)))
+            sources, state = self._begin(args, kwargs)
+            late = self._late if torch.is_grad_enabled() else None
+            return self._end(self._executor.run(sources, replace(state, late=late)))
         parts, state = self._parts(as_batch(kwargs if kwargs else args)), self._state()
         if torch.is_grad_enabled():
             return self._count(self._accumulator.run(self._sources(state), parts, state))
         return self._count(self._evaluated(parts, state))
+
+    @contextmanager
+    def late_loss(self) -> Iterator[None]:
+        """Leave the loss's value open inside the `with` block, so that no rank waits for another where the forward ends.
+
+        Inside, `backward()` may be called on the loss (or on a multiple of it), and nothing else: its value is this
+        rank's part until the block ends, when it is the whole batch's, in place. Gradients are the same. Of use where
+        processes wait on the CPU; a GPU's queue does not wait. A compiled module and one of micro-batches wait as ever.
+
+        >>> import trainwright as tw
+        >>> model, loss_fn = nn.Linear(3, 1), lambda output, batch: output.square().mean()
+        >>> plan = tw.plan(model, (torch.ones(2, 3),), loss_fn=loss_fn, hardware="cpu:1")
+        >>> module = tw.parallelize(model, plan, loss_fn=loss_fn)
+        >>> with module.late_loss():
+        ...     loss = module(torch.ones(2, 3)).loss
+        ...     loss.backward()
+        >>> bool(loss > 0)
+        True
+        """
+        self._late = []
+        try:
+            yield
+            for finish in self._late:
+                finish()
+        finally:
+            self._late = None
 
     def _begin(self, args: Any, kwargs: Any) -> tuple[dict[ProgramTensor, Tensor], RunState]:
         """What a run is given."""

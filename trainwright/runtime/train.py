@@ -38,11 +38,12 @@ def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: A
     """
     activity = module.communicator.activity
     optimizer.zero_grad(set_to_none=True)
-    with activity.doing("the forward"):
-        output = module(**part) if isinstance(part, dict) else module(*part)
-        loss = find_loss(output)
-    with activity.doing("the backward"):
-        loss.backward()
+    with module.late_loss():
+        with activity.doing("the forward"):
+            output = module(**part) if isinstance(part, dict) else module(*part)
+            loss = find_loss(output)
+        with activity.doing("the backward"):
+            loss.backward()
     with activity.doing("the optimizer's step"):
         if may_update is None or may_update(loss):
             began, exchanged_s = time.perf_counter(), activity.comm_s

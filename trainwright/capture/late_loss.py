@@ -1,0 +1,62 @@
+"""The loss's own sum over the ranks, waited for at the end of the step where its value is not read before.
+
+Else all ranks meet where the forward ends, the faster waiting for the slower, for one number that the backward does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .local import LocalProgram, Ref
+from .reshard import Route, reshard
+
+if TYPE_CHECKING:
+    from .execute import Call
+
+Finish = Callable[[], object]
+"""Waits for a loss's value, and puts it where the loss is."""
+
+
+def summing_the_loss(local: LocalProgram) -> int | None:
+    """Return which instruction sums the loss over ranks; None where none does, or where something goes on from the sum."""
+    loss = local.outputs[local.program.captured.loss_index]
+    if not isinstance(loss, Ref) or any(loss.value in instruction.inputs for instruction in local.instructions):
+        return None
+    makers = [instruction for instruction in local.instructions if loss.value in instruction.outputs]
+    if len(makers) != 1 or makers[0].function is not reshard:
+        return None
+    route = makers[0].args[1]
+    return makers[0].index if route.steps and all(step.kind == "all_reduce" for step in route.steps) else None
+
+
+def late(compute: Call, local: LocalProgram, index: int) -> Call:
+    """Return the call of instruction `index`, which sums the loss: `compute`, unless the run takes the value late."""
+    instruction = local.instructions[index]
+    given, there, back = instruction.args
+    (output,) = instruction.outputs
+
+    def call(env: dict[int, Any], state: Any) -> None:
+        if state.late is None:
+            compute(env, state)
+        else:
+            env[output] = _LateSum.apply(env[given.value], there, back, state.late)
+
+    return call
+
+
+class _LateSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, there: Route, back: Route, late: list[Finish]) -> Tensor:
+        ctx.route = back
+        pending, value = there.start(part), part.clone()
+        # by `data`: what autograd may have saved of the value is not what the backward of a sum reads
+        late.append(lambda: value.data.copy_(pending.wait()))
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.route.run(grads[0]), None, None, None
