@@ -53,7 +53,7 @@ class _LateSum(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, there: Route, back: Route, late: list[Finish]) -> Tensor:
         ctx.route = back
         pending, value = there.start(part), part.clone()
-        # by `data`: what autograd may have saved of the value is not what the backward of a sum reads
+        # by `data`: a multiple of the loss may have saved it, and its backward does not read it
         late.append(lambda: value.data.copy_(pending.wait()))
         return value
 

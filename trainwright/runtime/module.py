@@ -259,13 +259,15 @@ class ParallelModule(nn.Module):
         >>> bool(loss > 0)
         True
         """
-        self._late = []
+        late: list[Finish] = []
+        outer, self._late = self._late, late
         try:
             yield
-            for finish in self._late:
+            for finish in late:
                 finish()
         finally:
-            self._late = None
+            self._late = outer
+            late.clear()  # what the backward would have rederived holds the run, and so this
 
     def _begin(self, args: Any, kwargs: Any) -> tuple[dict[ProgramTensor, Tensor], RunState]:
         """What a run is given."""
