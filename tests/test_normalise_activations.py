@@ -42,6 +42,7 @@ OTHER: dict[str, Callable[[Tensor], Tensor]] = {
     "two tensors": lambda x: x[:, :4] * torch.sigmoid(x[:, 4:]),
     "one of it detached": lambda x: x * torch.sigmoid(x.detach()),
     "gate read again": lambda x: (lambda gate: x * gate + gate)(torch.sigmoid(x)),
+    "half read again": lambda x: (lambda half: half * (1 + torch.erf(x / math.sqrt(2.0))) + half.square())(0.5 * x),
     "far kink": lambda x: x.clamp(-500, 500) * torch.sigmoid(x),
     "another sign": lambda x: x * torch.sigmoid(-x),
     "of tanh": lambda x: torch.tanh(x) * torch.sigmoid(x),
