@@ -160,10 +160,21 @@ def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share)
     assert found.objective == pytest.approx(exact.objective, rel=0.01)
 
 
-@pytest.mark.parametrize("max_num_ops", [400, 0])
-def test_no_recipe_is_faster_within_a_budget_where_travel_is_hidden(monkeypatch, max_num_ops):
+SHARES_HIDDEN = [
+    # a recipe within its own budget chooses other shardings than those that are known beforehand
+    (400, 0.33),
+    (0, 0.3),
+    pytest.param(400, 0.3, marks=pytest.mark.slow),
+    pytest.param(400, 0.31, marks=pytest.mark.slow),
+    pytest.param(0, 0.33, marks=pytest.mark.slow),
+    pytest.param(0, 0.4, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("max_num_ops", "share"), SHARES_HIDDEN)
+def test_no_recipe_is_faster_within_a_budget_where_travel_is_hidden(monkeypatch, max_num_ops, share):
     monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", max_num_ops)
-    place = bound("llama-tiny", "2xh100", (2,), 0.3)
+    place = bound("llama-tiny", "2xh100", (2,), share)
     joint = place.overlapped(place.solve("joint"))[1].step_s
     others = [place.solve(recipe) for recipe in ("fsdp", "two-stage")]
     assert any(isinstance(other, Answer) for other in others)

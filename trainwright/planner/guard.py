@@ -4,11 +4,13 @@ By the rows no sharding can be faster. But the rows count a little too much, for
 sharding that comes second by the rows may keep more within the true budget; and the objective is a little off, so of two that
 are nearly alike by it the second may be faster. Each known sharding is given the chance, and judged by what its step takes. Where
 the search ended far from what is proven, a recipe's answer is taken, and what lies between it and the relaxation looked at.
+Where simulations take little a recipe is asked in any case: within a budget it chooses other shardings than without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 
 from .answer import Answer, Infeasible, Settings
@@ -39,14 +41,18 @@ def no_slower_than_known(
     """Return `answer`, or the one of a known sharding that is faster within the budget."""
     budget, aim = settings.budget_bytes, solver.last_aim
     if isinstance(answer, Infeasible):
-        found = None if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings, budget)
+        found = None if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings)
         return answer if found is None else _unproven(solver, found)
-    if budget is None or aim is None or settings.restriction.fates or settings.deadline.has_passed:
+    if budget is None or aim is None or settings.restriction.fates:
         return answer
     best = _Best(answer, takes, solver.full()[0].num_columns <= FEW_COLUMNS)
     unproven = answer.gap is None or answer.gap > PROVEN or best.is_off
+    is_late = settings.deadline.has_passed
+    if solver.problem.is_quick or (unproven and not is_late):
+        best.offer(_of_recipe(solver, settings))
+    if is_late:
+        return best.answer
     if unproven:
-        best.offer(_of_recipe(solver, settings, budget))
         wanted = replace(best.below(settings), time_limit_s=settings.time_limit_s / 2)
         best.offer(Fitting(solver, wanted, budget, _MORE_ROOM * budget).beside(best.answer))
     room = _MUCH_MORE_ROOM * budget if unproven or solver.problem.is_quick else _MORE_ROOM * aim
@@ -105,11 +111,12 @@ def _is_near(refused: Infeasible, budget: int) -> bool:
     return not refused.cut_off and least is not None and least.simulation.peak_bytes <= _NEAR * budget
 
 
-def _of_recipe(solver: Solver, settings: Settings, budget: int) -> Answer | None:
-    """Return the best of a narrower space, where the search of the whole one was left without proof."""
+def _of_recipe(solver: Solver, settings: Settings) -> Answer | None:
+    """Return the best of a narrower space, from a search of its own."""
     narrow = both(settings.restriction.allowed, restriction(solver.problem, "fsdp").allowed)
     if not all(narrow.values()):
         return None
     held = replace(settings, restriction=replace(settings.restriction, allowed=narrow))
-    found = solver.within(held, budget)
+    # the models are shared; what the search of the whole space found out is not written over
+    found = copy(solver).solve(held)
     return found if isinstance(found, Answer) else None
