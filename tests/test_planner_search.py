@@ -18,7 +18,7 @@ from trainwright.capture import zoo
 from trainwright.capture.export import capture
 from trainwright.capture.program import build_program
 from trainwright.planner import branching, fitting, guard, plan, solve, stages
-from trainwright.planner.answer import NOT_IN_TIME, Answer, Infeasible
+from trainwright.planner.answer import NOT_IN_TIME, Answer, Infeasible, Settings
 from trainwright.planner.budget import budget_for
 from trainwright.planner.deadline import LEAST_S, Deadline
 from trainwright.planner.fitting import Fitting
@@ -66,8 +66,12 @@ def test_a_recipe_answers_where_the_search_found_nothing_but_missed_by_little(pl
     fsdp = place.solve("fsdp")
     if not near:
         place.task.budget_bytes = fsdp.simulation.peak_bytes // 2
-    refused = Infeasible(("a row",), fsdp)
-    monkeypatch.setattr(Solver, "solve", lambda *_: refused)
+    refused, solve = Infeasible(("a row",), fsdp), Solver.solve
+
+    def search(solver: Solver, settings: Settings, *fastest: Solution) -> Answer | Infeasible:
+        return solve(solver, settings, *fastest) if settings.restriction.allowed else refused
+
+    monkeypatch.setattr(Solver, "solve", search)
     found = place.solve("joint")
     if near:
         assert isinstance(found, Answer)

@@ -119,4 +119,5 @@ def _of_recipe(solver: Solver, settings: Settings) -> Answer | None:
     held = replace(settings, restriction=replace(settings.restriction, allowed=narrow))
     # the models are shared; what the search of the whole space found out is not written over
     found = copy(solver).solve(held)
-    return found if isinstance(found, Answer) else None
+    # of the whole space something faster does not fit, though of this one nothing may be
+    return replace(found, binds=True) if isinstance(found, Answer) else None
