@@ -41,7 +41,15 @@ def run_script(folder: Path, plan: Path, steps: int) -> subprocess.CompletedProc
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     slurm = {"SLURM_JOB_NODELIST": "localhost,localhost", "SLURM_NNODES": "2", "SLURM_JOB_ID": f"{steps}"}
-    ours = {"MODEL": "zoo:gpt2-tiny", "PLAN": str(plan), "RUN": str(folder / "run"), "PROCESSES": "1", "EVERY": "2"}
+    # as between machines: all is sent
+    ours = {
+        "TRAINWRIGHT_SHARED_MEMORY": "0",
+        "MODEL": "zoo:gpt2-tiny",
+        "PLAN": str(plan),
+        "RUN": str(folder / "run"),
+        "PROCESSES": "1",
+        "EVERY": "2",
+    }
     paths = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | slurm | ours | {
         "PORT": str(port), "STEPS": str(steps), "PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",

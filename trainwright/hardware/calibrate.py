@@ -68,6 +68,20 @@ def fit_ring(rows: Sequence[Row], num_ranks: int) -> tuple[float, float]:
     return float(latency_s), float(1 / seconds_per_byte)
 
 
+def _fit_memory(rows: Sequence[Row], num_ranks: int) -> tuple[float, float, dict[str, float]]:
+    """The same for ranks that share memory, and by what factor the kind takes longer that is sent even so."""
+    from ..launch.shared_memory import LEAST_BYTES
+
+    shared = [row for row in rows if row[0] != "all_to_all"]
+    latency_s, bandwidth = fit_ring(shared, num_ranks)
+    ratios = []
+    for kind, num_bytes, measured_s in rows:
+        if kind == "all_to_all" and num_bytes >= LEAST_BYTES:
+            num_hops, fraction = terms(kind, num_ranks)
+            ratios.append(measured_s / (num_hops * latency_s + fraction * num_bytes / bandwidth))
+    return latency_s, bandwidth, {"all_to_all": rounded(max(1.0, statistics.median(ratios)))}
+
+
 def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
     num_ranks = len(ranks)
     device = Device(
@@ -87,13 +101,17 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
         ),
     )
     rows = [row for rank in ranks for row in rank["collectives"]]
-    latency_s, bandwidth = fit_ring(rows, num_ranks) if rows else (0.0, device.bandwidth_bytes_per_s)
+    latency_s, bandwidth, factors = 0.0, device.bandwidth_bytes_per_s, GLOO_FACTORS
+    if rows and all(rank["shares_memory"] for rank in ranks):
+        latency_s, bandwidth, factors = _fit_memory(rows, num_ranks)
+    elif rows:
+        latency_s, bandwidth = fit_ring(rows, num_ranks)
     link = Link(
         name="cpu",
         size=num_ranks,
         bandwidth_bytes_per_s=rounded(bandwidth),
         latency_s=rounded(latency_s),
-        factors=GLOO_FACTORS,
+        factors=factors,
     )
     return Cluster(
         name=f"cpu:{num_ranks}",

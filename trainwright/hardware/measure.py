@@ -5,13 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..launch import emit
 from ..ops.kernel_table import KernelTable
 from .disk import disk_rates
 from .kernels import kernel_table, rates
 from .overheads import overheads
+
+if TYPE_CHECKING:
+    from ..launch.shared_memory import SharedMemory
 
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CONV_DTYPES = ("fp64", "fp32", "bf16")
@@ -23,8 +27,12 @@ def measure(quick: bool) -> dict[str, Any]:
 
     `matmul` and `conv`: FLOP/s by dtype; `bandwidth`: bytes read and written per second; `launch_s`: one small op;
     `kernels`: rows as `kernels.rates` gives them, `overheads`, `disk` as they say; `collectives`: rows [kind, bytes as in
-    `collectives.seconds`, seconds].
+    `collectives.seconds`, seconds]; `shares_memory`: whether large ones went through memory, as they will in training.
     """
+    import torch.distributed as dist
+
+    from ..launch.shared_memory import shared_memory
+
     budget_s = 0.06 if quick else 0.6
     emit({"progress": "matrix products"})
     matmul = {dtype: _matmul_rate(name, quick, budget_s) for dtype, name in _DTYPES.items()}
@@ -38,7 +46,8 @@ def measure(quick: bool) -> dict[str, Any]:
     emit({"progress": "disk"})
     disk = disk_rates(quick)
     emit({"progress": "collectives"})
-    rows = list(_collective_rows(quick))
+    shared = shared_memory(dist.group.WORLD)
+    rows = list(_collective_rows(quick, shared))
     return {
         "matmul": matmul,
         "conv": conv,
@@ -48,6 +57,7 @@ def measure(quick: bool) -> dict[str, Any]:
         "overheads": beyond,
         "disk": disk,
         "collectives": rows,
+        "shares_memory": shared is not None,
     }
 
 
@@ -99,7 +109,7 @@ def _launch_s() -> float:
     return _seconds(run, 0.05) / 200
 
 
-def _collective_rows(quick: bool) -> Iterator[tuple[str, int, float]]:
+def _collective_rows(quick: bool, shared: SharedMemory | None) -> Iterator[tuple[str, int, float]]:
     import torch
     import torch.distributed as dist
 
@@ -108,25 +118,41 @@ def _collective_rows(quick: bool) -> Iterator[tuple[str, int, float]]:
         return
     for exponent in (12, 16, 20, 23) if quick else (10, 12, 14, 16, 18, 20, 22, 24, 25):
         num_elements = (1 << exponent) // 4 // num_ranks * num_ranks
-        full, part = torch.zeros(num_elements), torch.zeros(num_elements // num_ranks)
-        for kind, run in _collectives(full, part).items():
+        full = torch.zeros(num_ranks, num_elements // num_ranks)
+        for kind, run in _collectives(full, torch.zeros(full.shape[1]), shared).items():
             yield kind, 4 * num_elements, _seconds_together(run, 5 if quick else 15)
 
 
-def _collectives(full: Any, part: Any) -> dict[str, Callable[[], Any]]:
+def _collectives(full: Any, part: Any, shared: SharedMemory | None) -> dict[str, Callable[[], Any]]:
     """Each kind as a call; newer releases of torch renamed two of the functions."""
     import torch
     import torch.distributed as dist
 
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    from ..launch.shared_memory import all_gather_flat, is_shared
+
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     received = torch.empty_like(full)
-    return {
-        "all_gather": lambda: gather(full, part),
-        "reduce_scatter": lambda: scatter(part, full),
-        "all_reduce": lambda: dist.all_reduce(full),
-        "all_to_all": lambda: dist.all_to_all_single(received, full),
+    given = {
+        "all_gather": (part, full, lambda: all_gather_flat(full.view(-1), part)),
+        "reduce_scatter": (full, part, lambda: scatter(part, full.view(-1))),
+        "all_reduce": (full, full, lambda: dist.all_reduce(full)),
+        "all_to_all": (full, received, lambda: dist.all_to_all_single(received.view(-1), full.view(-1))),
     }
+    return {
+        kind: partial(_by_memory, shared, kind, tensor, result)
+        if shared is not None and is_shared(kind, tensor) and shared.takes(tensor)
+        else send
+        for kind, (tensor, result, send) in given.items()
+    }
+
+
+def _by_memory(shared: SharedMemory, kind: str, tensor: Any, result: Any) -> None:
+    def send(*_: Any) -> None:
+        raise AssertionError("one collective at a time has room")
+
+    work, finish = shared.begin(kind, tensor, send)
+    work.wait()
+    finish(tensor, result)
 
 
 def _seconds(run: Callable[[], Any], budget_s: float) -> float:

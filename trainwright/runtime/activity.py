@@ -28,7 +28,7 @@ class Doing:
 
 
 class Activity:
-    """A rank's present doing, step and number of collectives; how long it waited for them (seconds), what they moved (bytes).
+    """A rank's present doing, step and number of collectives; how long it was at them (seconds), what they moved (bytes).
 
     >>> activity = Activity()
     >>> activity.sends("all_reduce", num_bytes=8)
@@ -79,7 +79,12 @@ class Activity:
     @contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
         """Say that inside the block this rank waits for a collective, and add up how long."""
-        started = time.monotonic()
-        with self.doing(what, is_collective=True):
+        with self.exchanging(), self.doing(what, is_collective=True):
             yield
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Count what the block takes among the seconds of collectives."""
+        started = time.monotonic()
+        yield
         self.comm_s += time.monotonic() - started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..launch.shared_memory import Finish, SharedMemory, all_gather_flat, is_shared, shared_memory
 from .activity import Activity
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-# Renamed in torch 2.13; the old names warn there and the new ones do not exist before.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Renamed in torch 2.13; the old name warns there and the new one does not exist before.
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -35,6 +35,8 @@ class MeshCommunicator:
         self.names = device_mesh.mesh_dim_names or tuple(str(axis) for axis in range(len(self.mesh)))
         self.activity = Activity()
         self._settles = False
+        self._shared: dict[int, SharedMemory | None] = {}
+        """By axis, once it has been asked for: the memory that its ranks share."""
 
     @contextmanager
     def settling(self) -> Iterator[None]:
@@ -84,7 +86,28 @@ class MeshCommunicator:
         return Collective(self, f"{kind} over axis {self.names[axis]}", work, tensor, result, finish)
 
     def _begin(self, kind: str, axis: int, tensor: Tensor, result: Tensor, op: str) -> tuple[Any, Finish | None]:
-        """Hand a collective to the backend; return its work, and what is left to do when that is done."""
+        """Begin a collective by memory or by the backend; return the work, and what is left to do when that is done."""
+        if op == "sum" and is_shared(kind, tensor):
+            shared = self._shared_along(axis)
+            if shared is not None and shared.takes(tensor):
+                with self.activity.exchanging():
+                    return shared.begin(kind, tensor, lambda given, result: self._sent(kind, axis, given, result))
+        return self._send(kind, axis, tensor, result, op)
+
+    def _shared_along(self, axis: int) -> SharedMemory | None:
+        if axis not in self._shared:
+            self._shared[axis] = shared_memory(self.groups[axis])
+        return self._shared[axis]
+
+    def _sent(self, kind: str, axis: int, tensor: Tensor, result: Tensor) -> None:
+        """Carry out a collective by the backend, from its beginning to its end."""
+        work, finish = self._send(kind, axis, tensor, result, "sum")
+        work.wait()
+        if finish is not None:
+            finish(tensor, result)
+
+    def _send(self, kind: str, axis: int, tensor: Tensor, result: Tensor, op: str) -> tuple[Any, Finish | None]:
+        """Hand a collective to the backend."""
         group, own = self.groups[axis], self.coords[axis]
         if kind == "all_reduce":
             return dist.all_reduce(tensor, OPS[op], group=group, async_op=True), None
@@ -119,10 +142,6 @@ class MeshCommunicator:
         return Collective(self, f"all_to_all over axis {self.names[axis]}", work, flat, received, None).wait()
 
 
-Finish = Callable[[Tensor, Tensor], object]
-"""What is left to do to the result, by what was given, once the ranks have met."""
-
-
 class Collective:
     """One collective under way; `wait` gives its result. It holds what it was given until then."""
 
@@ -137,10 +156,10 @@ class Collective:
         if self.work is not None:
             with self.communicator.activity.awaiting(self.what):
                 self.work.wait()
-            self.work = None
+                if self.finish is not None and self.given is not None:
+                    self.finish(self.given, self.result)
+            self.work = self.finish = None
             self.communicator._settle()
-        if self.finish is not None and self.given is not None:
-            self.finish(self.given, self.result)
         self.given = None
         return self.result
 

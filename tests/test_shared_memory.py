@@ -1,0 +1,139 @@
+"""Ranks of one machine exchange through memory: the same results as sent, in any order, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.pool import Pool
+from trainwright.launch import shared_memory
+from trainwright.launch.shared_memory import LEAST_BYTES, SharedMemory
+
+CASES = "tests.shared_memory_cases:"
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="memory is shared on Linux alone; elsewhere all is sent"
+)
+
+
+@contextmanager
+def offered() -> Iterator[shared_memory._Offer]:
+    made = shared_memory._offered()
+    assert made is not None
+    descriptor, offer = made
+    try:
+        yield offer
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int64", "complex64"])
+def test_results_are_those_of_one_process(pool2: Pool, pool4: Pool, dtype: str) -> None:
+    for pool in (pool2, pool4):
+        for found in pool.run(CASES + "exact", dtype=dtype):
+            for kind, num_bytes, through_memory, right in found:
+                assert right, (kind, num_bytes)
+                assert through_memory == (num_bytes >= LEAST_BYTES), (kind, num_bytes)
+
+
+def test_a_sum_is_the_same_on_every_rank_to_the_bit(pool2: Pool, pool4: Pool) -> None:
+    assert all(pool2.run(CASES + "same_on_all") + pool4.run(CASES + "same_on_all"))
+
+
+def test_they_may_be_waited_for_in_any_order_by_ranks_of_any_pace(pool2: Pool, pool4: Pool) -> None:
+    for pool in (pool2, pool4):
+        assert pool.run(CASES + "in_any_order", num_rounds=40) == [[0, 0]] * pool.num_ranks
+
+
+def test_what_is_beyond_the_limit_is_sent(pool2: Pool) -> None:
+    for right, num_shared in pool2.run(CASES + "without_room", limit_bytes=300_000, room_bytes=2**20):
+        assert all(right)
+        assert 0 < num_shared < 9
+
+
+def test_where_one_rank_has_no_room_all_send(pool2: Pool, pool4: Pool) -> None:
+    for pool in (pool2, pool4):
+        for right, num_shared in pool.run(CASES + "without_room", limit_bytes=2**25, room_bytes=200_000):
+            assert all(right)
+            assert num_shared == 9, "it is known by the one rank alone, so that all begin them"
+
+
+@pytest.mark.parametrize("how", ["switched off", "not to be opened"])
+def test_where_one_rank_shares_nothing_none_does(pool2: Pool, how: str) -> None:
+    assert pool2.run(CASES + "apart", how=how) == [[False, True]] * 2
+
+
+def test_ranks_that_are_out_of_step_are_told(pool2: Pool) -> None:
+    for message in pool2.run(CASES + "out_of_step"):
+        assert "same collectives in the same order" in message
+        assert "80000" in message
+        assert "84000" in message
+
+
+def test_nothing_is_left_behind(pool2: Pool) -> None:
+    assert pool2.run(CASES + "left_behind") == [[0, []]] * 2
+
+
+@pytest.mark.parametrize("place", ["machine", "processes", "user"])
+def test_memory_of_another_place_is_not_opened(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Process numbers say nothing there: a path may lead to anything."""
+    with offered() as offer:
+        assert shared_memory._opened([offer, offer]) is not None
+        at = ("machine", "processes", "user").index(place)
+        other = tuple("another" if number == at else value for number, value in enumerate(offer.place))
+        monkeypatch.setattr(shared_memory, "_Block", None)
+        assert shared_memory._opened([offer, replace(offer, place=other)]) is None
+
+
+def test_memory_is_known_by_its_token() -> None:
+    with offered() as offer:
+        assert shared_memory._opened([replace(offer, token=b"0" * 16)]) is None
+        assert shared_memory._opened([replace(offer, path="/proc/self/nothing")]) is None
+        assert shared_memory._opened([offer, None]) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 2**24), st.integers(0, 3), st.booleans()), max_size=40))
+def test_what_is_unread_is_never_written_over(steps: list[tuple[int, int, bool]]) -> None:
+    """Room is given out again once every rank has read what lies there, and not before."""
+    with offered() as first, offered() as second:
+        blocks = shared_memory._opened([first, second])
+    assert blocks is not None
+    for block in blocks:
+        block.marks.zero_()
+    shared = SharedMemory(None, 0, blocks)
+    unread: dict[int, tuple[range, set[int]]] = {}
+    for num_bytes, reader, is_quick in steps:
+        shared._number += 1
+        start = shared._allocate(num_bytes)
+        if start != shared_memory._NOWHERE:
+            room = range(start, start + num_bytes)
+            assert room.stop <= shared_memory._ROOM_BYTES
+            assert start % shared_memory._ALIGNED == 0
+            assert all(room.stop <= held.start or held.stop <= room.start for held, _ in unread.values())
+            unread[shared._number] = (room, {0, 1})
+        elif not unread:
+            raise AssertionError("there is room for anything where nothing is held")
+        readers = (0, 1) if is_quick else (reader % 2,)
+        for number in list(unread)[: reader + 1]:
+            for rank in readers:
+                blocks[rank].marks[number % shared_memory._MARKS] = number
+                unread[number][1].discard(rank)
+            if not unread[number][1]:
+                del unread[number]
+
+
+def test_small_and_foreign_tensors_are_sent() -> None:
+    large = torch.zeros(LEAST_BYTES // 4, 2)
+    assert shared_memory.is_shared("all_reduce", large)
+    assert not shared_memory.is_shared("all_to_all", large)
+    assert not shared_memory.is_shared("all_reduce", large.t())
+    assert not shared_memory.is_shared("all_reduce", large[: LEAST_BYTES // 16])
+    assert not shared_memory.is_shared("all_reduce", large.to("meta"))
