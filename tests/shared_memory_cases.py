@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests import parallel_cases
 from trainwright.launch import shared_memory
+from trainwright.launch.shared_memory import SharedMemory
 from trainwright.runtime.communicator import MeshCommunicator, make_mesh
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -140,3 +142,19 @@ def left_behind() -> tuple[int, list[str]]:
 def mappings() -> str:
     with open("/proc/self/maps") as stream:
         return stream.read()
+
+
+def random_plan(model: str, mesh: list[int], seed: int) -> dict[str, Any]:
+    """A drawn plan, every collective of it through memory."""
+    least, begin, begun = shared_memory.LEAST_BYTES, SharedMemory.begin, []
+
+    def counted(*given: Any) -> Any:
+        begun.append(given[1])
+        return begin(*given)
+
+    shared_memory.LEAST_BYTES, SharedMemory.begin = 1, counted  # type: ignore[method-assign]
+    try:
+        report = parallel_cases.random_plan(model, mesh, seed)
+    finally:
+        shared_memory.LEAST_BYTES, SharedMemory.begin = least, begin  # type: ignore[method-assign]
+    return {**report, "kinds": sorted(set(begun))}

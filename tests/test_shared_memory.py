@@ -47,6 +47,24 @@ def test_a_sum_is_the_same_on_every_rank_to_the_bit(pool2: Pool, pool4: Pool) ->
     assert all(pool2.run(CASES + "same_on_all") + pool4.run(CASES + "same_on_all"))
 
 
+@pytest.mark.parametrize(
+    ("model", "mesh", "seed"),
+    [
+        ("gpt2-tiny", [2], 0),
+        ("resnet-tiny", [2, 2], 7),
+        ("gpt2-tiny", [4], 3),
+        *(pytest.param(model, [2, 2], 7, marks=pytest.mark.slow) for model in ("llama-tiny", "bert-tiny", "t5-tiny")),
+    ],
+)
+def test_a_plan_whose_collectives_are_all_shared_computes_the_same(
+    pool2: Pool, pool4: Pool, model: str, mesh: list[int], seed: int
+) -> None:
+    pool = pool2 if mesh == [2] else pool4
+    report = pool.run(CASES + "random_plan", timeout_s=280, model=model, mesh=mesh, seed=seed)[0]
+    assert report["passed"], report
+    assert report["kinds"] == ["all_gather", "all_reduce", "reduce_scatter"]
+
+
 def test_they_may_be_waited_for_in_any_order_by_ranks_of_any_pace(pool2: Pool, pool4: Pool) -> None:
     for pool in (pool2, pool4):
         assert pool.run(CASES + "in_any_order", num_rounds=40) == [[0, 0]] * pool.num_ranks
