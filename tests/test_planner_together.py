@@ -175,10 +175,10 @@ SHARES_HIDDEN = [
 def test_no_recipe_is_faster_within_a_budget_where_travel_is_hidden(monkeypatch, max_num_ops, share):
     monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", max_num_ops)
     place = bound("llama-tiny", "2xh100", (2,), share)
-    joint = place.overlapped(place.solve("joint"))[1].step_s
-    others = [place.solve(recipe) for recipe in ("fsdp", "two-stage")]
-    assert any(isinstance(other, Answer) for other in others)
-    assert all(joint <= 1.002 * place.overlapped(other)[1].step_s for other in others if isinstance(other, Answer))
+    answers = {recipe: place.solve(recipe) for recipe in ("joint", "fsdp", "two-stage")}
+    steps = {name: place.overlapped(found)[1].step_s for name, found in answers.items() if isinstance(found, Answer)}
+    assert len(steps) > 1
+    assert steps["joint"] <= 1.002 * min(steps.values())
 
 
 def test_where_exchanges_wait_for_gathers_a_plan_without_them_is_found():

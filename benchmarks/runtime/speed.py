@@ -1,16 +1,19 @@
 """Our plans against what an expert writes by hand, on the same two processes, step by step in turn.
 
-    python -m benchmarks.runtime.speed [SIZE…] [--rounds N] [--keep]
+    python -m benchmarks.runtime.speed [SIZE…] [--rounds N] [--sent] [--keep]
 
 For every size: our `ddp`, `fsdp` and `megatron` plans against `DistributedDataParallel`, `fully_shard` and
 `parallelize_module` on the same maths, and the `joint` plan against the fastest of them. All modules live in the same
 two gloo processes; every round each of them takes one whole step (forward, backward, fused AdamW) and reads its loss: ours the
 whole batch's once the backward is done (`late_loss`, as `train` does), torch's wrappers the rank's own.
+
+Our ranks exchange through memory that they share, theirs over gloo; `--sent`: ours over gloo as well, as between machines.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +26,7 @@ from benchmarks.runtime import baselines, models, paired
 from benchmarks.runtime.stepping import stepper
 from benchmarks.solvers import record
 from trainwright.launch import run_processes
+from trainwright.launch.shared_memory import SWITCH
 
 PAIRS = {"ddp": "DistributedDataParallel", "fsdp": "fully_shard, kept", "megatron": "parallelize_module"}
 BAR = 1.05
@@ -34,15 +38,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--only", nargs="*", default=list(PAIRS))
     parser.add_argument("--hardware", default="cpu:2")
+    parser.add_argument("--sent", action="store_true", help="send what ranks of one machine would share")
     parser.add_argument("--keep", action="store_true", help="write the record")
     arguments = parser.parse_args()
+    if arguments.sent:
+        os.environ[SWITCH] = "0"
     rows = [row for size in arguments.sizes for row in rows_of(size, arguments)]
     remarks = [
         f"The bar: a median ratio of at most {BAR}; `joint`: 1.0.",
         "GPT-2's activation, which it spells out in eight ops, runs as one in ours and as it stands in theirs.",
         "Ours read the whole batch's loss after the backward (`late_loss`), theirs the rank's own.",
+        "All over gloo." if arguments.sent else "Ours exchange through memory that the ranks share, theirs over gloo.",
     ]
-    record.write("runtime-two-processes", {"Ours over theirs": rows}, remarks, keep=arguments.keep)
+    name = "runtime-two-processes-sent" if arguments.sent else "runtime-two-processes"
+    record.write(name, {"Ours over theirs": rows}, remarks, keep=arguments.keep)
 
 
 def rows_of(size: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:

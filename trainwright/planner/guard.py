@@ -4,13 +4,11 @@ By the rows no sharding can be faster. But the rows count a little too much, for
 sharding that comes second by the rows may keep more within the true budget; and the objective is a little off, so of two that
 are nearly alike by it the second may be faster. Each known sharding is given the chance, and judged by what its step takes. Where
 the search ended far from what is proven, a recipe's answer is taken, and what lies between it and the relaxation looked at.
-Where simulations take little a recipe is asked in any case: within a budget it chooses other shardings than without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, replace
 
 from .answer import Answer, Infeasible, Settings
@@ -41,21 +39,17 @@ def no_slower_than_known(
     """Return `answer`, or the one of a known sharding that is faster within the budget."""
     budget, aim = settings.budget_bytes, solver.last_aim
     if isinstance(answer, Infeasible):
-        found = None if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings)
-        return answer if found is None else _unproven(solver, found)
-    if budget is None or aim is None or settings.restriction.fates:
+        found = None if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings, budget)
+        return answer if found is None else unproven(solver, found)
+    if budget is None or aim is None or settings.restriction.fates or settings.deadline.has_passed:
         return answer
     best = _Best(answer, takes, solver.full()[0].num_columns <= FEW_COLUMNS)
-    unproven = answer.gap is None or answer.gap > PROVEN or best.is_off
-    is_late = settings.deadline.has_passed
-    if solver.problem.is_quick or (unproven and not is_late):
-        best.offer(_of_recipe(solver, settings))
-    if is_late:
-        return best.answer
-    if unproven:
+    is_unproven = answer.gap is None or answer.gap > PROVEN or best.is_off
+    if is_unproven:
+        best.offer(_of_recipe(solver, settings, budget))
         wanted = replace(best.below(settings), time_limit_s=settings.time_limit_s / 2)
         best.offer(Fitting(solver, wanted, budget, _MORE_ROOM * budget).beside(best.answer))
-    room = _MUCH_MORE_ROOM * budget if unproven or solver.problem.is_quick else _MORE_ROOM * aim
+    room = _MUCH_MORE_ROOM * budget if is_unproven or solver.problem.is_quick else _MORE_ROOM * aim
     for options in solver.starts(settings):
         if settings.deadline.has_passed:
             break
@@ -99,7 +93,7 @@ class _Best:
         self.step_s = step_s
 
 
-def _unproven(solver: Solver, found: Answer) -> Answer:
+def unproven(solver: Solver, found: Answer) -> Answer:
     """A recipe's answer with the gap that it has in the whole space, of which no more is known than without a budget."""
     found = found.bounded(solver.lower_bound_s())
     return replace(found, status="optimal" if (found.gap or 0.0) <= GAP else "feasible")
@@ -111,13 +105,11 @@ def _is_near(refused: Infeasible, budget: int) -> bool:
     return not refused.cut_off and least is not None and least.simulation.peak_bytes <= _NEAR * budget
 
 
-def _of_recipe(solver: Solver, settings: Settings) -> Answer | None:
-    """Return the best of a narrower space, from a search of its own."""
+def _of_recipe(solver: Solver, settings: Settings, budget: int) -> Answer | None:
+    """Return the best of a narrower space, where the search of the whole one was left without proof."""
     narrow = both(settings.restriction.allowed, restriction(solver.problem, "fsdp").allowed)
     if not all(narrow.values()):
         return None
     held = replace(settings, restriction=replace(settings.restriction, allowed=narrow))
-    # the models are shared; what the search of the whole space found out is not written over
-    found = copy(solver).solve(held)
-    # of the whole space something faster does not fit, though of this one nothing may be
-    return replace(found, binds=True) if isinstance(found, Answer) else None
+    found = solver.within(held, budget)
+    return found if isinstance(found, Answer) else None

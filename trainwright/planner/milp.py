@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -166,8 +167,7 @@ class Model:
         if not relaxed:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
             lp.integrality_ = [kinds[flag] for flag in self.integer]
-        highs = highspy.Highs()
-        highs.setOptionValue("output_flag", False)
+        highs = _silent()
         if relaxed:
             # the dual simplex from the slack basis takes half the time that it takes behind a presolve
             highs.setOptionValue("presolve", "off")
@@ -240,6 +240,27 @@ class Relaxation:
                 return None
             return Vertex(info.objective_function_value, np.array(highs.getSolution().col_value), highs.getBasis())
         return math.nan if status == highspy.HighsModelStatus.kTimeLimit else None
+
+
+@functools.cache
+def _silent_kind() -> Any:
+    import highspy
+
+    class Silent(highspy.Highs):
+        """From 1.16 on the solver prints its name where it is made, as soon as it has its callbacks."""
+
+        def enableCallbacks(self) -> Any:
+            self.setOptionValue("output_flag", False)
+            return super().enableCallbacks()
+
+    return Silent
+
+
+def _silent() -> Any:
+    """Return a solver that prints nothing, in any release."""
+    highs = _silent_kind()()
+    highs.setOptionValue("output_flag", False)
+    return highs
 
 
 def _scale_of(costs: Iterable[float]) -> float:
