@@ -19,11 +19,8 @@ from trainwright.runtime.communicator import MeshCommunicator, make_mesh
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-def communicator(shares: bool = True) -> MeshCommunicator:
-    found = MeshCommunicator(make_mesh({"a0": dist.get_world_size()}, "cpu"))
-    if not shares:
-        found._shared[0] = None
-    return found
+def communicator() -> MeshCommunicator:
+    return MeshCommunicator(make_mesh({"a0": dist.get_world_size()}, "cpu"))
 
 
 def given(kind: str, num: int, dtype: torch.dtype, salt: int = 0, rank: int | None = None) -> Tensor:
@@ -100,12 +97,13 @@ def without_room(limit_bytes: int, room_bytes: int) -> tuple[list[bool], int]:
 
 def apart(how: str) -> tuple[bool, bool]:
     """One rank that shares nothing: whether any does, and whether the sum is right."""
-    ways, was, opened = communicator(), os.environ.get(shared_memory.SWITCH), shared_memory._opened
+    was, opened = os.environ.get(shared_memory.SWITCH), shared_memory._opened
     if dist.get_rank() == 1 and how == "switched off":
         os.environ[shared_memory.SWITCH] = "0"
     if dist.get_rank() == 1 and how == "not to be opened":
         shared_memory._opened = lambda offers: None
     try:
+        ways = communicator()
         result = ways.all_reduce(0, given("all_reduce", 50_000, torch.float32))
     finally:
         os.environ.pop(shared_memory.SWITCH, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,13 +113,14 @@ class SharedMemory:
         number, start = self._number, self._allocate(num_bytes)
         if start != _NOWHERE:
             self._give(kind, tensor, self.blocks[self.own].view(start, tensor))
-        said = torch.tensor([number, num_bytes, start])
-        heard = torch.empty(len(self.blocks), 3, dtype=torch.int64)
-        work = all_gather_flat(heard.view(-1), said, group=self.group, async_op=True)
+        # not of torch's allocator, whose peak is promised to the byte
+        said = torch.frombuffer(array("q", [number, num_bytes, start]), dtype=torch.int64)
+        heard = torch.frombuffer(array("q", [0] * 3 * len(self.blocks)), dtype=torch.int64)
+        work = all_gather_flat(heard, said, group=self.group, async_op=True)
 
         def finish(given: Tensor, result: Tensor) -> None:
             self.num_bytes -= num_bytes
-            numbers, sizes, starts = zip(*heard.tolist())
+            numbers, sizes, starts = zip(*heard.view(-1, 3).tolist())
             if len(set(zip(numbers, sizes))) > 1:
                 raise RuntimeError(
                     f"all ranks are to begin the same collectives in the same order; {kind} of {num_bytes} bytes, number "
@@ -169,6 +171,7 @@ class SharedMemory:
         return _NOWHERE
 
     def _is_read(self, slot: _Slot) -> bool:
+        """Whether all ranks, this one too, have finished what the slot was for: each marks it once it has read."""
         at = slot.number % _MARKS
         return all(int(block.marks[at]) >= slot.number for block in self.blocks)
 

@@ -36,7 +36,9 @@ class MeshCommunicator:
         self.activity = Activity()
         self._settles = False
         self._shared: dict[int, SharedMemory | None] = {}
-        """By axis, once it has been asked for: the memory that its ranks share."""
+        """By axis: the memory that its ranks share, if they do."""
+        if device_mesh.device_type == "cpu":
+            self._shared = {axis: shared_memory(group) for axis, group in enumerate(self.groups)}
 
     @contextmanager
     def settling(self) -> Iterator[None]:
@@ -88,16 +90,11 @@ class MeshCommunicator:
     def _begin(self, kind: str, axis: int, tensor: Tensor, result: Tensor, op: str) -> tuple[Any, Finish | None]:
         """Begin a collective by memory or by the backend; return the work, and what is left to do when that is done."""
         if op == "sum" and is_shared(kind, tensor):
-            shared = self._shared_along(axis)
+            shared = self._shared.get(axis)
             if shared is not None and shared.takes(tensor):
                 with self.activity.exchanging():
                     return shared.begin(kind, tensor, lambda given, result: self._sent(kind, axis, given, result))
         return self._send(kind, axis, tensor, result, op)
-
-    def _shared_along(self, axis: int) -> SharedMemory | None:
-        if axis not in self._shared:
-            self._shared[axis] = shared_memory(self.groups[axis])
-        return self._shared[axis]
 
     def _sent(self, kind: str, axis: int, tensor: Tensor, result: Tensor) -> None:
         """Carry out a collective by the backend, from its beginning to its end."""
