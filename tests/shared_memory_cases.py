@@ -62,6 +62,20 @@ def same_on_all() -> bool:
     return all(torch.equal(result, other) for other in every)
 
 
+def transposed() -> list[bool]:
+    """Whether results are right where what the last rank gives does not lie in rows, and the others' does."""
+    ways, is_last = communicator(), dist.get_rank() == dist.get_world_size() - 1
+    found = []
+    for kind in KINDS:
+        tensor = given(kind, 20_000, torch.float32)
+        tensor = tensor.view(*tensor.shape[:-1], 100, 200)
+        if is_last:
+            tensor = tensor.mT.contiguous().mT
+        result = ways.issue(kind, 0, tensor).wait()
+        found.append(torch.equal(result.flatten(), wanted(kind, 20_000, torch.float32).flatten()))
+    return found
+
+
 def in_any_order(num_rounds: int) -> tuple[int, int]:
     """Many under way at once, waited for in a drawn order by ranks that are now quick, now slow: how many were wrong."""
     ways, draw, own = communicator(), random.Random(0), random.Random(dist.get_rank())

@@ -47,6 +47,11 @@ def test_a_sum_is_the_same_on_every_rank_to_the_bit(pool2: Pool, pool4: Pool) ->
     assert all(pool2.run(CASES + "same_on_all") + pool4.run(CASES + "same_on_all"))
 
 
+def test_ranks_need_not_hold_their_parts_alike(pool2: Pool, pool4: Pool) -> None:
+    for pool in (pool2, pool4):
+        assert pool.run(CASES + "transposed") == [[True] * 3] * pool.num_ranks
+
+
 @pytest.mark.parametrize(
     ("model", "mesh", "seed"),
     [
@@ -152,6 +157,6 @@ def test_small_and_foreign_tensors_are_sent() -> None:
     large = torch.zeros(LEAST_BYTES // 4, 2)
     assert shared_memory.is_shared("all_reduce", large)
     assert not shared_memory.is_shared("all_to_all", large)
-    assert not shared_memory.is_shared("all_reduce", large.t())
+    assert shared_memory.is_shared("all_reduce", large.t()), "how it lies may differ from rank to rank"
     assert not shared_memory.is_shared("all_reduce", large[: LEAST_BYTES // 16])
     assert not shared_memory.is_shared("all_reduce", large.to("meta"))
