@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.artifacts import Cluster, MeshAxis, UserError
-from trainwright.hardware.calibrate import fit_ring
-from trainwright.hardware.collectives import terms
+from trainwright.hardware.calibrate import _fit_memory, fit_ring
+from trainwright.hardware.collectives import KINDS, terms
 
 hardware = importlib.import_module("trainwright.hardware")  # the facade's verb has the same name
 
@@ -156,6 +156,24 @@ def test_the_fit_finds_the_ring_that_made_the_rows(latency_s: float, bandwidth: 
     found_latency_s, found_bandwidth = fit_ring(rows, num_ranks)
     assert found_latency_s == pytest.approx(latency_s, rel=1e-3)
     assert found_bandwidth == pytest.approx(bandwidth, rel=1e-3)
+
+
+def test_what_is_sent_beside_shared_memory_takes_its_own_factor() -> None:
+    """Latency and bandwidth are of what goes through memory; `all_to_all`, which does not, is so many times slower."""
+    rows = [
+        (
+            kind,
+            float(num_bytes),
+            (3.0 if kind == "all_to_all" else 1.0) * (num_hops * 2e-4 + fraction * num_bytes / 5e9),
+        )
+        for kind in KINDS
+        for num_bytes in (2**12, 2**16, 2**20, 2**24)
+        for num_hops, fraction in [terms(cast(Any, kind), 2)]
+    ]
+    latency_s, bandwidth, factors = _fit_memory(rows, 2)
+    assert latency_s == pytest.approx(2e-4, rel=1e-6)
+    assert bandwidth == pytest.approx(5e9, rel=1e-6)
+    assert factors == {"all_to_all": 3.0}
 
 
 def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> None:

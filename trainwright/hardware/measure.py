@@ -124,33 +124,30 @@ def _collective_rows(quick: bool, shared: SharedMemory | None) -> Iterator[tuple
 
 
 def _collectives(full: Any, part: Any, shared: SharedMemory | None) -> dict[str, Callable[[], Any]]:
-    """Each kind as a call; newer releases of torch renamed two of the functions."""
+    """Each kind as a call."""
     import torch
     import torch.distributed as dist
 
-    from ..launch.shared_memory import all_gather_flat, is_shared
+    from ..launch.flat import all_gather_flat, reduce_scatter_flat
+    from ..launch.shared_memory import is_shared
 
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     received = torch.empty_like(full)
     given = {
         "all_gather": (part, full, lambda: all_gather_flat(full.view(-1), part)),
-        "reduce_scatter": (full, part, lambda: scatter(part, full.view(-1))),
+        "reduce_scatter": (full, part, lambda: reduce_scatter_flat(part, full.view(-1))),
         "all_reduce": (full, full, lambda: dist.all_reduce(full)),
         "all_to_all": (full, received, lambda: dist.all_to_all_single(received.view(-1), full.view(-1))),
     }
     return {
-        kind: partial(_by_memory, shared, kind, tensor, result)
+        kind: partial(_by_memory, shared, kind, tensor, result, send)
         if shared is not None and is_shared(kind, tensor) and shared.takes(tensor)
         else send
         for kind, (tensor, result, send) in given.items()
     }
 
 
-def _by_memory(shared: SharedMemory, kind: str, tensor: Any, result: Any) -> None:
-    def send(*_: Any) -> None:
-        raise AssertionError("one collective at a time has room")
-
-    work, finish = shared.begin(kind, tensor, send)
+def _by_memory(shared: SharedMemory, kind: str, tensor: Any, result: Any, send: Callable[[], Any]) -> None:
+    work, finish = shared.begin(kind, tensor, lambda *_: send())
     work.wait()
     finish(tensor, result)
 

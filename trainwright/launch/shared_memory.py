@@ -1,7 +1,7 @@
 """Collectives of the processes of one machine, through memory that all of them map.
 
-Sent over a socket, a tensor is copied four times; here a rank copies what it gives into its own memory, and whoever waits for
-it reads it there. The process group is asked for one small gather alone: it says where a rank's part lies, that it lies
+Sent over a socket, a tensor goes through the kernel; here a rank copies what it gives into its own memory, and whoever waits
+for it reads it there. The process group is asked for one small gather alone: it says where a rank's part lies, that it lies
 there, and whether the rank is still alive. So a collective is begun early and finished by the one who waits for it.
 
 The memory has no name in any file system (`memfd_create`, opened by way of the owner's `/proc` entry): nothing is left
@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .flat import all_gather_flat
+
 LEAST_BYTES = 64 * 2**10
 """Less is sent: the small gather alone takes as long."""
 MOST_RANKS = 4
-"""Each rank reads from all others: of a sum, beyond four, more than a ring sends."""
+"""Of a sum each rank reads all of what every other gave, where a ring sends twice the tensor at most: measured up to four."""
 LIMIT_BYTES = 32 * 2**20
 """What one rank may have under way through the memory of one group. More is sent, as all ranks know without asking."""
 SWITCH = "TRAINWRIGHT_SHARED_MEMORY"
@@ -43,9 +45,6 @@ _ROOM_AT = 8 * _MARKS
 _ALIGNED = 64
 _NOWHERE = -1
 """Where a part lies that found no room: all ranks then send this one."""
-
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Renamed in torch 2.13; the old name warns there and the new one does not exist before."""
 
 
 def is_shared(kind: str, tensor: Tensor) -> bool:
@@ -67,9 +66,9 @@ class _Block:
     """One rank's memory as mapped here: marks, by number, of the collectives that it has finished, and room for what it gives."""
 
     def __init__(self, descriptor: int) -> None:
-        self.memory = mmap.mmap(descriptor, _ROOM_AT + _ROOM_BYTES)
-        self.marks = torch.frombuffer(self.memory, dtype=torch.int64, count=_MARKS)
-        self.room = torch.frombuffer(self.memory, dtype=torch.uint8, offset=_ROOM_AT)
+        memory = mmap.mmap(descriptor, _ROOM_AT + _ROOM_BYTES)
+        self.marks = torch.frombuffer(memory, dtype=torch.int64, count=_MARKS)
+        self.room = torch.frombuffer(memory, dtype=torch.uint8, offset=_ROOM_AT)
 
     def view(self, start: int, like: Tensor) -> Tensor:
         """Return so many bytes from `start` as `like` takes, as a tensor like it."""
@@ -90,9 +89,9 @@ class SharedMemory:
 
     def __init__(self, group: Any, own: int, blocks: Sequence[_Block]) -> None:
         self.group, self.own, self.blocks = group, own, list(blocks)
-        self.others = [block for rank, block in enumerate(blocks) if rank != own]
         self.num_bytes = 0
-        """Begun here and not finished. All ranks begin and finish the same in the same order, so that it is alike on all."""
+        """Begun here and not finished. All ranks begin and finish the same in the same order, so that it is alike on all; one
+        that nobody waits for counts for good."""
         self._number = 0
         self._slots: list[_Slot] = []
 
@@ -151,7 +150,8 @@ class SharedMemory:
                 for rank, block in enumerate(self.blocks)
             ], result)  # fmt: skip
         elif len(self.blocks) == 2:  # either order is the other's
-            result.add_(self.others[0].view(starts[1 - self.own], given))
+            other = 1 - self.own
+            result.add_(self.blocks[other].view(starts[other], given))
         else:
             _sum([block.view(start, given) for block, start in zip(self.blocks, starts)], result)
 

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..launch.shared_memory import Finish, SharedMemory, all_gather_flat, is_shared, shared_memory
+from ..launch.flat import all_gather_flat, reduce_scatter_flat
+from ..launch.shared_memory import Finish, SharedMemory, is_shared, shared_memory
 from .activity import Activity
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-# Renamed in torch 2.13; the old name warns there and the new one does not exist before.
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class MeshCommunicator:

@@ -1,0 +1,8 @@
+"""Collectives on flat tensors under the names of any release: torch 2.13 renamed them, and warns at the old names."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
