@@ -265,7 +265,7 @@ class Oracle:
                 again_s = costs.move_s(tensor, native, want[0]) + RERUN_EPSILON_S
                 total += fate.converts.get((use, want), 0) * again_s
         for decision, count in fate.reruns.items():
-            total += count * (decision.rerun_s(self.options[decision]) + RERUN_EPSILON_S)
+            total += count * (decision.rerun_s[self.options[decision]] + RERUN_EPSILON_S)
         return total + self._transfer_s(fate) + self._states_s(fate)
 
     def _states_s(self, fate: Fate) -> float:
@@ -292,7 +292,7 @@ class Oracle:
             option = self.options[decision]
             forward_s += decision.count * (decision.forward_s[option] + decision.inner_comm_s[option][0])
             backward_s += decision.count * (decision.backward_s[option] + decision.inner_comm_s[option][1])
-            backward_s += fate.reruns.get(decision, 0) * (decision.rerun_s(option) + RERUN_EPSILON_S)
+            backward_s += fate.reruns.get(decision, 0) * (decision.rerun_s[option] + RERUN_EPSILON_S)
         for use in self.problem.uses:
             native, tensor = self._native(use), use.source.tensor
             for want in self.wants[use]:

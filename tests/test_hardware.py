@@ -146,25 +146,30 @@ def test_wrong_collectives_are_refused() -> None:
 # Measurements.
 
 
-@given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e12), st.integers(2, 64))
-def test_the_fit_finds_the_ring_that_made_the_rows(latency_s: float, bandwidth: float, num_ranks: int) -> None:
+@given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e12), st.integers(2, 64), st.floats(0.25, 4.0))
+def test_the_fit_finds_the_ring_that_made_the_rows(
+    latency_s: float, bandwidth: float, num_ranks: int, factor: float
+) -> None:
     turn = latency_s * bandwidth  # where both terms weigh the same
     rows = []
     for kind, num_bytes in itertools.product(("all_gather", "all_reduce"), (turn / 300, turn, turn * 300)):
         hops, volume = terms(cast(Any, kind), num_ranks)
-        rows.append((kind, num_bytes, hops * latency_s + volume * num_bytes / bandwidth))
-    found_latency_s, found_bandwidth = fit_ring(rows, num_ranks)
+        times = factor if kind == "all_reduce" else 1.0
+        rows.append((kind, num_bytes, times * (hops * latency_s + volume * num_bytes / bandwidth)))
+    found_latency_s, found_bandwidth, factors = fit_ring(rows, num_ranks)
     assert found_latency_s == pytest.approx(latency_s, rel=1e-3)
     assert found_bandwidth == pytest.approx(bandwidth, rel=1e-3)
+    assert factors == {"all_reduce": pytest.approx(factor, rel=2e-3)}
 
 
 def test_what_is_sent_beside_shared_memory_takes_its_own_factor() -> None:
     """Latency and bandwidth are of what goes through memory; `all_to_all`, which does not, is so many times slower."""
+    times = {"all_to_all": 3.0, "all_reduce": 0.7, "reduce_scatter": 1.2}
     rows = [
         (
             kind,
             float(num_bytes),
-            (3.0 if kind == "all_to_all" else 1.0) * (num_hops * 2e-4 + fraction * num_bytes / 5e9),
+            times.get(kind, 1.0) * (num_hops * 2e-4 + fraction * num_bytes / 5e9),
         )
         for kind in KINDS
         for num_bytes in (2**12, 2**16, 2**20, 2**24)
@@ -173,7 +178,7 @@ def test_what_is_sent_beside_shared_memory_takes_its_own_factor() -> None:
     latency_s, bandwidth, factors = _fit_memory(rows, 2)
     assert latency_s == pytest.approx(2e-4, rel=1e-6)
     assert bandwidth == pytest.approx(5e9, rel=1e-6)
-    assert factors == {"all_to_all": 3.0}
+    assert factors == times
 
 
 def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import sys
 from dataclasses import replace
@@ -31,6 +32,8 @@ from trainwright.planner.price import price
 from trainwright.planner.simulate import Simulation
 from trainwright.planner.solve import Answer, Infeasible
 from trainwright.profiler.saved import whole_program
+
+presets = importlib.import_module("trainwright.hardware.presets")
 
 
 class Block(nn.Module):
@@ -163,6 +166,15 @@ def test_recomputation_comes_close_to_the_best_of_all():
         assert price_of(place, answer.decisions) <= 1.05 * best
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_cores", "flags"), [(2, ""), (4, "avx512f"), (16, "avx512f avx512_bf16")])
+def test_every_plan_fits_and_joint_is_fastest_on_other_machines(num_cores, flags, monkeypatch):
+    monkeypatch.setattr(presets, "num_cores", lambda: num_cores)
+    monkeypatch.setattr(presets.machine, "cpu_flags", lambda: frozenset(flags.split()))
+    for name in ("gpt2-tiny", "llama-tiny"):
+        test_every_plan_fits_and_joint_is_fastest(name, "cpu:2", (2,))
+
+
 @pytest.mark.parametrize(
     ("name", "hardware", "mesh"),
     [
@@ -213,6 +225,22 @@ def test_a_step_is_the_sum_of_its_parts():
     assert found.predicted.step_s == pytest.approx(
         found.predicted.compute_s + found.predicted.exposed_comm_s + found.predicted.recompute_s
     )
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "vit-tiny"])
+def test_sums_for_which_nothing_waits_are_free(name):
+    """The count of labels is summed up from the step's begin on, the loss behind the backward: gradients alone are waited for."""
+    (place,) = task(tiny_program(name)).places
+    answer = place.solve("ddp")
+    found = place.price(answer.simulation)
+    of_loss = [seconds for key, seconds in found.by_op.items() if "cross_entropy.out" in key]
+    assert of_loss == [0.0]
+    assert all(
+        decision.inner_comm_s[option] == (0.0, 0.0)
+        for decision, option in answer.choice.options.items()
+        if decision.group is not None
+    )
+    assert answer.objective_s == pytest.approx(found.serial_s, rel=1e-6)
 
 
 def test_data_parallelism_reduces_every_gradient_once():

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..ops.local import WithSum
 from .local import Instruction, LocalProgram, Ref
-from .randomness import with_state
+from .program import Op, Tensor
+from .randomness import needs_state
 
 if TYPE_CHECKING:
     from .execute import RunState
@@ -35,21 +36,39 @@ class EarlySum:
         return function.begin([env.get(arg.value) if isinstance(arg, Ref) else arg for arg in args])
 
 
-def early_sums(local: LocalProgram, coords: Sequence[int]) -> list[EarlySum]:
+def early_sums(local: LocalProgram) -> list[EarlySum]:
     """Return the sums that can be begun before anything else, in the order of the instructions that take them."""
     producers = {value: i for i in local.instructions for value in i.outputs}
     found = []
     for instruction in local.instructions:
         if isinstance(instruction.function, WithSum):
-            first = _makers(local, instruction, producers, coords)
+            first = _makers(local, instruction, producers)
             if first is not None:
                 found.append(EarlySum(instruction, tuple(sorted(first))))
     return found
 
 
-def _makers(
-    local: LocalProgram, instruction: Instruction, producers: dict[int, Instruction], coords: Sequence[int]
-) -> set[int] | None:
+def said_by_the_batch(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether what is summed of these can be begun before anything else, where no rank has to be asked for them."""
+    queue = list(tensors)
+    makers: set[Op] = set()
+    given = made = 0
+    while queue:
+        tensor = queue.pop()
+        if tensor.producer is None:
+            if tensor.role not in ("input", "const"):
+                return False
+            given += tensor.num_bytes
+        elif (op := tensor.producer) not in makers:
+            if op.requires_grad or op.kind == "heavy" or needs_state(op):
+                return False
+            makers.add(op)
+            made += tensor.num_bytes
+            queue += op.inputs
+    return made <= MAX_GROWTH * given
+
+
+def _makers(local: LocalProgram, instruction: Instruction, producers: dict[int, Instruction]) -> set[int] | None:
     """The instructions behind what is summed of; None unless they need the batch and constants alone, and make little."""
     summed = [instruction.args[place] for place in instruction.function.places]  # type: ignore[attr-defined]
     queue = [arg.value for arg in summed if isinstance(arg, Ref)]
@@ -63,7 +82,7 @@ def _makers(
                 return None
             given += tensor.num_bytes
         elif producer.index not in makers:
-            if not _is_plain(producer, local, coords):
+            if not _is_plain(producer, local):
                 return None
             makers.add(producer.index)
             made += tensor.num_bytes
@@ -71,14 +90,14 @@ def _makers(
     return makers if made <= MAX_GROWTH * given else None
 
 
-def _is_plain(instruction: Instruction, local: LocalProgram, coords: Sequence[int]) -> bool:
+def _is_plain(instruction: Instruction, local: LocalProgram) -> bool:
     """Whether an instruction may be carried out early: it sends nothing, draws nothing, and no gradient goes through it."""
     if any(local.values[value].tensor.requires_grad for value in instruction.outputs):
         return False
     if instruction.op is None:
         return instruction.bucket is None and instruction.replay is None and not instruction.args[1].moves
     known = instruction.function is instruction.op.node.target or instruction.op.kind != "heavy"
-    return known and with_state(instruction, coords) is None
+    return known and not needs_state(instruction.op)
 
 
 def with_sum(instruction: Instruction) -> Callable[..., Any] | None:

@@ -76,7 +76,7 @@ class Executor:
         self.segments = _segments(local.instructions)
         self.reruns = {region: rerun for region, rerun in reruns_of(local).items() if rerun.wanted or rerun.internals}
         self.frees = _last_uses(local)
-        self.early = early_sums(local, self.coords)
+        self.early = early_sums(local)
         for index in {index for early in self.early for index in early.first}:
             self.calls[index] = _unless_there(self.calls[index], local.instructions[index].outputs[0])
         loss_sum = summing_the_loss(local)

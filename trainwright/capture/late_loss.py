@@ -5,14 +5,17 @@ Else all ranks meet where the forward ends, the faster waiting for the slower, f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .buckets import only_sums
 from .local import LocalProgram, Ref
+from .program import Program
 from .reshard import Route, reshard
+from .transition import Step
 
 if TYPE_CHECKING:
     from .execute import Call
@@ -29,8 +32,12 @@ def summing_the_loss(local: LocalProgram) -> int | None:
     makers = [instruction for instruction in local.instructions if loss.value in instruction.outputs]
     if len(makers) != 1 or makers[0].function is not reshard:
         return None
-    route = makers[0].args[1]
-    return makers[0].index if route.steps and all(step.kind == "all_reduce" for step in route.steps) else None
+    return makers[0].index if only_sums(makers[0].args[1].steps) else None
+
+
+def comes_late(program: Program, steps: Sequence[Step]) -> bool:
+    """Tell whether nothing in a step waits for the loss, which `steps` bring to all ranks: a sum of which no op goes on."""
+    return program.num_runs == 1 and only_sums(steps) and not program.loss.consumers
 
 
 def late(compute: Call, local: LocalProgram, index: int) -> Call:

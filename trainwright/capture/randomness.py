@@ -18,6 +18,7 @@ from ..ops.local import replace_arg
 if TYPE_CHECKING:
     from .execute import RunState
     from .local import Instruction
+    from .program import Op
 
 WithState = Callable[..., Any]
 DRAWING = {
@@ -42,19 +43,28 @@ def derived_seed(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
+def needs_state(op: Op) -> bool:
+    """Tell whether an op draws numbers or knows modes."""
+    if op.name == "scaled_dot_product_attention":
+        return bool(op.call.arg(4, "dropout_p", 0.0))
+    if op.name == "batch_norm":
+        return bool(op.call.arg(5, "training", False))
+    return op.name in ("dropout", "native_dropout") or op.name in DRAWING
+
+
 def with_state(instruction: Instruction, coords: Sequence[int]) -> WithState | None:
     """Return the instruction's function with the run's state in front, for ops that draw numbers or know modes."""
-    if instruction.op is None:
+    if instruction.op is None or not needs_state(instruction.op):
         return None
-    name = instruction.op.name
     place = (instruction.key, tuple(coords[axis] for axis in instruction.axes))
-    if name in ("dropout", "native_dropout"):
-        return _dropout(place)
-    if name == "scaled_dot_product_attention":
-        return _attention(instruction.function, place) if instruction.op.call.arg(4, "dropout_p", 0.0) else None
-    if name == "batch_norm":
-        return _batch_norm(instruction.function) if instruction.op.call.arg(5, "training", False) else None
-    return _drawing(instruction.function, place) if name in DRAWING else None
+    match instruction.op.name:
+        case "dropout" | "native_dropout":
+            return _dropout(place)
+        case "scaled_dot_product_attention":
+            return _attention(instruction.function, place)
+        case "batch_norm":
+            return _batch_norm(instruction.function)
+    return _drawing(instruction.function, place)
 
 
 def _dropout(place: tuple[Any, ...]) -> WithState:

@@ -11,7 +11,7 @@ from ..artifacts import Cluster, Device, Link, Overheads, Tier, UserError
 from ..launch import run_processes
 from ..launch.cores import num_cores
 from . import machine
-from .collectives import GLOO_FACTORS, Collective, terms
+from .collectives import GLOO_FACTORS, KINDS, Collective, terms
 from .kernels import kernel_table, rounded
 from .presets import DISK_LATENCY_S
 
@@ -42,44 +42,46 @@ def calibrate(
     return _cluster(ranks, quick)
 
 
-def fit_ring(rows: Sequence[Row], num_ranks: int) -> tuple[float, float]:
-    """Return (latency in seconds, bandwidth in bytes/s) with which the ring formulas come nearest to measured `rows`.
+def fit_ring(rows: Sequence[Row], num_ranks: int) -> tuple[float, float, dict[str, float]]:
+    """Return (latency in seconds, bandwidth in bytes/s, factors by kind) of the ring formulas that come nearest to `rows`.
 
-    Nearest in ratio: the sum of squared log(predicted / measured), so that small messages count as much as large ones.
+    Nearest in ratio: the sum of squared log(predicted / measured), so that small messages count as much as large ones. Other
+    kinds than the gather have a factor: two ranks that share memory meet once for an all-reduce, not twice.
 
-    >>> rows = [("all_gather", 1e3, 1e-4 + 0.5e3 / 1e9), ("all_reduce", 1e8, 2e-4 + 1e8 / 1e9)]
-    >>> latency_s, bandwidth = fit_ring(rows, num_ranks=2)
-    >>> round(latency_s, 9), round(bandwidth / 1e9, 6)
-    (0.0001, 1.0)
+    >>> rows = [("all_gather", 1e3, 1e-4 + 0.5e3 / 1e9), ("all_gather", 1e8, 1e-4 + 0.5e8 / 1e9)]
+    >>> latency_s, bandwidth, factors = fit_ring([*rows, ("all_reduce", 1e8, 0.8 * (2e-4 + 1e8 / 1e9))], num_ranks=2)
+    >>> round(latency_s, 9), round(bandwidth / 1e9, 6), factors
+    (0.0001, 1.0, {'all_reduce': 0.8})
     """
     import numpy as np
     from scipy.optimize import least_squares
 
-    factors = [terms(kind, num_ranks) for kind, _, _ in rows]
-    hops = np.array([num_hops for num_hops, _ in factors])
-    volumes = np.array([fraction * num_bytes for (_, fraction), (_, num_bytes, _) in zip(factors, rows)])
+    found = [terms(kind, num_ranks) for kind, _, _ in rows]
+    hops = np.array([num_hops for num_hops, _ in found])
+    volumes = np.array([fraction * num_bytes for (_, fraction), (_, num_bytes, _) in zip(found, rows)])
     log_measured = np.log([measured_s for _, _, measured_s in rows])
+    others = [kind for kind in KINDS[1:] if any(row[0] == kind for row in rows)]
+    is_of = np.array([[float(row[0] == kind) for kind in others] for row in rows])
 
     def residuals(logs: Any) -> Any:
-        return np.log(hops * np.exp(logs[0]) + volumes * np.exp(logs[1])) - log_measured
+        return np.log(hops * np.exp(logs[0]) + volumes * np.exp(logs[1])) + is_of @ logs[2:] - log_measured
 
-    start = (float(np.min(log_measured - np.log(hops))), float(np.min(log_measured - np.log(volumes))))
-    latency_s, seconds_per_byte = np.exp(least_squares(residuals, start).x)
-    return float(latency_s), float(1 / seconds_per_byte)
+    start = [np.min(log_measured - np.log(hops)), np.min(log_measured - np.log(volumes)), *(0.0 for _ in others)]
+    latency_s, seconds_per_byte, *factors = np.exp(least_squares(residuals, start).x)
+    return float(latency_s), float(1 / seconds_per_byte), {k: rounded(float(f)) for k, f in zip(others, factors)}
 
 
 def _fit_memory(rows: Sequence[Row], num_ranks: int) -> tuple[float, float, dict[str, float]]:
-    """The same for ranks that share memory, and by what factor the kind takes longer that is sent even so."""
+    """The same for ranks that share memory, but for the kind that is sent even so: a factor for its large messages alone."""
     from ..launch.shared_memory import LEAST_BYTES
 
-    shared = [row for row in rows if row[0] != "all_to_all"]
-    latency_s, bandwidth = fit_ring(shared, num_ranks)
+    latency_s, bandwidth, factors = fit_ring([row for row in rows if row[0] != "all_to_all"], num_ranks)
     ratios = []
     for kind, num_bytes, measured_s in rows:
         if kind == "all_to_all" and num_bytes >= LEAST_BYTES:
             num_hops, fraction = terms(kind, num_ranks)
             ratios.append(measured_s / (num_hops * latency_s + fraction * num_bytes / bandwidth))
-    return latency_s, bandwidth, {"all_to_all": rounded(max(1.0, statistics.median(ratios)))}
+    return latency_s, bandwidth, {**factors, "all_to_all": rounded(max(1.0, statistics.median(ratios)))}
 
 
 def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
@@ -102,10 +104,9 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
     )
     rows = [row for rank in ranks for row in rank["collectives"]]
     latency_s, bandwidth, factors = 0.0, device.bandwidth_bytes_per_s, GLOO_FACTORS
-    if rows and all(rank["shares_memory"] for rank in ranks):
-        latency_s, bandwidth, factors = _fit_memory(rows, num_ranks)
-    elif rows:
-        latency_s, bandwidth = fit_ring(rows, num_ranks)
+    if rows:
+        fit = _fit_memory if all(rank["shares_memory"] for rank in ranks) else fit_ring
+        latency_s, bandwidth, factors = fit(rows, num_ranks)
     link = Link(
         name="cpu",
         size=num_ranks,

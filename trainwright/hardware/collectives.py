@@ -7,7 +7,8 @@ With n ranks on the axis, α its latency per hop and β the bytes per second tha
     all_to_all                   (n − 1) α + (n − 1)/n · B/β     B: bytes of one rank's local tensor
 
 A ring is an upper estimate where a library uses trees for small messages over many ranks: n grows the latency term
-linearly here. `calibrate` fits α and β to these same formulas, so a measured axis predicts what was measured.
+linearly here. A kind may take a factor of that. `calibrate` fits α, β and the factors to these same formulas, so a measured
+axis predicts what was measured.
 """
 
 from __future__ import annotations

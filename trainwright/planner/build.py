@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..capture.blocks import RegionClass
 from ..capture.decide import group_key, param_classes, span
 from ..capture.groups import Group
+from ..capture.late_loss import comes_late
 from ..capture.layout import REPLICATE, Layout
 from ..capture.program import Op, Program, Tensor
-from ..capture.transition import gradient_layout
+from ..capture.transition import gradient_layout, transition
 from .costs import LEAST_SHARE, CostModel, OptimizerCost
 from .problem import Decision, Demand, Problem, Source, Stored, Use, Want
 from .strategies import batch_factor, group_options, param_options
@@ -55,6 +56,7 @@ class _Builder:
             for tensor, found in table.items():
                 self._add_uses(region_class, tensor, found)
         stored = self._stored(groups)
+        self._add_rerun_s(groups, {found.source.tensor for found in stored if found.boundary or found.held})
         buffers = sum(tensor.num_bytes for tensor in self.program.tensors if tensor.role == "buffer")
         return Problem(
             self.program, self.costs, self.optimizer, self.samples, groups, params, self.uses, stored, buffers
@@ -88,7 +90,9 @@ class _Builder:
                 native = group.output_layout(op, place, split)
                 twins = [member.ops[op.position].outputs[place] for member in region_class.members]
                 if any(twin is self.program.loss for twin in twins):
-                    total += self.costs.move_s(tensor, native, (REPLICATE,) * len(split))
+                    whole = (REPLICATE,) * len(split)
+                    if not comes_late(self.program, transition(native, whole)):
+                        total += self.costs.move_s(tensor, native, whole)
                 elif any(self._is_output(twin) for twin in twins):
                     total += self.costs.move_s(tensor, native, gradient_layout(native))
         return total / region_class.multiplicity
@@ -269,6 +273,21 @@ class _Builder:
                 # What the representative's readers leave in the group, those of another member may read outside.
                 found.setdefault(root, Stored(self.sources[root], False, False)).uses.append(use)
         return list(found.values())
+
+    def _add_rerun_s(self, groups: Sequence[Decision], kept: set[Tensor]) -> None:
+        """Say what running each group again takes; `kept` is never rederived."""
+        for decision in groups:
+            group, records = decision.group, self.costs.records
+            assert group is not None
+            again = [
+                op
+                for op in group.ops
+                if records[op].internal_bytes
+                or any(k not in records[op].aliases and t not in kept for k, t in enumerate(op.outputs))
+            ]
+            for split in decision.options:
+                inner_s = sum(self.costs.inner_s(group, op, split)[0] for op in again)
+                decision.rerun_s.append(sum(self.costs.op_s(group, op, split)[0] for op in again) + inner_s)
 
     def _any_output(self, decision: Decision, tensor: Tensor) -> bool:
         op, outputs = tensor.producer, {id(found) for found in self.program.kept_outputs}

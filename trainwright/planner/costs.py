@@ -9,14 +9,15 @@ The share of the arithmetic is that of the op's loops on the fullest rank, the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..artifacts import Device, MeshAxis, Tier
+from ..capture.early_sums import said_by_the_batch
 from ..capture.fakes import new_mode
 from ..capture.groups import Group, Split
 from ..capture.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
@@ -25,6 +26,7 @@ from ..capture.program import Op, Program, Tensor
 from ..capture.transition import Step, gradient_layout, step_bytes, transition
 from ..hardware.collectives import Collective, seconds
 from ..ops import find
+from ..ops.local import WithSum
 from ..profiler.saved import Records
 from ..profiler.tracker import MemoryTracker
 
@@ -280,8 +282,8 @@ class TimedAxes:
         return tensor
 
     def begin(self, tensor: torch.Tensor) -> _Begun:
-        """Return what waits for a reduction, which counts as if nothing were done meanwhile."""
-        return _Begun(self.all_reduce(tensor))
+        """Return what waits for a reduction that was begun with the step: it is there when it is asked for."""
+        return _Begun(tensor)
 
 
 class _Begun(NamedTuple):
@@ -317,6 +319,8 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
     function, args, kwargs = rule(context, op.node.target, tuple(args), dict(kwargs))
     if not context.asked:
         return Inner()
+    if isinstance(function, WithSum) and said_by_the_batch(_summed(function, args, dict(zip(values, op.inputs)))):
+        function = partial(function.function, function.begin(args).wait())
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _noted(tensor, saved), lambda tensor: tensor):
         out = function(*args, **kwargs)
@@ -331,6 +335,11 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
         kept = torch.autograd.grad([out], [value for value in values if value.requires_grad], [given])
     del kept
     return Inner(forward_s, context.total - forward_s, tracker.peak_bytes)
+
+
+def _summed(function: WithSum, args: Sequence[Any], tensors: Mapping[torch.Tensor, Tensor]) -> list[Tensor]:
+    """The tensors of which a local function takes the sum over ranks."""
+    return [tensors[args[place]] for place in function.places if isinstance(args[place], torch.Tensor)]
 
 
 def _noted(tensor: torch.Tensor, saved: list[torch.Tensor]) -> torch.Tensor:

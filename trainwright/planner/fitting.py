@@ -183,7 +183,10 @@ class Fitting:
                 break
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
-                break
+                # too far below what a larger aim let in, which did not fit: between the two there may be what is wanted
+                if not own.note_nothing():
+                    break
+                continue
             refitted = self.solver.answer(replace(found, bound=min(found.objective, max(bound, self.solver.floor_s))))
             own.note(refitted)
             if refitted.simulation.peak_bytes <= self.budget and refitted.objective_s < self.settings.cutoff_s:

@@ -4,6 +4,8 @@ No column of the solver enters here, so this is also the check that the solver's
 programs whose parameters travel one by one. Where they travel in buckets (`capture.schedule`) the collectives of a bucket
 share their latency, and what runs between issuing and waiting hides them on a device that computes and communicates at
 once; of that the solver's objective has a model (`hidden`), which on CPUs is exact: nothing is hidden there.
+
+Sums for which nothing waits are free: those that begin with the step (`early_sums`), and the loss's own (`late_loss`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field
 from ..artifacts import Tier
 from ..capture.accumulate import shared_conversions
 from ..capture.execute import Executor
+from ..capture.late_loss import comes_late
 from ..capture.local import Instruction, LocalProgram
 from ..capture.micro_batches import WEIGHTED
 from ..capture.offload import CountingStore
@@ -161,6 +164,8 @@ def _conversion_s(local: LocalProgram, instruction: Instruction, costs: CostMode
     if free:
         return 0.0, 0.0
     _, there, back = instruction.args
+    if tensor is local.program.loss and comes_late(local.program, there.steps):
+        return 0.0, 0.0
     itemsize = tensor.dtype.itemsize
     forward = sum(costs.step_s(step, tensor.slots, itemsize) for step in there.steps)
     if not tensor.requires_grad:

@@ -40,6 +40,8 @@ class Decision:
     backward_s: list[float] = field(default_factory=list)
     inner_comm_s: list[tuple[float, float]] = field(default_factory=list)
     """What the group's ops communicate inside themselves, forward and backward."""
+    rerun_s: list[float] = field(default_factory=list)
+    """What one instance's forward takes where it runs again: ops that make what is never rederived do not."""
     inner_bytes: list[int] = field(default_factory=list)
     """What the group saves and nobody outside reads: activations between its ops, statistics, masks."""
     inner_tensors: list[Tensor] = field(default_factory=list)
@@ -62,10 +64,6 @@ class Decision:
     def option_s(self, option: int) -> float:
         """Return the seconds of all instances, forward and backward."""
         return self.count * (self.forward_s[option] + self.backward_s[option] + sum(self.inner_comm_s[option]))
-
-    def rerun_s(self, option: int) -> float:
-        """Return the seconds of running one instance's forward again."""
-        return self.forward_s[option] + self.inner_comm_s[option][0]
 
 
 @dataclass(eq=False)

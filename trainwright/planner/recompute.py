@@ -104,7 +104,7 @@ class _Builder:
 
     def _add_rerun(self, decision: Decision) -> None:
         for option, chosen in enumerate(self.sharding.choice[decision]):
-            cost = decision.rerun_s(option) + RERUN_EPSILON_S
+            cost = decision.rerun_s[option] + RERUN_EPSILON_S
             rerun = self.model.column(float(decision.count), cost)
             self.columns.rerun[decision, option] = rerun
             self.model.row(EXISTS, [(rerun, 1.0), (chosen, -float(decision.count))], upper=0.0)
