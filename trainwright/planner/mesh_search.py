@@ -13,7 +13,7 @@ from .stages import GAP
 from .task import Place, Task
 
 _SHARE = 8
-"""Other meshes than the first get one part in so many of the time limit."""
+"""Other meshes than the first get one part in so many of the time limit, all together, however long the first one took."""
 _GROWTH = 12.0
 """By how much one more axis lengthens the solution."""
 
@@ -43,22 +43,21 @@ class MeshSearch:
         self.failures: list[tuple[Place, Infeasible]] = []
         self.slower: list[str] = []
         self.unseen: list[str] = []
-        self._began = time.perf_counter()
+        self._others_began: float | None = None
         self._seconds: dict[int, float] = {}
         """By number of axes, what it took to bound a mesh."""
 
     def look_at(self, place: Place) -> None:
         """Solve on `place`, unless it cannot win or would take too long."""
-        is_first = place is self.places[0]
-        left_s = self.task.time_limit_s / _SHARE - (time.perf_counter() - self._began)
-        if not is_first and self._expected_s(place) > left_s:
+        left_s = None if place is self.places[0] else self._left_s()
+        if left_s is not None and self._expected_s(place) > left_s:
             self.unseen.append(place.shape)
             return
         cutoff_s = self.cutoff_s if self.best is None else min(self.cutoff_s, self.best.price.step_s)
         if (len(self.places) > 1 or math.isfinite(cutoff_s)) and self._bound_s(place) >= cutoff_s * (1 - GAP):
             self.slower.append(place.shape)
             return
-        answer = place.solve(self.solver, None if is_first else max(1.0, left_s), cutoff_s)
+        answer = place.solve(self.solver, None if left_s is None else max(1.0, left_s), cutoff_s)
         if isinstance(answer, Infeasible):
             (self.slower.append(place.shape) if answer.cut_off else self.failures.append((place, answer)))
             return
@@ -71,6 +70,13 @@ class MeshSearch:
         if not self.unseen:
             return ()
         return (f"meshes not looked at for lack of time: {', '.join(self.unseen)}; --time-limit gives more",)
+
+    def _left_s(self) -> float:
+        """Return what is left for other meshes than the first."""
+        now = time.perf_counter()
+        if self._others_began is None:
+            self._others_began = now
+        return self.task.time_limit_s / _SHARE - (now - self._others_began)
 
     def _bound_s(self, place: Place) -> float:
         began = time.perf_counter()
