@@ -184,7 +184,7 @@ class Fitting:
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
                 # too far below what a larger aim let in, which did not fit: between the two there may be what is wanted
-                if not own.note_nothing():
+                if not self.solver.problem.is_quick or not own.note_nothing():
                     break
                 continue
             refitted = self.solver.answer(replace(found, bound=min(found.objective, max(bound, self.solver.floor_s))))
