@@ -17,15 +17,11 @@ settings.register_profile("default", deadline=None)
 settings.load_profile("default")
 
 
-def on_machine(num_cores: int, flags: frozenset[str]) -> None:
-    """Guess `cpu:N` as for a machine of so many cores with such vector units."""
-    presets = importlib.import_module("trainwright.hardware.presets")
-    presets.num_cores, presets.machine.cpu_flags = lambda: num_cores, lambda: flags
-
-
 def pytest_configure() -> None:
     """Let `cpu:N` be guessed for one machine wherever the tests run: plans hang on the guess, and what is found of them."""
-    on_machine(num_cores=2, flags=frozenset({"avx512f", "avx512_bf16"}))
+    presets = importlib.import_module("trainwright.hardware.presets")
+    presets.num_cores = lambda: 2
+    presets.machine.cpu_flags = lambda: frozenset({"avx512f", "avx512_bf16"})
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -227,6 +227,25 @@ def test_a_step_is_the_sum_of_its_parts():
     )
 
 
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_a_group_that_runs_again_takes_what_is_run(name):
+    """Its last addition, which the next block reads, is kept: it is not run, and not charged."""
+    (place,) = task(tiny_program(name)).places
+    plain = place.solve("ddp")
+    is_partial = []
+    for decision in place.problem.groups:
+        option = plain.choice.options[decision]
+        if decision.count == 1 or not any(op.requires_grad for op in decision.group.ops):
+            continue
+        decisions = decisions_from(place.problem, Choice(dict(plain.choice.options), {decision: 1}))
+        executor = Executor(build_local(place.problem.program, decisions, SimulatedCommunicator(decisions.mesh)))
+        found = price(executor, place.problem.costs, place.task.optimizer_cost)
+        assert found.recompute_s == pytest.approx(decision.rerun_s[option], rel=1e-9, abs=1e-12), decision.key
+        is_partial.append(decision.rerun_s[option] < 0.99 * decision.forward_s[option])
+    assert any(is_partial)
+    assert not all(is_partial)
+
+
 @pytest.mark.parametrize("name", ["gpt2-tiny", "vit-tiny"])
 def test_sums_for_which_nothing_waits_are_free(name):
     """The count of labels is summed up from the step's begin on, the loss behind the backward: gradients alone are waited for."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_planner import Blocks, question, task, tiny_program
@@ -11,7 +14,7 @@ from trainwright.artifacts import Refusal
 from trainwright.capture.export import capture
 from trainwright.capture.program import build_program
 from trainwright.hardware import resolve
-from trainwright.planner import make_plan
+from trainwright.planner import make_plan, mesh_search
 from trainwright.planner.mesh_search import MeshSearch
 from trainwright.planner.meshes import mesh_shapes
 from trainwright.planner.sharding import is_plain
@@ -61,6 +64,19 @@ def test_a_mesh_that_cannot_win_is_not_solved():
         is_solved = place is search.best.place or place.solver.lower_bound_s() < search.best.price.step_s
         assert is_solved or place.shape in search.slower
     assert not search.unseen
+
+
+def test_others_are_looked_at_however_long_the_first_took(monkeypatch):
+    search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=240.0), "joint")
+    first, *others = search.places
+    search.look_at(first)
+    monkeypatch.setattr(mesh_search, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + 1000.0))
+    for place in others:
+        search.look_at(place)
+    assert not search.unseen
+    monkeypatch.setattr(mesh_search, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + 2000.0))
+    search.look_at(others[0])
+    assert search.unseen == [others[0].shape], "what others took counts"
 
 
 def test_meshes_that_nobody_looked_at_are_named():

@@ -60,7 +60,7 @@ def fit_ring(rows: Sequence[Row], num_ranks: int) -> tuple[float, float, dict[st
     hops = np.array([num_hops for num_hops, _ in found])
     volumes = np.array([fraction * num_bytes for (_, fraction), (_, num_bytes, _) in zip(found, rows)])
     log_measured = np.log([measured_s for _, _, measured_s in rows])
-    others = [kind for kind in KINDS[1:] if any(row[0] == kind for row in rows)]
+    others = [kind for kind in KINDS if kind != "all_gather" and any(row[0] == kind for row in rows)]
     is_of = np.array([[float(row[0] == kind) for kind in others] for row in rows])
 
     def residuals(logs: Any) -> Any:
