@@ -38,7 +38,7 @@ def sampled(num_sampled: int, floor: float, v_bound: float) -> dict[str, Make]:
         "stocBiO, 5 inner": lambda step_x, step_y: StocBiO(step_x, step_y, num_sampled),
         "BSVRB v1": lambda step_x, step_y: BSVRB(step_x, step_y, version=1, **tracked),
         "BSVRB v2": lambda step_x, step_y: BSVRB(step_x, step_y, version=2, **tracked),
-        "BSVRB v2, no catch-up": lambda step_x, step_y: BSVRB(step_x, step_y, version=2, catch_up=False, **tracked),
+        "BSVRB v2, catch-up": lambda step_x, step_y: BSVRB(step_x, step_y, version=2, catch_up=True, **tracked),
     }
 
 

@@ -71,7 +71,7 @@ def bilevel(
     >>> lower = lambda x, y, blocks, batch: ((y - x) ** 2).sum(1) / 2
     >>> upper = lambda x, y, blocks, batch: ((y - a[blocks]) ** 2).sum(1) / 2
     >>> zero = torch.zeros(1, dtype=torch.float64)
-    >>> method = BSVRB(step_x=0.1, step_y=0.5, num_sampled=2, version=2, gamma=0.1)
+    >>> method = BSVRB(step_x=0.1, step_y=0.5, num_sampled=2)
     >>> result = bilevel(upper, lower, zero, torch.zeros(2, 1, dtype=torch.float64), method=method, max_iterations=400)
     >>> result.success, round(float(result.x), 6)
     (True, 2.0)
