@@ -2,7 +2,7 @@
 
 Ritz values r_i, weights τ_i of the Hessian of one training batch        `LanczosLR.measure`
 L = max |r_i|,  ℓ = Σ τ_i |r_i| or the smallest positive r_i             `_edges`
-α, ρ of Polyak's heavy ball, or α of plain descent                       `_rates`
+α of plain descent, or α and ρ of the heavy ball                         `_rates`
 """
 
 from __future__ import annotations
@@ -10,31 +10,36 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..artifacts import UserError
+from ..artifacts import UserError, check_range
 from ..numerics.hvp import HessianOperator
 from ..numerics.lanczos import Lanczos, lanczos
 from ..numerics.seeds import seeded
+
+Rule = Literal["plain", "heavy-ball", "polyak"]
 
 
 class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
     r"""Set SGD's learning rate and momentum by the curvature of its batches.
 
-    With L the largest and ℓ the smallest curvature seen by a few Lanczos steps on the Hessian of one batch,
+    With L the largest and ℓ the typical curvature seen by a few Lanczos steps on the Hessian of one batch, and
+    ρ = ((√L − √ℓ) / (√L + √ℓ))² Polyak's momentum,
 
-        lr = safety · (2 / (√L + √ℓ))²,   momentum = ((√L − √ℓ) / (√L + √ℓ))²        rule="polyak"
         lr = safety · 2 / (L + ℓ)                                                    rule="plain"
+        lr = safety · (1 − ρ) · 2 / (L + ℓ),           momentum = ρ                  rule="heavy-ball"
+        lr = safety · (2 / (√L + √ℓ))²,                momentum = ρ                  rule="polyak"
 
-    Measure on batches of the *training* size: small batches have larger curvature, the largest stable rate falls with
-    the batch size, and a rate from the whole data diverges. For SGD, with or without heavy-ball momentum; not for Adam and
-    other methods that scale coordinates, whose steps see another curvature. It is what is optimal for quadratics:
-    elsewhere a start, hence `safety`. Layers such as BatchNorm in training mode, and dropout, are part of the
-    function measured.
+    Each rate is at most `max_lr` and at most `max_growth` times the one before. Measure on batches of the *training* size:
+    small batches have larger curvature, the largest stable rate falls with the batch size, and a rate from the whole data
+    diverges. Layers such as BatchNorm in training mode, and dropout, are part of the function measured.
+
+    Not for Adam and other methods that scale coordinates: their steps see another curvature (`scaled_lr` says how their
+    rates go with the batch). The rules are optimal for quadratics; for networks they give a stable rate, seldom the best.
 
         for batch in loader:
             if schedule.due:
@@ -44,28 +49,36 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
             schedule.step()
 
     optimizer: all its parameters together are one operator. Until the first measurement its own rates hold.
-    interval: steps from one measurement to the next. num_lanczos: Hessian-vector products of each, 10–20; at 10
-        every 100 steps they take about a fifth of the training time. Memory while measuring: 8 · num_lanczos bytes a parameter.
-    rule: `polyak` needs optimizers with a `momentum` setting without dampening; `plain` leaves momentum alone.
+    interval: steps from one measurement to the next. The curvature of a network rises fast at first, so the steps 1, 2, 4,
+        8 … before the first interval ends measure too.
+    num_lanczos: Hessian-vector products of each measurement, 10–20; each costs about two further steps' gradients, so that
+        10 of them every 100 steps take about a fifth of the training time. Memory while measuring: 8 · num_lanczos bytes a
+        parameter.
+    rule: `plain` leaves momentum alone. `heavy-ball` takes Polyak's momentum and the rate whose accumulated step is the
+        plain rule's. `polyak` is for deterministic gradients (full batches, quadratics): with the noise of batches its
+        accumulated step, lr / (1 − ρ), is beyond what is stable. Both need a `momentum` setting without dampening.
     lower: ℓ as the `mean` of |r_i| by weight, for networks, whose spectra reach zero; or the `smallest` positive r_i.
     safety: 0.5 for noisy gradients, 1 for a deterministic quadratic. max_momentum: momentum is never above it.
+    max_lr: largest rate; `math.inf` for none, as a quadratic with small curvature wants.
+    max_growth: largest ratio of a rate to the one measured before; `math.inf` for none.
     smoothing: of L and ℓ over measurements, 0 for none: new = smoothing · old + (1 − smoothing) · measured.
     num_warmup_steps: steps over which the rate rises linearly. seed: of the starting vectors; the same on every rank.
     process_group: data-parallel ranks, each with its part of the batch: the curvature is that of the whole batch, and
         every rank must measure. `None`: this process alone, or parameters that are sharded (`DTensor`).
 
-    Raises `UserError` for settings out of range and for a loss without curvature.
+    Raises `UserError` for settings out of range, and for a loss without curvature at the first measurement; a later one
+    that finds none leaves the rates as they are.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1)
-    >>> schedule = LanczosLR(optimizer, rule="plain", lower="smallest", safety=1.0)
+    >>> schedule = LanczosLR(optimizer, lower="smallest", safety=1.0, num_warmup_steps=0)
     >>> found = schedule.measure(lambda: (torch.tensor([1.0, 4.0]) * weight**2).sum() / 2)
     >>> round(optimizer.param_groups[0]["lr"], 6)
     0.4
 
     Source: Granziol, Zohren, Roberts, *Learning Rates as a Function of Batch Size: A Random Matrix Theory Approach to
     Neural Network Training*, 2022, for the dependence on batches; Polyak 1964 for the rule. Their learner's code is
-    not public: how ℓ is chosen, smoothing and safety are choices of this one.
+    not public: how ℓ is chosen, when it measures, smoothing, safety and the caps are choices of this one.
     """
 
     def __init__(
@@ -74,21 +87,38 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
         *,
         interval: int = 100,
         num_lanczos: int = 10,
-        rule: Literal["polyak", "plain"] = "polyak",
+        rule: Rule = "plain",
         lower: Literal["mean", "smallest"] = "mean",
         safety: float = 0.5,
         max_momentum: float = 0.99,
+        max_lr: float = 1.0,
+        max_growth: float = 2.0,
         smoothing: float = 0.0,
-        num_warmup_steps: int = 0,
+        num_warmup_steps: int = 20,
         seed: int = 0,
         process_group: dist.ProcessGroup | None = None,
         last_epoch: int = -1,
     ) -> None:
-        _check(interval, num_lanczos, rule, lower, safety, max_momentum, smoothing, num_warmup_steps)
-        if rule == "polyak":
-            _check_momentum(optimizer)
+        at_least_1, above_0 = ("of at least 1", lambda value: value >= 1), ("above 0", lambda value: value > 0)
+        below_1 = ("in [0, 1)", lambda value: 0 <= value < 1)
+        check_range(
+            "LanczosLR",
+            interval=(interval, *at_least_1),
+            num_lanczos=(num_lanczos, *at_least_1),
+            rule=(rule, f"one of {', '.join(get_args(Rule))}", lambda value: value in get_args(Rule)),
+            lower=(lower, "mean or smallest", lambda value: value in ("mean", "smallest")),
+            safety=(safety, *above_0),
+            max_momentum=(max_momentum, *below_1),
+            max_lr=(max_lr, *above_0),
+            max_growth=(max_growth, "above 1", lambda value: value > 1),
+            smoothing=(smoothing, *below_1),
+            num_warmup_steps=(num_warmup_steps, "of at least 0", lambda value: value >= 0),
+        )
+        if rule != "plain":
+            _check_momentum(optimizer, rule)
         self.interval, self.num_lanczos, self.rule, self.lower, self.safety = interval, num_lanczos, rule, lower, safety
-        self.max_momentum, self.smoothing, self.num_warmup_steps = max_momentum, smoothing, num_warmup_steps
+        self.max_momentum, self.max_lr, self.max_growth = max_momentum, max_lr, max_growth
+        self.smoothing, self.num_warmup_steps = smoothing, num_warmup_steps
         self.seed, self.num_measured = seed, 0
         self._process_group = process_group
         self.curvatures: tuple[float, float] | None = None
@@ -103,7 +133,9 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
     @property
     def due(self) -> bool:
         """Whether a measurement is due before the step to come."""
-        return self.rate is None or self.last_epoch % self.interval == 0
+        step = self.last_epoch
+        early = step < self.interval and step & (step - 1) == 0
+        return self.rate is None or early or step % self.interval == 0
 
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each group for the step to come."""
@@ -131,12 +163,21 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
         return found
 
     def _take(self, found: Lanczos) -> None:
+        self.num_measured += 1
         seen = _edges(found, self.lower)
+        if seen is None:
+            if self.curvatures is None:
+                raise UserError(
+                    "LanczosLR needs a loss that curves; the curvature of this one is 0 in every direction that was tried; "
+                    "measure a loss that the parameters reach nonlinearly"
+                )
+            return
         if self.curvatures is not None:
             kept = self.smoothing
             seen = (kept * self.curvatures[0] + (1 - kept) * seen[0], kept * self.curvatures[1] + (1 - kept) * seen[1])
-        self.curvatures, self.num_measured = seen, self.num_measured + 1
-        self.rate, momentum = _rates(*seen, self.rule, self.safety)
+        self.curvatures = seen
+        rate, momentum = _rates(*seen, self.rule, self.safety)
+        self.rate = min(rate, self.max_lr, math.inf if self.rate is None else self.max_growth * self.rate)
         for group, lr in zip(self.optimizer.param_groups, self.get_lr()):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -155,43 +196,12 @@ def _averaged(operator: HessianOperator, group: dist.ProcessGroup | None, vector
     return product
 
 
-def batch_curvature(
-    curvature: float, noise: float, num_params: int, batch_size: int, num_samples: float = math.inf
-) -> float:
-    r"""Return the largest eigenvalue of a batch's Hessian, from that of the whole data's, in the spiked Wigner model.
-
-    With the noise of each element of a sample's Hessian of variance σ², 1/𝔟 = 1/B − 1/N and s = σ √(P/𝔟),
-
-        λ₁(B) = λ₁ + s² / λ₁   where |λ₁| > s,   and the edge of the noise, 2s, otherwise.
-
-    SGD is stable up to about 2 / λ₁(B): a rate that rises with B and saturates where B ≫ P σ² / λ₁². Scale the rate with
-    the batch only below that.
-
-    curvature: λ₁, not 0. noise: σ. num_params: P. batch_size: B. num_samples: N of the data.
-
-    Raises `UserError` for counts below 1 and a batch larger than the data.
-
-    >>> batch_curvature(10.0, noise=1.0, num_params=100, batch_size=4)
-    12.5
-
-    Source: Granziol, Zohren, Roberts, 2022 (see `LanczosLR`).
-    """
-    if not 1 <= batch_size <= num_samples or num_params < 1:
-        raise UserError(
-            f"1 ≤ batch_size ≤ num_samples and at least 1 parameter are needed; got {batch_size}, {num_samples} and "
-            f"{num_params}; change them"
-        )
-    spread = noise * math.sqrt(num_params * (1 / batch_size - 1 / num_samples))
-    return curvature + spread**2 / curvature if abs(curvature) > spread else 2 * spread
-
-
-def _edges(found: Lanczos, lower: str) -> tuple[float, float]:
+def _edges(found: Lanczos, lower: str) -> tuple[float, float] | None:
+    """L and ℓ; `None` where there is no curvature."""
     sizes = found.ritz_values.abs()
     largest = float(sizes.max())
-    if not 0 < largest < math.inf:
-        raise UserError(
-            f"a loss with curvature is needed; its largest is {largest}; measure a loss that the parameters reach nonlinearly"
-        )
+    if largest == 0:
+        return None
     if lower == "mean":
         return largest, float((found.weights * sizes).sum())
     # What is nothing beside the largest is rounding of a zero.
@@ -199,40 +209,19 @@ def _edges(found: Lanczos, lower: str) -> tuple[float, float]:
     return largest, float(positive.min()) if len(positive) else largest
 
 
-def _rates(largest: float, smallest: float, rule: str, safety: float) -> tuple[float, float | None]:
+def _rates(largest: float, lower: float, rule: str, safety: float) -> tuple[float, float | None]:
+    plain = safety * 2 / (largest + lower)
     if rule == "plain":
-        return safety * 2 / (largest + smallest), None
-    upper, low = math.sqrt(largest), math.sqrt(smallest)
-    return safety * (2 / (upper + low)) ** 2, ((upper - low) / (upper + low)) ** 2
+        return plain, None
+    upper, low = math.sqrt(largest), math.sqrt(lower)
+    momentum = ((upper - low) / (upper + low)) ** 2
+    return (1 - momentum) * plain if rule == "heavy-ball" else safety * (2 / (upper + low)) ** 2, momentum
 
 
-def _check(
-    interval: int,
-    num_lanczos: int,
-    rule: str,
-    lower: str,
-    safety: float,
-    max_momentum: float,
-    smoothing: float,
-    warmup: int,
-) -> None:
-    counts = interval >= 1 and num_lanczos >= 1 and warmup >= 0
-    if not counts or not safety > 0 or not 0 <= max_momentum < 1 or not 0 <= smoothing < 1:
-        raise UserError(
-            "interval and num_lanczos of at least 1, safety above 0, max_momentum and smoothing in [0, 1) and no negative "
-            f"num_warmup_steps are needed; got {interval}, {num_lanczos}, {safety}, {max_momentum}, {smoothing} and {warmup}; "
-            "change them"
-        )
-    if rule not in ("polyak", "plain") or lower not in ("mean", "smallest"):
-        raise UserError(
-            f"rule polyak or plain and lower mean or smallest are needed; got {rule!r} and {lower!r}; choose"
-        )
-
-
-def _check_momentum(optimizer: torch.optim.Optimizer) -> None:
+def _check_momentum(optimizer: torch.optim.Optimizer, rule: str) -> None:
     for group in optimizer.param_groups:
         if "momentum" not in group or group.get("dampening", 0) != 0 or group.get("nesterov"):
             raise UserError(
-                f"an optimizer with heavy-ball momentum is needed for rule='polyak'; {type(optimizer).__name__} has none, or with "
+                f"rule={rule!r} needs an optimizer with heavy-ball momentum; {type(optimizer).__name__} has none, or has it with "
                 "dampening or Nesterov's correction; take torch.optim.SGD, or rule='plain'"
             )
