@@ -6,6 +6,7 @@ import itertools
 import runpy
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -268,11 +269,36 @@ def test_quadratic_programmes_take_one_step(n: int, m: int, seed: int) -> None:
 def test_inexact_steps_spend_fewer_sketches() -> None:
     problem = sine_quartic()
     spent = [
-        solve_ai_sqp(problem.fun, problem.x0, problem.constraints, options=SqpOptions(psi_scale=scale), atol=1e-6)
-        for scale in (1.0, 1e-5)
+        solve_ai_sqp(problem.fun, problem.x0, problem.constraints, options=options, atol=1e-6)
+        for options in (SqpOptions(sketch="kaczmarz", psi_scale=scale) for scale in (1.0, 1e-5))
     ]
     assert all(result.success for result in spent)
     assert spent[1].num_sketches / spent[1].nit < 0.7 * spent[0].num_sketches / spent[0].nit
+
+
+def test_a_forced_tolerance_ends_superlinearly() -> None:
+    """With θ falling with the residual, each step gains more than the last, also where the steps are inexact."""
+    problem = sine_quartic()
+    factors = {}
+    for forcing in (0.0, 1.0):
+        options = SqpOptions(sketch="kaczmarz", psi_scale=1e-8, forcing=forcing)
+        result = solve_ai_sqp(
+            problem.fun, problem.x0, problem.constraints, options=options, atol=1e-9, keep_history=True
+        )
+        assert result.success
+        residuals = result.history["residual"]
+        factors[forcing] = [after / before for before, after in pairwise(residuals)]
+    assert len(factors[1.0]) < 0.7 * len(factors[0.0])
+    assert factors[1.0][-1] < 0.1 * factors[0.0][-1]
+
+
+def test_steps_are_exact_unless_sketches_are_asked_for() -> None:
+    problem = sine_quartic()
+    result = solve_ai_sqp(problem.fun, problem.x0, problem.constraints)
+    assert (result.success, result.num_sketches) == (True, 0)
+    constraint = {"type": "eq", "fun": problem.constraints}
+    dialect = minimize(problem.fun, torch.tensor(problem.x0), constraints=constraint)
+    assert (dialect.success, dialect.num_sketches) == (True, 0)
 
 
 def rosenbrock_like(x: Any) -> Any:
@@ -370,7 +396,7 @@ def test_callback_and_limits_stop() -> None:
 
 def test_capped_systems_are_counted_and_named() -> None:
     problem = BY_NAME["HS46"]
-    options = SqpOptions(max_sketches=200)
+    options = SqpOptions(sketch="kaczmarz", max_sketches=200)
     result = solve_adasketch_newton(problem.fun, problem.x0, problem.constraints, options=options, max_iterations=5)
     assert not result.success
     assert result.num_capped > 0
@@ -394,6 +420,7 @@ def test_dependent_constraints_and_values_that_are_not_finite() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: SqpOptions(forcing=-1.0), "forcing of at least 0"),
         (lambda: SqpOptions(sketch="rows"), "a sketch of"),  # type: ignore[arg-type]
         (lambda: SqpOptions(eta1=-1), "positive constants"),
         (lambda: SqpOptions(beta=0.5), "0 < beta < 0.5"),

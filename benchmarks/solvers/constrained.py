@@ -72,9 +72,9 @@ def scipy_method(method: str) -> Callable[[Problem, int], Found]:
 
 
 METHODS: dict[str, Callable[[Problem, int], Found]] = {
-    "AI-SQP, Kaczmarz": sqp(),
-    "AI-SQP, Kaczmarz, psi_scale 1e-8": sqp(psi_scale=1e-8),
-    "AI-SQP, Kaczmarz, blocks of 16": sqp(size=16),
+    "AI-SQP, Kaczmarz": sqp(sketch="kaczmarz"),
+    "AI-SQP, Kaczmarz, psi_scale 1e-8": sqp(sketch="kaczmarz", psi_scale=1e-8),
+    "AI-SQP, Kaczmarz, blocks of 16": sqp(sketch="kaczmarz", size=16),
     "AI-SQP, Gaussian": sqp(sketch="gaussian"),
     "AI-SQP, exact": sqp(sketch="exact"),
     "SciPy SLSQP": scipy_method("SLSQP"),

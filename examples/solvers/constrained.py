@@ -17,9 +17,9 @@ from torch import Tensor
 from trainwright.solvers.constrained import SqpOptions, solve_ai_sqp
 
 METHODS = {
-    "Kaczmarz, the authors' tolerance": (SqpOptions(), "#2563eb"),
-    "Kaczmarz, psi_scale 1e-8": (SqpOptions(psi_scale=1e-8), "#d97706"),
-    "Kaczmarz, psi_scale 1e-10": (SqpOptions(psi_scale=1e-10), "#059669"),
+    "Kaczmarz, the authors' tolerance": (SqpOptions(sketch="kaczmarz"), "#2563eb"),
+    "Kaczmarz, psi_scale 1e-8": (SqpOptions(sketch="kaczmarz", psi_scale=1e-8), "#d97706"),
+    "Kaczmarz, psi_scale 1e-10": (SqpOptions(sketch="kaczmarz", psi_scale=1e-10), "#059669"),
     "Gaussian, psi_scale 1e-8": (SqpOptions(sketch="gaussian", psi_scale=1e-8), "#888888"),
 }
 STARTS = ((-2.2, -0.8), (-1.0, 2.2), (2.4, 2.0))

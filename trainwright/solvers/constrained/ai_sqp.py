@@ -2,7 +2,8 @@
 
 merit  ℒ_η(x, λ) = f + λᵀc + η₁/2 ‖c‖² + η₂/2 ‖∇ₓL‖²                           `Point.merit`
 its gradient (∇ₓL + η₂ ∇²L ∇ₓL + η₁ Gᵀc,  c + η₂ G ∇ₓL)                        `Point.merit_gradient`
-K z = −(∇ₓL, c),  K = [[B, Gᵀ], [G, 0]], until ‖K‖ Ψ ‖r‖ ≤ θ δ ‖(∇ₓL, c)‖       `_AiSqp._direction`
+K z = −(∇ₓL, c),  K = [[B, Gᵀ], [G, 0]], until ‖K‖ Ψ ‖r‖ ≤ θₖ δ ‖(∇ₓL, c)‖      `_AiSqp._direction`
+θₖ = θ (‖(∇ₓL, c)‖ / ‖(∇ₓL, c)‖ at the start)^forcing                            `_AiSqp._theta`
 η and δ adapted until z descends by η₂/2 ‖(∇ₓL, c)‖²                            `_AiSqp._direction`
 Armijo backtracking on ℒ_η                                                       `_AiSqp._search`
 """
@@ -37,14 +38,16 @@ ROUNDING = 1e-14
 
 @dataclass(frozen=True)
 class SqpOptions:
-    """The method's constants, by the authors' names; the defaults are those of their code.
+    """The method's constants, by the authors' names; the defaults are those of their code, but for `sketch` and `forcing`.
 
-    sketch: "kaczmarz" (a row of K a step), "gaussian", or "exact" (a direct solution). size: rows a sketch.
-    theta: how exactly the systems are solved. psi_scale, delta_min: with 1 and 1e-6 the tolerance is so small that steps
-    are nearly exact Newton steps; a psi_scale of 1e-8 makes them inexact. max_sketches: a Newton system's limit.
+    sketch: "exact" (a direct solution: K is in memory, and factorising it costs less than the rows of a sketch did in every
+    problem measured), "kaczmarz" (a row of K a step) or "gaussian". size: rows a sketch.
+    theta: how exactly the systems are solved. forcing: above 0, θ falls with the residual to this power, and the end is
+    superlinear also where steps are inexact. psi_scale, delta_min: with 1 and 1e-6 the tolerance is so small that steps are
+    nearly exact Newton steps; a psi_scale of 1e-8 makes them inexact. max_sketches: a Newton system's limit.
     """
 
-    sketch: Sketch = "kaczmarz"
+    sketch: Sketch = "exact"
     size: int = 1
     eta1: float = 1.0
     eta2: float = 0.1
@@ -53,18 +56,20 @@ class SqpOptions:
     nu: float = 1.5
     xi_b: float = 0.1
     theta: float = 1.0
+    forcing: float = 0.0
     psi_scale: float = 1.0
     delta_min: float = 1e-6
     max_sketches: int = 100_000
 
     def __post_init__(self) -> None:
         if self.sketch not in get_args(Sketch):
-            raise UserError(f"a sketch of {get_args(Sketch)} is needed; got {self.sketch!r}; the default is 'kaczmarz'")
+            raise UserError(f"a sketch of {get_args(Sketch)} is needed; got {self.sketch!r}; the default is 'exact'")
         positive = ("size", "eta1", "eta2", "delta", "xi_b", "theta", "psi_scale", "delta_min", "max_sketches")
         wrong = [name for name in positive if not getattr(self, name) > 0]
-        if wrong or not self.nu > 1 or not 0 < self.beta < 0.5:
+        if wrong or not self.nu > 1 or not 0 < self.beta < 0.5 or not self.forcing >= 0:
             raise UserError(
-                f"positive constants, nu > 1 and 0 < beta < 0.5 are needed; got {wrong or (self.nu, self.beta)}; "
+                "positive constants, nu > 1, 0 < beta < 0.5 and forcing of at least 0 are needed; got "
+                f"{wrong or (self.nu, self.beta, self.forcing)}; "
                 "leave them at the defaults"
             )
 
@@ -126,7 +131,9 @@ def solve_ai_sqp(
     max_seconds: float | None = None, options: SqpOptions | None = None, random: np.random.Generator | int = 0,
     callback: Callback | None = None, keep_history: bool = False,
 ) -> ConstrainedResult:  # fmt: skip
-    """Minimise f(x) subject to c(x) = 0 by Newton steps on the KKT conditions, each solved only as well as is needed.
+    """Minimise f(x) subject to c(x) = 0 by Newton steps on the KKT conditions, under an exact augmented Lagrangian.
+
+    By default each Newton system is solved directly; by sketches (`SqpOptions(sketch="kaczmarz")`) only as well as is needed.
 
     fun, constraints: torch functions of x (n,), to a number and to a vector (m,); derivatives come from autograd. Or an
     `EqualityProblem` as `fun` (NumPy functions: `NumpyProblem`). x0: a vector, array or tensor; float64 inside and in what
@@ -134,10 +141,10 @@ def solve_ai_sqp(
     max(atol, rtol · that at the start). `max_seconds` is looked at between steps. `random`: a NumPy generator or a seed,
     for the sketches.
 
-    When not: a sketch reads a row of K in O(n + m), but needs about cond(K)² log(1/ε) of them. With ill-conditioned
-    systems (discretised differential equations, κ above 10³) the limit `max_sketches` comes first: take
-    `SqpOptions(sketch="exact")`, larger blocks (`size`), or SciPy's SLSQP and trust-constr, which are quicker on small
-    dense problems. The Hessian is formed (n × n). Inequalities and bounds: `minimize`, by squared slacks.
+    When not: SciPy's SLSQP is quicker on problems of a few variables, trust-constr more robust from hard starts. The Hessian
+    is formed (n × n) and factorised. Of sketches: one reads a row of K in O(n + m), but needs about cond(K)² log(1/ε) of
+    them; with ill-conditioned systems (κ above 10³) the limit `max_sketches` comes first, and larger blocks (`size`) need fewer.
+    Inequalities and bounds: `minimize`, by squared slacks.
 
     Errors: `UserError` for shapes and constants; constraints whose gradients are dependent end as BREAKDOWN, as INFEASIBLE
     where no step meets them to first order or nothing but their violation is left to lower, values that are not finite as
@@ -175,6 +182,7 @@ class _AiSqp:
     def __init__(self, problem: EqualityProblem, options: SqpOptions, random: np.random.Generator) -> None:
         self.problem, self.options, self.random = problem, options, random
         self.num_capped = 0
+        self.first_residual = 0.0
 
     def start(self, x: Array, multipliers: Any) -> Point:
         values = self.problem.values(x)
@@ -187,7 +195,9 @@ class _AiSqp:
         if first.shape != (num,):
             raise UserError(f"multipliers of shape ({num},) are needed; got {first.shape}; leave them out for zeros")
         o = self.options
-        return Point(x, first, values, self.problem, o.eta1, o.eta2, o.delta)
+        point = Point(x, first, values, self.problem, o.eta1, o.eta2, o.delta)
+        self.first_residual = float(np.linalg.norm(point.kkt))
+        return point
 
     def step(self, point: Point) -> Point:
         if not np.isfinite(point.hessian).all():
@@ -207,7 +217,8 @@ class _AiSqp:
         spent = 0
         while True:
             spent += o.max_sketches
-            met = system.advance(o.theta * point.delta * float(np.linalg.norm(kkt)) / spread, spent)
+            residual = float(np.linalg.norm(kkt))
+            met = system.advance(self._theta(residual) * point.delta * residual / spread, spent)
             descent = float(point.merit_gradient() @ system.z)
             if descent <= -point.eta2 / 2 * float(kkt @ kkt) or self._penalties_are_spent(point):
                 break
@@ -215,6 +226,9 @@ class _AiSqp:
         self.problem.counts.add(num_sketches=system.num_steps)
         self.num_capped += not met
         return point, system.z
+
+    def _theta(self, residual: float) -> float:
+        return self.options.theta * min(1.0, residual / max(self.first_residual, 1e-300)) ** self.options.forcing
 
     def _model(self, point: Point) -> tuple[Array, float]:
         """Return B, the Hessian shifted where it has no positive curvature along the constraints, and λ_min(GGᵀ)."""
