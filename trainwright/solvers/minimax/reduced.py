@@ -83,8 +83,8 @@ class _Reduced:
         return moved
 
     def output(self, state: Anchored) -> Point:
-        """Return what the method hands out."""
-        return state
+        """Return what the method hands out: the iterate drawn from this inner loop, or until that is reached, from the last."""
+        return state.kept if self.output_rule == "uniform" else state
 
     def _estimate(self, oracle: Gradients, state: Anchored, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if state.anchor is None or state.inner % (self.period or oracle.num_components) == 0:

@@ -10,7 +10,7 @@ import torch
 
 from ...artifacts import UserError
 from ..driver import Callback, Limits, Measured, drive
-from ..outcome import Result
+from ..outcome import Result, Status
 from ..seeds import as_generator
 from ..values import Packing
 from .catalyst import AccSpiderGDA
@@ -57,10 +57,12 @@ def minimax(
 
     `max_iterations`: steps of the method (of the inner one, for `AccSpiderGDA`). The residual is the norm of the full gradient;
     the run ends where it is at most `atol`, or `rtol` times its size at the start. It is measured every `check_every`
-    steps (default: where the method computes it anyway) and, being for the record, not counted in `nsfo`.
+    steps (default: where the method computes it anyway). With a tolerance the run depends on it and the measurement counts as n
+    component gradients, unless the method needs the same gradient; without one it is for the record alone, and not counted.
     `max_nsfo`: limit of component gradients. `max_batch`: components a call, for full gradients that do not fit in memory.
 
-    Returns the method's output where the plan was carried out or the tolerance met, else the best point measured.
+    Returns the method's own output (its `output_rule`) wherever the run ends; only where it ended as NOT_FINITE or DIVERGED,
+    the best point measured.
     Raises `UserError` where the oracle or an option is not as described; NaN and divergence end the run with a status.
     Not for constraints on x or y, nor for a bilinear game without curvature: gradient descent ascent circles there.
 
@@ -83,8 +85,10 @@ def minimax(
     oracle = Oracle(fun, jac, num_components, (packing_x, packing_y), max_batch=max_batch, device=x.device)
     generator = as_generator(seed, x.device)
 
-    def measure(state: Any) -> Measured:
-        value, grad_x, grad_y = oracle.look(state.x, state.y)
+    has_tolerance = rtol > 0 or atol > 0
+
+    def measure(state: Any, counted: bool = has_tolerance) -> Measured:
+        value, grad_x, grad_y = oracle.look(state.x, state.y, counted=counted)
         return Measured(residual=float(torch.hypot(grad_x.norm(), grad_y.norm())), fun=value)
 
     limits = Limits(
@@ -106,8 +110,9 @@ def minimax(
         keep_history=keep_history,
         progress=progress,
     )
-    point = algorithm.output(run.last) if run.status.success else run.best
-    found = measure(point)
+    has_failed = run.status in (Status.NOT_FINITE, Status.DIVERGED)
+    point = run.best if has_failed else algorithm.output(run.last)
+    found = measure(point, counted=False)
     return MinimaxResult(
         x=packing_x.unpack(point.x),
         y=packing_y.unpack(point.y),
