@@ -10,6 +10,7 @@ from profiler_models import Built, cnn, gpt2, gru, length_dependent, llama_check
 from torch import nn
 
 from trainwright.capture import zoo
+from trainwright.capture._torch_private import FakeTensor
 from trainwright.capture.fakes import new_mode
 from trainwright.capture.repeats import RepeatedCalls, signature
 from trainwright.hardware import resolve
@@ -276,3 +277,14 @@ def test_a_part_along_a_dimension_that_is_not_there_is_refused():
         x = torch.empty(3, 4)
     with KnownValues(mode), pytest.raises(IndexError):
         aten.slice.Tensor(x, 2, 0, 1)
+
+
+def test_memory_that_others_fill_has_no_values() -> None:
+    """What a collective or a fetch allocates is written by nobody in a simulation: small or not, it holds no indices."""
+    known = torch.arange(4)
+    for fills_memory in (True, False):
+        mode = new_mode()
+        with KnownValues(mode, fills_memory=fills_memory):
+            for made in (torch.empty(3, dtype=torch.long), known.new_empty(3), torch.empty_like(known)):
+                assert isinstance(made, FakeTensor) is not fills_memory
+            assert torch.zeros(3).sum().item() == 0

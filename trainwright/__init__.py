@@ -353,6 +353,16 @@ def _program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Any:
     from .capture.micro_batches import capture_step
     from .runtime.module import DTYPES
 
+    given, own = (
+        {"dtype": _dtype_name(model), "literals": _literals(batch)},
+        {"dtype": plan.dtype, "literals": plan.literals},
+    )
+    for name, value in given.items():
+        if value != own[name]:
+            raise UserError(
+                f"the model and batch that were planned are needed; {name} is {value!r} here, and {own[name]!r} in the plan; "
+                "plan anew, or restore it"
+            )
     dtype = DTYPES[plan.autocast] if plan.autocast else None
     return capture_step(model, batch, loss_fn, dtype, plan.micro_batches, plan.corrections)
 

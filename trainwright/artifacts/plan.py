@@ -8,9 +8,11 @@ second factor of dim 2, which is three matrices of 12 heads of 64).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,6 +22,8 @@ from .cluster import Cluster
 from .record import Artifact, Record, UserError, as_text
 
 FORMAT_VERSION = 1
+EDITED = "edited"
+"""The status of a plan whose decisions are not its planner's."""
 
 
 class BatchEntry(Record):
@@ -98,7 +102,12 @@ class SolverInfo(Record):
 
     name: str
     status: str
+    """`optimal`: proven to a thousandth; `feasible`: the best that was found; `edited`: somebody else's decisions."""
     gap: float | None = None
+    unseen_meshes: tuple[str, ...] = ()
+    """Meshes that were not searched: what is proven does not speak of them."""
+    digest: str = ""
+    """Of the question and the decisions as they were found: a plan that was edited since has another one."""
     solve_s: float
     plan_s: float
     notes: tuple[str, ...] = ()
@@ -146,6 +155,35 @@ class Plan(Artifact):
     def offloads_states(self) -> bool:
         """Whether optimizer states of any parameter are off the device between steps."""
         return any(param.offloaded for param in self.params.values())
+
+    def digest(self) -> str:
+        """Return a hash of the question and the decisions; predictions, notes and how the plan was found do not count."""
+        data = self.model_dump(mode="json", exclude={"predicted", "notes", "solver", "format_version", "torch_version"})
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+    def signed(self) -> Plan:
+        """Return the plan with its own digest, as its planner leaves it."""
+        return self.model_copy(update={"solver": self.solver.model_copy(update={"digest": self.digest()})})
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the decisions, or what they answer, are others than those that the planner wrote."""
+        return self.solver.status == EDITED or self.solver.digest not in ("", self.digest())
+
+    @property
+    def verdict(self) -> str:
+        """What is known of how good the plan is, in words."""
+        solver = self.solver
+        if self.is_edited:
+            return "edited by hand; nothing is known of how far from the optimum it is"
+        where = "" if solver.name == "joint" else f" for {solver.name}"
+        if solver.gap is None:
+            return "best found; nothing is proven"
+        if solver.status == "optimal":
+            found = f"optimal{where}, to within {max(0.01, 100 * solver.gap):.2g} %"
+        else:
+            found = f"best found; within {100 * solver.gap:.2g} % of the optimum{where} (proven)"
+        return found + (" on this mesh" if solver.unseen_meshes else "")
 
     def micro_batch(self) -> dict[str, BatchEntry]:
         """Return the entries of one micro-batch, over all ranks: `fingerprint` and layouts are of these shapes."""
@@ -206,7 +244,7 @@ class Plan(Artifact):
     @classmethod
     def parse(cls, text: str, where: str = "the text") -> Plan:
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=lambda pairs: _once_each(pairs, where))
         except json.JSONDecodeError as error:
             raise UserError(
                 f"a plan in JSON is needed; {where} is not JSON (line {error.lineno}: {error.msg})"
@@ -235,6 +273,15 @@ def names_of_batch(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
     """
     size = next((shape[0] for shape in shapes.values() if len(shape)), None)
     return frozenset(name for name, shape in shapes.items() if len(shape) and shape[0] == size)
+
+
+def _once_each(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    """Return the entries of a JSON object; `UserError` where one stands twice, of which only the last would count."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, num in Counter(key for key, _ in pairs).items() if num > 1)
+        raise UserError(f"each entry of a plan may stand once; {where} has {twice!r} twice; take one of them out")
+    return found
 
 
 _TABLES = '"(tables)"'

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..artifacts import BatchEntry, OpPlan, ParamPlan, Plan, UserError
 from ..artifacts.plan import names_of_batch
 from .blocks import RegionClass
 from .groups import Group
-from .layout import REPLICATE, layout_text, parse_layout
+from .layout import REPLICATE, layout_text, parse_layout_at_rest
 from .local import Decisions
+from .plan_entries import (
+    parse_ranges,
+    refuse_other_batch,
+    refuse_unknown_corrections,
+    refuse_unknown_keys,
+)
 from .program import Op, Program, Tensor
 
 _STATE = "state"
@@ -33,9 +40,13 @@ def plan_sections(
     for region_class in program.classes:
         for group in region_class.groups:
             modules[group_key(region_class, group)] = _op_plan(region_class, group, decisions)
+    return params, modules, _batch_entries(program, decisions)
+
+
+def _batch_entries(program: Program, decisions: Decisions) -> dict[str, BatchEntry]:
     replicated = (REPLICATE,) * len(decisions.mesh)
     own = names_of_batch({tensor.key: tensor.shape for tensor in program.inputs})
-    batch = {
+    return {
         tensor.key: BatchEntry(
             shape=(program.num_runs * tensor.shape[0], *tensor.shape[1:]) if tensor.key in own else tensor.shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -43,42 +54,25 @@ def plan_sections(
         )
         for tensor in program.inputs
     }
-    return params, modules, batch
 
 
 def decisions_of(program: Program, plan: Plan) -> Decisions:
     """Read a plan's decisions for `program`; `UserError` when the plan is another model's or names what is not there."""
     if plan.fingerprint != program.fingerprint:
         raise UserError(
-            f"the plan's own model is needed; this one has fingerprint {program.fingerprint}, the plan {plan.fingerprint} "
-            f"({plan.model.name}, torch {plan.torch_version}); use the same model, batch shape and library versions, or plan anew"
+            f"the model that was planned is needed; this one has fingerprint {program.fingerprint}, the plan's has "
+            f"{plan.fingerprint} ({plan.model.name}, torch {plan.torch_version}); use the same model, batch shape and library "
+            "versions, or plan anew"
         )
-    mesh = tuple(plan.mesh.values())
-    decisions = Decisions(mesh, {}, {}, overlap=plan.overlap)
-    for tied in param_classes(program):
-        key = span([tensor.key for tensor in tied])
-        entry = _entry(plan.params, key, "params")
-        layout = parse_layout(_per_axis(entry.layout, mesh, key), tied[0].slots, key)
-        decisions.params.update(dict.fromkeys(tied, layout))
-        decisions.offloaded_states |= _states_away(tied, entry.offloaded, key)
-        for text in entry.shared:
-            wanted = parse_layout(_per_axis(text.split(), mesh, key), tied[0].slots, key)
-            decisions.shared |= {(tensor, wanted) for tensor in tied}
-    for region_class in program.classes:
-        for group in region_class.groups:
-            key = group_key(region_class, group)
-            entry = _entry(plan.modules, key, "modules")
-            decisions.splits[group] = _split_of(group, _per_axis(entry.split, mesh, key), key)
-            decisions.recomputed |= _values(region_class, group, entry.recomputed, key)
-            decisions.offloaded |= _values(region_class, group, entry.offloaded, key)
-    for tensor in program.inputs:
-        batch_entry = _entry(plan.batch, tensor.key, "batch")
-        decisions.inputs[tensor] = parse_layout(
-            _per_axis(batch_entry.layout, mesh, tensor.key), tensor.slots, tensor.key
-        )
+    plan.cluster.mesh(tuple(plan.mesh.values()))  # its sizes are those of the hardware
+    refuse_unknown_corrections(plan, [op.key for op in program.ops])
+    decisions = Decisions(tuple(plan.mesh.values()), {}, {}, overlap=plan.overlap)
+    _read_params(program, plan, decisions)
+    _read_modules(program, plan, decisions)
+    _read_batch(program, plan, decisions)
     if twice := sorted(decisions.recomputed & decisions.offloaded):
         raise UserError(
-            f"one fate for every value is needed; {twice[0]} is both recomputed and offloaded; take it out of one of them"
+            f"a value is recomputed or offloaded, not both; {twice[0]} is both recomputed and offloaded; take it out of one of them"
         )
     if (decisions.offloaded or decisions.offloaded_states) and plan.offload is None:
         raise UserError(
@@ -86,6 +80,45 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
         )
     decisions.in_flight_bytes = plan.offload.in_flight_bytes if plan.offload is not None else 0
     return decisions
+
+
+def _read_params(program: Program, plan: Plan, decisions: Decisions) -> None:
+    mesh = decisions.mesh
+    classes = {span([tensor.key for tensor in tied]): tied for tied in param_classes(program)}
+    refuse_unknown_keys(plan.params, classes, "params")
+    for key, tied in classes.items():
+        entry = _entry(plan.params, key, "params")
+        slots = tied[0].slots
+        layout = parse_layout_at_rest(_per_axis(entry.layout, mesh, key), slots, key)
+        decisions.params.update(dict.fromkeys(tied, layout))
+        decisions.offloaded_states |= _states_away(tied, entry.offloaded, key)
+        for text in entry.shared:
+            wanted = parse_layout_at_rest(_per_axis(text.split(), mesh, key), slots, f"{key} (shared)")
+            decisions.shared |= {(tensor, wanted) for tensor in tied}
+
+
+def _read_modules(program: Program, plan: Plan, decisions: Decisions) -> None:
+    groups = {
+        group_key(region_class, group): (region_class, group)
+        for region_class in program.classes
+        for group in region_class.groups
+    }
+    refuse_unknown_keys(plan.modules, groups, "modules")
+    for key, (region_class, group) in groups.items():
+        entry = _entry(plan.modules, key, "modules")
+        decisions.splits[group] = _split_of(group, _per_axis(entry.split, decisions.mesh, key), key)
+        decisions.recomputed |= _values(region_class, group, entry.recomputed, key)
+        decisions.offloaded |= _values(region_class, group, entry.offloaded, key)
+
+
+def _read_batch(program: Program, plan: Plan, decisions: Decisions) -> None:
+    own = _batch_entries(program, decisions)
+    refuse_unknown_keys(plan.batch, own, "batch")
+    for tensor in program.inputs:
+        key = tensor.key
+        entry = _entry(plan.batch, key, "batch")
+        refuse_other_batch(entry, own[key], key)
+        decisions.inputs[tensor] = parse_layout_at_rest(_per_axis(entry.layout, decisions.mesh, key), tensor.slots, key)
 
 
 def group_key(region_class: RegionClass, group: Group) -> str:
@@ -148,19 +181,6 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
-def parse_ranges(text: str, count: int, where: str) -> set[int]:
-    """Read `all` or runs of numbers below `count`; `UserError` naming `where` otherwise."""
-    if text == "all":
-        return set(range(count))
-    found: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if match is None or int(match[2] or match[1]) >= count:
-            raise UserError(f"blocks such as 0-{count - 1} or all are needed; {where} has {text!r}; there are {count}")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return found
-
-
 def _common_prefix(names: Sequence[str]) -> str:
     first, last = min(names), max(names)
     count = next((k for k, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
@@ -206,10 +226,14 @@ def _states_away(tied: Sequence[Tensor], chosen: Mapping[str, str], key: str) ->
     found: set[Tensor] = set()
     for name, text in chosen.items():
         if name != _STATE:
-            raise UserError(f"{_STATE} is all that {key} can have offloaded; got {name!r}; take it out")
+            raise UserError(
+                f"of {key} only {_STATE}, what its optimizer keeps, can be offloaded; got {name!r}; take it out"
+            )
         found |= {tied[member] for member in parse_ranges(text, len(tied), f"{key} {name}")}
     if found and not tied[0].requires_grad:
-        raise UserError(f"a parameter that is trained is needed to offload its state; {key} is not; take it out")
+        raise UserError(
+            f"only parameters that are trained have optimizer states to offload; {key} is frozen; take `offloaded` out"
+        )
     return found
 
 
@@ -219,11 +243,33 @@ def _values(region_class: RegionClass, group: Group, chosen: Mapping[str, str], 
     found: set[str] = set()
     for name, text in chosen.items():
         if name not in table:
-            raise UserError(f"a value of {key} is needed; {name!r} is none; one of {', '.join(table)} would do")
+            raise UserError(
+                f"{key} has no value {name!r}; it has {', '.join(table)}; name one of these, or take it out"
+            )
         op, suffix = table[name]
         for member in parse_ranges(text, region_class.multiplicity, f"{key} {name}"):
             found.add(region_class.members[member].ops[op.position].key + suffix)
     return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One fate of one value in a plan: under which key, and the keys of the program's values that it names."""
+
+    key: str
+    fate: str
+    name: str
+    keys: frozenset[str]
+
+
+def entries_of(program: Program, plan: Plan) -> Iterator[Entry]:
+    """Yield what a plan says is recomputed or offloaded, entry by entry."""
+    for region_class in program.classes:
+        for group in region_class.groups:
+            key = group_key(region_class, group)
+            for fate in ("recomputed", "offloaded"):
+                for name, blocks in getattr(plan.modules[key], fate).items():
+                    yield Entry(key, fate, name, frozenset(_values(region_class, group, {name: blocks}, key)))
 
 
 def _split_of(group: Group, names: Sequence[str], key: str) -> tuple[int, ...]:
@@ -231,20 +277,22 @@ def _split_of(group: Group, names: Sequence[str], key: str) -> tuple[int, ...]:
     for name in names:
         if name != "-" and name not in loops:
             raise UserError(
-                f"a loop of {key} is needed; {name!r} cannot be split; one of -, {', '.join(loops)} would do"
+                f"{key} has no loop {name!r} that can be split; it has {', '.join(loops) or 'none'}; write one of these, or -"
             )
     return tuple(loops.get(name, -1) for name in names)
 
 
 def _per_axis(entries: Sequence[str], mesh: Sequence[int], key: str) -> Sequence[str]:
     if len(entries) != len(mesh):
-        raise UserError(f"one entry per mesh axis is needed, {len(mesh)} in all; {key} has {' '.join(entries)!r}")
+        raise UserError(
+            f"{key} needs one entry for each of the mesh's {len(mesh)} axes; it has {' '.join(entries)!r}; write {len(mesh)}"
+        )
     return entries
 
 
 def _entry(section: dict, key: str, name: str):
     if key not in section:
         raise UserError(
-            f"a plan for every part of the model is needed; {name} lacks {key}; plan anew, or restore the entry"
+            f"a plan needs an entry for every part of the model; {key} is missing under {name}; put it back, or plan anew"
         )
     return section[key]

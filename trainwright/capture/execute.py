@@ -84,6 +84,8 @@ class Executor:
             self.calls[loss_sum] = late(self.calls[loss_sum], local, loss_sum)
         self.last_offload = max((i.index for i in local.instructions if _offloads(local, i)), default=-1)
         """The last instruction that makes something to offload; -1: none does."""
+        self.released: set[tuple[int, int]] = set()
+        """What autograd was not left with because the plan recomputes it, by `_Saved.place`."""
         self.before = gathering_before(self.reruns, self.segments)
         self.pieces: list[Any] | None = None
         """The program in pieces (`pieces.pieces`), once it has been asked to run compiled."""

@@ -103,6 +103,16 @@ def parse_layout(text: Sequence[str], slots: Sequence[Slot], where: str) -> Layo
     return tuple(_parse_slot(part, slots, where) for part in text)
 
 
+def parse_layout_at_rest(text: Sequence[str], slots: Sequence[Slot], where: str) -> Layout:
+    """Read the layout of what a rank holds between steps: no partial sum, and no factor that is never split."""
+    layout = parse_layout(text, slots, where)
+    for part, at in zip(text, layout):
+        if at == PARTIAL or (at >= 0 and slots[at].blocked):
+            known = ["R", *(_slot_text(index, slots) for index, slot in enumerate(slots) if not slot.blocked)]
+            raise UserError(f"{where} cannot rest as {part!r}; it can as {', '.join(known)}; write one of these")
+    return layout
+
+
 def _parse_slot(part: str, slots: Sequence[Slot], where: str) -> int:
     if part in ("R", "P"):
         return REPLICATE if part == "R" else PARTIAL
@@ -110,7 +120,7 @@ def _parse_slot(part: str, slots: Sequence[Slot], where: str) -> int:
         if _slot_text(index, slots) == part:
             return index
     known = ", ".join(["R", *(_slot_text(index, slots) for index in range(len(slots)))])
-    raise UserError(f"a layout of {where} is needed; {part!r} is none; one of {known} would do")
+    raise UserError(f"{where} has no layout {part!r}; it has {known}; write one of these")
 
 
 def axes_of(layout: Layout, slot: int) -> tuple[int, ...]:

@@ -131,6 +131,7 @@ class RegionMemory:
         saved.size, saved.stride, saved.offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         saved.memory, saved.place, saved.tensor = self, place, None
         self.waiting[place] += 1
+        self.executor.released.add(place)
 
     def start_backward_at(self, env: dict[int, Any], values: Sequence[int]) -> None:
         """Rederive as soon as the backward comes to the region, not when this rank first lacks something.

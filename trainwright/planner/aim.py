@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .answer import Answer
+    from .progress import ProgressLine
 
 UNBOUNDED = 2**60
 CLOSE = 0.02
@@ -16,7 +17,7 @@ CLOSE = 0.02
 class Search:
     """Looks for the rows' budget whose answer just fits the true one, by what the simulations say."""
 
-    def __init__(self, budget: int, aim: float | None = None) -> None:
+    def __init__(self, budget: int, aim: float | None = None, progress: ProgressLine | None = None) -> None:
         self.budget, self.aim = budget, float(budget if aim is None else aim)
         self.low: float | None = None
         """The largest aim whose answer fitted."""
@@ -24,6 +25,7 @@ class Search:
         """The smallest aim whose answer did not."""
         self.best: Answer | None = None
         self._misses = 0
+        self._progress = progress
         self.done = False
 
     def note_nothing(self) -> bool:
@@ -37,6 +39,8 @@ class Search:
         """Take an answer that fits where it is faster than the best so far, or as fast and nearer to what is proven."""
         if self.best is None or _rank(answer) < _rank(self.best):
             self.best = answer
+            if self._progress is not None:
+                self._progress.fits(answer.objective_s)
 
     def note(self, answer: Answer) -> None:
         """Take in the answer to the present aim, and move on."""

@@ -10,7 +10,8 @@ from ..capture.local import Decisions
 from ..capture.schedule import Overlap, wider
 from .deadline import Deadline
 from .decode import Choice
-from .milp import Model, Progress
+from .milp import Model
+from .progress import ProgressLine
 from .recipes import Restriction
 from .recompute import Recompute
 from .sharding import Sharding
@@ -40,7 +41,7 @@ class Answer:
     @property
     def bound_s(self) -> float:
         """What the gap says of the objective: nothing is below it."""
-        return self.objective_s * (1 - (self.gap or 0.0))
+        return 0.0 if self.gap is None else self.objective_s * (1 - min(1.0, self.gap))
 
     def bounded(self, bound_s: float) -> Answer:
         """Return the answer with the gap that another bound gives it."""
@@ -80,7 +81,7 @@ class Settings:
     budget_bytes: int | None
     time_limit_s: float = 30.0
     restriction: Restriction = field(default_factory=Restriction)
-    progress: Progress | None = None
+    progress: ProgressLine | None = None
     cutoff_s: float = math.inf
     """An answer that takes as long as this is not wanted: another mesh has one."""
     deadline: Deadline = field(default_factory=Deadline)
@@ -100,8 +101,9 @@ class Settings:
         limit = self.time_limit_s if time_limit_s is None else time_limit_s
         left_s = self.deadline.limited(limit)
         patience = PATIENCE_IN_BUCKETS if sharding.joined.is_weak else PATIENCE
+        told = None if self.progress is None else self.progress.goes_on
         return Stages(
-            model, sharding, self.restriction, recompute, starts, self.progress, left_s, patience=patience,
+            model, sharding, self.restriction, recompute, starts, told, left_s, patience=patience,
             stop=self._is_to_stop,
         )  # fmt: skip
 

@@ -22,13 +22,19 @@ class Deadline:
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
-        self._at = time.perf_counter() + seconds
+        self.seconds, self._began = seconds, time.perf_counter()
+        self._at = self._began + seconds
         self.is_interrupted = False
 
     @property
     def has_passed(self) -> bool:
         """Whether what was found by now is to be taken."""
         return time.perf_counter() >= self._at
+
+    @property
+    def spent_s(self) -> float:
+        """What has passed since the search began."""
+        return time.perf_counter() - self._began
 
     def limited(self, seconds: float) -> float:
         """Return `seconds`, or what is left where that is less, and at least `LEAST_S`."""
@@ -67,6 +73,7 @@ class _Part(Deadline):
     def __init__(self, whole: Deadline, seconds: float) -> None:
         self._whole = whole
         super().__init__(seconds)
+        self.seconds, self._began = whole.seconds, whole._began  # people are told of the whole
 
     @property
     def has_passed(self) -> bool:

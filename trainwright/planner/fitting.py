@@ -46,7 +46,7 @@ class Fitting:
         wider: Callable[[], float] | None = None,
     ) -> None:
         self.solver, self.settings, self.budget, self.wider = solver, settings, budget, wider
-        self.search = Search(budget, aim)
+        self.search = Search(budget, aim, settings.progress)
         self._deadline = self._until(settings.time_limit_s)
         self._earlier: tuple[float, np.ndarray] | None = None
         self._held: set[tuple[int, ...]] = set()

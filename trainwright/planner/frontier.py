@@ -15,9 +15,10 @@ from typing import Any
 from ..artifacts import Plan, Refusal, UserError
 from .budget import budget_for
 from .mesh_search import Found
-from .plan import as_plan, size_text
+from .plan import as_plan
 from .solve import Answer
 from .task import Place, Task
+from .units import size_text
 
 SOLVERS = ("joint", "fsdp")
 """Those that trade time for memory by one budget."""
@@ -93,4 +94,4 @@ def _undominated(points: Iterable[Found]) -> list[Found]:
 
 def _plan_of(task: Task, solver: str, point: Found, plan_s: float) -> Plan:
     budget = budget_for(point.answer.simulation.peak_bytes, task.divisor)
-    return as_plan(solver, point, plan_s).model_copy(update={"budget_bytes": budget})
+    return as_plan(solver, point, plan_s).model_copy(update={"budget_bytes": budget}).signed()

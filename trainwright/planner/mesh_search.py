@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .meshes import mesh_shapes
 from .price import Price
@@ -26,6 +26,8 @@ class Found:
     answer: Answer
     price: Price
     notes: tuple[str, ...] = ()
+    unseen_meshes: tuple[str, ...] = ()
+    """Meshes that may have a faster answer: nobody searched them, or not to the end."""
 
 
 class MeshSearch:
@@ -44,13 +46,15 @@ class MeshSearch:
         self.slower: list[str] = []
         self.unseen: list[str] = []
         self._others_began: float | None = None
+        self._bound_of_found_s = math.inf
+        """What no answer is below on the meshes that have one; the others are slower, or have none."""
         self._seconds: dict[int, float] = {}
         """By number of axes, what it took to bound a mesh."""
 
     def look_at(self, place: Place) -> None:
         """Solve on `place`, unless it cannot win or would take too long."""
         left_s = None if place is self.places[0] else self._left_s()
-        if left_s is not None and self._expected_s(place) > left_s:
+        if left_s is not None and self.best is not None and self._expected_s(place) > left_s:
             self.unseen.append(place.shape)
             return
         cutoff_s = self.cutoff_s if self.best is None else min(self.cutoff_s, self.best.price.step_s)
@@ -62,14 +66,25 @@ class MeshSearch:
             (self.slower.append(place.shape) if answer.cut_off else self.failures.append((place, answer)))
             return
         found = Found(place, *place.overlapped(answer))
+        self._bound_of_found_s = min(self._bound_of_found_s, answer.bound_s)
         if self.best is None or found.price.step_s < self.best.price.step_s:
             self.best = found
 
-    def notes(self) -> tuple[str, ...]:
-        """Return what a reader of the answer has to know."""
+    def found(self) -> Found | None:
+        """Return the best answer, with what is proven of all meshes that were searched, and which were not."""
+        if self.best is None:
+            return None
+        unseen = (*self.unseen, *(place.shape for place, failure in self.failures if failure.out_of_time))
+        answer = self.best.answer.bounded(min(self._bound_of_found_s, self.best.answer.bound_s))
+        return replace(self.best, answer=answer, unseen_meshes=unseen, notes=self._notes())
+
+    def _notes(self) -> tuple[str, ...]:
         if not self.unseen:
             return ()
-        return (f"meshes not looked at for lack of time: {', '.join(self.unseen)}; --time-limit gives more",)
+        return (
+            f"not searched: mesh {', '.join(self.unseen)}; other meshes than the first share an eighth of --time-limit, "
+            "and a larger one gives them more",
+        )
 
     def _left_s(self) -> float:
         """Return what is left for other meshes than the first."""

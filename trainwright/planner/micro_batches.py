@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..artifacts import Refusal, UserError
+from ..artifacts import UserError
 from ..capture.program import Program
 from .mesh_search import Found
+from .refusals import NothingFits
 from .stages import GAP
 from .task import Task
 
@@ -58,7 +59,7 @@ def fastest_number(task: Task, variants: Variants, search: Search) -> Found:
     """Return the fastest answer over all numbers of micro-batches; `Refusal` where none fits."""
     best: Found | None = None
     deadline = task.deadline
-    refusals: dict[int, Refusal] = {}
+    refusals: dict[int, NothingFits] = {}
     unseen: list[int] = []
     for num, variant in variants.tasks(task):
         if best is not None and deadline.has_passed:
@@ -70,7 +71,7 @@ def fastest_number(task: Task, variants: Variants, search: Search) -> Found:
             break
         try:
             found = search(variant, cutoff_s)
-        except Refusal as refusal:
+        except NothingFits as refusal:
             refusals[num] = refusal
             continue
         if found is not None and (best is None or found.price.step_s < best.price.step_s):
@@ -82,7 +83,7 @@ def fastest_number(task: Task, variants: Variants, search: Search) -> Found:
     return replace(best, notes=(*best.notes, *_notes(best, refusals, variants, unseen)))
 
 
-def _notes(best: Found, refusals: dict[int, Refusal], variants: Variants, unseen: list[int]) -> Iterator[str]:
+def _notes(best: Found, refusals: dict[int, NothingFits], variants: Variants, unseen: list[int]) -> Iterator[str]:
     num = best.place.task.program.num_runs
     if num > 1:
         small = [str(other) for other in sorted(refusals) if other < num]
@@ -91,12 +92,12 @@ def _notes(best: Found, refusals: dict[int, Refusal], variants: Variants, unseen
     elif variants.refused:
         yield f"one micro-batch alone can be: {next(iter(variants.refused.values()))}"
     if unseen:
-        yield f"numbers of micro-batches not looked at for lack of time: {', '.join(map(str, unseen))}"
+        yield f"the time limit left no time for {', '.join(map(str, unseen))} micro-batches; a larger --time-limit does"
 
 
-def _refused(refusals: dict[int, Refusal], variants: Variants) -> Refusal:
+def _refused(refusals: dict[int, NothingFits], variants: Variants) -> NothingFits:
     """The refusal of the number that needs least, with what was looked at."""
-    num = max(refusals)
-    seen = f"micro-batches looked at: {', '.join(map(str, sorted(refusals)))}"
+    refused = refusals[max(refusals)]
+    seen = f"; micro-batches that were tried: {', '.join(map(str, sorted(refusals)))}"
     why = "".join(f"; {text}" for text in list(variants.refused.values())[:1])
-    return Refusal(f"{refusals[num]}; {seen}{why}")
+    return NothingFits(refused.task, refused.solver, refused.failures, seen + why)

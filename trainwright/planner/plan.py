@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..artifacts import OffloadPlan, Plan, Predicted, Refusal, SolverInfo, UserError
+from ..artifacts import EDITED, OffloadPlan, Plan, Predicted, Refusal, SolverInfo, UserError
 from ..capture.decide import decisions_of, plan_sections
 from ..capture.local import Decisions
 from ..capture.program import Program
 from .budget import budget_for
 from .costs import OptimizerCost
 from .deadline import Deadline
+from .effects import NO_EFFECT, without_effect
 from .mesh_search import Found, MeshSearch
 from .micro_batches import fastest_number
 from .price import Price
 from .recipes import RECIPES
+from .refusals import NothingFits
 from .simulate import MakeOptimizer, Simulation
-from .solve import Infeasible
-from .task import Place, Task
+from .stages import GAP
+from .task import Task
+from .units import size_text
+
+PROVEN_OPTIMAL = 1.0001 * GAP
+"""An answer is called optimal where it is proven to be within so much of the optimum: what searches stop at."""
 
 
 def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
@@ -55,20 +61,34 @@ def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, P
         try:
             found[solver] = _search(task, solver)
             if solver == "joint":
-                found[solver] = min(found.values(), key=lambda item: (item.price.step_s, item is not found[solver]))
+                found[solver] = _fastest_of(found)
             results[solver] = as_plan(solver, found[solver], time.perf_counter() - began)
         except Refusal as refusal:
             results[solver] = refusal
             if solver == "joint" and found:
-                best = min(found.values(), key=lambda item: item.price.step_s)
-                results[solver] = as_plan(solver, best, time.perf_counter() - began)
+                results[solver] = as_plan(solver, _fastest_of(found), time.perf_counter() - began)
     return results
+
+
+def _fastest_of(found: Mapping[str, Found]) -> Found:
+    """Return the fastest answer as one of `joint`, with what that has proven; joint's own where it is as fast."""
+    joint = found.get("joint")
+    best = min(found.values(), key=lambda item: (item.price.step_s, item is not joint))
+    if best is joint:
+        return best
+    bound_s = best.place.solver.lower_bound_s() if joint is None else joint.answer.bound_s
+    unseen = () if joint is None else joint.unseen_meshes
+    return replace(best, answer=best.answer.bounded(bound_s), unseen_meshes=unseen)
 
 
 def check(
     plan: Plan, program: Program, budget_bytes: int | None, optimizer_cost: OptimizerCost, make_optimizer: MakeOptimizer
 ) -> Plan:
-    """Return `plan`, simulated and priced anew, as it stands; `Refusal` when it does not fit the budget."""
+    """Return `plan`, simulated and priced anew, as it stands; `Refusal` when it does not fit the budget.
+
+    Of a plan that was edited by hand, or is held against another budget, nothing is proven any more; a note names what
+    an edit says to no effect.
+    """
     task = task_of(plan, program, optimizer_cost, make_optimizer)
     task.budget_bytes = budget_bytes
     (place,) = task.places
@@ -82,7 +102,16 @@ def check(
             f"{size_text(simulation.peak_bytes)}, at {simulation.peak_at}; a budget of {size_text(more, up=True)} more "
             "would do, or recompute more"
         )
-    return plan.model_copy(update={"predicted": predicted, "budget_bytes": budget})
+    notes = tuple(note for note in plan.notes if not note.startswith(NO_EFFECT))
+    if plan.is_edited:
+        notes += without_effect(plan, program, simulation.executor)
+        solver = plan.solver.model_copy(update={"status": EDITED, "gap": None})
+    elif budget != plan.budget_bytes:
+        solver = plan.solver.model_copy(update={"status": "feasible", "gap": None})
+    else:
+        return plan.model_copy(update={"predicted": predicted})
+    found = plan.model_copy(update={"predicted": predicted, "budget_bytes": budget, "solver": solver, "notes": notes})
+    return found if plan.is_edited else found.signed()
 
 
 def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_optimizer: MakeOptimizer) -> Task:
@@ -102,10 +131,14 @@ def _search(task: Task, solver: str) -> Found:
     task.deadline = Deadline(task.time_limit_s)
     try:
         return _until_deadline(task, solver)
-    except Refusal:
+    except NothingFits as refused:
         if task.offload != "auto" or solver != "joint" or not task.has_host:
-            raise
-        return _until_deadline(replace(task, offload="host", deadline=Deadline(task.time_limit_s)), solver)
+            raise refused.tried(lambda again: _search_as_asked(again, solver)) from None
+    task = replace(task, offload="host", deadline=Deadline(task.time_limit_s))
+    try:
+        return _until_deadline(task, solver)
+    except NothingFits as refused:
+        raise refused.tried(lambda again: _search_as_asked(again, solver)) from None
 
 
 def _until_deadline(task: Task, solver: str) -> Found:
@@ -137,55 +170,11 @@ def _search_meshes(task: Task, solver: str, cutoff_s: float = math.inf) -> Found
     search = MeshSearch(task, solver, cutoff_s)
     for place in search.places:
         search.look_at(place)
-    if search.best is not None:
-        return replace(search.best, notes=search.notes())
+    if (found := search.found()) is not None:
+        return found
     if search.slower:
         return None
-    raise Refusal(_why_not(task, solver, search.failures))
-
-
-def _why_not(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]]) -> str:
-    """Say what binds, the smallest budget that would do, and the ways out."""
-    budget = task.budget_bytes
-    known = [(place, failure) for place, failure in failures if failure.smallest is not None]
-    if not known and any(failure.out_of_time for _, failure in failures):
-        less = ", or try fsdp, which has less to choose" if solver == "joint" else ""
-        return (
-            f"more time is needed: {solver} found no plan in {task.time_limit_s:g} s, and no proof that there is none; "
-            f"give --time-limit {max(10.0, 4 * task.time_limit_s):g}{less}"
-        )
-    if budget is None or not known:
-        return f"a plan by {solver} is needed; there is none: {failures[0][1].binding[0]}; loosen the pins or try joint"
-    place, failure = min(
-        known, key=lambda item: item[1].smallest.simulation.peak_bytes if item[1].smallest else math.inf
-    )
-    assert failure.smallest is not None
-    smallest = failure.smallest.simulation
-    least = budget_for(smallest.peak_bytes, task.divisor)
-    other = "" if solver == "joint" else ", or --solver joint"
-    where = f"{task.cluster.name} (mesh {place.shape})"
-    parts = [
-        f"a plan within {size_text(budget)} a device is needed; {solver} has none on {where}",
-        f"what binds is {' and '.join(failure.binding)}",
-        f"the smallest budget that would do is {size_text(least, up=True)}",
-        f"try {size_text(least - budget, up=True)} more{_smaller_batch(task, smallest, budget)}{other}",
-    ]
-    return "; ".join(parts)
-
-
-def _smaller_batch(task: Task, smallest: Simulation, budget: int) -> str:
-    """An estimate of the batch that would fit: activations shrink with it, the rest does not."""
-    static = sum(smallest.breakdown.get(kind, 0) for kind in ("param", "buffer", "grad", "optimizer"))
-    sizes = [tensor.shape[0] for tensor in task.program.inputs if tensor.shape]
-    if not sizes or static >= budget or smallest.peak_bytes <= static:
-        return ""
-    fits = int(max(sizes) * (budget - static) / (smallest.peak_bytes - static))
-    if fits < 1:
-        return ""
-    what, cut = (
-        ("micro-batch", "") if task.program.num_runs > 1 else ("batch", "; --micro-batches auto may cut this one")
-    )
-    return f", or a {what} of about {fits} instead of {max(sizes)} (an estimate{cut})"
+    raise NothingFits(task, solver, search.failures)
 
 
 def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
@@ -193,6 +182,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
     answer, place = found.answer, found.place
     task = place.task
     params, modules, batch = plan_sections(task.program, answer.decisions)
+    gap = answer.gap if answer.gap is not None and answer.gap < 1 else None
     return Plan(
         model=task.model_ref,
         fingerprint=task.program.fingerprint,
@@ -211,8 +201,9 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         predicted=_predicted(found.price, answer.simulation),
         solver=SolverInfo(
             name=solver,
-            status=answer.status,
-            gap=answer.gap,
+            status="optimal" if gap is not None and gap <= PROVEN_OPTIMAL else "feasible",
+            gap=gap,
+            unseen_meshes=found.unseen_meshes,
             solve_s=round(answer.solve_s, 3),
             plan_s=round(plan_s, 3),
             notes=tuple(answer.notes),
@@ -228,7 +219,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
             *answer.notes,
             *found.notes,
         ),
-    )
+    ).signed()
 
 
 def _offload(task: Task, decisions: Decisions) -> OffloadPlan | None:
@@ -252,19 +243,6 @@ def _predicted(costs: Price, simulation: Simulation) -> Predicted:
         breakdown=simulation.breakdown,
         comm_bytes=simulation.comm_bytes,
     )
-
-
-def size_text(num_bytes: float, up: bool = False) -> str:
-    """Write bytes for people, to the nearest hundredth or, with `up`, to the next one.
-
-    >>> size_text(1536 * 2**20), size_text(2**20), size_text(2**20 + 1, up=True)
-    ('1.50 GiB', '1.00 MiB', '1.01 MiB')
-    """
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= size:
-            shown = math.ceil(100 * num_bytes / size) / 100 if up else num_bytes / size
-            return f"{shown:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def _gathered(program: Program, price: Price) -> tuple[str, ...]:

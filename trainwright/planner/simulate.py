@@ -99,8 +99,8 @@ def _simulate(
         sources = _fake_sources(local)
     params = [value for tensor, value in sources.items() if tensor.role == "param"]
     tracker = MemoryTracker(target)
-    # Calls alike in repeated blocks are followed once.
-    with KnownValues(mode):
+    # Calls alike in repeated blocks are followed once. What collectives and fetches bring is allocated, never written.
+    with KnownValues(mode, fills_memory=False):
         optimizer = make_optimizer([param for param in params if param.requires_grad])
         with tracker:
             tracker.watch(params, "param")

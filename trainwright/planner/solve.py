@@ -108,6 +108,8 @@ class Solver:
             return self.within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
         budget = settings.budget_bytes
         self.floor_s = min(fastest.bound, fastest.objective)
+        if settings.progress is not None:
+            settings.progress.proves(self.floor_s)
         choice = read_choice(values_of(fastest), self.plain()[1], None)
         kept = functools.cache(lambda: self.answer(fastest, choice))
         if budget is None or not settings.restriction.recompute:

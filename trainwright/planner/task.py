@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,11 +18,13 @@ from .budget import divisor_for, usable_bytes
 from .build import build_problem
 from .costs import OptimizerCost, cost_model
 from .deadline import Deadline
+from .guard import PROVEN
 from .meshes import mesh_shapes
-from .milp import Progress
 from .pins import apply_pins
 from .price import Price, price
 from .problem import Problem
+from .progress import Best, ProgressLine
+from .proposals import first_that_fits, last_resort
 from .recipes import Restriction, restriction
 from .simulate import MakeOptimizer, Simulation, simulate
 from .solve import Answer, Infeasible, Settings, Solver
@@ -58,7 +60,9 @@ class Task:
     variants: Variants | None = None
     """The same batch in several micro-batches, where their number is to be chosen."""
     progress: Callable[[str], None] | None = None
-    """Told, in words, of every better answer while the solver runs."""
+    """Told, in words, how far the search is: which solver, seconds of how many, the best so far and what is proven."""
+    best: Best = field(default_factory=Best)
+    """The fastest step that was found to fit so far, of all meshes and micro-batches."""
 
     def __post_init__(self) -> None:
         if self.offload not in OFFLOADS:
@@ -115,14 +119,11 @@ class Task:
             return None
         return usable_bytes(self.budget_bytes, self.divisor)
 
-    def listener(self) -> Progress | None:
-        """Return what the solver calls at each improvement."""
-        tell = self.progress
-        if tell is None:
+    def listener(self, solver: str, mesh: str) -> ProgressLine | None:
+        """Return what tells of the search on one mesh; None where nobody listens."""
+        if self.progress is None:
             return None
-        return lambda elapsed_s, best, bound: tell(
-            f"{best * 1e3:.2f} ms a step, at best {bound * 1e3:.2f} ({elapsed_s:.1f} s)"
-        )
+        return ProgressLine(self.progress, f"{solver} on mesh {mesh}", self.deadline, self.best)
 
     @cached_property
     def places(self) -> list[Place]:
@@ -191,11 +192,34 @@ class Place:
         """Return what the solver is told."""
         task = self.task
         limit = task.time_limit_s if time_limit_s is None else time_limit_s
-        return Settings(task.usable_bytes, limit, self.restriction(solver), task.listener(), cutoff_s, task.deadline)
+        listener = task.listener(solver, self.shape)
+        return Settings(task.usable_bytes, limit, self.restriction(solver), listener, cutoff_s, task.deadline)
 
     def solve(self, solver: str, time_limit_s: float | None = None, cutoff_s: float = math.inf) -> Answer | Infeasible:
-        """Solve the task on this mesh; an answer that takes `cutoff_s` or more is not wanted."""
-        return search_ways(self.solver, solver, self.settings(solver, time_limit_s, cutoff_s), self.overlapped)
+        """Solve the task on this mesh; an answer that takes `cutoff_s` or more is not wanted.
+
+        A plan that takes no search is the incumbent, where no mesh has one yet; what the search finds replaces it if it is
+        faster.
+        """
+        settings = self.settings(solver, time_limit_s, cutoff_s)
+        incumbent = first_that_fits(self, solver, settings) if math.isinf(cutoff_s) else None
+        if incumbent is not None and settings.progress is not None:
+            settings.progress.fits(incumbent.objective_s)
+        found = search_ways(self.solver, solver, settings, self.overlapped)
+        if isinstance(found, Infeasible) and incumbent is None and solver == "joint" and math.isinf(cutoff_s):
+            incumbent = last_resort(self, settings) if found.out_of_time or settings.deadline.has_passed else None
+        return found if incumbent is None else self._faster(found, incumbent)
+
+    def _faster(self, found: Answer | Infeasible, incumbent: Answer) -> Answer:
+        """Return the faster of what a search found and the incumbent, with what the search has proven."""
+        if isinstance(found, Infeasible):
+            return incumbent.bounded(max(0.0, self.solver.floor_s))
+        if found.gap is not None and found.gap <= PROVEN:
+            return found
+        ahead, price = self.overlapped(incumbent)
+        if self.overlapped(found)[1].step_s <= price.step_s:
+            return found
+        return replace(ahead.bounded(found.bound_s), notes=found.notes, solve_s=found.solve_s, binds=found.binds)
 
     def overlapped(self, answer: Answer) -> tuple[Answer, Price]:
         """Return an answer with its parameters travelling as far ahead as the budget allows, and its price."""

@@ -32,6 +32,7 @@ _INDEXED = {
     getattr(torch.ops.aten, name).default if name != "index" else torch.ops.aten.index.Tensor
     for name in ("index", "index_put", "index_put_", "_index_put_impl_")
 }
+_UNWRITTEN = ("aten::empty", "aten::new_empty")
 _READERS = ("tolist", "numpy")
 _RECIPES: dict[Key, Recipe | None] = {}
 """What calls on fakes make, for all simulations and profiles of the process: it depends on the calls' signatures alone."""
@@ -46,10 +47,14 @@ class KnownValues(PlainDispatchMode):
 
     Enter it in place of `fake_mode`. What `keeps_values` accepts may enter as a real tensor; all else enters as fakes.
     The caller's generator stays as it is: single random numbers come from one of its own, `num_drawn` of them.
+
+    fills_memory: whether memory allocated without values is filled by the code that runs here, as a model's own code
+    does before it reads it. False where the data would come from elsewhere (another rank, the host): it is unknown.
     """
 
-    def __init__(self, fake_mode: FakeMode) -> None:
+    def __init__(self, fake_mode: FakeMode, fills_memory: bool = True) -> None:
         super().__init__()
+        self._fills_memory = fills_memory
         self.num_drawn = self.num_stood_in = 0
         self._stands_in = False
         self._random_state = torch.Generator().manual_seed(0).get_state()
@@ -69,6 +74,8 @@ class KnownValues(PlainDispatchMode):
             return _one(args[0].dtype)
         if self._fake_type in types:
             self._forget_written(func, args)
+            return self._on_fakes(func, args, kwargs)
+        if not self._fills_memory and _leaves_unwritten(func):
             return self._on_fakes(func, args, kwargs)
         if not all(self._knows(tensor) for tensor in _tensors((args, kwargs))):
             return self._on_fakes(func, args, kwargs)
@@ -165,6 +172,12 @@ def _has_small_result(func: Any) -> bool:
     """Whether the result of known values needs no look at its size first: it is one of them, a number, or their places."""
     by_value = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     return bool(_writes(func)) or func is torch.ops.aten.lift_fresh.default or any(tag in func.tags for tag in by_value)
+
+
+@functools.cache
+def _leaves_unwritten(func: Any) -> bool:
+    """Tell whether the op allocates memory and writes nothing there."""
+    return func._schema.name.startswith(_UNWRITTEN)
 
 
 @functools.cache

@@ -98,14 +98,13 @@ def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
         share,
         bad=share is not None and share > 1,
     )
-    gap = "" if plan.solver.gap is None else f", gap {100 * plan.solver.gap:.2g} %"
     tiles = [
         step,
         peak,
         Tile("communication", format_s(predicted.comm_s), f"{format_s(predicted.exposed_comm_s)} exposed"),
         Tile("recomputation", format_s(predicted.recompute_s), "a step"),
         *_offload_tiles(plan),
-        Tile("solver", plan.solver.name, f"{plan.solver.status}{gap}, {format_s(plan.solver.plan_s)}"),
+        Tile("solver", plan.solver.name, f"{plan.verdict}; {format_s(plan.solver.plan_s)}"),
     ]
     if report is not None:
         verdict = "same maths" if report.passed else "differs"

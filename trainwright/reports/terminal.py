@@ -126,8 +126,7 @@ def _prediction_of(plan: Plan) -> Table:
         beside = f"to the {plan.offload.tier} and back; {format_s(predicted.transfer_s)} not beside computations"
         for what, num_bytes in offloaded_bytes(plan):
             table.add_row(what, format_bytes(num_bytes), beside)
-    gap = "" if not solver.gap else f", at most {100 * solver.gap:.2g} % from the optimum"
-    table.add_row("solver", solver.name, f"{solver.status}{gap}; planned in {format_s(solver.plan_s)}")
+    table.add_row("solver", solver.name, f"{plan.verdict}; planned in {format_s(solver.plan_s)}")
     return table
 
 
