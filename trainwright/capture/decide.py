@@ -69,7 +69,7 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
             key = group_key(region_class, group)
             entry = _entry(plan.modules, key, "modules")
             decisions.splits[group] = _split_of(group, _per_axis(entry.split, mesh, key), key)
-            decisions.recomputed |= _values(region_class, group, entry.recomputed, key)
+            decisions.recomputed |= _values(region_class, group, entry.recomputed, key, is_rerun=True)
             decisions.offloaded |= _values(region_class, group, entry.offloaded, key)
     for tensor in program.inputs:
         batch_entry = _entry(plan.batch, tensor.key, "batch")
@@ -213,14 +213,26 @@ def _states_away(tied: Sequence[Tensor], chosen: Mapping[str, str], key: str) ->
     return found
 
 
-def _values(region_class: RegionClass, group: Group, chosen: Mapping[str, str], key: str) -> set[str]:
-    """Return the keys of the values that a plan names."""
+def _effect(op: Op) -> str:
+    """Say why an op runs once."""
+    return f"writes {op.writes}" if op.writes else "reads what the forward writes later"
+
+
+def _values(
+    region_class: RegionClass, group: Group, chosen: Mapping[str, str], key: str, is_rerun: bool = False
+) -> set[str]:
+    """Return the keys of the values that a plan names; `UserError` where they are to be rerun and may not be."""
     table = {name: (op, suffix) for name, op, suffix in _fates(group)}
     found: set[str] = set()
     for name, text in chosen.items():
         if name not in table:
             raise UserError(f"a value of {key} is needed; {name!r} is none; one of {', '.join(table)} would do")
         op, suffix = table[name]
+        if is_rerun and op.runs_once and not suffix.startswith(".in"):
+            raise UserError(
+                f"ops without effects are needed to be recomputed; {op.key} {_effect(op)}, and a rerun would not give the "
+                f"same; take {name} of {key} out of what is recomputed"
+            )
         for member in parse_ranges(text, region_class.multiplicity, f"{key} {name}"):
             found.add(region_class.members[member].ops[op.position].key + suffix)
     return found
