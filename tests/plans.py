@@ -116,7 +116,7 @@ def _draw_fates(
         for twin in group.ops:
             op = member.ops[twin.position]
             decisions.recomputed |= {f"{op.key}.in{place}" for place in range(len(op.inputs)) if draw.random() < 0.7}
-            if op.kind == "view":
+            if op.kind == "view" or op.runs_once:
                 continue
             inside = all(consumer.region is member for tensor in op.outputs for consumer in tensor.consumers)
             if inside and not any(tensor in program.outputs for tensor in op.outputs):

@@ -46,8 +46,10 @@ __all__ = [
     "is_view",
     "mode_of",
     "mutated_arguments",
+    "namespace",
     "overload_of",
     "packet",
+    "returned_argument",
     "storage_of",
     "unflatten",
     "without_compiling",
@@ -155,6 +157,19 @@ def mutated_arguments(target: OpOverload) -> list[str]:
     ]
 
 
+def returned_argument(target: OpOverload) -> str | None:
+    """Return the name of the argument that the op writes and gives back as its first result, if it does."""
+    returns = target._schema.returns
+    shared = returns[0].alias_info if returns else None
+    if shared is None:
+        return None
+    for argument in target._schema.arguments:
+        info = argument.alias_info
+        if info is not None and info.is_write and info.before_set & shared.before_set:
+            return str(argument.name)
+    return None
+
+
 def is_mutating(target: Any) -> bool:
     """Tell whether `target` is an ATen op that writes one of its arguments."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
@@ -185,6 +200,11 @@ def is_pure(target: Any) -> bool:
     if not isinstance(target, OpOverload) or "c10d" in target.namespace or is_mutating(target) or is_random(target):
         return False
     return all(argument.alias_info is None for argument in target._schema.arguments)
+
+
+def namespace(target: Any) -> str:
+    """Return the namespace of an op: `aten`, or that of a library of the user's; empty for a plain function."""
+    return str(target.namespace) if isinstance(target, OpOverload) else ""
 
 
 def schema_text(target: Any) -> str:

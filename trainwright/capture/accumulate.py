@@ -80,8 +80,8 @@ class Accumulator:
         for instruction in self.local.instructions:
             call = executor.calls[instruction.index]
             correction = corrections.get(instruction.key) if instruction.op is not None else None
-            if instruction.outputs[0] in self.first:
-                output = instruction.outputs[0]
+            if instruction.result in self.first:
+                output = instruction.result
                 if self.first[output] == output:
                     self.shared[output] = _Shared(instruction.inputs[0], instruction.args[2])
                 executor.calls[instruction.index] = _given(output, self.first[output])

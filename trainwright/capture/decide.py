@@ -107,7 +107,7 @@ def _read_modules(program: Program, plan: Plan, decisions: Decisions) -> None:
     for key, (region_class, group) in groups.items():
         entry = _entry(plan.modules, key, "modules")
         decisions.splits[group] = _split_of(group, _per_axis(entry.split, decisions.mesh, key), key)
-        decisions.recomputed |= _values(region_class, group, entry.recomputed, key)
+        decisions.recomputed |= _values(region_class, group, entry.recomputed, key, is_rerun=True)
         decisions.offloaded |= _values(region_class, group, entry.offloaded, key)
 
 
@@ -237,8 +237,15 @@ def _states_away(tied: Sequence[Tensor], chosen: Mapping[str, str], key: str) ->
     return found
 
 
-def _values(region_class: RegionClass, group: Group, chosen: Mapping[str, str], key: str) -> set[str]:
-    """Return the keys of the values that a plan names."""
+def _effect(op: Op) -> str:
+    """Say why an op runs once."""
+    return f"writes {op.writes}" if op.writes else "reads what the forward writes later"
+
+
+def _values(
+    region_class: RegionClass, group: Group, chosen: Mapping[str, str], key: str, is_rerun: bool = False
+) -> set[str]:
+    """Return the keys of the values that a plan names; `UserError` where they are to be rerun and may not be."""
     table = {name: (op, suffix) for name, op, suffix in _fates(group)}
     found: set[str] = set()
     for name, text in chosen.items():
@@ -247,6 +254,11 @@ def _values(region_class: RegionClass, group: Group, chosen: Mapping[str, str], 
                 f"{key} has no value {name!r}; it has {', '.join(table)}; name one of these, or take it out"
             )
         op, suffix = table[name]
+        if is_rerun and op.runs_once and not suffix.startswith(".in"):
+            raise UserError(
+                f"ops without effects are needed to be recomputed; {op.key} {_effect(op)}, and a rerun would not give the "
+                f"same; take {name} of {key} out of what is recomputed"
+            )
         for member in parse_ranges(text, region_class.multiplicity, f"{key} {name}"):
             found.add(region_class.members[member].ops[op.position].key + suffix)
     return found

@@ -97,7 +97,7 @@ def _is_plain(instruction: Instruction, local: LocalProgram) -> bool:
     if instruction.op is None:
         return instruction.bucket is None and instruction.replay is None and not instruction.args[1].moves
     known = instruction.function is instruction.op.node.target or instruction.op.kind != "heavy"
-    return known and not needs_state(instruction.op)
+    return known and not needs_state(instruction.op) and not instruction.op.runs_once
 
 
 def with_sum(instruction: Instruction) -> Callable[..., Any] | None:

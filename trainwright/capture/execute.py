@@ -170,7 +170,11 @@ def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
     outputs = instruction.outputs
     compute = _bind(instruction) if function is None else _bind_stateful(function, instruction)
 
-    if instruction.many:
+    if not outputs:  # it only writes
+
+        def call(env: dict[int, Any], state: RunState) -> None:
+            compute(env, state)
+    elif instruction.many:
 
         def call(env: dict[int, Any], state: RunState) -> None:
             env.update(zip(outputs, compute(env, state)))

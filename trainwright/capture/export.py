@@ -22,6 +22,7 @@ from ..artifacts import UserError
 from . import _torch_private as private
 from .export_errors import explained, innermost_line, is_inside
 from .fakes import FakeMode, fake_like, faked, new_mode
+from .module_state import Watch, same_calls
 from .normalise import Context, normalise
 from .normalise_regions import no_autocast
 from .own_backwards import lifted_backwards
@@ -93,10 +94,11 @@ def capture(
     mode = new_mode()
     with no_autocast(), faked(model, mode) as copied:
         _set_training(copied, training, notes)
-        program = _export(copied, _faked_batch(batch, mode), loss_fn)
-    context = Context(mode, {}, autocast, notes)
-    graph = _with_roles(program, model, batch, context)
-    graph = normalise(graph, program.graph_module, context)
+        program, left = _export(copied, _faked_batch(batch, mode), loss_fn)
+        later = left.later(lambda: _export(copied, _faked_batch(batch, mode), loss_fn), program.constants, mode)
+    graph = _normalised(program, model, batch, Context(mode, {}, autocast, notes))
+    if later is not None and not same_calls(graph, _normalised(later, model, batch, Context(mode, {}, autocast))):
+        left.refuse()
     return Captured(graph, program.call_spec.out_spec, aliases_of(model), time.perf_counter() - started, tuple(notes))
 
 
@@ -106,12 +108,14 @@ class _Step(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
         super().__init__()
         self.model = model
+        self.watch = Watch(model, is_inside)
         # behind a function, or a loss that is a module would have its tensors counted with the model's
         self.loss_fn = None if loss_fn is None else lambda output, batch: loss_fn(output, batch)
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
-        output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
-        loss = find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
+        with self.watch.forward():
+            output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
+            loss = find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
         _require_scalar(loss, "loss_fn's result" if self.loss_fn is not None else "the loss")
         _register_dataclasses(output)
         return loss, output
@@ -189,18 +193,23 @@ def _faked_batch(batch: Any, mode: FakeMode) -> Any:
     return rebuild([fake_like(leaf.detach(), mode) if isinstance(leaf, Tensor) else leaf for _, leaf in named])
 
 
-def _export(model: nn.Module, batch: Any, loss_fn: Any) -> Any:
-    step = _Step(model, loss_fn)
+def _export(model: nn.Module, batch: Any, loss_fn: Any) -> tuple[Any, Watch]:
+    """Return the exported step, and what its forward left behind in the modules."""
     if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
         raise UserError(
             f"a loss without parameters of its own is needed; {type(loss_fn).__name__} has some; "
             "make it part of the model"
         )
+    step = _Step(model, loss_fn)
     quick = private.without_compiling(), private.innermost_frames(is_inside)
     with explained(model, batch), lifted_backwards(), quick[0], quick[1], warnings.catch_warnings():
         # modules that keep their weights in a list as well (LSTM) are told off by torch for what is torch's own doing
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        return torch.export.export(step, (batch,), strict=False)
+        return torch.export.export(step, (batch,), strict=False), step.watch
+
+
+def _normalised(program: Any, model: nn.Module, batch: Any, context: Context) -> fx.Graph:
+    return normalise(_with_roles(program, model, batch, context), program.graph_module, context)
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:

@@ -48,6 +48,11 @@ class Group:
         return next((op for op in self.ops if op.kind == "heavy"), self.ops[0])
 
     @property
+    def may_rerun(self) -> bool:
+        """Whether its backward may be given what a rerun makes: none has an effect, or reads what is written later."""
+        return any(op.requires_grad for op in self.ops) and not any(op.runs_once for op in self.ops)
+
+    @property
     def key(self) -> str:
         return self.head.key
 

@@ -91,7 +91,18 @@ class Instruction:
     bucket: Bucket | None = None
     """Of an instruction that opens a bucket, or closes it for one parameter."""
     replay: Instruction | None = None
-    """What the backward runs in its place: a borrowed copy is gathered anew, so that the lent one need not be kept."""
+    """What the backward runs in its place: a borrowed copy is gathered anew, so that the lent one need not be kept; what
+    wrote buffers gives the same and leaves them as they are."""
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether it is a change of layout whose result another region has made."""
+        return self.op is None and self.replay is not None
+
+    @property
+    def result(self) -> int:
+        """The first of its outputs; -1 where it has none."""
+        return self.outputs[0] if self.outputs else -1
 
     @property
     def again(self) -> Instruction:
@@ -223,7 +234,7 @@ class _Builder:
     def _emit_op(self, op: Op, function: Any, args: Any, kwargs: Any, inputs: list[Value], outputs: list[Value], region: int,
                  axes: tuple[int, ...]) -> None:  # fmt: skip
         internal = f"{op.key}.internal"
-        self._emit(
+        made = self._emit(
             key=op.key, path=op.path, function=function, args=args, kwargs=kwargs,
             inputs=tuple(value.index for value in inputs), outputs=tuple(value.index for value in outputs),
             region=region, op=op, axes=axes,
@@ -231,6 +242,9 @@ class _Builder:
             internal_offloaded=internal in self.decisions.offloaded,
             many=isinstance(op.node.meta["val"], (tuple, list)),
         )  # fmt: skip
+        if op.writes and find(op.name).scratch:
+            again = replace(made, function=_on_copies(function, find(op.name).scratch))
+            self.instructions[-1] = replace(made, replay=again)
 
     def _wanted(self, tensor: Tensor, forward: Layout, gradient: Layout, region: int, key: str) -> Value:
         """Return the value of `tensor` in the layout that a consumer wants, shared by all that want the same."""
@@ -297,6 +311,16 @@ class _Builder:
         return Ref(native.index)
 
 
+def _on_copies(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """Return `function` with copies of the arguments at `places`: what it writes there is lost."""
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        own = [arg.clone() if place in places and arg is not None else arg for place, arg in enumerate(args)]
+        return function(*own, **kwargs)
+
+    return again
+
+
 def _second(held: Any, lent: Any) -> Any:
     """A borrowed copy; `held`, from which the backward gathers it anew, only has to be there."""
     return lent
@@ -338,8 +362,10 @@ def _unless_empty(op: Op, function: Callable[..., Any], outputs: Sequence[Value]
     """
     mesh, coords = communicator.mesh, communicator.coords
     shapes = [local_shape(v.tensor.shape, v.tensor.slots, v.layout, mesh, coords) for v in outputs]
-    if op.kind != "heavy" or not op.requires_grad or any(0 not in shape for shape in shapes):
+    if op.kind != "heavy" or not op.requires_grad or not shapes or any(0 not in shape for shape in shapes):
         return function
+    if op.signature.joint:
+        return function  # it takes part in what the ranks compute together
     many = isinstance(op.node.meta["val"], (tuple, list))
 
     def nothing(*args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from ..ops import find
 from ._torch_private import flatten_batch
 from .export import Captured, as_batch, capture
 from .program import Op, Program, Tensor, build_program, op_name
-from .randomness import DRAWING
+from .randomness import draws
 
 WEIGHTED = "weighted"
 """The op's result is multiplied by K · its weight / all micro-batches' weights."""
@@ -42,7 +42,6 @@ _LINEAR = {"add", "sub", "neg", "rsub", "sum", "mean", "_to_copy", "to", "type_a
            "cat", "detach", "lift_fresh_copy"}  # fmt: skip
 _UNIFORM = {"full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor", "fill",
             "full_like", "zeros_like", "ones_like", "expand", "expand_as", "broadcast_to"}  # fmt: skip
-_RANDOM = DRAWING | {"dropout", "native_dropout"}
 
 
 def split_entries(batch: Any, num: int) -> Any:
@@ -140,8 +139,8 @@ class _Comparison:
             if factor != 1.0:
                 self._correct(op, factor)
         for op in self.whole.ops:
-            if op.node.meta.get("mutates"):
-                self._refuse("a forward that changes no buffer", f"{op.key} writes {op.node.meta['mutates']}")
+            if op.writes:
+                self._refuse("a forward that changes no buffer", f"{op.key} writes {op.writes}")
         if self.states[self.whole.loss].kind == "part":
             self._refuse("a loss over all examples", f"the loss is {self.whole.loss.key}, one of each")
         return self.found
@@ -229,7 +228,7 @@ class _Comparison:
 
     def _outputs(self, op: Op) -> list[_State]:
         states = [self.states[tensor] for tensor in op.inputs]
-        known = all(state.from_batch for state in states) and op.name not in _RANDOM
+        known = all(state.from_batch for state in states) and not draws(op)
         kinds = {state.kind for state in states}
         if "part" in kinds and "mean" in kinds and self._settle(op):
             kinds = {self.states[tensor].kind for tensor in op.inputs}

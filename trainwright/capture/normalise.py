@@ -12,8 +12,9 @@ from torch import fx, nn
 
 from . import _torch_private as private
 from .normalise_activations import restore_activations
-from .normalise_common import Context, mutated_placeholders, propagate, written_operands
+from .normalise_common import Context, propagate, written_operands
 from .normalise_constants import constant_nodes
+from .normalise_effects import copy_before_writes, mark_effects
 from .normalise_gathers import drop_neutral_masks, gathers_to_views
 from .normalise_inplace import functionalise
 from .normalise_linear import fuse_linears
@@ -64,6 +65,7 @@ PASSES: tuple[Pass, ...] = (
     restore_attention,
     drop_neutral_masks,
     _drop_dead,
+    copy_before_writes,
 )
 
 
@@ -90,12 +92,11 @@ def _find_loss(graph: fx.Graph) -> None:
 
 
 def _mark(graph: fx.Graph) -> None:
-    """Mark what depends on nothing, and what writes a buffer or parameter."""
+    """Mark what depends on nothing, and what writes buffers or shares memory with what is written."""
     constant = constant_nodes(graph)
     for node in graph.nodes:
         node.meta["constant"] = node in constant
-    for placeholder in mutated_placeholders(graph):
-        placeholder.meta["mutated"] = True
+    mark_effects(graph)
 
 
 SHORT = {

@@ -186,12 +186,12 @@ def _differentiable(fake: Tensor) -> bool:
 
 def mutated_placeholders(graph: fx.Graph) -> set[fx.Node]:
     """Return the placeholders that the graph writes in place: by mutating ops, or as running statistics."""
-    mutated: set[fx.Node] = set()
-    for node in graph.nodes:
-        mutated.update(
-            root for operand in written_operands(node) if (root := storage_root(operand)).op == "placeholder"
-        )
-    return mutated
+    return {root for root in written_memory(graph) if root.op == "placeholder"}
+
+
+def written_memory(graph: fx.Graph) -> set[fx.Node]:
+    """Return the owners of all memory that the graph writes in place."""
+    return {storage_root(operand) for node in graph.nodes for operand in written_operands(node)}
 
 
 def written_operands(node: fx.Node) -> list[fx.Node]:
@@ -223,18 +223,25 @@ def storage_root(node: fx.Node) -> fx.Node:
 
 def aliased_parent(node: fx.Node) -> fx.Node | None:
     """Return the operand whose memory the node's output shares, or None."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+    if node.op != "call_function":
+        return None
+    if private.is_mutating(node.target):
+        name = private.returned_argument(node.target)  # type: ignore[arg-type]
+        found = bound(node).get(name) if name is not None else None
+        return found if isinstance(found, fx.Node) else None
+    if not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if getattr(node.target, "__name__", "") == "getitem":
         return aliased_parent(node.args[0])
-    written = private.is_mutating(node.target) and node.args[0] in written_operands(node)
-    return node.args[0] if written or _shares_memory(node) else None
+    return node.args[0] if _shares_memory(node) else None
 
 
 def _shares_memory(node: fx.Node) -> bool:
     """A view by its schema that is one in fact (`reshape`, `to` and `contiguous` may copy)."""
     if not private.is_view(node.target):
         return False
+    if is_call(node, "detach", "alias"):
+        return True  # whatever an export's own values say of it
     mine, source = node.meta.get("val"), node.args[0].meta.get("val")  # type: ignore[union-attr]
     if isinstance(mine, list | tuple):
         mine = mine[0] if mine else None

@@ -2,7 +2,7 @@
 
 A write goes to one tensor, and is seen through every other view of the same memory. So for `x[:, 1:].copy_(y)` the new
 value of the slice is scattered back into a new `x`, and what is read later, of `x` or of any view of it, is read from
-the new one. Writes to parameters and buffers stay: they outlast the step.
+the new one. Writes to buffers stay: they outlast the step (`normalise_effects`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from .normalise_common import (
     shape,
     written_operands,
 )
+from .normalise_effects import check_written
 
 
 def functionalise(graph: fx.Graph, context: Context) -> None:
-    """Rewrite in-place calls on activations out of place; mark those on parameters and buffers with `mutates`."""
+    """Rewrite in-place calls on activations out of place; those on buffers stay. `UserError` for one on a parameter."""
     writes = [node for node in graph.nodes if node.op == "call_function" and private.is_mutating(node.target)]
     order = {node: position for position, node in enumerate(graph.nodes)}
     # settled here once: the values by which it is known who shares memory are those of the graph as it came
     views = {node for node in graph.nodes if aliased_parent(node) is not None} if writes else set()
     rewritten = 0
     for node in writes:
-        root = _chain(node, views)[-1]
-        if root.op == "placeholder" and root.meta["role"] != "input":
-            node.meta["mutates"] = root.meta["name"]
-        elif _Write(context, node, order, views).rewrite():
+        roots = [_chain(operand, views)[-1] for operand in written_operands(node)]
+        lasting = [root for root in roots if root.op == "placeholder" and root.meta["role"] != "input"]
+        for root in lasting:
+            check_written(node, root)
+        if lasting:
+            continue
+        if _Write(context, node, order, views).rewrite():
             rewritten += 1
         else:
             context.notes.append(f"{private.packet(node.target)} stays in place: {node.meta['stack']}")
@@ -140,7 +144,8 @@ def _chain(node: fx.Node, views: set[fx.Node]) -> list[fx.Node]:
     """The node, what it is a view of, and so on to the owner of the memory."""
     chain = [node]
     while chain[-1] in views:
-        source = chain[-1].args[0]
+        writes = private.is_mutating(chain[-1].target)  # gives back what it has written
+        source = aliased_parent(chain[-1]) if writes else chain[-1].args[0]
         assert isinstance(source, fx.Node)
         # a piece of `split` is a view of what was split
         chain.append(source.args[0] if _step(chain[-1]) == "piece" else source)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from .execute import Executor
 from .local import Instruction, Ref
-from .randomness import with_state
+from .randomness import needs_state
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def pieces(executor: Executor) -> list[Piece | range]:
             continue
         begin = start
         for index in range(start, stop + 1):
-            if index == stop or not _computes(executor.local.instructions[index], executor):
+            if index == stop or not _computes(executor.local.instructions[index]):
                 if index > begin:
                     found.append(_piece(executor, begin, index))
                 if index < stop:
@@ -48,12 +48,12 @@ def pieces(executor: Executor) -> list[Piece | range]:
     return found
 
 
-def _computes(instruction: Instruction, executor: Executor) -> bool:
-    """Whether an instruction is a plain op on plain tensors: no collective inside, no state of the run."""
+def _computes(instruction: Instruction) -> bool:
+    """Whether an instruction is a plain op on plain tensors: no collective inside, no state of the run, no effect."""
     op = instruction.op
-    return (
-        op is not None and instruction.function is op.node.target and with_state(instruction, executor.coords) is None
-    )
+    if op is None or op.writes or op.runs_once:
+        return False
+    return instruction.function is op.node.target and not needs_state(op)
 
 
 def _piece(executor: Executor, start: int, stop: int) -> Piece:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 
 from ..ops import Call, Dims, Signature, TensorSpec, find, signature_of
+from ..ops.registry import unknown_signature
 from .blocks import Region, RegionClass, classify, find_regions
 from .discover import discovered
 from .export import Captured
@@ -92,7 +93,22 @@ class Op:
 
     @property
     def kind(self) -> str:
-        return find(self.name).kind
+        kind = find(self.name).kind
+        # on its own: what joined it could not be rerun either
+        return "heavy" if self.runs_once and kind == "elementwise" else kind
+
+    @property
+    def writes(self) -> str:
+        """The names of the buffers that it writes; empty for most ops."""
+        return str(self.node.meta.get("mutates", ""))
+
+    @property
+    def runs_once(self) -> bool:
+        """Never split and never rerun: it writes memory that outlasts the step, or makes, views or copies such memory.
+
+        An op whose results do not depend on what it writes (batch normalisation) is split and rerun as any other.
+        """
+        return bool(self.node.meta.get("touches_written")) and not find(self.name).scratch
 
     @property
     def requires_grad(self) -> bool:
@@ -229,7 +245,10 @@ class _Builder:
             return
         inputs = [self._as_tensor(found) for found in _tensor_nodes((node.args, node.kwargs))]
         call = _call_of(node)
-        signature = signature_of(call)
+        if node.meta.get("touches_written") and not find(call.name).scratch:
+            signature = replace(unknown_signature(call), known=True)
+        else:
+            signature = signature_of(call)
         if not signature.known and find(call.name).kind == "heavy" and not node.meta.get("constant"):
             wanted = [tensor.requires_grad and call.name not in UNDIFFERENTIABLE for tensor in inputs]
             signature = discovered(node.target, call, wanted) or signature
@@ -240,7 +259,7 @@ class _Builder:
                     unify(factors, [factor for name in dim for factor in loops[name]])
         values = node.meta["val"]
         many = isinstance(values, (tuple, list))
-        found = list(values) if many else [values]
+        found = list(values) if many else [] if values is None else [values]
         keys = [f"{node.meta['key']}.out{index or ''}" for index in range(len(found))]
         outputs = [
             self._tensor(key, value, "op", [[f for name in dim for f in loops[name]] for dim in dims])
@@ -255,7 +274,7 @@ class _Builder:
         for tensor in inputs:
             tensor.consumers.append(op)
         self.ops.append(op)
-        self.by_node[node] = tuple(outputs) if many else outputs[0]
+        self.by_node[node] = outputs[0] if len(outputs) == 1 and not many else tuple(outputs)
 
     def _as_tensor(self, node: fx.Node) -> Tensor:
         found = self.by_node[node]
@@ -282,7 +301,8 @@ def _call_of(node: fx.Node) -> Call:
     args = fx.map_arg(node.args, spec)
     kwargs = fx.map_arg(node.kwargs, spec)
     values = node.meta["val"]
-    outputs = tuple(_spec(value) for value in (values if isinstance(values, (tuple, list)) else [values]))
+    found = values if isinstance(values, (tuple, list)) else [] if values is None else [values]
+    outputs = tuple(map(_spec, found))
     return Call(op_name(node.target), tuple(args), dict(kwargs), outputs)
 
 

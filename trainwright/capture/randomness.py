@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..ops.local import replace_arg
+from . import _torch_private as private
 
 if TYPE_CHECKING:
     from .execute import RunState
@@ -21,17 +22,19 @@ if TYPE_CHECKING:
     from .program import Op
 
 WithState = Callable[..., Any]
-DRAWING = {
-    "rand_like",
-    "randn_like",
-    "bernoulli",
-    "randint_like",
-    "rrelu",
-    "alpha_dropout",
-    "feature_dropout",
-    "rand",
-    "randn",
+_OFF: dict[str, tuple[str, Any]] = {
+    "scaled_dot_product_attention": ("dropout_p", 0.0),
+    "feature_dropout": ("train", False),
+    "alpha_dropout": ("train", False),
+    "feature_alpha_dropout": ("train", False),
+    "lstm": ("dropout", 0.0),
+    "gru": ("dropout", 0.0),
+    "rnn_tanh": ("dropout", 0.0),
+    "rnn_relu": ("dropout", 0.0),
 }
+"""The argument that switches an op's dropout off, and its value then."""
+_OWN_NAMESPACES = ("aten", "prims", "autograd_functions")
+"""Of ops that say by a tag whether they draw numbers."""
 
 
 def derived_seed(*parts: Any) -> int:
@@ -43,28 +46,50 @@ def derived_seed(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
+def draws(op: Op) -> bool:
+    """Tell whether an op draws random numbers."""
+    target = op.node.target
+    if op.name in ("lstm", "gru", "rnn_tanh", "rnn_relu") or op.name == "scaled_dot_product_attention":
+        name, off = _OFF[op.name]
+        return bool(op.call.arg(_place(target, name), name, off))
+    return private.is_random(target)
+
+
 def needs_state(op: Op) -> bool:
     """Tell whether an op draws numbers or knows modes."""
-    if op.name == "scaled_dot_product_attention":
-        return bool(op.call.arg(4, "dropout_p", 0.0))
-    if op.name == "batch_norm":
-        return bool(op.call.arg(5, "training", False))
-    return op.name in ("dropout", "native_dropout") or op.name in DRAWING
+    return draws(op) or (op.name == "batch_norm" and bool(op.call.arg(5, "training", False)))
 
 
 def with_state(instruction: Instruction, coords: Sequence[int]) -> WithState | None:
-    """Return the instruction's function with the run's state in front, for ops that draw numbers or know modes."""
-    if instruction.op is None or not needs_state(instruction.op):
+    """Return the instruction's function with the run's state in front, for ops that draw numbers or know modes.
+
+    An op of the user's may draw numbers and not say so: it runs as one that does.
+    """
+    op, function = instruction.op, instruction.function
+    if op is None:
         return None
     place = (instruction.key, tuple(coords[axis] for axis in instruction.axes))
-    match instruction.op.name:
+    if not needs_state(op):
+        return _drawing(function, place) if _is_foreign(op) else None
+    match op.name:
         case "dropout" | "native_dropout":
             return _dropout(place)
-        case "scaled_dot_product_attention":
-            return _attention(instruction.function, place)
         case "batch_norm":
-            return _batch_norm(instruction.function)
-    return _drawing(instruction.function, place)
+            return _batch_norm(function)
+        case "rrelu":
+            return _switched(_drawing(function, place), "training", (op.node.target, "training", False))
+    if op.name in _OFF:
+        return _switched(_drawing(function, place), "dropout", (op.node.target, *_OFF[op.name]))
+    return _drawing(function, place)
+
+
+def _is_foreign(op: Op) -> bool:
+    namespace = private.namespace(op.node.target)
+    return bool(namespace) and namespace not in _OWN_NAMESPACES
+
+
+def _place(target: Any, name: str) -> int:
+    return next(place for place, (found, _, _) in enumerate(private.arguments(target)) if found == name)
 
 
 def _dropout(place: tuple[Any, ...]) -> WithState:
@@ -94,14 +119,17 @@ class _Masked(torch.autograd.Function):
         return (grads[0] * mask).mul_(ctx.scale), None, None
 
 
-def _attention(function: Callable[..., Any], place: tuple[Any, ...]) -> WithState:
-    def attention(state: RunState, *args: Any, **kwargs: Any) -> Any:
-        if not (state.training and state.dropout):
-            args, kwargs = replace_arg(args, kwargs, 4, "dropout_p", 0.0)
-            return function(*args, **kwargs)
-        return _under_seed(derived_seed(*state.draw, place), function, args, kwargs)
+def _switched(function: WithState, mode: Literal["training", "dropout"], off: tuple[Any, str, Any]) -> WithState:
+    """Give the argument that `off` names (op, name, value) that value where the run has no training, or no dropout."""
+    target, name, value = off
+    place = _place(target, name)
 
-    return attention
+    def switched(state: RunState, *args: Any, **kwargs: Any) -> Any:
+        if not (state.training and (mode == "training" or state.dropout)):
+            args, kwargs = replace_arg(args, kwargs, place, name, value)
+        return function(state, *args, **kwargs)
+
+    return switched
 
 
 def _batch_norm(function: Callable[..., Any]) -> WithState:

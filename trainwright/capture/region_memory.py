@@ -202,7 +202,7 @@ class RegionMemory:
             return len(seen) - 1
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda index: seen[index]):
-            self.executor.calls[instruction.index](inner, self.state)
+            self.executor.again(instruction.index)(inner, self.state)
         for value in instruction.outputs:
             env[value] = inner[value].detach()
         for index, tensor in enumerate(seen):

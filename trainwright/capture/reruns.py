@@ -41,12 +41,15 @@ def reruns_of(local: LocalProgram) -> dict[int, Rerun]:
             rerun.internals.add(instruction.index)
     for region, rerun in reruns.items():
         _trace_back(local, producers, region, rerun)
-        if any(_communicates(local.instructions[index].again) for index in rerun.instructions):
+        if any(_communicates(local.instructions[index]) for index in rerun.instructions):
             rerun.ends = _results(local, region)
     return reruns
 
 
 def _communicates(instruction: Instruction) -> bool:
+    """Whether the ranks meet in what the backward runs again of it."""
+    if instruction.is_borrowed:
+        instruction = instruction.again
     if instruction.bucket is not None:
         index = instruction.args[0]
         return isinstance(index, int) and instruction.bucket.members[index].there.moves

@@ -68,7 +68,11 @@ def _local_batch_norm(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwa
     return synchronized, tuple(values[name] for name in names[:8] if name in values), {}
 
 
-@rule("batch_norm", localize=_local_batch_norm)
+_RUNNING = (3, 4)
+"""The running mean and variance, which training writes and does not normalise by."""
+
+
+@rule("batch_norm", localize=_local_batch_norm, scratch=_RUNNING)
 def batch_norm(call: Call) -> Signature | None:
     """`n c *, c, c, c, c -> n c *`: split over samples, the statistics are summed over the ranks."""
     if len(call.outputs) != 1:
@@ -80,7 +84,7 @@ def batch_norm(call: Call) -> Signature | None:
     return builder.build([dims] + [(dims[1],) for _ in call.inputs[1:]], [dims], joint=joint)
 
 
-@rule("instance_norm")
+@rule("instance_norm", scratch=_RUNNING)
 def instance_norm(call: Call) -> Signature:
     """`n c *, c, … -> n c *`: samples are independent unless running statistics are kept."""
     builder = SignatureBuilder()

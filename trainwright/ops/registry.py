@@ -37,6 +37,8 @@ class OpRule:
     signature: SignatureRule
     localize: LocalRule | None = None
     """Rewrites the call for one rank's part, where the literal arguments or the arithmetic depend on the split."""
+    scratch: tuple[int, ...] = ()
+    """Places of arguments that the op writes and that its results do not depend on: a rerun is given copies of them."""
     weight: WeightRule | None = None
     """Of a mean that does not count all its entries alike; none: means over as many entries weigh the same."""
 
@@ -45,7 +47,11 @@ RULES: dict[str, OpRule] = {}
 
 
 def rule(
-    *names: str, kind: Kind = "heavy", localize: LocalRule | None = None, weight: WeightRule | None = None
+    *names: str,
+    kind: Kind = "heavy",
+    localize: LocalRule | None = None,
+    scratch: tuple[int, ...] = (),
+    weight: WeightRule | None = None,
 ) -> Callable[[SignatureRule], SignatureRule]:
     """Register the decorated signature rule for the ATen ops `names` (without namespace and overload)."""
 
@@ -53,7 +59,7 @@ def rule(
         for name in names:
             if name in RULES:
                 raise ValueError(f"op {name} has two rules; keep one")
-            RULES[name] = OpRule(name, kind, function, localize, weight)
+            RULES[name] = OpRule(name, kind, function, localize, scratch, weight)
         return function
 
     return register

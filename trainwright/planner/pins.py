@@ -39,6 +39,8 @@ def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) 
             groups = [decision for decision in matched if decision.group is not None]
             if action == "offload":
                 _allow_offload(problem, pin, restriction)
+            elif action == "recompute":
+                groups = _able_to_rerun(groups, pin)
             restriction.fates.update(dict.fromkeys(groups, action))
         elif action in ("state-keep", "state-offload"):
             params = [decision for decision in matched if decision.group is None]
@@ -49,6 +51,17 @@ def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) 
         else:
             _narrow(problem, matched, action, pin, restriction)
     _check_capacity(problem, restriction)
+
+
+def _able_to_rerun(decisions: Sequence[Decision], pin: str) -> list[Decision]:
+    """Return those of the named groups that may run again; `UserError` where there is none."""
+    able = [decision for decision in decisions if decision.group is not None and decision.group.may_rerun]
+    if decisions and not able:
+        raise UserError(
+            f"ops that may run again are needed to be recomputed; what {pin!r} names ({decisions[0].key}) has no gradient, "
+            "writes a buffer, or reads one that the forward writes; name other ops, or leave the pin out"
+        )
+    return able
 
 
 def _able_to_leave(problem: Problem, params: Sequence[Decision], pin: str) -> list[Decision]:

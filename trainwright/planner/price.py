@@ -68,8 +68,8 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     shared = shared_conversions(executor.local) if costs.num_runs > 1 else {}
     timeline = Timeline(costs)
     for instruction in executor.local.instructions:
-        first = shared.get(instruction.outputs[0])
-        if first is not None and first != instruction.outputs[0]:
+        first = shared.get(instruction.result)
+        if first is not None and first != instruction.result:
             continue  # made once, with its like
         compute, comm = _instruction_s(executor.local, instruction, costs)
         total.compute_s += sum(compute)
@@ -146,7 +146,7 @@ def _instruction_s(local: LocalProgram, instruction: Instruction, costs: CostMod
     op = instruction.op
     if instruction.bucket is not None:
         return (0.0, 0.0), bucket_s(instruction, costs)
-    if instruction.replay is not None:
+    if instruction.is_borrowed:
         return (0.0, 0.0), (0.0, 0.0)  # a borrowed copy: whoever lends it has paid
     if op is None:
         return (0.0, 0.0), _conversion_s(local, instruction, costs)

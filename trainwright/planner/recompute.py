@@ -99,8 +99,7 @@ class _Builder:
         return self.columns
 
     def _can_rerun(self, decision: Decision) -> bool:
-        group = decision.group
-        return group is not None and any(op.requires_grad for op in group.ops)
+        return decision.group is not None and decision.group.may_rerun
 
     def _add_rerun(self, decision: Decision) -> None:
         for option, chosen in enumerate(self.sharding.choice[decision]):
