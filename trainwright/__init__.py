@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .planner import Explanation, Simulation
     from .runtime import ParallelModule
 
-    LossFn = Callable[[Any, Any], Tensor]
+    LossFn = Callable[..., Tensor]
 
 __version__ = "0.1.0"
 SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
@@ -305,6 +305,8 @@ def __getattr__(name: str) -> Any:
 def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: str, loss_fn: Any, mesh: Any, pins: Sequence[str],
               offload: str, time_limit_s: float, autocast: str | None, model_ref: ModelRef | None, progress: Any,
               micro_batches: int | str) -> dict[str, Any]:  # fmt: skip
+    from .capture.call import name_of_loss
+
     cluster = _cluster(hardware)
     budget = parse_bytes(memory) if memory is not None else int(MEMORY_SHARE * cluster.device.memory_bytes)
     make, label = _optimizer(optimizer)
@@ -320,6 +322,7 @@ def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: str
         "optimizer_cost": _optimizer_cost(optimizer),
         "make_optimizer": make,
         "literals": _literals(batch),
+        "loss_fn": name_of_loss(loss_fn),
         "dtype": _dtype_name(model),
         "autocast": autocast,
         "pins": tuple(pins),
@@ -350,9 +353,11 @@ def _programs(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None, 
 
 
 def _program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Any:
+    from .capture.call import check_same_loss
     from .capture.micro_batches import capture_step
     from .runtime.module import DTYPES
 
+    check_same_loss(plan, loss_fn)
     dtype = DTYPES[plan.autocast] if plan.autocast else None
     return capture_step(model, batch, loss_fn, dtype, plan.micro_batches, plan.corrections)
 

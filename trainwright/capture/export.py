@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch import Tensor, fx, nn
 
 from ..artifacts import UserError
 from . import _torch_private as private
+from .call import LossFn, call_model, find_loss, loss_of, name_of_loss
+from .dtypes import check_types
 from .export_errors import explained, innermost_line, is_inside
 from .fakes import FakeMode, fake_like, faked, new_mode
 from .normalise import Context, normalise
@@ -59,7 +61,7 @@ class Captured:
 def capture(
     model: nn.Module,
     batch: Mapping[str, Any] | Sequence[Any],
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: LossFn | None = None,
     *,
     training: bool = True,
     autocast: torch.dtype | None = None,
@@ -71,7 +73,8 @@ def capture(
 
     model: in whatever mode; captured in training mode, submodules that the user froze in evaluation mode kept so.
     batch: a mapping (called as `model(**batch)`) or a sequence (`model(*batch)`); what is no tensor passes as it is.
-    loss_fn: `loss_fn(output, batch)`, a scalar; without it the loss is the output's `.loss`, its `["loss"]`, or itself.
+    loss_fn: of the output and what `forward` does not take of the batch (`call.py`); its result is a scalar. Without it
+    the loss is the output's `.loss`, its `["loss"]`, or itself.
     training: False captures the evaluation forward, for validation with the same parameters.
     autocast: capture as under `torch.autocast` with this type; the conversions become nodes of the graph.
 
@@ -96,39 +99,30 @@ def capture(
         program = _export(copied, _faked_batch(batch, mode), loss_fn)
     context = Context(mode, {}, autocast, notes)
     graph = _with_roles(program, model, batch, context)
-    graph = normalise(graph, program.graph_module, context)
+    notes += _unused(graph)
+    with no_autocast():
+        graph = normalise(graph, program.graph_module, context)
+    check_types(graph)
     return Captured(graph, program.call_spec.out_spec, aliases_of(model), time.perf_counter() - started, tuple(notes))
 
 
 class _Step(nn.Module):
     """The model's call and its loss: `batch → (loss, output)`."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
         super().__init__()
         self.model = model
-        # behind a function, or a loss that is a module would have its tensors counted with the model's
-        self.loss_fn = None if loss_fn is None else lambda output, batch: loss_fn(output, batch)
+        # not as an attribute, or a loss that is a module would have its tensors counted with the model's
+        self.loss_of = lambda batch, output: loss_of(model, batch, loss_fn, output)
+        self.call = lambda batch: call_model(model, batch, loss_fn)
+        self.result = "the loss" if loss_fn is None else f"{name_of_loss(loss_fn)}'s result"
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
-        output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
-        loss = find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
-        _require_scalar(loss, "loss_fn's result" if self.loss_fn is not None else "the loss")
+        output = self.call(batch)
+        loss = self.loss_of(batch, output)
+        _require_scalar(loss, self.result)
         _register_dataclasses(output)
         return loss, output
-
-
-def find_loss(output: Any) -> Tensor:
-    """Return the loss in a model's output: itself when a tensor, its `.loss`, its `["loss"]`; else `UserError`."""
-    if isinstance(output, Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    has = "whose loss is None" if hasattr(output, "loss") or isinstance(output, Mapping) else "without a loss"
-    raise UserError(
-        f"a scalar loss is needed; the model returned {type(output).__name__} {has}; "
-        "put the labels in the batch, or give loss_fn(output, batch)"
-    )
 
 
 def _require_scalar(loss: Any, what: str) -> None:
@@ -138,7 +132,7 @@ def _require_scalar(loss: Any, what: str) -> None:
         found = f"shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
         raise UserError(
             f"a scalar floating-point loss is needed; {what} has {found}; "
-            "reduce it to a mean or a sum, or give loss_fn(output, batch)"
+            "reduce it to a mean or a sum, or give loss_fn, such as torch.nn.CrossEntropyLoss(), with its target in the batch"
         )
 
 
@@ -151,16 +145,28 @@ def _register_dataclasses(output: Any) -> None:
 
 
 def as_batch(batch: Any) -> dict[str, Any] | tuple[Any, ...]:
-    """Return the batch as a dict or a tuple; a lone tensor is a tuple of one."""
+    """Return the batch as a dict or a tuple; a lone tensor is a tuple of one.
+
+    Raises `UserError` for anything else, and for arrays in place of tensors.
+    """
     if isinstance(batch, Tensor):
         return (batch,)
+    found: dict[str, Any] | tuple[Any, ...] | None = None
     if isinstance(batch, Mapping):
-        return dict(batch)
-    if isinstance(batch, list | tuple):
-        return tuple(batch)
-    raise UserError(
-        f"a batch is needed as a dict (model(**batch)) or a tuple (model(*batch)); got {type(batch).__name__}"
-    )
+        found = dict(batch)
+    elif isinstance(batch, list | tuple):
+        found = tuple(batch)
+    for name, value in found.items() if isinstance(found, dict) else enumerate(found or ()):
+        if type(value).__module__ == "numpy":
+            raise UserError(
+                f"a batch of tensors is needed; entry {name} is a numpy {type(value).__name__}; wrap it: "
+                "torch.as_tensor(…)"
+            )
+    if found is None:
+        raise UserError(
+            f"a batch is needed as a dict (model(**batch)) or a tuple (model(*batch)) of tensors; got {type(batch).__name__}"
+        )
+    return found
 
 
 def without_cache(model: nn.Module, batch: Any, notes: list[str]) -> Any:
@@ -235,6 +241,12 @@ def _with_roles(program: Any, model: nn.Module, batch: Any, context: Context) ->
             _locate(node)
     _keep_values(graph, tensors, context)
     return graph
+
+
+def _unused(graph: fx.Graph) -> list[str]:
+    inputs = [node for node in graph.nodes if node.meta.get("role") == "input" and not node.users]
+    names = [node.meta["name"] for node in inputs if isinstance(node.meta.get("val"), Tensor)]
+    return [f"neither the model nor the loss uses {', '.join(names)} of the batch"] if names else []
 
 
 def _role(spec: Any, batch_names: Any, aliases: dict[str, str]) -> tuple[str, str]:
