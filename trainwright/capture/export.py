@@ -163,8 +163,13 @@ def as_batch(batch: Any) -> dict[str, Any] | tuple[Any, ...]:
                 "torch.as_tensor(…)"
             )
     if found is None:
+        is_array, is_loader = type(batch).__module__ == "numpy", hasattr(batch, "__iter__")
+        advice = (
+            "wrap it: torch.as_tensor(…)" if is_array else "give one batch: next(iter(…))" if is_loader else "wrap it"
+        )
         raise UserError(
-            f"a batch is needed as a dict (model(**batch)) or a tuple (model(*batch)) of tensors; got {type(batch).__name__}"
+            "a batch is needed as a dict (model(**batch)) or a tuple (model(*batch)) of tensors; got "
+            f"{type(batch).__name__}; {advice}"
         )
     return found
 
