@@ -420,8 +420,7 @@ def test_mistakes_are_explained(kind: str, capfd: pytest.CaptureFixture[str]) ->
     ("batch", "parts"),
     [
         ((torch.ones(3, 5),), ("float32[3, 5]", "self.linear(x)")),
-        ({"y": torch.ones(3, 4)}, ("'y'", "takes x")),
-        ((torch.ones(3, 4), torch.ones(3)), ("positional", "takes x")),
+        ({"y": torch.ones(3, 4)}, ("missing", "y: float32[3, 4]", "takes x")),
         (3, ("dict", "int")),
     ],
 )

@@ -17,16 +17,24 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import hardware as _hardware  # imported before the verb of that name, which then stands in its place
+from .arguments import as_cluster, as_dtype_name, as_maker, as_mesh, as_optimizer_name, as_pins, as_plan, check_model
 from .artifacts import Cluster, Difference, ModelRef, Plan, Profile, Refusal, Report, UserError, diff
 from .cli.sizes import parse_bytes
 
 if TYPE_CHECKING:
+    import os
+
+    import torch
     from torch import Tensor, nn
 
     from .planner import Explanation, Simulation
     from .runtime import ParallelModule
 
-    LossFn = Callable[[Any, Any], Tensor]
+    LossFn = Callable[..., Tensor]
+    HardwareLike = str | int | Cluster | os.PathLike[str]
+    PlanLike = str | Plan | os.PathLike[str]
+    OptimizerLike = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+    DtypeLike = str | torch.dtype
 
 __version__ = "0.1.0"
 SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
@@ -35,19 +43,28 @@ MEMORY_SHARE = 0.9
 """Of a device's memory, the budget where none is given."""
 
 
-def hardware(text: str | Cluster) -> Cluster:
-    """Return the cluster that `text` names: `cpu:2`, `8xh200`, `2x4xa100`, or a JSON file; `UserError` when none does.
+def hardware(text: HardwareLike) -> Cluster:
+    """Return the cluster that `text` names.
 
-    >>> hardware("8xh200").num_devices
-    8
+    text: `cpu:2` (processes of this machine; in Python the number alone will do), `8xh200`, `2x4xa100` (two nodes of
+    four), or the path of a JSON file from `calibrate`. Raises `UserError` when it names none.
+
+    >>> hardware("8xh200").num_devices, hardware(2).name
+    (8, 'cpu:2')
     """
-    if isinstance(text, Cluster):
-        return text
-    return _hardware.resolve(text)
+    return as_cluster(text)
 
 
 def load_model(spec: str, **options: Any) -> Any:
-    """Build the model that `spec` names (`zoo:NAME`, `FILE.py:function`, `package.module:function`) and its batch."""
+    """Build what `spec` names; the result has `model`, `batch`, `loss_fn`, and what else the user's function returned.
+
+    spec: `zoo:NAME`, `FILE.py:function` or `package.module:function`. options: `device` (`"meta"`, the default, or
+    `"cpu"`), `batch_size`, `seq_len`, `dtype`, `seed`, and `settings`, a dict of the function's other keywords as text.
+
+    >>> loaded = load_model("zoo:gpt2-tiny", batch_size=2)
+    >>> loaded.batch["input_ids"].shape[0]
+    2
+    """
     from .capture.targets import load
 
     return load(spec, **options)
@@ -58,36 +75,48 @@ def profile(
     batch: Any,
     *,
     loss_fn: LossFn | None = None,
-    optimizer: Any = "adamw",
-    autocast: str | None = None,
+    optimizer: OptimizerLike = "adamw",
+    autocast: DtypeLike | None = None,
     accumulate: int = 1,
-    hardware: str | Cluster | None = None,
+    hardware: HardwareLike | None = None,
     name: str = "",
     capture: bool | None = None,
     run: bool = False,
 ) -> Profile:
     """Return what one training step of `model` on `batch` costs, whose memory is not taken and which is not run.
 
-    optimizer: a name, or a function from parameters to an optimizer. accumulate: micro-batches (each like `batch`) to a
-    step. hardware: predict its time and its differences. capture: can the model be captured, hence planned? None: asked
-    where that is quick. run: if the forward asks for values, run two real steps of a copy instead.
+    model: a `torch.nn.Module` on any device, the meta device included; it is not changed.
+    batch: one batch, as a dict (`model(**batch)`), a tuple (`model(*batch)`) or a lone tensor.
+    loss_fn: called with the output and what `forward` does not take of the batch: with `(x, y)` and a `forward(x)`,
+        `nn.CrossEntropyLoss()` gets `(output, y)`. One whose second parameter is named `batch`, or whose model takes the
+        whole batch, gets `(output, batch)`. Without it, the loss is the output's `.loss`, its `["loss"]`, or itself.
+    optimizer: a name (`trainwright optimizers` lists them), a class, an optimizer, or a function from parameters to one.
+    autocast: the type of `torch.autocast` around forward and loss: `"bf16"` or `torch.bfloat16`, `"fp16"`.
+    accumulate: micro-batches (each like `batch`) to a step.
+    hardware: as for `hardware()`; the step's time is predicted on one of its devices, and a GPU's differences modelled.
+    name: how the profile calls the model. capture: can the model be captured, hence planned? None: asked where that is
+    quick. run: if the step cannot be followed without values, run two real steps of a copy instead.
+
+    Raises `UserError` where the model does not run on the batch, types that torch refuses included.
 
     >>> import torch
-    >>> found = profile(torch.nn.Linear(4, 2), (torch.ones(3, 4),), loss_fn=lambda out, batch: out.sum())
+    >>> net = torch.nn.Linear(4, 2)
+    >>> found = profile(net, (torch.ones(3, 4), torch.tensor([0, 1, 1])), loss_fn=torch.nn.CrossEntropyLoss())
     >>> found.num_params, found.param_bytes
     (10, 40)
     """
     from .profiler import profile as follow
 
-    make, label = _optimizer(optimizer)
-    cluster = _cluster(hardware) if hardware is not None else None
+    check_model(model)
+    make, label = as_maker(optimizer)
+    cluster = as_cluster(hardware) if hardware is not None else None
     found = follow(
         model,
         batch,
         loss_fn=loss_fn,
         make_optimizer=make,
         optimizer=label,
-        autocast=autocast,
+        autocast=as_dtype_name(autocast),
         accumulate=accumulate,
         hardware=cluster,
         name=name,
@@ -116,31 +145,45 @@ def plan(
     model: nn.Module,
     batch: Any,
     *,
-    hardware: str | Cluster,
-    memory: int | str | None = None,
-    optimizer: str = "adamw",
+    hardware: HardwareLike,
+    memory: float | str | None = None,
+    optimizer: OptimizerLike = "adamw",
     loss_fn: LossFn | None = None,
-    mesh: Sequence[int] | None = None,
+    mesh: int | str | Sequence[int] | None = None,
     solver: str = "joint",
-    pins: Sequence[str] = (),
+    pins: str | Sequence[str] = (),
     offload: str = "auto",
     time_limit_s: float = 30.0,
-    autocast: str | None = None,
+    autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
     model_ref: ModelRef | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Choose how every tensor is laid out and what is kept, recomputed or offloaded, so that a step is fastest within `memory`.
 
-    memory: per device, the batch excluded; default 90 % of the device's. mesh: sizes of its axes, outermost first;
-    default: the factorisations are searched. solver: joint, two-stage, ddp, fsdp, megatron. offload: host, disk, none, or
-    auto: to the host, for GPUs, where nothing fits without (`frontier` and the other solvers then offload nothing).
+    model, batch, loss_fn, autocast: as for `profile`; the batch is the whole one, of all devices together.
+    hardware: as for `hardware()`: `"8xh100"`, `"cpu:2"`, `2`, the path of a file from `calibrate`.
+    memory: per device, the batch excluded: `"20GiB"`, or bytes; default 90 % of the device's.
+    optimizer: a name, or a class, an instance or a `functools.partial` of one that has a name.
+    mesh: sizes of its axes, outermost first: `(2, 4)`, `"2x4"`, `8`; default: the factorisations are searched.
+    solver: `"joint"`, `"two-stage"`, `"ddp"`, `"fsdp"` or `"megatron"`.
+    pins: decisions that are not left to the solver, as text; one or several (docs/planning.md).
+    offload: `"host"`, `"disk"`, `"none"`, or `"auto"`: to the host, for GPUs, where nothing fits without (`frontier` and the
+        other solvers then offload nothing).
     micro_batches: into how many parts a step cuts the batch, one after the other, with the whole batch's loss and
-    gradients; `"auto"` chooses. time_limit_s: of the search, after which the best plan found so far is taken; its
-    `solver.gap` says how far from the optimum it may be.
+        gradients; `"auto"` chooses.
+    time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
+        optimum it may be.
+    model_ref: where the model comes from, for the plan's `model`. progress: told, in words, how the search goes.
 
     Raises `Refusal` when nothing fits, with what binds, the smallest budget that would do, and the cheapest way out; or
-    when nothing was found in the time.
+    when nothing was found in the time; `UserError` where an argument cannot be, and for what `profile` refuses.
+
+    >>> import torch
+    >>> net = torch.nn.Linear(4, 2)
+    >>> found = plan(net, (torch.ones(8, 4), torch.arange(8) % 2), loss_fn=torch.nn.CrossEntropyLoss(), hardware="cpu:2")
+    >>> found.num_ranks, list(found.batch)
+    (2, ['0', '1'])
     """
     from .planner import make_plan
 
@@ -153,20 +196,28 @@ def compare(
     model: nn.Module,
     batch: Any,
     *,
-    hardware: str | Cluster,
-    memory: int | str | None = None,
-    optimizer: str = "adamw",
+    hardware: HardwareLike,
+    memory: float | str | None = None,
+    optimizer: OptimizerLike = "adamw",
     loss_fn: LossFn | None = None,
-    mesh: Sequence[int] | None = None,
-    pins: Sequence[str] = (),
+    mesh: int | str | Sequence[int] | None = None,
+    pins: str | Sequence[str] = (),
     offload: str = "auto",
     time_limit_s: float = 30.0,
-    autocast: str | None = None,
+    autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
     model_ref: ModelRef | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Plan | Refusal]:
-    """Plan with every solver; one that cannot meet the budget answers with its `Refusal`. Without `memory`, all can."""
+    """Plan with every solver; one that cannot meet the budget answers with its `Refusal`. Without `memory`, all can.
+
+    The arguments are those of `plan`; the result is a dict from the solver's name to its plan.
+
+    >>> import torch
+    >>> found = compare(torch.nn.Linear(4, 1), (torch.ones(8, 4),), loss_fn=lambda output: output.mean(), hardware=2)
+    >>> sorted(found)
+    ['ddp', 'fsdp', 'joint', 'megatron', 'two-stage']
+    """
     from .planner import compare as run
 
     question = _question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s, autocast,
@@ -181,15 +232,15 @@ def frontier(
     model: nn.Module,
     batch: Any,
     *,
-    hardware: str | Cluster,
-    memory: int | str | None = None,
-    optimizer: str = "adamw",
+    hardware: HardwareLike,
+    memory: float | str | None = None,
+    optimizer: OptimizerLike = "adamw",
     loss_fn: LossFn | None = None,
-    mesh: Sequence[int] | None = None,
-    pins: Sequence[str] = (),
+    mesh: int | str | Sequence[int] | None = None,
+    pins: str | Sequence[str] = (),
     offload: str = "auto",
     time_limit_s: float = 30.0,
-    autocast: str | None = None,
+    autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
     model_ref: ModelRef | None = None,
     num_points: int = 8,
@@ -198,6 +249,12 @@ def frontier(
     """Return plans from the smallest peak to the fastest step within `memory`: none is both slower and larger than another.
 
     num_points: budgets to solve for on each mesh, from 2 on. The rest is as for `plan`.
+
+    >>> import torch
+    >>> found = frontier(torch.nn.Linear(4, 1), (torch.ones(8, 4),), loss_fn=lambda output: output.mean(), hardware=2,
+    ...                  num_points=2)
+    >>> all(one.predicted.peak_bytes < other.predicted.peak_bytes for one, other in zip(found, found[1:]))
+    True
     """
     from .planner import frontier as run
 
@@ -206,49 +263,118 @@ def frontier(
 
 
 def check(
-    plan: Plan, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, memory: int | str | None = None
+    plan: PlanLike, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, memory: float | str | None = None
 ) -> Plan:
-    """Return an edited plan with its prediction made anew, without solving; `memory` replaces its budget."""
+    """Return an edited plan with its prediction made anew, without solving.
+
+    plan: a `Plan`, or the path of its file. model, batch, loss_fn: those it was made with. memory: a budget in place of
+    its own, `"18GiB"` or bytes. Raises `Refusal` where it does not fit, `UserError` where it is not this model's.
+
+    >>> import torch
+    >>> net, batch, loss_fn = torch.nn.Linear(4, 1), (torch.ones(8, 4),), lambda output: output.mean()
+    >>> made = globals()["plan"](net, batch, loss_fn=loss_fn, hardware="cpu:2")
+    >>> check(made, net, batch, loss_fn=loss_fn).predicted.peak_bytes == made.predicted.peak_bytes
+    True
+    """
     from .planner import check as run
 
+    plan = as_plan(plan)
     budget = parse_bytes(memory) if memory is not None else plan.budget_bytes
-    make, _ = _optimizer(plan.optimizer)
+    make, _ = as_maker(plan.optimizer)
     return run(plan, _program_of(plan, model, batch, loss_fn), budget, _optimizer_cost(plan.optimizer), make)
 
 
 def explain(
-    plan: Plan, model: nn.Module, batch: Any, key: str | None = None, *, loss_fn: LossFn | None = None
+    plan: PlanLike, model: nn.Module, batch: Any, key: str | None = None, *, loss_fn: LossFn | None = None
 ) -> Explanation:
-    """Say why a plan is as it is: for each op (or those that `key` names) its choice, its cost, and the next best."""
+    """Say why a plan is as it is: for each op its choice, its cost, and the next best.
+
+    plan: a `Plan`, or the path of its file. model, batch, loss_fn: those it was made with. key: a key of the plan, a
+    module's path, a parameter, or a pattern of those, such as `"transformer.h.0*"`; default: everything.
+
+    >>> import torch
+    >>> net, batch, loss_fn = torch.nn.Linear(4, 1), (torch.ones(8, 4),), lambda output: output.mean()
+    >>> made = globals()["plan"](net, batch, loss_fn=loss_fn, hardware="cpu:2")
+    >>> len(explain(made, net, batch, ":linear", loss_fn=loss_fn).rows)
+    1
+    """
     from .planner import explain as run
 
+    plan = as_plan(plan)
     return run(plan, _program_of(plan, model, batch, loss_fn), key, _optimizer_cost(plan.optimizer))
 
 
-def simulate_plan(plan: Plan, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:
-    """Return one rank's memory over a step of `plan`, moment by moment."""
+def simulate_plan(plan: PlanLike, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:
+    """Return one rank's memory over a step of `plan`, moment by moment; the arguments are those of `check`."""
     from .capture.decide import decisions_of
     from .planner import simulate
 
+    plan = as_plan(plan)
     program = _program_of(plan, model, batch, loss_fn)
-    make, _ = _optimizer(plan.optimizer)
+    make, _ = as_maker(plan.optimizer)
     return simulate(program, decisions_of(program, plan), make, target=plan.cluster.device.kind, timeline=True,
                     optimizer_cost=_optimizer_cost(plan.optimizer))  # fmt: skip
 
 
-def parallelize(model: nn.Module, plan: Plan, weights: Any = None, *, loss_fn: LossFn | None = None, seed: int | None = None
-                ) -> ParallelModule:  # fmt: skip
-    """Return `model` as `plan` lays it out on this rank; see `trainwright.runtime.parallelize`."""
+def init(device: str | None = None) -> None:
+    """Join torchrun's process group, or one of this process alone, until the process ends; see `trainwright.launch.init`.
+
+    `parallelize` and `verify` do so by themselves: call it where a script asks for `torch.distributed.get_rank()` before.
+    device: `"cuda"` or `"cpu"`; default: `cuda` where there is a GPU. The second call does nothing.
+
+    >>> init("cpu")
+    """
+    from .launch import init as run
+
+    run(device)  # type: ignore[arg-type]
+
+
+def parallelize(
+    model: nn.Module, plan: PlanLike, weights: str | os.PathLike[str] | None = None, *, loss_fn: LossFn | None = None,
+    seed: int | None = None,
+) -> ParallelModule:  # fmt: skip
+    """Return `model` as `plan` lays it out on this rank; see `trainwright.runtime.parallelize`.
+
+    model: the one planned for, with its values, or on the meta device. plan: a `Plan`, or the path of its file.
+    weights: files to read the values from. loss_fn: the one the plan was made with; the module then takes the whole
+    batch and returns `LossOutput(loss, output)`. seed: of dropout, and of what is initialised.
+
+    >>> import torch
+    >>> net, batch, loss_fn = torch.nn.Linear(4, 2), (torch.ones(8, 4), torch.arange(8) % 2), torch.nn.CrossEntropyLoss()
+    >>> made = globals()["plan"](net, batch, loss_fn=loss_fn, hardware="cpu:1")
+    >>> module = parallelize(net, made, loss_fn=loss_fn)
+    >>> loss = module(*made.shard_batch(batch)).loss
+    >>> loss.backward()
+    """
     from .runtime import parallelize as run
 
-    return run(model, plan, weights, loss_fn=loss_fn, seed=seed)
+    check_model(model)
+    return run(model, as_plan(plan), weights, loss_fn=loss_fn, seed=seed)
 
 
-def verify(model_fn: Callable[[], Any], plan: Plan, *, dtype: str = "float64", seed: int = 0) -> Report:
-    """Compare a plan's loss, gradients and peak with one process's; see `trainwright.runtime.verify`."""
+def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64", seed: int = 0) -> Report:
+    """Compare a plan's loss, gradients and peak with one process's; see `trainwright.runtime.verify`.
+
+    model_fn: a function that builds and returns `(model, batch)` or `(model, batch, loss_fn)`, the same on every rank.
+    plan: a `Plan`, or the path of its file. dtype: `"float64"`, or `"fp32"`, the model as it is. Every rank calls this.
+
+    >>> import torch
+    >>> def build():
+    ...     torch.manual_seed(0)
+    ...     return torch.nn.Linear(4, 2), (torch.ones(8, 4), torch.arange(8) % 2), torch.nn.CrossEntropyLoss()
+    >>> net, batch, loss_fn = build()
+    >>> verify(build, globals()["plan"](net, batch, loss_fn=loss_fn, hardware="cpu:1")).passed
+    True
+    """
     from . import optim
     from .runtime import verify as run
 
+    plan = as_plan(plan)
+    if not callable(model_fn) or hasattr(model_fn, "forward"):
+        raise UserError(
+            f"a function that builds (model, batch, loss_fn) is needed to verify; got a {type(model_fn).__name__}; each run "
+            "starts from the same values: try lambda: (Model(), batch, loss_fn)"
+        )
     optim.check_plannable(plan.optimizer)
     return run(model_fn, plan, dtype=dtype, seed=seed,
                make_optimizer=lambda params: optim.create(plan.optimizer, params))  # fmt: skip
@@ -257,7 +383,11 @@ def verify(model_fn: Callable[[], Any], plan: Plan, *, dtype: str = "float64", s
 def calibrate(
     num_processes: int | None = None, quick: bool = False, progress: Callable[[str], None] | None = None
 ) -> Cluster:
-    """Measure this machine; the result is a cluster to plan for."""
+    """Measure this machine; the result is a cluster to plan for, `to_json(path)` keeps it.
+
+    num_processes: how many ranks; default: the machine's cores decide. quick: fewer repetitions. progress: told, in words,
+    what is measured. It takes a minute or two, in which nothing else should run.
+    """
     return _hardware.calibrate(num_processes, quick=quick, progress=progress)
 
 
@@ -288,7 +418,16 @@ def register_op(
 
 
 def reference_step(model: nn.Module, optimizer: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
-    """Run one ordinary training step: the loop of every measurement."""
+    """Run one ordinary training step and return its loss: the loop of every measurement.
+
+    batch, loss_fn: as for `profile`.
+
+    >>> import torch
+    >>> net = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    >>> reference_step(net, optimizer, (torch.ones(3, 4), torch.tensor([0, 1, 1])), torch.nn.CrossEntropyLoss()).shape
+    torch.Size([])
+    """
     from .profiler import reference_step as run
 
     return run(model, optimizer, batch, loss_fn)
@@ -302,12 +441,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
 
 
-def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: str, loss_fn: Any, mesh: Any, pins: Sequence[str],
-              offload: str, time_limit_s: float, autocast: str | None, model_ref: ModelRef | None, progress: Any,
+def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: Any, loss_fn: Any, mesh: Any, pins: Any,
+              offload: str, time_limit_s: float, autocast: Any, model_ref: ModelRef | None, progress: Any,
               micro_batches: int | str) -> dict[str, Any]:  # fmt: skip
-    cluster = _cluster(hardware)
+    from .capture.call import name_of_loss
+
+    check_model(model)
+    cluster, optimizer, autocast = as_cluster(hardware), as_optimizer_name(optimizer), as_dtype_name(autocast)
+    sizes, pins = as_mesh(mesh), as_pins(pins)
     budget = parse_bytes(memory) if memory is not None else int(MEMORY_SHARE * cluster.device.memory_bytes)
-    make, label = _optimizer(optimizer)
+    make, label = as_maker(optimizer)
     program, variants = _programs(model, batch, loss_fn, autocast, micro_batches)
     return {
         "program": program,
@@ -315,21 +458,19 @@ def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: str
         "model_ref": model_ref or ModelRef(name=type(model).__name__),
         "cluster": cluster,
         "budget_bytes": budget,
-        "mesh": tuple(mesh) if mesh is not None else None,
+        "mesh": sizes,
         "optimizer": label,
         "optimizer_cost": _optimizer_cost(optimizer),
         "make_optimizer": make,
         "literals": _literals(batch),
+        "loss_fn": name_of_loss(loss_fn),
         "dtype": _dtype_name(model),
         "autocast": autocast,
-        "pins": tuple(pins),
+        "pins": pins,
         "offload": offload,
         "time_limit_s": time_limit_s,
         "progress": progress,
     }
-
-
-_cluster = hardware
 
 
 def _programs(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None, micro_batches: int | str) -> Any:
@@ -350,6 +491,7 @@ def _programs(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None, 
 
 
 def _program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Any:
+    from .capture.call import check_same_loss
     from .capture.micro_batches import capture_step
     from .runtime.module import DTYPES
 
@@ -363,20 +505,9 @@ def _program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Any:
                 f"the model and batch that were planned are needed; {name} is {value!r} here, and {own[name]!r} in the plan; "
                 "plan anew, or restore it"
             )
+    check_same_loss(plan, loss_fn)
     dtype = DTYPES[plan.autocast] if plan.autocast else None
     return capture_step(model, batch, loss_fn, dtype, plan.micro_batches, plan.corrections)
-
-
-def _optimizer(optimizer: Any) -> tuple[Callable[[Any], Any], str]:
-    if not isinstance(optimizer, str):
-        return optimizer, getattr(optimizer, "__name__", "custom")
-    from . import optim
-    from .optim.declared import DeclaredStep
-
-    entry = optim.record(optimizer)
-    if entry.needs_values:
-        return (lambda params: DeclaredStep(params, entry)), entry.name
-    return (lambda params: optim.create(entry.name, params)), entry.name
 
 
 def _with_extra_passes(found: Profile, cluster: Cluster | None) -> Profile:
@@ -440,6 +571,7 @@ __all__ = [
     "frontier",
     "full_state_dict",
     "hardware",
+    "init",
     "load_model",
     "parallelize",
     "parse_bytes",

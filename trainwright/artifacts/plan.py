@@ -124,6 +124,8 @@ class Plan(Artifact):
     batch: dict[str, BatchEntry]
     literals: dict[str, Any] = {}
     """What in the batch is no tensor (`use_cache=False`), passed on as it is."""
+    loss_fn: str | None = None
+    """The name of the loss function that it was made with; empty for the loss that the model returns, `None` if unknown."""
     dtype: str = "fp32"
     autocast: str | None = None
     optimizer: str = "adamw"

@@ -36,6 +36,7 @@ __all__ = [
     "TorchDispatchMode",
     "arguments",
     "bound",
+    "called",
     "dtensor_like",
     "flatten",
     "flatten_batch",
@@ -298,6 +299,18 @@ def bound(target: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
     for position, (name, default, _) in enumerate(arguments(target)):
         named[name] = args[position] if position < len(args) else kwargs.get(name, default)
     return named
+
+
+def called(target: OpOverload, named: dict[str, Any]) -> Any:
+    """Call an ATen op with its arguments by name; a default of a type that Python does not know is left out."""
+    args, kwargs = [], {}
+    for argument in target._schema.arguments:
+        if argument.kwarg_only:
+            if named[argument.name] is not None:
+                kwargs[argument.name] = named[argument.name]
+        else:
+            args.append(named[argument.name])
+    return target(*args, **kwargs)
 
 
 def is_leaf(tree: Any) -> bool:

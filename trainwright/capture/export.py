@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch import Tensor, fx, nn
 
 from ..artifacts import UserError
 from . import _torch_private as private
+from .call import LossFn, call_model, find_loss, loss_of, name_of_loss
+from .dtypes import check_types
 from .export_errors import explained, innermost_line, is_inside
 from .fakes import FakeMode, fake_like, faked, new_mode
 from .module_state import Watch, same_calls
@@ -60,7 +62,7 @@ class Captured:
 def capture(
     model: nn.Module,
     batch: Mapping[str, Any] | Sequence[Any],
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: LossFn | None = None,
     *,
     training: bool = True,
     autocast: torch.dtype | None = None,
@@ -72,7 +74,8 @@ def capture(
 
     model: in whatever mode; captured in training mode, submodules that the user froze in evaluation mode kept so.
     batch: a mapping (called as `model(**batch)`) or a sequence (`model(*batch)`); what is no tensor passes as it is.
-    loss_fn: `loss_fn(output, batch)`, a scalar; without it the loss is the output's `.loss`, its `["loss"]`, or itself.
+    loss_fn: of the output and what `forward` does not take of the batch (`call.py`); its result is a scalar. Without it
+    the loss is the output's `.loss`, its `["loss"]`, or itself.
     training: False captures the evaluation forward, for validation with the same parameters.
     autocast: capture as under `torch.autocast` with this type; the conversions become nodes of the graph.
 
@@ -99,13 +102,14 @@ def capture(
     graph = _normalised(program, model, batch, Context(mode, {}, autocast, notes))
     if later is not None and not same_calls(graph, _normalised(later, model, batch, Context(mode, {}, autocast))):
         left.refuse()
+    check_types(graph)
     return Captured(graph, program.call_spec.out_spec, aliases_of(model), time.perf_counter() - started, tuple(notes))
 
 
 class _Step(nn.Module):
     """The model's call and its loss: `batch → (loss, output)`."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
         super().__init__()
         self.model = model
         self.watch = Watch(model, is_inside)
@@ -121,20 +125,6 @@ class _Step(nn.Module):
         return loss, output
 
 
-def find_loss(output: Any) -> Tensor:
-    """Return the loss in a model's output: itself when a tensor, its `.loss`, its `["loss"]`; else `UserError`."""
-    if isinstance(output, Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    has = "whose loss is None" if hasattr(output, "loss") or isinstance(output, Mapping) else "without a loss"
-    raise UserError(
-        f"a scalar loss is needed; the model returned {type(output).__name__} {has}; "
-        "put the labels in the batch, or give loss_fn(output, batch)"
-    )
-
-
 def _require_scalar(loss: Any, what: str) -> None:
     if not isinstance(loss, Tensor):
         raise UserError(f"a scalar tensor is needed as the loss; {what} is {type(loss).__name__}; return a 0-d tensor")
@@ -142,7 +132,7 @@ def _require_scalar(loss: Any, what: str) -> None:
         found = f"shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
         raise UserError(
             f"a scalar floating-point loss is needed; {what} has {found}; "
-            "reduce it to a mean or a sum, or give loss_fn(output, batch)"
+            "reduce it to a mean or a sum, or give loss_fn, such as torch.nn.CrossEntropyLoss(), with its target in the batch"
         )
 
 
@@ -155,16 +145,33 @@ def _register_dataclasses(output: Any) -> None:
 
 
 def as_batch(batch: Any) -> dict[str, Any] | tuple[Any, ...]:
-    """Return the batch as a dict or a tuple; a lone tensor is a tuple of one."""
+    """Return the batch as a dict or a tuple; a lone tensor is a tuple of one.
+
+    Raises `UserError` for anything else, and for arrays in place of tensors.
+    """
     if isinstance(batch, Tensor):
         return (batch,)
+    found: dict[str, Any] | tuple[Any, ...] | None = None
     if isinstance(batch, Mapping):
-        return dict(batch)
-    if isinstance(batch, list | tuple):
-        return tuple(batch)
-    raise UserError(
-        f"a batch is needed as a dict (model(**batch)) or a tuple (model(*batch)); got {type(batch).__name__}"
-    )
+        found = dict(batch)
+    elif isinstance(batch, list | tuple):
+        found = tuple(batch)
+    for name, value in found.items() if isinstance(found, dict) else enumerate(found or ()):
+        if type(value).__module__ == "numpy":
+            raise UserError(
+                f"a batch of tensors is needed; entry {name} is a numpy {type(value).__name__}; wrap it: "
+                "torch.as_tensor(…)"
+            )
+    if found is None:
+        is_array, is_loader = type(batch).__module__ == "numpy", hasattr(batch, "__iter__")
+        advice = (
+            "wrap it: torch.as_tensor(…)" if is_array else "give one batch: next(iter(…))" if is_loader else "wrap it"
+        )
+        raise UserError(
+            "a batch is needed as a dict (model(**batch)) or a tuple (model(*batch)) of tensors; got "
+            f"{type(batch).__name__}; {advice}"
+        )
+    return found
 
 
 def without_cache(model: nn.Module, batch: Any, notes: list[str]) -> Any:
@@ -209,7 +216,10 @@ def _export(model: nn.Module, batch: Any, loss_fn: Any) -> tuple[Any, Watch]:
 
 
 def _normalised(program: Any, model: nn.Module, batch: Any, context: Context) -> fx.Graph:
-    return normalise(_with_roles(program, model, batch, context), program.graph_module, context)
+    graph = _with_roles(program, model, batch, context)
+    context.notes += _unused(graph)
+    with no_autocast():
+        return normalise(graph, program.graph_module, context)
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
@@ -244,6 +254,12 @@ def _with_roles(program: Any, model: nn.Module, batch: Any, context: Context) ->
             _locate(node)
     _keep_values(graph, tensors, context)
     return graph
+
+
+def _unused(graph: fx.Graph) -> list[str]:
+    inputs = [node for node in graph.nodes if node.meta.get("role") == "input" and not node.users]
+    names = [node.meta["name"] for node in inputs if isinstance(node.meta.get("val"), Tensor)]
+    return [f"neither the model nor the loss uses {', '.join(names)} of the batch"] if names else []
 
 
 def _role(spec: Any, batch_names: Any, aliases: dict[str, str]) -> tuple[str, str]:

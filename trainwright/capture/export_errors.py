@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..artifacts import UserError
 from . import _torch_private as private
+from .dtypes import WrongTypes
 
 TORCH_ROOT = str(Path(torch.__file__).parent)
 OUR_ROOT = str(Path(__file__).parent.parent)
@@ -28,6 +29,8 @@ STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 NO_MEMORY = (".numpy() is not supported for tensor subclasses", "access data pointer of Tensor")
 """What torch says where a tensor without memory is asked for its memory."""
+OF_TYPES = re.compile(r"\bdtype|scalar type|data ?type|not implemented for '\w+'|tensors used as indices must be")
+"""What torch says where a tensor's type is not what an op takes."""
 MISCOUNTED = re.compile(r"takes .*positional arguments? but")
 
 
@@ -73,7 +76,10 @@ def _quiet() -> Iterator[None]:
 def explain(error: Exception, model: nn.Module, batch: Any) -> str:
     """Return *what is needed, what was found, what to try* for an export that failed."""
     text = _text(error)
-    where = (user_line(error) or type(model).__name__) + _in_module(error, model)
+    where = (user_line(error) or _loss_within(error) or type(model).__name__) + _in_module(error, model)
+    wrong = next((each for each in _chain(error) if isinstance(each, WrongTypes)), None)
+    if wrong is not None:
+        return wrong.refused.message(wrong.target, where)
     if (
         "unexpected keyword argument" in text
         or ("missing" in text and "required positional argument" in text)
@@ -98,12 +104,17 @@ def explain(error: Exception, model: nn.Module, batch: Any) -> str:
     if _is_data_dependent(error, text):
         return (
             f"a forward whose shapes and branches do not depend on the data's values is needed; {where} asks for a value; "
-            "use torch.where or masks in place of `if`, `.item()` and boolean indexing"
+            + _without_values(_asking_line(error))
         )
     if "on the same device" in text and "meta" in text:
         return (
             f"a model whose tensors are parameters, buffers, or in the batch is needed; {where} uses another one, made where "
-            "the model was; register it as a buffer, or take it from the batch"
+            "the model was; register it as a buffer, take it from the batch, or build the model on the CPU"
+        )
+    if OF_TYPES.search(text):
+        return (
+            f"types that torch takes together are needed; at {where}, torch says: {_first_line(text)}; the batch holds "
+            f"{describe(batch)}; convert an entry or the model with .to(dtype); class labels are int64"
         )
     return (
         f"a model that runs on the batch is needed; it failed at {where}: {type(error).__name__}: {_first_line(text)}; "
@@ -115,9 +126,33 @@ def data_dependent(stack: str) -> ValuesNeeded:
     """The error for an op whose output's shape depends on values, at the source line `stack`."""
     return ValuesNeeded(
         "a forward whose shapes and branches do not depend on the data's values is needed; "
-        f"{stack} asks for a value; "
-        "use torch.where, masks or padding in place of `.item()`, boolean indexing and nonzero"
+        f"{stack} asks for a value; {_without_values(stack)}"
     )
+
+
+def _without_values(line: str) -> str:
+    """Say what to try where `line` asks for a value: a line of somebody else's package is not the user's to change."""
+    if package := package_of(line):
+        return (
+            f"that is done in {package} ({_file_of(line)}): look for an option of it that pads to fixed shapes and does not "
+            "branch, or put a module of your own in its place"
+        )
+    return "use torch.where, masks or padding in place of `if`, `.item()`, boolean indexing and nonzero"
+
+
+def package_of(line: str) -> str:
+    """Return the installed package that a source line belongs to; empty for the user's own files.
+
+    >>> package_of("/lib/python3.12/site-packages/torchvision/ops/poolers.py:270 (idx = torch.where(...))")
+    'torchvision'
+    """
+    found = re.search(r"(?:site|dist)-packages/([^/:]+)", line)
+    return found[1].removesuffix(".py") if found else ""
+
+
+def _file_of(line: str) -> str:
+    """Return `models/detection/rpn.py:270`: a package's file and line, without the place where it is installed."""
+    return re.sub(r"^.*(?:site|dist)-packages/[^/:]+/?", "", line).partition(" (")[0] or line
 
 
 def describe(batch: Any) -> str:
@@ -134,17 +169,24 @@ def _entry(leaf: Any) -> str:
 
 def user_line(error: BaseException) -> str | None:
     """Return `file:line (code)` of the innermost frame that is neither torch's, Python's nor ours."""
-    best: str | None = None
-    outside: str | None = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename.startswith((TORCH_ROOT, OUR_ROOT, STANDARD_LIBRARY + "/copy")) or frame.filename[:1] == "<":
-            continue
-        if frame.filename.startswith(STANDARD_LIBRARY) and "site-packages" not in frame.filename:
-            continue
-        best = _place(frame)
-        if "site-packages" not in frame.filename:
-            outside = best
-    return outside or best or _line_in_text(str(error))
+    places = _places(error)
+    own = [place for place in places if not package_of(place)]
+    return next(reversed(own or places), None) or _line_in_text(str(error))
+
+
+def _asking_line(error: BaseException) -> str:
+    """Return the innermost line that is neither torch's, Python's nor ours, whoever wrote it; empty where there is none."""
+    return next(reversed(_places(error)), None) or _line_in_text(str(error)) or ""
+
+
+def _places(error: BaseException) -> list[str]:
+    return [
+        _place(frame)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((TORCH_ROOT, OUR_ROOT, STANDARD_LIBRARY + "/copy"))
+        and frame.filename[:1] != "<"
+        and (not frame.filename.startswith(STANDARD_LIBRARY) or package_of(frame.filename))
+    ]
 
 
 def _place(frame: traceback.FrameSummary) -> str:
@@ -197,20 +239,30 @@ def _in_module(error: BaseException, model: nn.Module) -> str:
     return f" in {path}" if path else ""
 
 
+def _loss_within(error: BaseException) -> str | None:
+    """Return `the loss, CrossEntropyLoss`, where that was what ran."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "loss_of" and frame.f_locals.get("loss_fn") is not None:
+            loss_fn = frame.f_locals["loss_fn"]
+            return f"the loss, {getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
+    return None
+
+
 def _user_error_within(error: BaseException) -> UserError | None:
     return next((each for each in _chain(error) if isinstance(each, UserError)), None)
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
+    """The error and what it was raised from; not what was being handled where its author says `from None`."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return chain
 
 
 def _text(error: BaseException) -> str:
-    return " ".join(str(each) for each in _chain(error))
+    return "\n".join(str(each) for each in _chain(error))
 
 
 def _first_line(text: str) -> str:

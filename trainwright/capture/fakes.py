@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..artifacts import UserError
 from . import _torch_private as private
 
 FakeMode = private.FakeTensorMode
@@ -37,6 +38,7 @@ def faked(model: nn.Module, mode: FakeMode) -> Iterator[nn.Module]:
     A model that cannot be copied (it holds a lock, a file) lends its own modules for the time, with fakes in place of
     the tensors, which come back afterwards.
     """
+    check_devices(model)
     memo = _stand_ins(model, mode)
     try:
         copied = copy.deepcopy(model, dict(memo))
@@ -47,6 +49,23 @@ def faked(model: nn.Module, mode: FakeMode) -> Iterator[nn.Module]:
         return
     with _lent(model, memo):
         yield model
+
+
+def check_devices(model: nn.Module) -> None:
+    """Raise `UserError` where the model's tensors are on several devices; those on the meta device are on none.
+
+    The batch may be elsewhere: a planned module takes it to its own device.
+    """
+    first: dict[torch.device, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "meta":
+            first.setdefault(tensor.device, name)
+    if len(first) > 1:
+        places = " and ".join(f"{name} on {device}" for device, name in list(first.items())[:2])
+        raise UserError(
+            f"a model on one device is needed; {places}; move it as a whole, model.to(device), or build it on the cpu: "
+            "a plan says what each device holds"
+        )
 
 
 def _stand_ins(model: nn.Module, mode: FakeMode) -> dict[int, Any]:

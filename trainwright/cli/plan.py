@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..arguments import as_mesh
 from ..artifacts import Plan, Refusal, UserError
 from ..hardware import resolve
 from ..reports.frontier_figure import frontier_table
@@ -97,11 +97,7 @@ def parse_mesh(text: str | None) -> tuple[int, ...] | None:
     >>> parse_mesh("2x4")
     (2, 4)
     """
-    if text is None:
-        return None
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip().lower()):
-        raise UserError(f"a mesh is needed as sizes joined by x; got {text!r}; write for example 2x4")
-    return tuple(int(size) for size in text.strip().lower().split("x"))
+    return as_mesh(text)
 
 
 def parse_micro_batches(text: str) -> int | str:

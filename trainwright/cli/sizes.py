@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from ..artifacts import UserError
@@ -12,15 +13,17 @@ _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGTP", st
 _EXAMPLES = "900000B, 512MiB, 24GB or 40GiB"
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | float) -> int:
     """Return the number of bytes that `text` states: a number and a unit, decimal (`24GB`) or binary (`40GiB`).
 
     Upper and lower case are the same, a number alone is bytes, and a fraction of a byte is dropped. Raises `UserError`
     for anything else, and for sizes that are not positive.
 
-    >>> parse_bytes("512MiB"), parse_bytes("24GB"), parse_bytes("1.5 kib"), parse_bytes(900000)
+    >>> parse_bytes("512MiB"), parse_bytes("24GB"), parse_bytes("1.5 kib"), parse_bytes(9e5)
     (536870912, 24000000000, 1536, 900000)
     """
+    if isinstance(text, float) and math.isfinite(text):
+        text = int(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", str(text))
     if not match:
         raise UserError(f"a size of memory is needed, such as {_EXAMPLES}; got {text!r}; write a number and a unit")

@@ -1,6 +1,6 @@
-"""Processes and process groups: `run_processes` starts ranks, `process_group` joins torchrun's."""
+"""Processes and process groups: `run_processes` starts ranks, `init` and `process_group` join torchrun's."""
 
-from .group import process_group, rank, world_size
+from .group import init, is_under_torchrun, process_group, rank, world_size
 from .processes import WorkerError, Workers, run_processes
 from .worker import emit, fail, listening
 
@@ -9,6 +9,8 @@ __all__ = [
     "Workers",
     "emit",
     "fail",
+    "init",
+    "is_under_torchrun",
     "listening",
     "process_group",
     "rank",

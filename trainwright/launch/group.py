@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Literal
 
+from ..artifacts import UserError
+
 DeviceType = Literal["cpu", "cuda"]
+_LAST_WAIT_S = 20
+"""How long a rank that has come to its end waits for the others."""
 
 
 @contextmanager
@@ -26,16 +34,42 @@ def process_group(device: DeviceType = "cpu") -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        join(device, *_of_this_attempt())
-    else:
-        join(device, store=dist.HashStore(), index=0, num_ranks=1)
+    _join_environment(device)
     try:
         yield
     except BaseException:
         dist.destroy_process_group()
         raise
     leave()
+
+
+def init(device: DeviceType | None = None) -> None:
+    """Join the process group that the environment describes, until the process ends; does nothing where there is one.
+
+    Under torchrun that is the group of its ranks, elsewhere a group of this process alone. `parallelize` calls it, so a
+    script needs it only where it uses `torch.distributed` before.
+
+    device: `cuda` takes the GPU of the local rank, over NCCL, `cpu` gloo; default: `cuda` where there is a GPU.
+
+    >>> init("cpu")
+    >>> init("cpu")  # the second time, nothing is left to do
+    >>> rank(), world_size()
+    (0, 1)
+    """
+    import torch
+    import torch.distributed as dist
+
+    if device not in (None, "cpu", "cuda"):
+        raise UserError(f"a device to communicate from is needed, cpu or cuda; got {device!r}; leave it out for either")
+    if dist.is_initialized():
+        return
+    _join_environment(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    atexit.register(_leave_at_exit)
+
+
+def is_under_torchrun() -> bool:
+    """Return whether the environment says which of how many ranks this process is."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank() -> int:
@@ -64,6 +98,15 @@ def join(device: DeviceType, store: object | None = None, index: int = -1, num_r
     dist.init_process_group(backend, store=store, rank=index, world_size=num_ranks)  # type: ignore[arg-type]
 
 
+def _join_environment(device: DeviceType) -> None:
+    import torch.distributed as dist
+
+    if is_under_torchrun():
+        join(device, *_of_this_attempt())
+    else:
+        join(device, store=dist.HashStore(), index=0, num_ranks=1)
+
+
 def _of_this_attempt() -> tuple[object, int, int]:
     """Return (store, rank, number of ranks) as the environment says.
 
@@ -87,6 +130,18 @@ def leave() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _leave_at_exit() -> None:
+    """Destroy the group; wait for the other ranks, but not for ever, and not where this one ends with an error."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    if getattr(sys, "last_value", None) is None:
+        with contextlib.suppress(RuntimeError):  # another rank is gone, or late
+            dist.barrier(async_op=True).wait(timedelta(seconds=_LAST_WAIT_S))
+    dist.destroy_process_group()
 
 
 def _from_group_or_environment(function: str, variable: str, default: int) -> int:

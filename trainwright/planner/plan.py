@@ -118,7 +118,7 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
     """Return the question that `plan` answers, on its own mesh."""
     return Task(
         program, plan.model, plan.cluster, plan.budget_bytes, plan.optimizer, optimizer_cost, make_optimizer,
-        mesh=tuple(plan.mesh.values()), dtype=plan.dtype, autocast=plan.autocast, literals=plan.literals,
+        mesh=tuple(plan.mesh.values()), dtype=plan.dtype, autocast=plan.autocast, literals=plan.literals, loss_fn=plan.loss_fn,
         offload=plan.offload.tier if plan.offload is not None else "none",
     )  # fmt: skip
 
@@ -189,6 +189,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         torch_version=torch.__version__,
         batch=batch,
         literals=dict(task.literals),
+        loss_fn=task.loss_fn,
         dtype=task.dtype,
         autocast=task.autocast,
         optimizer=task.optimizer,

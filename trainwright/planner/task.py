@@ -52,6 +52,7 @@ class Task:
     autocast: str | None = None
     pins: tuple[str, ...] = ()
     literals: Mapping[str, Any] = field(default_factory=dict)
+    loss_fn: str | None = None
     offload: str = "auto"
     """Where tensors may be offloaded to: host, disk, none, or auto: to the host of a GPU, where nothing fits without."""
     time_limit_s: float = 30.0

@@ -102,12 +102,27 @@ def _followed(question: Question, make_optimizer: MakeOptimizer, may_run: bool) 
         notes.append(f"{question.accumulate} micro-batches, each like the batch, before the update")
     try:
         found = _on_fakes(question, make_optimizer)
-    except ValuesNeeded as error:
-        if not may_run:
-            raise ValuesNeeded(f"{error}; or say run=True (--run), which runs two real steps on this machine") from None
-        found = _for_real(question, make_optimizer)
-        notes.append(f"found by running two real steps, since {_found(error)}; a step on other data may differ")
+    except UserError as error:
+        if not may_run or (not isinstance(error, ValuesNeeded) and not _has_values(question)):
+            raise _with_way_out(error) from None
+        reason = error
+    else:
+        return found, notes + _notes_on_values(found.values)
+    # not in the handler: what the real steps raise would come with what the fakes raised, and be taken for it
+    found = _for_real(question, make_optimizer)
+    notes.append(f"found by running two real steps, since {_found(reason)}; a step on other data may differ")
     return found, notes + _notes_on_values(found.values)
+
+
+def _with_way_out(error: UserError) -> UserError:
+    if not isinstance(error, ValuesNeeded):
+        return error
+    return ValuesNeeded(f"{error}; or say run=True (--run), which runs two real steps on this machine")
+
+
+def _has_values(question: Question) -> bool:
+    tensors = [*question.model.parameters(), *question.model.buffers(), *tensors_of(question.batch)]
+    return all(tensor.device.type != "meta" for tensor in tensors)
 
 
 def _notes_on_values(values: KnownValues | None) -> list[str]:
@@ -135,8 +150,7 @@ def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:
 
 def _for_real(question: Question, make_optimizer: MakeOptimizer) -> Run:
     """Run a copy of the model: the user's weights, batch and random numbers stay as they are."""
-    tensors = [*question.model.parameters(), *question.model.buffers(), *tensors_of(question.batch)]
-    if any(tensor.device.type == "meta" for tensor in tensors):
+    if not _has_values(question):
         raise UserError(
             "a model and a batch with values are needed to run them; some are on the meta device; build them on the cpu"
         )
@@ -147,7 +161,7 @@ def _for_real(question: Question, make_optimizer: MakeOptimizer) -> Run:
     return found
 
 
-def _found(error: ValuesNeeded) -> str:
+def _found(error: UserError) -> str:
     """The middle of *what is needed; what was found; what to try*."""
     needed, _, rest = str(error).partition("; ")
     return rest.partition("; ")[0] or needed

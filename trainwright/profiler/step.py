@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..artifacts import UserError
-from ..capture.export import as_batch, find_loss
+from ..capture.call import LossFn, call_model, loss_of
+from ..capture.export import as_batch
 
-LossFn = Callable[[Any, Any], Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -38,7 +37,8 @@ def reference_step(
 
     The gradients of the step before are dropped first (`set_to_none=True`); the model's output and the loss live until
     the optimizer is done, as they do in a script. `batch` is a dict (`model(**batch)`) or a tuple (`model(*batch)`);
-    the loss is `loss_fn(output, batch)`, `output.loss`, `output["loss"]`, or a scalar returned.
+    the loss is `loss_fn` of the output and what the forward does not take of the batch, or of the output and the whole
+    batch where it takes all; without `loss_fn` it is `output.loss`, `output["loss"]`, or a scalar returned.
 
     With `accumulate` above 1, `batch` is one micro-batch, run that many times before the update, its loss divided by
     their number; what one of them put out lives until the next one's takes its name.
@@ -50,12 +50,13 @@ def reference_step(
     """
     if accumulate < 1:
         raise UserError(f"a number of micro-batches of 1 or more is needed; got {accumulate}; leave it out for one")
+    whole = as_batch(batch)
     optimizer.zero_grad(set_to_none=True)
     for _ in range(accumulate):
         with _phase(observer, "forward"):
             with _autocast(autocast):
-                out = model(**batch) if isinstance(batch, Mapping) else model(*as_batch(batch))
-                loss = _scalar(find_loss(out) if loss_fn is None else loss_fn(out, batch))
+                out = call_model(model, whole, loss_fn)
+                loss = _scalar(loss_of(model, whole, loss_fn, out))
                 loss = loss if accumulate == 1 else loss / accumulate
             if observer is not None:
                 observer.mark_forward_end()
@@ -70,9 +71,7 @@ def _scalar(loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise UserError(
-        f"a scalar loss is needed; got {found}; reduce it to a mean or a sum, or give loss_fn(output, batch)"
-    )
+    raise UserError(f"a scalar loss is needed; got {found}; reduce it to a mean or a sum, or give loss_fn")
 
 
 def _phase(observer: Observer | None, name: str) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..capture._torch_private import VALUE_NEEDED, PlainDispatchMode, arguments, mutated_arguments
+from ..capture.dtypes import WrongTypes, refused
 from ..capture.fakes import FakeMode
 from ..capture.repeats import Key, Recipe, RepeatedCalls
 from .fake_kernels import run_fake_kernel
@@ -147,6 +148,9 @@ class KnownValues(PlainDispatchMode):
                     weakref.finalize(storage, self._forgotten.discard, id(storage))
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = refused(func, args, kwargs)
+        if found is not None:
+            raise WrongTypes(func, found)
         if func in _INDEXED:
             args = (args[0], self._without_masks(args[1]), *args[2:])
         out = run_fake_kernel(func, args, kwargs)

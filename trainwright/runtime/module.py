@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..artifacts import Plan, UserError
 from ..capture._torch_private import flatten_batch
 from ..capture.accumulate import Accumulator
+from ..capture.call import LossFn, check_same_loss
 from ..capture.decide import decisions_of
 from ..capture.execute import Executor, RunState
 from ..capture.export import as_batch
@@ -29,6 +30,7 @@ from ..capture.program import Program
 from ..capture.program import Tensor as ProgramTensor
 from ..capture.reshard import Route
 from ..capture.transition import transition
+from ..launch import init, is_under_torchrun
 from ..profiler.step import DTYPES
 from .adapters import adapter_of
 from .batch import check_part, global_batch_size, micro_parts
@@ -38,8 +40,6 @@ from .offload import open_store
 from .regions import Region, region_of, whole_region
 from .sharding import AtRest, as_dtensor, as_parameter, storage_of
 from .weights import Reader, reader
-
-LossFn = Callable[[Any, Any], Tensor]
 
 
 @dataclass
@@ -58,13 +58,14 @@ def parallelize(
     loss_fn: LossFn | None = None,
     seed: int | None = None,
 ) -> ParallelModule:
-    """Return `model` as `plan` lays it out, on this rank of an initialised process group.
+    """Return `model` as `plan` lays it out, on this rank; torchrun's process group is joined where the script has not.
 
-    The module is called with this rank's part of the batch (`plan.shard_batch(batch)`) and returns what the model
-    returns; with `loss_fn` (the one the plan was made with) it returns `LossOutput`. Its parameters are `DTensor`s under
-    the model's own names, so optimizers, `clip_grad_norm_`, `state_dict` and distributed checkpoints work. Of a plan with
-    micro-batches, the call takes the whole batch's part, runs all forwards and backwards, and `loss.backward()` hands the
-    gradients over; outputs beside the loss are `None` then, and whole tensors under `torch.no_grad()`.
+    The module is called with this rank's part of the batch (`plan.shard_batch(batch)`), what goes to the loss included,
+    and returns what the model returns; with `loss_fn` (the one the plan was made with) it returns `LossOutput(loss,
+    output)`. Its parameters are `DTensor`s under the model's own names, so optimizers, `clip_grad_norm_`, `state_dict` and
+    distributed checkpoints work. Of a plan with micro-batches, the call takes the whole batch's part, runs all forwards
+    and backwards, and `loss.backward()` hands the gradients over; outputs beside the loss are `None` then, and whole
+    tensors under `torch.no_grad()`.
 
     weights: a safetensors file or folder, or a distributed checkpoint (one of `Checkpointer`'s, or a folder of them), of
     which each rank reads its own part; `None` takes the model's own values, or, on the meta device, runs the model's
@@ -74,6 +75,7 @@ def parallelize(
     Raises `UserError` when the plan is not this model's, or when the number of ranks is not the plan's.
     """
     _check_ranks(plan)
+    check_same_loss(plan, loss_fn)
     autocast = DTYPES[plan.autocast] if plan.autocast else None
     program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
     decisions = decisions_of(program, plan)
@@ -81,13 +83,14 @@ def parallelize(
 
 
 def _check_ranks(plan: Plan) -> None:
+    """See that this process is one of the plan's ranks; join torchrun's group where the script has not."""
     if not dist.is_initialized():
-        if plan.num_ranks != 1:
+        if plan.num_ranks != 1 and not is_under_torchrun():
             raise UserError(
-                f"{plan.num_ranks} ranks are needed by this plan; no process group is initialised; "
-                "run under torchrun and call torch.distributed.init_process_group() first"
+                f"{plan.num_ranks} ranks are needed by this plan (mesh {plan.mesh}); this process is alone; start it with "
+                f"torchrun --nproc-per-node {plan.num_ranks} SCRIPT, or plan for one device"
             )
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        init("cuda" if plan.cluster.device.kind == "gpu" and torch.cuda.is_available() else "cpu")
     if dist.get_world_size() != plan.num_ranks:
         raise UserError(
             f"{plan.num_ranks} ranks are needed by this plan (mesh {plan.mesh}); there are {dist.get_world_size()}; "

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..artifacts import Plan, Report, UserError
 from ..capture._torch_private import flatten_batch
+from ..capture.call import call_model, check_same_loss, find_loss, loss_of
 from ..capture.decide import decisions_of
 from ..capture.execute import Executor, RunState
-from ..capture.export import as_batch, find_loss
+from ..capture.export import as_batch
 from ..capture.lift import lift_dtypes
 from ..capture.local import Decisions, build_local
 from ..capture.micro_batches import capture_step
@@ -145,6 +146,7 @@ def _as_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
 
 def _single_process(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Result:
     """The captured program of the whole batch on one process in float64: no split, nothing recomputed."""
+    check_same_loss(plan, loss_fn)
     program = capture_step(model, plan_batch(plan), loss_fn, DTYPES[plan.autocast] if plan.autocast else None)
     lift_dtypes(program)
     model, batch = _as_double(model, batch)
@@ -184,8 +186,7 @@ def _eager(model: nn.Module, batch: Any, loss_fn: Any) -> Result:
     model.train()
     batch = as_batch(batch)
     with _NoDropout():
-        output = model(**batch) if isinstance(batch, dict) else model(*batch)
-        loss = find_loss(output) if loss_fn is None else loss_fn(output, batch)
+        loss = loss_of(model, batch, loss_fn, call_model(model, batch, loss_fn))
     loss.backward()
     return Result(float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 

@@ -1,0 +1,208 @@
+"""What the public verbs accept, beside the form that the rest of the package works with.
+
+hardware    a Cluster, `8xh100`, a file's path, or a number of this machine's CPU processes      as_cluster
+mesh        sizes of its axes, one size, or `2x4`                                               as_mesh
+autocast    `bf16`, or torch.bfloat16                                                           as_dtype_name
+optimizer   a name, a class of torch's or ours, an optimizer, a functools.partial of a class    as_optimizer_name
+plan        a Plan, or the path of its file                                                     as_plan
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from . import hardware as _hardware
+from .artifacts import Cluster, Plan, UserError
+
+_SHAPE = (16, 16)
+"""Of the parameter by which records of one class are told apart."""
+
+
+def as_cluster(value: Any) -> Cluster:
+    """Return the cluster that `value` names.
+
+    >>> as_cluster("8xh200").num_devices, as_cluster(2).name
+    (8, 'cpu:2')
+    """
+    if isinstance(value, Cluster):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _hardware.resolve(f"cpu:{value}")
+    if isinstance(value, str):
+        return _hardware.resolve(value)
+    if isinstance(value, os.PathLike):
+        return Cluster.from_json(os.fspath(value))
+    raise UserError(
+        f"hardware is needed as {_hardware.GRAMMAR}, a number of CPU processes or a Cluster; got {_named(value)}; try "
+        "hardware='cpu:2'"
+    )
+
+
+def as_mesh(value: Any) -> tuple[int, ...] | None:
+    """Return the sizes of a mesh's axes, outermost first; None leaves them to the search.
+
+    >>> as_mesh("2x4"), as_mesh(8), as_mesh([2, 4])
+    ((2, 4), (8,), (2, 4))
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value.strip().lower()):
+        return tuple(int(size) for size in value.strip().lower().split("x"))
+    sizes = [value] if isinstance(value, int) else list(value) if isinstance(value, Sequence) else []
+    if sizes and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        return tuple(sizes)
+    raise UserError(
+        f"a mesh is needed as sizes joined by x; got {value!r}; write for example 2x4 (in Python also (2, 4))"
+    )
+
+
+def as_dtype_name(value: Any) -> str | None:
+    """Return the short name of a type for autocast.
+
+    >>> import torch
+    >>> as_dtype_name(torch.bfloat16), as_dtype_name("float16"), as_dtype_name(None)
+    ('bf16', 'fp16', None)
+    """
+    from .profiler.step import DTYPES
+
+    if value is None or value in DTYPES:
+        return value
+    full = str(value).removeprefix("torch.")
+    found = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{full}"), None)
+    if found is None:
+        raise UserError(
+            f"a dtype for autocast is needed, one of {', '.join(DTYPES)}; got {_named(value)}; try autocast='bf16'"
+        )
+    return found
+
+
+def as_plan(value: Any) -> Plan:
+    """Return a plan, read from its file where `value` is a path."""
+    if isinstance(value, Plan):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return Plan.from_json(os.fspath(value))
+    raise UserError(f"a Plan, or the path of one in JSON, is needed; got {_named(value)}; make one with tw.plan")
+
+
+def as_pins(value: Any) -> tuple[str, ...]:
+    """Return pins as a tuple; one may be given by itself."""
+    pins = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
+    for pin in pins:
+        if not isinstance(pin, str):
+            raise UserError(f"pins as text are needed, such as 'PATTERN=SPLIT@AXIS'; got {_named(pin)}; quote it")
+    return pins
+
+
+def check_model(model: Any) -> None:
+    """Raise `UserError` unless `model` is a module."""
+    from torch import nn
+
+    if isinstance(model, nn.Module):
+        return
+    advice = "build it: Model()" if isinstance(model, type) else "tw.load_model(…).model builds what a name stands for"
+    raise UserError(f"a torch.nn.Module is needed as the model; got {_named(model)}; {advice}")
+
+
+def as_maker(optimizer: Any) -> tuple[Callable[[Any], Any], str]:
+    """Return a function from parameters to an optimizer, and its name, for all that an optimizer may be given as.
+
+    Beside what `as_optimizer_name` takes that is any function from parameters to an optimizer.
+    """
+    import torch
+
+    if isinstance(optimizer, str):
+        return _by_name(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        accepted = inspect.signature(type(optimizer)).parameters
+        options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+        optimizer = functools.partial(type(optimizer), **options)
+    if not callable(optimizer):
+        raise UserError(
+            "an optimizer is needed: a name, a class, or a function from parameters to one; got "
+            f"{_named(optimizer)}; try optimizer='adamw'"
+        )
+    found = _record_of(*_class_and_options(optimizer))
+    return optimizer, found.name if found is not None else getattr(optimizer, "__name__", "custom")
+
+
+def _by_name(name: str) -> tuple[Callable[[Any], Any], str]:
+    from . import optim
+    from .optim.declared import DeclaredStep
+
+    entry = optim.record(name)
+    if entry.needs_values:
+        return (lambda params: DeclaredStep(params, entry)), entry.name
+    return (lambda params: optim.create(entry.name, params)), entry.name
+
+
+def as_optimizer_name(optimizer: Any) -> str:
+    """Return the name of the optimizer, by whose record plans are priced: of a class, an instance, a `functools.partial`.
+
+    Settings that change what it keeps choose among the records of a class; a learning rate and the like do not matter.
+
+    >>> import torch
+    >>> as_optimizer_name(torch.optim.AdamW), as_optimizer_name(functools.partial(torch.optim.SGD, momentum=0.9))
+    ('adamw', 'sgd-momentum')
+    """
+    from . import optim
+
+    if isinstance(optimizer, str):
+        return optim.record(optimizer).name
+    cls, options = _class_and_options(optimizer)
+    found = _record_of(cls, options)
+    if found is not None:
+        return str(found.name)
+    if cls is None:
+        raise UserError(
+            f"the name or the class of an optimizer is needed, by which a plan is priced; got {_named(optimizer)}; "
+            "`trainwright optimizers` lists them"
+        )
+    settings = ", ".join(f"{key}={value}" for key, value in options.items() if value) if _has_record(cls) else ""
+    raise UserError(
+        f"an optimizer with a declared cost is needed; got {cls.__name__}{f' with {settings}' if settings else ''}; "
+        "`trainwright optimizers` lists those that there are"
+    )
+
+
+def _class_and_options(optimizer: Any) -> tuple[type | None, Mapping[str, Any]]:
+    import torch
+
+    options: dict[str, Any] = {}
+    while isinstance(optimizer, functools.partial):
+        options = {**optimizer.keywords, **options}
+        optimizer = optimizer.func
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer), {**optimizer.defaults, **options}
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    return (optimizer if is_class else None), options
+
+
+def _has_record(cls: type) -> bool:
+    from . import optim
+
+    return any(optim.record(name).cls is cls for name in optim.names())
+
+
+def _record_of(cls: type | None, options: Mapping[str, Any]) -> Any:
+    """The record of a class that keeps as much as the class with these options; None where there is none."""
+    from . import optim
+
+    for entry in map(optim.record, optim.names()):
+        if entry.cls is cls:
+            bare = {**dict.fromkeys(entry.defaults), **options}
+            if entry.state_bytes(_SHAPE, **bare) == entry.state_bytes(_SHAPE):
+                return entry
+    return None
+
+
+def _named(value: Any) -> str:
+    """Name a value that was not expected: its text, or what it is."""
+    if isinstance(value, str | int | float | bool | None):
+        return repr(value)
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__} ({str(value)[:60]})"
