@@ -34,6 +34,7 @@ VERBS = (
     "calibrate",
     "optimizers",
     "zoo",
+    "examples",
     "demo",
 )
 

@@ -3,6 +3,7 @@
 from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .estimator import Estimator
+from .packages import is_installed, need, needed
 from .plan import BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
@@ -43,4 +44,7 @@ __all__ = [
     "UserError",
     "check_range",
     "diff",
+    "is_installed",
+    "need",
+    "needed",
 ]
