@@ -11,5 +11,7 @@ def zoo(json_path: JsonOption = None) -> None:
     """List the zoo's models: real architectures with random weights, nothing downloaded."""
     rows = listing("zoo")
     if not is_installed("transformers"):
-        remark("note: all of them need the package transformers, which is not installed; try pip install 'transformers>=5.0'")
+        remark(
+            "note: all of them need the package transformers, which is not installed; try pip install 'transformers>=5.0'"
+        )
     answer(rows_as_table(rows), lambda: rows, json_path)
