@@ -34,6 +34,7 @@ VERBS = (
     "calibrate",
     "optimizers",
     "zoo",
+    "examples",
     "demo",
 )
 
@@ -118,8 +119,11 @@ def test_a_traceback_where_asked_for(capsys: pytest.CaptureFixture[str], monkeyp
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), (), *((verb, "--help") for verb in VERBS)])
-def test_help_and_version_answer_without_torch(arguments: tuple[str, ...]) -> None:
+NO_TORCH = [("--help",), ("--version",), (), ("zoo",), ("optimizers",), *((verb, "--help") for verb in VERBS)]
+
+
+@pytest.mark.parametrize("arguments", NO_TORCH)
+def test_help_and_listings_answer_without_torch(arguments: tuple[str, ...]) -> None:
     program = (
         "import sys; from trainwright.cli import main; status = main(sys.argv[1:]); "
         "heavy = {'torch', 'transformers', 'plotly', 'scipy', 'highspy', 'numpy'} & set(sys.modules); "

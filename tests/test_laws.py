@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import trainwright as tw
 
 ROOT = Path(__file__).resolve().parent.parent / "trainwright"
 MAY_IMPORT = {
@@ -113,6 +118,36 @@ def test_public_names_are_documented(folder: str) -> None:
         value = getattr(module, name)
         if inspect.isclass(value) or inspect.isfunction(value):
             assert inspect.getdoc(value), f"trainwright.{folder}.{name} has no docstring"
+
+
+def folders(path: Path) -> set[str]:
+    return {each.parent.name for each in path.glob("*/__init__.py")}
+
+
+def test_folders_are_attributes_and_wait_until_they_are_asked_for() -> None:
+    """In an interpreter of its own: this one has imported them."""
+    verbs = {"hardware"}
+    assert set(tw.FOLDERS) == folders(ROOT) - verbs - {"cli"}
+    assert set(tw.solvers.__all__) == folders(ROOT / "solvers")
+    assert set(tw.numerics.__all__) == {path.stem for path in (ROOT / "numerics").glob("*.py")} - {"__init__"}
+    script = """
+import sys, trainwright as tw
+assert "torch" not in sys.modules
+names = [*tw.FOLDERS, "zoo"]
+assert {*names, *tw.__all__} <= set(dir(tw)), dir(tw)
+assert callable(tw.train) and callable(tw.hardware)
+places = [(tw, names), (tw.solvers, tw.solvers.__all__), (tw.numerics, tw.numerics.__all__)]
+found = [getattr(place, name).__name__ for place, names in places for name in names]
+assert all(name.startswith("trainwright.") for name in found), found
+assert not hasattr(tw, "poem") and not hasattr(tw.solvers, "poem")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(ROOT.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_package_does_not_name_its_workplace() -> None:

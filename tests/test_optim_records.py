@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainwright import optim
 from trainwright.artifacts import UserError
+from trainwright.cli.listings import listing
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (1, 5), (5, 3), (0, 4), (3, 4, 5), (2, 3, 1, 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -63,6 +64,7 @@ def peak_bytes(run: Callable[[], object], folder: Path) -> int:
 def test_there_are_optimizers() -> None:
     assert {"sgd", "sgd-momentum", "adam", "adamw", "adafactor"} <= set(optim.names())
     assert len(optim.table()) == len(optim.names())
+    assert optim.table() == listing("optimizers"), "the records changed: run python -m trainwright.cli.listings"
     assert len(BY_GRADIENTS) >= 20
 
 

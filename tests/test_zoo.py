@@ -12,6 +12,7 @@ import torch
 
 from trainwright.artifacts import UserError
 from trainwright.capture import zoo
+from trainwright.cli.listings import listing
 
 PUBLISHED_PARAMS = {
     "gpt2": 124_439_808,
@@ -86,8 +87,10 @@ def test_options_and_overrides_reach_the_model() -> None:
 
 
 def test_table_has_a_row_a_model() -> None:
-    rows = {row["name"]: row for row in zoo.table()}
+    table = zoo.table()
+    rows = {row["name"]: row for row in table}
     assert tuple(rows) == zoo.names()
+    assert table == listing("zoo"), "the records changed: run python -m trainwright.cli.listings"
     assert rows["gpt2"]["num_params"] == PUBLISHED_PARAMS["gpt2"]
 
 

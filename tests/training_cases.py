@@ -148,3 +148,49 @@ def autocast(plan: str, name: str) -> dict[str, Any]:
         "worst": max(abs(a - b) / abs(b) for a, b in zip(*losses)),
         "fell": losses[0][-1] < losses[0][0],
     }
+
+
+class Squares(torch.utils.data.Dataset[tuple[torch.Tensor]]):
+    """Points, whose norm a small network is to learn; and the function that the command line would be given."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.linspace(-1, 1, 6, dtype=torch.float64).roll(index) * (1 + index),)
+
+    @staticmethod
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (output.mean(1) - batch[0].square().mean(1)).square().mean()
+
+    @classmethod
+    def build(cls) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)).double()
+        return {"model": model, "batch": (cls()[0][0].expand(4, 6),), "loss_fn": cls.loss, "dataset": cls()}
+
+
+def trains_as_one_process(plan: str, folder: str) -> dict[str, Any]:
+    """`tw.train` beside a plain loop: losses and weights, in one run and in one that was interrupted."""
+    from trainwright.runtime import ExampleBatches
+
+    parsed, steps, seen = Plan.parse(plan), 5, []
+    whole = tw.train(Squares.build, parsed, steps=steps, optimizer=torch.optim.SGD, lr=0.01, on_step=seen.append)
+    tw.train(Squares.build, parsed, steps=3, optimizer="sgd", lr=0.01, checkpoint=folder)
+    rest = tw.train(Squares.build, parsed, steps=steps, optimizer="sgd", lr=0.01, checkpoint=folder, resume=True)
+    alone, losses = Squares.build()["model"], []
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for _, batch in zip(range(steps), ExampleBatches(parsed, Squares())):
+        optimizer.zero_grad()
+        loss = Squares.loss(alone(*batch), batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    weights, again = tw.full_state_dict(whole.model), tw.full_state_dict(rest.model)
+    return {
+        "losses": max(abs(a - b) / b for a, b in zip(whole.losses, losses, strict=True)),
+        "weights": max(float((weights[key] - value).abs().max()) for key, value in alone.state_dict().items()),
+        "resumed": rest.first_step == 3 and rest.losses == whole.losses[3:],
+        "same_weights": all(torch.equal(weights[key], again[key]) for key in weights),
+        "steps": [event["step"] for event in seen],
+    }

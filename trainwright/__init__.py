@@ -3,8 +3,10 @@
     profile      model, batch            → Profile    what one training step costs
     plan         model, batch, hardware  → Plan       layouts and recomputation, under a memory budget
     parallelize  model, Plan             → nn.Module  this rank's part, under torch.distributed
+    train        model, Plan, data       → Trained    the losses, and this rank's part, trained
     verify       model_fn, Plan          → Report     same loss, same gradients, the promised peak?
 
+The folders (`optim`, `schedules`, `selection`, `solvers`, `nn`, `runtime`, `launch` …) are attributes too: `tw.optim.create(…)`.
 Names of hardware (`"8xh200"`), optimizers (`"adamw"`) and sizes (`"40GiB"`) are resolved here; everything else takes
 the artifacts themselves. Heavy imports wait until a verb is used.
 """
@@ -12,6 +14,7 @@ the artifacts themselves. Heavy imports wait until a verb is used.
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +23,7 @@ from . import hardware as _hardware  # imported before the verb of that name, wh
 from .arguments import as_cluster, as_dtype_name, as_maker, as_mesh, as_optimizer_name, as_pins, as_plan, check_model
 from .artifacts import Cluster, Difference, ModelRef, Plan, Profile, Refusal, Report, UserError, diff
 from .cli.sizes import parse_bytes
+from .training import Trained, train
 
 if TYPE_CHECKING:
     import os
@@ -27,6 +31,20 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from . import artifacts as artifacts
+    from . import capture as capture
+    from . import launch as launch
+    from . import numerics as numerics
+    from . import ops as ops
+    from . import optim as optim
+    from . import planner as planner
+    from . import profiler as profiler
+    from . import reports as reports
+    from . import runtime as runtime
+    from . import schedules as schedules
+    from . import selection as selection
+    from . import solvers as solvers
+    from .capture import zoo as zoo
     from .planner import Explanation, Simulation
     from .runtime import ParallelModule
 
@@ -38,6 +56,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
+FOLDERS = (
+    "artifacts", "capture", "launch", "nn", "numerics", "ops", "optim", "planner", "profiler", "reports", "runtime",
+    "schedules", "selection", "solvers",
+)  # fmt: skip
+"""The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
 _COLLECT_EVERY = 200_000
 MEMORY_SHARE = 0.9
 """Of a device's memory, the budget where none is given."""
@@ -434,11 +457,16 @@ def reference_step(model: nn.Module, optimizer: Any, batch: Any, loss_fn: LossFn
 
 
 def __getattr__(name: str) -> Any:
+    """Import a folder, or the zoo, when it is first asked for."""
     if name == "zoo":
-        from .capture import zoo
-
-        return zoo
+        return importlib.import_module(".capture.zoo", __name__)
+    if name in FOLDERS:
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *FOLDERS, "zoo", *(name for name in globals() if name.startswith("__"))})
 
 
 def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: Any, loss_fn: Any, mesh: Any, pins: Any,
@@ -562,6 +590,7 @@ __all__ = [
     "Profile",
     "Refusal",
     "Report",
+    "Trained",
     "UserError",
     "calibrate",
     "check",
@@ -580,5 +609,6 @@ __all__ = [
     "reference_step",
     "register_op",
     "simulate_plan",
+    "train",
     "verify",
 ]

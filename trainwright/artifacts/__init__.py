@@ -3,6 +3,7 @@
 from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .estimator import Estimator
+from .packages import is_installed, need, needed
 from .plan import EDITED, BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
@@ -44,4 +45,7 @@ __all__ = [
     "UserError",
     "check_range",
     "diff",
+    "is_installed",
+    "need",
+    "needed",
 ]

@@ -113,14 +113,16 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.watch = Watch(model, is_inside)
-        # behind a function, or a loss that is a module would have its tensors counted with the model's
-        self.loss_fn = None if loss_fn is None else lambda output, batch: loss_fn(output, batch)
+        # not as an attribute, or a loss that is a module would have its tensors counted with the model's
+        self.loss_of = lambda batch, output: loss_of(model, batch, loss_fn, output)
+        self.call = lambda batch: call_model(model, batch, loss_fn)
+        self.result = "the loss" if loss_fn is None else f"{name_of_loss(loss_fn)}'s result"
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
         with self.watch.forward():
-            output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
-            loss = find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
-        _require_scalar(loss, "loss_fn's result" if self.loss_fn is not None else "the loss")
+            output = self.call(batch)
+            loss = self.loss_of(batch, output)
+        _require_scalar(loss, self.result)
         _register_dataclasses(output)
         return loss, output
 

@@ -25,7 +25,7 @@ from ..artifacts import ModelRef, UserError
 from . import zoo
 from .export_errors import OUR_ROOT
 
-__all__ = ["Loaded", "load", "parse_settings"]
+__all__ = ["Loaded", "called", "load", "parse_settings"]
 
 ZOO = "zoo:"
 FORMS = "zoo:NAME, FILE.py:function or package.module:function"
@@ -80,6 +80,17 @@ def load(
     if spec.startswith(ZOO):
         return _load_zoo(spec, device, options, extra)
     return _Target(spec, device, options, extra).load()
+
+
+def called(function: Callable[[], Any], device: str = "cpu") -> Loaded:
+    """Return what a function of no arguments builds: `load` for one that is in hand rather than named.
+
+    >>> called(lambda: (nn.Linear(2, 1), (torch.ones(3, 2),))).model
+    Linear(in_features=2, out_features=1, bias=True)
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    target = _Target(name, device, {}, {})
+    return Loaded(**target._parts(target._call(function, {})), ref=ModelRef(name=name), notes=tuple(target.notes))
 
 
 def parse_settings(settings: Mapping[str, str]) -> dict[str, Any]:

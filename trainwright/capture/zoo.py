@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..artifacts import UserError
+from ..artifacts import UserError, needed
 
 __all__ = ["build", "names", "parse_dtype", "table"]
 
@@ -169,13 +169,7 @@ def _construct(record: _Record, config: Any) -> nn.Module:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            "the zoo needs the package transformers; it is not installed; try pip install 'trainwright[zoo]'"
-        ) from None
-    return transformers
+    return needed("transformers", "the zoo")
 
 
 def _num_params(record: _Record) -> int:

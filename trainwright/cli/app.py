@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from . import calibrate, check, demo, diff, explain, export, optimizers, plan, profile, train, verify, zoo
+from . import calibrate, check, demo, diff, examples, explain, export, optimizers, plan, profile, train, verify, zoo
 from .errors import INTERRUPTED, status_of
 
 _EPILOG = "MODEL is zoo:NAME, FILE.py:function or package.module:function. Hardware: cpu:4, 8xh200, or a JSON file."
@@ -27,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-for _verb in (profile, diff, plan, check, explain, train, export, verify, calibrate, optimizers, zoo, demo):
+for _verb in (profile, diff, plan, check, explain, train, export, verify, calibrate, optimizers, zoo, examples, demo):
     _name = _verb.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_verb, _name))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..artifacts import Cluster, Plan, Profile, Refusal, Report
+from ..artifacts import Cluster, Plan, Profile, Refusal, Report, UserError, need
 from ..reports.terminal import cluster_table, compare_table, plan_table, report_table
 from ..reports.terminal_profile import profile_table
 from ..reports.units import format_bytes, format_s
@@ -46,6 +46,8 @@ def demo(
     ),
 ) -> int:
     """Profile, plan, train and verify a GPT-2 on two processes of this machine, and write a report."""
+    need("transformers", "the demo")
+    _check_folder(html_path)
     tour = _Tour(MODEL, _readable(data) if data else python_library())
     print(f"MODEL is {_as_arguments(MODEL)}")
     tour.profile()
@@ -204,9 +206,13 @@ def _as_arguments(model: ModelOptions) -> str:
     return f"{model.spec} --batch-size {model.batch_size} --seq-len {model.seq_len} {settings}"
 
 
-def _readable(files: list[str]) -> list[str]:
-    from ..artifacts import UserError
+def _check_folder(path: str) -> None:
+    folder = Path(path).parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise UserError(f"a writable folder is needed for --html; {folder} is not one; make it, or choose another")
 
+
+def _readable(files: list[str]) -> list[str]:
     for path in files:
         if not Path(path).is_file():
             raise UserError(f"a file is needed for --data; {path} is not one; check the path")

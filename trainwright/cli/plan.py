@@ -41,7 +41,12 @@ def plan(
     ] = "adamw",
     solver: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(SOLVERS)}.")] = "joint",
     pin: Annotated[
-        list[str] | None, typer.Option(metavar="P", help="Hold a decision: 'h.*.mlp.c_fc=shard(out)@gpu'; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="P",
+            help="Hold a decision: 'h.*.mlp.c_fc=recompute', 'h.*.mlp.c_fc=shard(o)@cpu' (after @ an axis of the mesh: cpu; on "
+            "GPUs gpu, node); repeatable.",
+        ),
     ] = None,
     offload: Annotated[
         str,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..artifacts import UserError
+from ..artifacts import UserError, need
 from ..artifacts.record import write_atomically
 
 FIELDS = ("step", "loss", "step_s", "samples_per_s", "tokens_per_s", "peak_bytes", "comm_s", "update_s", "selection_s")
@@ -71,13 +71,9 @@ def _lines_before(path: Path, step: int) -> list[str]:
 
 class _TensorBoard:
     def __init__(self, folder: str, first_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError(
-                "the package tensorboard is needed for --tensorboard; it is not installed; "
-                "pip install 'trainwright[tensorboard]', or take --metrics"
-            ) from None
+        need("tensorboard", "--tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._folder = Path(folder)
         with _writable(self._folder, "--tensorboard"):
             self._writer = SummaryWriter(folder, purge_step=first_step or None)  # type: ignore[no-untyped-call]

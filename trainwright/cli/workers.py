@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from ..artifacts import Plan
-from .records import Records
-from .saving import SavePolicy, Saving
+from .saving import SavePolicy
 from .selecting import selected
 
 
@@ -49,42 +47,32 @@ def train(
 
     saving: the fields of `SavePolicy`. trace: where to write a trace of some steps.
     """
-    from .. import optim
+    from .. import optim, training
     from ..launch import emit, rank
     from ..runtime.module import parallelize
     from ..runtime.tracing import StepTrace
-    from ..runtime.train import train_loop
 
     parsed = Plan.parse(plan, where="the plan")
     loaded = _load(model)
-    module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed)
-    module.train()
+    module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed).train()
     chosen = optim.create(optimizer, module.parameters(), lr=lr)
     subset = None if select is None else selected(module, loaded, select, seed)
-    checkpoints = Saving(SavePolicy(**saving or {}), module, chosen, steps, subset)
-    first = checkpoints.first_step
-    records = Records(metrics, tensorboard, first) if rank() == 0 else None
-    if rank() == 0 and first > 0:
-        emit({"kind": "resumed", "step": first})
 
     def on_step(event: dict[str, Any]) -> None:
         if subset is not None:
             event["selection_s"] = subset.seconds_of(event["step"])
         if rank() == 0:
             emit(event)
-        if records is not None:
-            records.write(event)
 
     tracing = StepTrace(module.communicator.activity) if trace is not None else None
-    batches = subset or _batches(loaded, parsed, data, first, seed)
-    with checkpoints:
-        losses = train_loop(
-            module, chosen, batches, steps=steps, first_step=first, on_step=on_step,
-            after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s, trace=tracing,
-        )  # fmt: skip
+    run = training.run(
+        module, chosen, lambda first: subset or _batches(loaded, parsed, data, first, seed), steps=steps,
+        saving=SavePolicy(**saving or {}), sampler=subset, metrics=metrics, tensorboard=tensorboard, on_nan=on_nan,
+        timeout_s=timeout_s, trace=tracing, on_step=on_step,
+    )  # fmt: skip
     if tracing is not None and trace is not None:
         tracing.write(trace)
-    found: dict[str, Any] = {"first_step": first, "losses": losses}
+    found: dict[str, Any] = {"first_step": run.first_step, "losses": list(run.losses)}
     if subset is not None:
         found["selection"] = {"num_chosen": subset.num_chosen, "num_examples": subset.batches.num_examples}
     return found
@@ -96,18 +84,11 @@ def _load(model: dict[str, Any]) -> Any:
     return load(model["spec"], device="cpu", **model["options"])
 
 
-def _batches(loaded: Any, plan: Plan, data: list[str], first: int, seed: int) -> Iterator[Any]:
-    from ..launch import emit, rank
-    from ..runtime.examples import ExampleBatches
+def _batches(loaded: Any, plan: Plan, data: list[str], first: int, seed: int) -> Iterable[Any]:
     from ..runtime.train import text_batches
+    from ..training import batches
 
-    if data:
-        config = getattr(loaded.model, "config", None)
-        return text_batches(plan, data, first, getattr(config, "vocab_size", None))
-    if loaded.data is not None:
-        return itertools.islice(iter(loaded.data), first, None)
-    if loaded.dataset is not None:
-        return ExampleBatches(plan, loaded.dataset, seed=seed, first_step=first)
-    if rank() == 0:
-        emit({"kind": "note", "text": "no data was given: every step trains on the same batch"})
-    return itertools.repeat(loaded.batch)
+    if not data:
+        return batches(loaded, plan, first, seed)
+    config = getattr(loaded.model, "config", None)
+    return text_batches(plan, data, first, getattr(config, "vocab_size", None))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from .output import JsonOption, answer, quiet_stdout, rows_as_table
+from ..artifacts import is_installed
+from .listings import listing
+from .output import JsonOption, answer, remark, rows_as_table
 
 
 def zoo(json_path: JsonOption = None) -> None:
     """List the zoo's models: real architectures with random weights, nothing downloaded."""
-    with quiet_stdout():
-        from ..capture.zoo import table
-
-        rows = table()
+    rows = listing("zoo")
+    if not is_installed("transformers"):
+        remark(
+            "note: all of them need the package transformers, which is not installed; try pip install 'transformers>=5.0'"
+        )
     answer(rows_as_table(rows), lambda: rows, json_path)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...artifacts import UserError
+from ...artifacts import UserError, needed
 from ..seeds import as_generator
 from .inputs import as_classes, as_examples, like
 from .network import TwoLayerReLU, recover
@@ -124,10 +124,4 @@ def _keeps_patterns(cp: Any, weights: Any, X: np.ndarray, passes: np.ndarray, ep
 
 
 def _cvxpy() -> Any:
-    try:
-        import cvxpy
-    except ImportError as error:
-        raise UserError(
-            "the package cvxpy is needed; it is not installed; pip install trainwright[solvers-convex-nets]"
-        ) from error
-    return cvxpy
+    return needed("cvxpy", "the robust classifier")
