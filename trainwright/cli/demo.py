@@ -19,6 +19,7 @@ from ..reports.units import format_bytes, format_s
 from .errors import FAILED, OK
 from .model import ModelOptions
 from .output import quiet_stdout, status
+from .places import check_file, check_readable
 from .progress import StepProgress
 from .ranks import run_worker
 from .train import WORKER, summary
@@ -47,8 +48,9 @@ def demo(
 ) -> int:
     """Profile, plan, train and verify a GPT-2 on two processes of this machine, and write a report."""
     need("transformers", "the demo")
-    _check_folder(html_path)
-    tour = _Tour(MODEL, _readable(data) if data else python_library())
+    check_readable("--data", data or [])
+    check_file("--html", html_path)
+    tour = _Tour(MODEL, data or python_library())
     print(f"MODEL is {_as_arguments(MODEL)}")
     tour.profile()
     tour.calibrate()
@@ -204,16 +206,3 @@ def _as_arguments(model: ModelOptions) -> str:
     """The model as one writes it on the command line."""
     settings = " ".join(f"--set {setting}" for setting in model.settings or [])
     return f"{model.spec} --batch-size {model.batch_size} --seq-len {model.seq_len} {settings}"
-
-
-def _check_folder(path: str) -> None:
-    folder = Path(path).parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise UserError(f"a writable folder is needed for --html; {folder} is not one; make it, or choose another")
-
-
-def _readable(files: list[str]) -> list[str]:
-    for path in files:
-        if not Path(path).is_file():
-            raise UserError(f"a file is needed for --data; {path} is not one; check the path")
-    return files

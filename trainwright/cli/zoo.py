@@ -14,4 +14,4 @@ def zoo(json_path: JsonOption = None) -> None:
         remark(
             "note: all of them need the package transformers, which is not installed; try pip install 'transformers>=5.0'"
         )
-    answer(rows_as_table(rows), lambda: rows, json_path)
+    answer(rows_as_table(rows, drop=("seq_len", "batch_size")), lambda: rows, json_path)
