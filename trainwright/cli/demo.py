@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..artifacts import Cluster, Plan, Profile, Refusal, Report, UserError, need
+from ..artifacts import Cluster, Plan, Profile, Refusal, Report, need
 from ..reports.terminal import cluster_table, compare_table, plan_table, report_table
 from ..reports.terminal_profile import profile_table
 from ..reports.units import format_bytes, format_s
