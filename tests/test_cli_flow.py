@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_answered_no(plan_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: ")
-    assert "smallest budget" in printed.err
+    assert "for which there is a plan" in printed.err
 
 
 def test_the_recipes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
