@@ -11,6 +11,7 @@ from torch import Tensor
 from ..artifacts import Plan, UserError
 from ..capture._torch_private import flatten_batch
 from ..capture.layout import REPLICATE, Layout, Slot, local_shape
+from .entries import check_entries
 from .regions import region_of
 from .sharding import own_part
 
@@ -21,14 +22,13 @@ def shard_batch(plan: Plan, batch: Mapping[str, Any] | Sequence[Any], coords: Se
     A batch of a loader with `plan.sampler` holds this rank's rows already; of that, what else the plan splits is cut. Of a
     plan with micro-batches, which are consecutive rows of the batch, the rank has its part of the first, then of the second …
 
-    Raises `UserError` when an entry is missing or has another shape than the plan was made for.
+    Raises `UserError` when an entry is missing, unknown to the plan, or of another shape or dtype than planned; and when what
+    is no tensor differs from what the plan was made with.
     """
     mesh = tuple(plan.mesh.values())
     here = tuple(coords) if coords is not None else coordinates(mesh)
+    check_entries(plan, batch)
     named, rebuild = flatten_batch(batch)
-    missing = sorted(set(plan.batch) - {name for name, leaf in named if isinstance(leaf, Tensor)})
-    if missing:
-        raise UserError(f"a batch with {', '.join(plan.batch)} is needed; {', '.join(missing)} is missing; add it")
     num_rows = len(own_rows(plan, here))
     return rebuild(
         [_part(plan, name, leaf, here, num_rows) if isinstance(leaf, Tensor) else leaf for name, leaf in named]

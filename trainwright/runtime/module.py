@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..artifacts import Plan, UserError
-from ..capture._torch_private import flatten_batch
 from ..capture.accumulate import Accumulator
 from ..capture.decide import decisions_of
 from ..capture.execute import Executor, RunState
@@ -33,6 +32,7 @@ from ..profiler.step import DTYPES
 from .adapters import adapter_of
 from .batch import check_part, global_batch_size, micro_parts
 from .communicator import MeshCommunicator, make_mesh
+from .entries import check_entries
 from .host_memory import keep_freed_memory
 from .offload import open_store
 from .regions import Region, region_of, whole_region
@@ -328,11 +328,9 @@ class ParallelModule(nn.Module):
         return found
 
     def _batch_sources(self, batch: Any) -> Iterator[tuple[ProgramTensor, Tensor]]:
-        named = {name: leaf for name, leaf in flatten_batch(batch)[0] if isinstance(leaf, Tensor)}
+        named = check_entries(self.plan, batch)
         mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
         for name, tensor in self._inputs.items():
-            if name not in named:
-                raise UserError(f"a batch with {', '.join(self._inputs)} is needed; {name} is missing; add it")
             layout = self._local.decisions.inputs.get(tensor, (REPLICATE,) * len(mesh))
             check_part(self.plan, tensor.shape, tensor.slots, layout, named[name], name, mesh, coords)
             yield tensor, named[name].to(self.device)
