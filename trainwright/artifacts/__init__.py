@@ -3,7 +3,7 @@
 from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .estimator import Estimator
-from .plan import BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
+from .plan import BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, ShapePlan, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
@@ -37,6 +37,7 @@ __all__ = [
     "Remedy",
     "Report",
     "Run",
+    "ShapePlan",
     "SolverInfo",
     "SweepPoint",
     "Tier",

@@ -1,10 +1,11 @@
-"""Is a batch one that the plan knows? Its names, its dtypes, and what in it is no tensor."""
+"""Is a batch one that the plan knows? Its names, dtypes and shapes, what in it is no tensor, and whose rows it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -87,3 +88,49 @@ def _same(found: Any, planned: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def check_within(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise `UserError` unless a global batch of `shapes` is no larger, in any dim, than one that was planned."""
+    planned = [{name: entry.shape for name, entry in plan.batch.items()}, *(each.batch for each in plan.shapes)]
+    if any(0 in shape for shape in shapes.values()):
+        empty = next(name for name, shape in shapes.items() if 0 in shape)
+        raise UserError(f"a batch of at least one row is needed; {empty} has shape {list(shapes[empty])}; leave it out")
+    if not any(all(_fits(shapes[name], most[name]) for name in shapes) for most in planned):
+        wrong = next((name for name in shapes if not _fits(shapes[name], planned[0][name])), next(iter(shapes)))
+        others = "".join(f" or {list(most[wrong])}" for most in planned[1:] if most[wrong] != planned[0][wrong])
+        raise UserError(
+            f"a batch entry {wrong} of shape {list(planned[0][wrong])}{others}, as planned, or smaller is needed; got "
+            f"{list(shapes[wrong])}; plan for a batch of that shape (plan --shapes takes several)"
+        )
+
+
+def _fits(shape: Sequence[int], most: Sequence[int]) -> bool:
+    return len(shape) == len(most) and all(size <= limit for size, limit in zip(shape, most))
+
+
+_SAMPLERS: WeakSet[Any] = WeakSet()
+
+
+def remember_sampler(sampler: Any) -> None:
+    """Take note of a sampler that deals out a plan's batches, for as long as it is in use."""
+    _SAMPLERS.add(sampler)
+
+
+def rows_meant(plan: Plan, num: int, num_own: int, most: int) -> str:
+    """Return what a batch of `num` rows, fewer than planned, is: `all` the global batch has, or this rank's `own`.
+
+    num_own: this rank's rows of a planned batch; most: the largest number that any rank has. The samplers in use say what
+    they deal out; without one, more rows than `most` are a whole batch, and `UserError` is raised for fewer.
+    """
+    meant = {sampler.rows_meant(num) for sampler in _SAMPLERS if sampler.deals_for(plan)} - {None}
+    if len(meant) == 1:
+        return str(meant.pop())
+    if not meant and num > most:
+        return "all"
+    rows = next((entry.shape[0] for entry in plan.batch.values() if entry.shape), 1)
+    raise UserError(
+        f"a batch of the {rows} rows that were planned is needed, or a word on what these are; got {num}, which may be a whole "
+        f"batch that is short or this rank's part (its own would be {num_own}) of a longer one; say "
+        'plan.shard_batch(batch, rows="all") or rows="own"'
+    )
