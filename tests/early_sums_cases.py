@@ -58,4 +58,6 @@ def trained(options: dict[str, bool], recompute: bool) -> tuple[float, int]:
     errors = [float((found[name] - p.grad).abs().max()) for name, p in model.named_parameters() if p.grad is not None]
     with torch.no_grad():
         again = module(**plan.shard_batch(batch()))["loss"]
-    return max(*errors, float((ours - eager).abs()), float((again - eager).abs())), len(module._executor.early)
+    return max(*errors, float((ours - eager).abs()), float((again - eager).abs())), len(
+        module.steps.planned.executor.early
+    )

@@ -44,7 +44,7 @@ def compared(model: str, question: dict[str, Any], factor: float = 1.0) -> dict[
     with torch.no_grad(), module.late_loss():
         evaluated = float(module(**part).loss)
     return {
-        "sums": summing_the_loss(module._local) is not None,
+        "sums": summing_the_loss(module.steps.planned.local) is not None,
         "same gradients": bool(torch.equal(wanted["gradients"], found["gradients"])),
         "loss": (wanted["loss"], found["loss"]),
         "inside": found["inside"],

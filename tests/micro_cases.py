@@ -36,10 +36,9 @@ def dropout(plan: str, folder: str) -> str:
         return "another seed gave the same"
     module, parsed, batch = _module(plan, "with_dropout")
     alike = tuple(entry[:1].expand_as(entry) for entry in batch)
-    parts = module._parts(parsed.shard_batch(alike))
-    state = module._state()
-    assert module._accumulator is not None
-    losses = [float(flat[0]) for flat in module._accumulator.evaluate(module._sources(state), parts, state)]
+    step, parts, state = module._begin(parsed.shard_batch(alike), {})
+    assert step.accumulator is not None
+    losses = [float(flat[0]) for flat in step.accumulator.evaluate(step.sources(state.rest), parts, state)]
     return "ok" if len(set(losses)) == len(losses) else f"equal masks: {losses}"
 
 

@@ -180,6 +180,7 @@ def plan(
     time_limit_s: float = 30.0,
     autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
+    shapes: Sequence[Any] = (),
     model_ref: ModelRef | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -198,6 +199,8 @@ def plan(
         gradients; `"auto"` chooses.
     time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
         optimum it may be.
+    shapes: further batches, of other shapes, that the plan is to run within the same memory; batches that are nowhere
+        larger than one of the planned run anyway.
     model_ref: where the model comes from, for the plan's `model`. progress: told, in words, how the search goes.
 
     Raises `Refusal` when nothing fits, with what binds, the smallest budget that would do, and the cheapest way out; or
@@ -209,8 +212,12 @@ def plan(
     >>> found.num_ranks, list(found.batch)
     (2, ['0', '1'])
     """
-    from .planner import make_plan
+    from .planner import make_plan, make_plan_for
 
+    if shapes:
+        batch, others = _by_size(model, [batch, *shapes], loss_fn, autocast, micro_batches)
+        return make_plan_for(others, **_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload,
+                                                 time_limit_s, autocast, model_ref, progress, 1), solver=solver)  # fmt: skip
     return make_plan(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s,
                                  autocast, model_ref, progress, micro_batches), solver=solver)  # fmt: skip
 
@@ -300,12 +307,19 @@ def check(
     >>> check(made, net, batch, loss_fn=loss_fn).predicted.peak_bytes == made.predicted.peak_bytes
     True
     """
+    from .planner import Shaped, check_shapes
     from .planner import check as run
+    from .runtime.steps import batch_like
 
     plan = as_plan(plan)
     budget = parse_bytes(memory) if memory is not None else plan.budget_bytes
     make, _ = as_maker(plan.optimizer)
-    return run(plan, _program_of(plan, model, batch, loss_fn), budget, _optimizer_cost(plan.optimizer), make)
+    cost, program = _optimizer_cost(plan.optimizer), _program_of(plan, model, batch, loss_fn)
+    checked = run(plan, program, budget, cost, make)
+    others = [
+        Shaped(_program_of(plan, model, batch_like(plan, each.batch), loss_fn), each.batch) for each in plan.shapes
+    ]
+    return check_shapes(checked, program, others, cost, make) if others else checked
 
 
 def explain(
@@ -517,6 +531,27 @@ def _programs(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None, 
     return whole, Variants(
         candidates(batch_size(batch)), lambda num: capture_step(model, batch, loss_fn, dtype, num, whole=whole)
     )
+
+
+def _by_size(
+    model: nn.Module, batches: Sequence[Any], loss_fn: Any, autocast: str | None, micro_batches: int | str
+) -> Any:
+    """The batch to plan on, and the others as captures of their own; batches of equal shapes count once."""
+    from .capture.micro_batches import capture_step, shapes_of
+    from .planner import Shaped, check_alike, largest
+    from .runtime.module import DTYPES
+
+    if micro_batches != 1:
+        raise UserError(
+            f"one micro-batch is needed to plan for several shapes; got {micro_batches}; plan for the largest shape alone: "
+            "smaller batches run under its plan"
+        )
+    found = [shapes_of(batch) for batch in batches]
+    for each in found:
+        check_alike(found[0], each)
+    at, dtype = largest(found), DTYPES[autocast] if autocast else None
+    different = [k for k in range(len(found)) if found[k] not in (found[at], *found[:k])]
+    return batches[at], [Shaped(capture_step(model, batches[k], loss_fn, dtype), found[k]) for k in different]
 
 
 def _program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Any:

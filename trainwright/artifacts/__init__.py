@@ -4,7 +4,7 @@ from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .estimator import Estimator
 from .packages import is_installed, need, needed
-from .plan import EDITED, BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, SolverInfo
+from .plan import EDITED, BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, ShapePlan, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
@@ -39,6 +39,7 @@ __all__ = [
     "Remedy",
     "Report",
     "Run",
+    "ShapePlan",
     "SolverInfo",
     "SweepPoint",
     "Tier",

@@ -34,6 +34,15 @@ class BatchEntry(Record):
     layout: tuple[str, ...] = ()
 
 
+class ShapePlan(Record):
+    """A further batch shape that a plan was made for, and what its step takes there under the same decisions."""
+
+    batch: dict[str, tuple[int, ...]]
+    """The global shape of every entry."""
+    step_s: float
+    peak_bytes: int
+
+
 class ModelRef(Record):
     """Where the model came from, so that `check` can rebuild one of the zoo; never executed for any other."""
 
@@ -126,6 +135,8 @@ class Plan(Artifact):
     """What in the batch is no tensor (`use_cache=False`), passed on as it is."""
     loss_fn: str | None = None
     """The name of the loss function that it was made with; empty for the loss that the model returns, `None` if unknown."""
+    shapes: tuple[ShapePlan, ...] = ()
+    """Further shapes within the same budget. Batches that are nowhere larger than one of the planned need no entry."""
     dtype: str = "fp32"
     autocast: str | None = None
     optimizer: str = "adamw"
@@ -197,17 +208,24 @@ class Plan(Artifact):
             for name, entry in self.batch.items()
         }
 
-    def shard_batch(self, batch: Mapping[str, Any] | tuple[Any, ...]) -> Any:
-        """Return this rank's part of a global `batch`, under `torch.distributed`."""
+    def shard_batch(self, batch: Mapping[str, Any] | tuple[Any, ...], rows: Literal["all", "own"] | None = None) -> Any:
+        """Return this rank's part of a global `batch`, under `torch.distributed`.
+
+        The batch may be smaller than planned in any dim. rows: `all`: it is the whole global batch, the same on every rank;
+        `own`: this rank's rows of one of the planned shape. By default the batches of a loader with `plan.sampler` are known
+        for what they are, others by their number of rows; where it could be either, `UserError` is raised.
+        """
         from ..runtime.batch import shard_batch
 
-        return shard_batch(self, batch)
+        return shard_batch(self, batch, rows=rows)
 
-    def sampler(self, dataset: Any, *, shuffle: bool = True, seed: int = 0, last: str = "drop") -> Any:
+    def sampler(
+        self, dataset: Any, *, shuffle: bool = True, seed: int = 0, last: str = "drop", whole: bool = False
+    ) -> Any:
         """Return a `batch_sampler` for a `DataLoader`: this rank's rows of each global batch; see `PlanSampler`."""
         from ..runtime.sampler import PlanSampler
 
-        return PlanSampler(self, dataset, shuffle=shuffle, seed=seed, last=last)
+        return PlanSampler(self, dataset, shuffle=shuffle, seed=seed, last=last, whole=whole)
 
     def padded(self, dataset: Any) -> Any:
         """Return `dataset` with an example that has no weight in the loss, for `sampler(last="pad")`; see `PaddedDataset`."""

@@ -364,8 +364,8 @@ def _unless_empty(op: Op, function: Callable[..., Any], outputs: Sequence[Value]
     shapes = [local_shape(v.tensor.shape, v.tensor.slots, v.layout, mesh, coords) for v in outputs]
     if op.kind != "heavy" or not op.requires_grad or not shapes or any(0 not in shape for shape in shapes):
         return function
-    if op.signature.joint:
-        return function  # it takes part in what the ranks compute together
+    if any(name in op.signature.joint for dims in op.signature.outputs for dim in dims for name in dim):
+        return function  # others have parts of this very loop, and wait for this rank's share (batch norm's statistics)
     many = isinstance(op.node.meta["val"], (tuple, list))
 
     def nothing(*args: Any, **kwargs: Any) -> Any:

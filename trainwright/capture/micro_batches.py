@@ -47,7 +47,7 @@ _UNIFORM = {"full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones
 def split_entries(batch: Any, num: int) -> Any:
     """Return the first of `num` micro-batches of a batch; `UserError` where its size is no multiple of `num`."""
     named, rebuild = flatten_batch(as_batch(batch))
-    own = names_of_batch(_shapes(batch))
+    own = names_of_batch(shapes_of(batch))
     size = batch_size(batch)
     if num < 1 or size % num:
         raise UserError(
@@ -58,10 +58,11 @@ def split_entries(batch: Any, num: int) -> Any:
 
 def batch_size(batch: Any) -> int:
     """Return how many examples a batch holds."""
-    return next((shape[0] for shape in _shapes(batch).values() if shape), 1)
+    return next((shape[0] for shape in shapes_of(batch).values() if shape), 1)
 
 
-def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
+def shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a batch, by name."""
     named, _ = flatten_batch(as_batch(batch))
     return {name: tuple(leaf.shape) for name, leaf in named if isinstance(leaf, torch.Tensor)}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +60,12 @@ def plan(
     micro_batches: Annotated[
         str, typer.Option(metavar="K|auto", help="Parts of the batch, one after the other; auto: as memory asks for.")
     ] = "1",
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="S", help="Further batch shapes within the memory: 'seq_len=128,512', '16x128,64x32'; repeatable."
+        ),
+    ] = None,
     time_limit: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="Seconds for the search: what is best by then is taken.")
     ] = 30.0,
@@ -67,7 +74,7 @@ def plan(
     html_path: HtmlOption = None,
 ) -> int:
     """Choose layout, recomputation and offloading of every tensor so that a step is fastest within the memory."""
-    question = {
+    question: dict[str, Any] = {
         "hardware": resolve(hardware),
         "memory": None if memory is None else parse_bytes(memory),
         "mesh": parse_mesh(mesh),
@@ -80,10 +87,14 @@ def plan(
     optimizers, solver = _names(optimizer), _solver(solver)
     if compare and frontier:
         raise UserError("one of --compare and --frontier is needed; got both; ask twice")
+    if shapes and (compare or frontier):
+        raise UserError("--shapes is needed with neither --compare nor --frontier; got both; ask for one plan")
     ask = _ask_for_comparison if compare else _ask_for_frontier if frontier else _ask_for_plan
     with quiet_stdout(), status(f"planning {model.spec}") as tell:
         loaded = model.load()
         remarks(loaded.notes)
+        if shapes:
+            question["shapes"] = [each.load().batch for text in shapes for each in parse_shapes(text, model)]
         found = ask(_Question(loaded, {**question, "progress": tell}, optimizers, solver))
         written = found.write(output) if output is not None else None
         if html_path is not None:
@@ -103,6 +114,27 @@ def parse_mesh(text: str | None) -> tuple[int, ...] | None:
     (2, 4)
     """
     return as_mesh(text)
+
+
+def parse_shapes(text: str, model: ModelOptions) -> list[ModelOptions]:
+    """Return `model` with each of the shapes in `text`: `seq_len=128,512`, `batch_size=4`, or rows × length, `16x128,64x32`.
+
+    >>> [(each.batch_size, each.seq_len) for each in parse_shapes("8x128,4x512", ModelOptions("zoo:gpt2"))]
+    [(8, 128), (4, 512)]
+    """
+    name, equals, values = text.partition("=")
+    if equals and re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", values.strip()):
+        sizes = [int(value) for value in values.split(",")]
+        if name.strip() == "batch_size":
+            return [replace(model, batch_size=size) for size in sizes]
+        if name.strip() == "seq_len":
+            return [replace(model, seq_len=size) for size in sizes]
+    if re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text.strip()):
+        pairs = [tuple(int(size) for size in pair.split("x")) for pair in text.split(",")]
+        return [replace(model, batch_size=rows, seq_len=length) for rows, length in pairs]
+    raise UserError(
+        f"--shapes needs seq_len=N,N or batch_size=N,N, or rows x length as in 16x128,64x32; got {text!r}; write one of these"
+    )
 
 
 def parse_micro_batches(text: str) -> int | str:

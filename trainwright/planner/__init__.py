@@ -5,19 +5,25 @@ from .frontier import frontier
 from .micro_batches import Variants
 from .plan import check, compare, make_plan
 from .recipes import RECIPES
+from .shapes import Shaped, check_alike, check_shapes, largest, make_plan_for
 from .simulate import Simulation, simulate
 from .task import Task
 
 __all__ = [
     "RECIPES",
     "Explanation",
+    "Shaped",
     "Simulation",
     "Task",
     "Variants",
     "check",
+    "check_alike",
+    "check_shapes",
     "compare",
     "explain",
     "frontier",
+    "largest",
     "make_plan",
+    "make_plan_for",
     "simulate",
 ]

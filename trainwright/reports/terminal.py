@@ -118,6 +118,9 @@ def _prediction_of(plan: Plan) -> Grid:
     peak = Text(format_bytes(predicted.peak_bytes), style="bold red" if over else "bold")
     verdict = f"{budget}: does NOT fit" if over else budget
     table.add_row("peak per device", peak, "; ".join(filter(None, (verdict, _largest(predicted.breakdown)))))
+    for each in plan.shapes:
+        shown = ", ".join(name + " " + "×".join(map(str, shape)) for name, shape in each.batch.items())
+        table.add_row("another shape", format_s(each.step_s), f"peak {format_bytes(each.peak_bytes)}: {shown}")
     for name, num_bytes in predicted.comm_bytes.items():
         table.add_row(name, format_bytes(num_bytes), "sent by each rank in a step")
     if plan.offload is not None:

@@ -1,51 +1,96 @@
-"""A rank's part of a global batch."""
+"""A rank's part of a global batch.
+
+A plan fixes a batch's names, dtypes and largest shape. A global batch may be smaller in any dim: fewer rows, a shorter
+sequence. From its part alone a rank could not tell (seven rows over four ranks are 2, 2, 2 and 1), so each tensor of a
+part carries the shapes of the whole batch, which the module reads.
+
+    Cut          global shapes → each entry's layout, micro-batches, and a rank's local shapes
+    shard_batch  global batch, or this rank's rows of one → this rank's part, marked
+    shapes_of    a rank's part → the global shapes
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..artifacts import Plan, UserError
+from ..artifacts import BatchEntry, Plan, UserError
+from ..artifacts.plan import names_of_batch
 from ..capture._torch_private import flatten_batch
 from ..capture.layout import REPLICATE, Layout, Slot, local_shape
+from ..capture.other_shapes import entry_layout
+from .entries import check_entries, check_within, rows_meant
 from .regions import region_of
 from .sharding import own_part
 
+Shapes = dict[str, tuple[int, ...]]
+"""The global shape of every entry of a batch, in the plan's order."""
+_MARK = "_trainwright_shapes"
 
-def shard_batch(plan: Plan, batch: Mapping[str, Any] | Sequence[Any], coords: Sequence[int] | None = None) -> Any:
+
+def shard_batch(
+    plan: Plan, batch: Mapping[str, Any] | Sequence[Any], coords: Sequence[int] | None = None, rows: str | None = None
+) -> Any:
     """Return the part of a global `batch` that the rank at `coords` works on (default: this rank).
 
-    A batch of a loader with `plan.sampler` holds this rank's rows already; of that, what else the plan splits is cut. Of a
-    plan with micro-batches, which are consecutive rows of the batch, the rank has its part of the first, then of the second …
+    The batch may be smaller than planned in any dim. Of a plan with micro-batches, which are consecutive rows of the batch,
+    the rank has its part of the first, then of the second …
 
-    Raises `UserError` when an entry is missing or has another shape than the plan was made for.
+    rows: `all`: `batch` is the whole global batch, the same on every rank; `own`: it holds this rank's rows of a batch of the
+    planned shape, and what else the plan splits is cut. By default it is taken for whole where it has more rows than any rank
+    has of a planned one, or for what a loader with `plan.sampler` gives; where it could be either, it is refused.
+
+    Raises `UserError` when an entry is missing, unknown to the plan, of another dtype or larger than planned; and when what
+    is no tensor differs from what the plan was made with.
     """
     mesh = tuple(plan.mesh.values())
     here = tuple(coords) if coords is not None else coordinates(mesh)
+    tensors = check_entries(plan, batch)
+    shapes: Shapes = {name: tuple(leaf.shape) for name, leaf in tensors.items()}
+    own = _are_own(plan, shapes, here, rows)
+    cut = planned_cut(plan) if own else Cut(plan, shapes)
+    if own:
+        _check_own(plan, shapes, here)
+    else:
+        check_within(plan, shapes)
     named, rebuild = flatten_batch(batch)
-    missing = sorted(set(plan.batch) - {name for name, leaf in named if isinstance(leaf, Tensor)})
-    if missing:
-        raise UserError(f"a batch with {', '.join(plan.batch)} is needed; {', '.join(missing)} is missing; add it")
-    num_rows = len(own_rows(plan, here))
-    return rebuild(
-        [_part(plan, name, leaf, here, num_rows) if isinstance(leaf, Tensor) else leaf for name, leaf in named]
-    )
+    return rebuild([cut.part(name, leaf, here, own) if isinstance(leaf, Tensor) else leaf for name, leaf in named])
 
 
-def micro_parts(plan: Plan, leaf: Tensor, name: str) -> list[Tensor]:
-    """Return, for each micro-batch, its rows of this rank's part `leaf` of the entry `name`."""
-    num = plan.micro_batches
-    if plan.micro_batch()[name].shape == plan.batch[name].shape:
-        return [leaf] * num
-    size = leaf.shape[0] // num
-    return [leaf.narrow(0, k * size, size) for k in range(num)]
+def _are_own(plan: Plan, shapes: Shapes, coords: Sequence[int], rows: str | None) -> bool:
+    """Return whether a batch of `shapes` holds this rank's rows alone."""
+    if rows not in (None, "all", "own"):
+        raise UserError(
+            f'rows of a batch are "all" or "own", or None to tell by their number; got {rows!r}; choose one'
+        )
+    if rows is not None:
+        return rows == "own" and shapes != planned_shapes(plan)
+    num, whole = rows_in(plan, shapes), global_batch_size(plan)
+    if num >= whole:
+        return False
+    most = len(own_rows(plan, (0,) * len(plan.mesh)))
+    return most < whole and rows_meant(plan, num, len(own_rows(plan, coords)), most) == "own"
+
+
+def _check_own(plan: Plan, shapes: Shapes, coords: Sequence[int]) -> None:
+    num_rows, own = len(own_rows(plan, coords)), names_of_batch(planned_shapes(plan))
+    for name, shape in planned_shapes(plan).items():
+        wanted = (num_rows, *shape[1:]) if name in own else shape
+        if shapes[name] not in (wanted, shape):
+            raise UserError(
+                f"this rank's {num_rows} rows of the batch entry {name}, of shape {list(wanted)}, are needed; got "
+                f'{list(shapes[name])}; give the whole global batch with rows="all" where shapes vary'
+            )
 
 
 def own_rows(plan: Plan, coords: Sequence[int]) -> list[int]:
-    """Return which rows of the global batch the rank at `coords` needs: all, where its entries do not agree."""
+    """Return which rows of a batch of the planned shape the rank at `coords` needs: all, where its entries do not agree."""
     mesh = tuple(plan.mesh.values())
     found: set[tuple[int, ...]] = set()
     size = global_batch_size(plan)
@@ -61,9 +106,19 @@ def own_rows(plan: Plan, coords: Sequence[int]) -> list[int]:
     return [k * each + row for k in range(plan.micro_batches) for row in rows]
 
 
+def planned_shapes(plan: Plan) -> Shapes:
+    """Return the global shapes of the planned batch."""
+    return {name: entry.shape for name, entry in plan.batch.items()}
+
+
 def global_batch_size(plan: Plan) -> int:
     """Return how many examples a batch of the plan holds, over all ranks."""
-    return next((entry.shape[0] for entry in plan.batch.values() if entry.shape), 1)
+    return rows_in(plan, planned_shapes(plan))
+
+
+def rows_in(plan: Plan, shapes: Shapes) -> int:
+    """Return how many examples a global batch of `shapes` holds."""
+    return next((shapes[name][0] for name, entry in plan.batch.items() if entry.shape), 1)
 
 
 def _splits_rows(part: str) -> bool:
@@ -81,24 +136,103 @@ def coordinates(mesh: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _part(plan: Plan, name: str, leaf: Tensor, coords: Sequence[int], num_rows: int) -> Tensor:
-    entry, mesh = plan.batch.get(name), tuple(plan.mesh.values())
-    if entry is None:
-        return leaf
-    text: Sequence[str] = entry.layout
-    if plan.micro_batch()[name].shape != entry.shape == tuple(leaf.shape):
-        pieces = micro_parts(plan, leaf, name)
+@dataclass(frozen=True)
+class Cut:
+    """How a global batch of `shapes` is cut: into micro-batches, and those over the ranks."""
+
+    plan: Plan
+    shapes: Shapes
+
+    @cached_property
+    def num_runs(self) -> int:
+        """Into how many equal micro-batches: as few as keep each within the planned one.
+
+        A number of rows that has no such divisor, as a prime, ends in micro-batches of one row.
+        """
+        if self.plan.micro_batches == 1:
+            return 1
+        rows, most = rows_in(self.plan, self.shapes), global_batch_size(self.plan) // self.plan.micro_batches
+        return next(num for num in range(math.ceil(rows / most), rows + 1) if rows % num == 0)
+
+    @cached_property
+    def own(self) -> frozenset[str]:
+        """The entries that hold a row for every example."""
+        return names_of_batch(planned_shapes(self.plan))
+
+    def entries(self) -> dict[str, BatchEntry]:
+        """Return the entries of one micro-batch, with their layouts."""
+        found = {}
+        for name, planned in self.plan.micro_batch().items():
+            shape = self.shapes[name]
+            if name in self.own:
+                shape = (shape[0] // self.num_runs, *shape[1:])
+            layout = entry_layout(planned, shape)
+            found[name] = BatchEntry(shape=shape, dtype=planned.dtype, layout=layout)
+        return found
+
+    @cached_property
+    def _entries(self) -> dict[str, BatchEntry]:
+        return self.entries()
+
+    def pieces(self, name: str, leaf: Tensor) -> list[Tensor]:
+        """Return, for each micro-batch, its rows of the whole entry `name`, or of a rank's part of it."""
+        if self.num_runs == 1 or name not in self.own:
+            return [leaf] * self.num_runs
+        size = leaf.shape[0] // self.num_runs
+        return [leaf.narrow(0, k * size, size) for k in range(self.num_runs)]
+
+    def part(self, name: str, leaf: Tensor, coords: Sequence[int], own: bool) -> Tensor:
+        """Return the rank's part of the entry `name`, marked; with `own`, `leaf` may hold this rank's rows alone."""
+        mesh, text = tuple(self.plan.mesh.values()), self._entries[name].layout
+        if own and tuple(leaf.shape) != self.shapes[name]:
+            text = tuple("R" if _splits_rows(part) else part for part in text)
+            pieces = [leaf]
+        else:
+            pieces = self.pieces(name, leaf) if name in self.own else [leaf]
         slots, layout = entry_slots(pieces[0].shape, text)
-        return torch.cat([own_part(piece, slots, layout, mesh, coords) for piece in pieces])
-    if tuple(leaf.shape) != entry.shape:
-        if tuple(leaf.shape) != (num_rows, *entry.shape[1:]):
-            raise UserError(
-                f"a batch entry {name} of shape {list(entry.shape)} is needed by this plan, or this rank's {num_rows} rows of "
-                f"it; got {list(leaf.shape)}; drop or pad a short last batch (plan.sampler), or plan for the other shape"
-            )
-        text = ["R" if _splits_rows(part) else part for part in text]
-    slots, layout = entry_slots(leaf.shape, text)
-    return own_part(leaf, slots, layout, mesh, coords)
+        parts = [own_part(piece, slots, layout, mesh, coords) for piece in pieces]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        setattr(found, _MARK, self.shapes)
+        return found
+
+    def local_shape(self, name: str, coords: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the rank's part of the entry `name`, all micro-batches together."""
+        entry, mesh = self._entries[name], tuple(self.plan.mesh.values())
+        shape = local_shape(entry.shape, *entry_slots(entry.shape, entry.layout), mesh, coords)
+        return (self.num_runs * shape[0], *shape[1:]) if name in self.own else shape
+
+    def is_whole(self) -> bool:
+        """Whether every rank's part is the whole batch."""
+        sizes = tuple(self.plan.mesh.values())
+        return all(
+            part == "R" or size == 1 for entry in self.plan.batch.values() for part, size in zip(entry.layout, sizes)
+        )
+
+
+def planned_cut(plan: Plan) -> Cut:
+    """Return how a batch of the planned shape is cut."""
+    return Cut(plan, planned_shapes(plan))
+
+
+def shapes_of(plan: Plan, part: Mapping[str, Tensor]) -> Shapes:
+    """Return the global shapes of the batch that `part` is this rank's part of: as it is marked, else the planned ones.
+
+    Raises `UserError` where its tensors are marked as parts of several batches.
+    """
+    marks = [mark for mark in (getattr(leaf, _MARK, None) for leaf in part.values()) if mark is not None]
+    if any(mark != marks[0] for mark in marks):
+        raise UserError(
+            "the parts of one batch are needed; got some of a batch of shapes "
+            f"{_text(marks[0])} and some of another; pass what one call of plan.shard_batch returns"
+        )
+    if marks:
+        return dict(marks[0])
+    whole = {name: tuple(leaf.shape) for name, leaf in part.items()}
+    return whole if planned_cut(plan).is_whole() else planned_shapes(plan)
+
+
+def _text(shapes: Shapes) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
 
 
 def entry_slots(shape: Sequence[int], text: Sequence[str]) -> tuple[list[Slot], Layout]:
@@ -123,16 +257,19 @@ def _slot(part: str, start: dict[int, int]) -> int:
     return start[int(dim)] + (int(rest.split("/")[0]) if rest else 0)
 
 
-def check_part(plan: Plan, plan_shape: Sequence[int], slots: Sequence[Slot], layout: Layout, leaf: Tensor, name: str,
-               mesh: Sequence[int], coords: Sequence[int]) -> None:  # fmt: skip
-    """Raise `UserError` unless `leaf` is the rank's part of the entry `name`."""
-    wanted, whole = local_shape(plan_shape, slots, layout, mesh, coords), plan.batch[name].shape
-    if whole != tuple(plan_shape):
-        wanted = (plan.micro_batches * wanted[0], *wanted[1:])
-    if tuple(leaf.shape) == wanted:
-        return
-    hint = "pass plan.shard_batch(batch)" if tuple(leaf.shape) == whole else "plan for the other shape"
-    raise UserError(f"this rank's part of {name} is needed, shape {list(wanted)}; got {list(leaf.shape)}; {hint}")
+def checked_part(cut: Cut, part: Mapping[str, Tensor], coords: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the entries of a rank's part by name; `UserError` unless each has the rank's shape of a batch cut so."""
+    for name, leaf in part.items():
+        wanted = cut.local_shape(name, coords)
+        if tuple(leaf.shape) != wanted:
+            hint = (
+                "pass plan.shard_batch(batch), as it returned it: a rank's part alone does not tell the batch's shape"
+            )
+            raise UserError(
+                f"this rank's part of {name} is needed, shape {list(wanted)} of a batch entry {list(cut.shapes[name])}; got "
+                f"{list(leaf.shape)}; {hint}"
+            )
+        yield name, leaf
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -16,6 +16,7 @@ from ..capture.pieces import Piece, pieces
 if TYPE_CHECKING:
     from ..capture.execute import Run
     from .module import ParallelModule
+    from .steps import ShapedStep
 
 _REASON = "trainwright communicates between the pieces that are compiled; fullgraph=True is not to be had"
 
@@ -23,40 +24,40 @@ _REASON = "trainwright communicates between the pieces that are compiled; fullgr
 @torch.compiler.disable(recursive=False, reason=_REASON)
 def forward(module: ParallelModule, args: Any, kwargs: Any) -> Any:
     """Run the rank's part of the step, its pieces compiled by the backend that the module was compiled with."""
-    run, program = _begin(module, args, kwargs)
+    step, run = _begin(module, args, kwargs)
     # What has a frame of its own would be compiled too: pieces are meant to be, all else is kept from it.
-    for piece in program:
+    for piece in step.executor.pieces:
         if piece.__class__ is Piece:
             made = piece.graph.forward(*map(run.env.__getitem__, piece.inputs))
-            _take(module, run, piece, made)
+            _take(step, run, piece, made)
         else:
-            _one_by_one(module, run, piece)
-    return _end(module, run)
+            _one_by_one(step, run, piece)
+    return _end(module, step, run)
 
 
 @torch.compiler.disable
-def _begin(module: ParallelModule, args: Any, kwargs: Any) -> tuple[Run, list[Any]]:
-    executor = module._executor
-    if executor.pieces is None:
-        executor.pieces = pieces(executor)
-    return executor.begin(*module._begin(args, kwargs)), executor.pieces
+def _begin(module: ParallelModule, args: Any, kwargs: Any) -> tuple[ShapedStep, Run]:
+    step, parts, state = module._begin(args, kwargs)
+    if step.executor.pieces is None:
+        step.executor.pieces = pieces(step.executor)
+    return step, step.executor.begin({**step.sources(state.rest), **parts[0]}, state)
 
 
 @torch.compiler.disable
-def _take(module: ParallelModule, run: Run, piece: Piece, made: Sequence[Any]) -> None:
+def _take(step: ShapedStep, run: Run, piece: Piece, made: Sequence[Any]) -> None:
     """Note what a piece has made, and let go of what nobody reads after it."""
     run.env.update(zip(piece.outputs, made))
     for index in range(piece.start, piece.stop):
-        for value in module._executor.frees[index]:
+        for value in step.executor.frees[index]:
             run.env.pop(value, None)
 
 
 @torch.compiler.disable
-def _one_by_one(module: ParallelModule, run: Run, span: range) -> None:
-    executor = module._executor
+def _one_by_one(step: ShapedStep, run: Run, span: range) -> None:
+    executor = step.executor
     executor.step(run, executor.local.instructions[span.start].region, span.start, span.stop)
 
 
 @torch.compiler.disable
-def _end(module: ParallelModule, run: Run) -> Any:
-    return module._end(module._executor.end(run))
+def _end(module: ParallelModule, step: ShapedStep, run: Run) -> Any:
+    return module._end(step, step.executor.end(run))

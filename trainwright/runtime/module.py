@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,17 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..artifacts import Plan, UserError
-from ..capture._torch_private import flatten_batch
-from ..capture.accumulate import Accumulator
 from ..capture.call import LossFn, check_same_loss
 from ..capture.decide import decisions_of
-from ..capture.execute import Executor, RunState
+from ..capture.execute import RunState
 from ..capture.export import as_batch
 from ..capture.late_loss import Finish
 from ..capture.layout import REPLICATE
-from ..capture.local import Decisions, LocalProgram, Ref, build_local
+from ..capture.local import Decisions, Ref
 from ..capture.micro_batches import capture_step
 from ..capture.offload_states import StateOffload
+from ..capture.other_shapes import without_weights
 from ..capture.program import Program
 from ..capture.program import Tensor as ProgramTensor
 from ..capture.reshard import Route
@@ -33,12 +32,14 @@ from ..capture.transition import transition
 from ..launch import init, is_under_torchrun
 from ..profiler.step import DTYPES
 from .adapters import adapter_of
-from .batch import check_part, global_batch_size, micro_parts
+from .batch import planned_cut, planned_shapes, shapes_of
 from .communicator import MeshCommunicator, make_mesh
+from .entries import check_entries
 from .host_memory import keep_freed_memory
 from .offload import open_store
 from .regions import Region, region_of, whole_region
 from .sharding import AtRest, as_dtensor, as_parameter, storage_of
+from .steps import Capturing, ShapedStep, StepsByShape, batch_like
 from .weights import Reader, reader
 
 
@@ -60,11 +61,12 @@ def parallelize(
 ) -> ParallelModule:
     """Return `model` as `plan` lays it out, on this rank; torchrun's process group is joined where the script has not.
 
-    The module is called with this rank's part of the batch (`plan.shard_batch(batch)`), what goes to the loss included,
-    and returns what the model returns; with `loss_fn` (the one the plan was made with) it returns `LossOutput(loss,
-    output)`. Its parameters are `DTensor`s under the model's own names, so optimizers, `clip_grad_norm_`, `state_dict` and
-    distributed checkpoints work. Of a plan with micro-batches, the call takes the whole batch's part, runs all forwards
-    and backwards, and `loss.backward()` hands the gradients over; outputs beside the loss are `None` then, and whole
+    The module is called with this rank's part of the batch (`plan.shard_batch(batch)`), what goes to the loss included, of the
+    planned shape or smaller in any dim, and returns what the model returns; for a shape that it has not met the model is
+    captured again, which takes about as long as this call. With `loss_fn` (the one the plan was made with) it returns
+    `LossOutput(loss, output)`. Its parameters are `DTensor`s under the model's own names, so optimizers, `clip_grad_norm_`,
+    `state_dict` and distributed checkpoints work. Of a plan with micro-batches, the call takes the whole batch's part, runs all
+    forwards and backwards, and `loss.backward()` hands the gradients over; outputs beside the loss are `None` then, and whole
     tensors under `torch.no_grad()`.
 
     weights: a safetensors file or folder, or a distributed checkpoint (one of `Checkpointer`'s, or a folder of them), of
@@ -79,7 +81,9 @@ def parallelize(
     autocast = DTYPES[plan.autocast] if plan.autocast else None
     program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
     decisions = decisions_of(program, plan)
-    return ParallelModule(model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None)
+    module = ParallelModule(model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None)
+    module.take_other_shapes(model, loss_fn, autocast)
+    return module
 
 
 def _check_ranks(plan: Plan) -> None:
@@ -109,27 +113,7 @@ def _shared_seed(seed: int | None) -> int:
 
 def plan_batch(plan: Plan) -> Any:
     """Return a batch of the plan's shapes on the meta device, as the model is called."""
-    entries: dict[str, Any] = {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-        for name, entry in plan.batch.items()
-    }
-    tree: dict[str, Any] = {}
-    for name, value in {**entries, **plan.literals}.items():
-        *parents, leaf = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return _as_sequences(tree)
-
-
-def _as_sequences(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    built = {key: _as_sequences(value) for key, value in tree.items()}
-    if built and all(key.isdigit() for key in built):
-        return tuple(built[key] for key in sorted(built, key=int))
-    return built
+    return batch_like(plan, planned_shapes(plan))
 
 
 class ParallelModule(nn.Module):
@@ -161,21 +145,17 @@ class ParallelModule(nn.Module):
             keep_freed_memory()
         self.device_mesh: DeviceMesh = make_mesh(plan.mesh, self.device.type)
         self.communicator = MeshCommunicator(self.device_mesh)
-        self._local: LocalProgram = build_local(program, decisions, self.communicator)
         store = open_store(plan, self.device)
-        self._executor = Executor(self._local, store)
-        self._accumulator = Accumulator(self._executor) if program.num_runs > 1 else None
-        self._evaluator: Accumulator | None = None
-        self._inputs = {tensor.key: tensor for tensor in program.inputs}
+        planned = ShapedStep(planned_cut(plan), program, decisions, self.communicator, store, self.device)
+        self.steps = StepsByShape(planned, store, self._complete)
+        """The rank's step of every batch shape that has come so far."""
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
-        self._travelling = self._local.travelling()
-        self._buffers_of: dict[ProgramTensor, Tensor] = {}
-        self._constants = {t: t.value.to(self.device) for t in program.tensors if t.role == "const"}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
         self.regions: dict[str, Region] = {}
         """Of every parameter, under its first name: which entries of it this rank holds."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
+        self._complete(planned)
         away = [self._params[tensor] for tensor in decisions.offloaded_states]
         self.offloaded_states = StateOffload(store, away) if store is not None and away else None
         """What keeps optimizer states off the device, where the plan does."""
@@ -186,12 +166,23 @@ class ParallelModule(nn.Module):
 
     @property
     def program(self) -> Program:
-        """The program that this module runs a part of."""
-        return self._local.program
+        """The program that this module runs a part of, for batches of the planned shape."""
+        return self.steps.planned.program
+
+    def take_other_shapes(self, model: nn.Module, loss_fn: LossFn | None, autocast: torch.dtype | None) -> None:
+        """Keep what it takes to capture `model` again for smaller batches; none of its weights."""
+        buffers = {name: buffer for name, buffer in self.named_buffers() if buffer.device.type == "cpu"}
+        copied = without_weights(model, buffers)
+        self.steps.capturing = Capturing(copied, loss_fn, autocast) if copied is not None else None
+
+    def _complete(self, step: ShapedStep) -> None:
+        """Give a step the parameters and buffers that it reads."""
+        step.read(dict(self.named_parameters()), dict(self.named_buffers()))
 
     def _load(self, model: nn.Module, read: Reader) -> None:
         """Take this rank's part of every parameter and all buffers, in the order of the model's modules."""
-        mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        params = self.steps.planned.local.decisions.params
         known = {tensor.key: tensor for tensor in self.program.tensors if tensor.role in ("param", "buffer")}
         made: dict[str, nn.Parameter | Tensor] = {}
         for name, original in model.named_parameters():
@@ -201,15 +192,13 @@ class ParallelModule(nn.Module):
                 value = read(name, self.regions[name]).to(self.device, original.dtype)
                 made[name] = nn.Parameter(value, requires_grad=original.requires_grad)
                 continue
-            layout = self._local.decisions.params[tensor]
+            layout = params[tensor]
             self.regions[name] = region_of(tensor.shape, tensor.slots, layout, mesh, coords)
             local = read(name, self.regions[name]).to(self.device, original.dtype)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
             self._local_shapes[made[name]] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():
             made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
-            if name in known:
-                self._buffers_of[known[name]] = made[name]
         persistent = set(model.state_dict(keep_vars=True))
         for name, value in made.items():
             self._register(name, value, name in persistent)
@@ -231,18 +220,18 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rank's part of the step on the rank's part of the batch."""
-        if torch.compiler.is_compiling() and self._accumulator is None:
+        if torch.compiler.is_compiling() and self.plan.micro_batches == 1:
             from . import compiled
 
             return compiled.forward(self, args, kwargs)
-        if self._accumulator is None:
-            sources, state = self._begin(args, kwargs)
+        step, parts, state = self._begin(args, kwargs)
+        sources = step.sources(state.rest)
+        if step.accumulator is None:
             late = self._late if torch.is_grad_enabled() else None
-            return self._end(self._executor.run(sources, replace(state, late=late)))
-        parts, state = self._parts(as_batch(kwargs if kwargs else args)), self._state()
+            return self._end(step, step.executor.run({**sources, **parts[0]}, replace(state, late=late)))
         if torch.is_grad_enabled():
-            return self._count(self._accumulator.run(self._sources(state), parts, state))
-        return self._count(self._evaluated(parts, state))
+            return self._count(step, step.accumulator.run(sources, parts, state))
+        return self._count(step, step.evaluated(parts, state, sources))
 
     @contextmanager
     def late_loss(self) -> Iterator[None]:
@@ -272,82 +261,35 @@ class ParallelModule(nn.Module):
             self._late = outer
             late.clear()  # what the backward would have rederived holds the run, and so this
 
-    def _begin(self, args: Any, kwargs: Any) -> tuple[dict[ProgramTensor, Tensor], RunState]:
-        """What a run is given."""
-        (part,) = self._parts(as_batch(kwargs if kwargs else args))
-        state = self._state()
-        return {**self._sources(state), **part}, state
+    def _begin(self, args: Any, kwargs: Any) -> tuple[ShapedStep, list[dict[ProgramTensor, Tensor]], RunState]:
+        """Return the step for a batch of this shape, the rank's part of each of its micro-batches, and how it runs."""
+        part = check_entries(self.plan, as_batch(kwargs if kwargs else args))
+        step = self.steps.of(shapes_of(self.plan, part))
+        return step, step.parts(part), self._state()
 
     def _state(self) -> RunState:
         rest = AtRest(self._local_shapes)
         return RunState(self.seed, self.num_steps, self.training, self.use_dropout, rest=rest)
 
-    def _end(self, flat: list[Any]) -> Any:
+    def _end(self, step: ShapedStep, flat: list[Any]) -> Any:
         """Count the step, and make the model's own output of a run's flat outputs."""
-        return self._count([self._wrap(place, value) for place, value in zip(self._local.outputs, flat)])
+        return self._count(step, [self._wrap(step, place, value) for place, value in zip(step.local.outputs, flat)])
 
-    def _count(self, wrapped: list[Any]) -> Any:
+    def _count(self, step: ShapedStep, wrapped: list[Any]) -> Any:
         if self.training and torch.is_grad_enabled():
             self.num_steps += 1
-        loss_index = self.program.captured.loss_index
-        output = self.program.captured.rebuild(wrapped)
-        return LossOutput(wrapped[loss_index], output) if self._has_loss_fn else output
+        captured = step.program.captured
+        output = captured.rebuild(wrapped)
+        return LossOutput(wrapped[captured.loss_index], output) if self._has_loss_fn else output
 
-    def _evaluated(self, parts: list[dict[ProgramTensor, Tensor]], state: RunState) -> list[Any]:
-        """The outputs of all micro-batches as those of one batch: rows one after the other, whole on every rank."""
-        if self._evaluator is None:
-            everything = build_local(self.program, self._local.decisions, self.communicator, all_outputs=True)
-            self._evaluator = Accumulator(Executor(everything))
-        local = self._evaluator.local
-        found = self._evaluator.evaluate(self._sources(state), parts, state)
-        whole = [[self._whole(local, place, value) for place, value in zip(local.outputs, flat)] for flat in found]
-        size = global_batch_size(self.plan) // self.plan.micro_batches
-        return [_joined(values, size) for values in zip(*whole)]
-
-    def _whole(self, local: LocalProgram, place: Any, value: Any) -> Any:
-        if not isinstance(place, Ref) or not isinstance(value, Tensor):
-            return value
-        held = local.values[place.value]
-        replicated = (REPLICATE,) * len(held.layout)
-        route = Route(transition(held.layout, replicated), held.tensor.shape, held.tensor.slots, self.communicator)
-        return route.run(value)
-
-    def _sources(self, state: RunState) -> dict[ProgramTensor, Tensor]:
-        sources: dict[ProgramTensor, Tensor] = dict(self._constants)
-        sources.update(self._buffers_of)
-        assert isinstance(state.rest, AtRest)
-        for tensor, param in self._params.items():
-            # A bucket takes parameters as they rest: one autograd function for all of them.
-            travels = tensor in self._travelling
-            sources[tensor] = param if travels else state.rest.part(param)  # type: ignore[arg-type]
-        return sources
-
-    def _parts(self, batch: Any) -> list[dict[ProgramTensor, Tensor]]:
-        """Return the rank's part of the entries of each micro-batch."""
-        found: list[dict[ProgramTensor, Tensor]] = [{} for _ in range(self.plan.micro_batches)]
-        for tensor, leaf in self._batch_sources(batch):
-            for part, piece in zip(found, micro_parts(self.plan, leaf, tensor.key)):
-                part[tensor] = piece
-        return found
-
-    def _batch_sources(self, batch: Any) -> Iterator[tuple[ProgramTensor, Tensor]]:
-        named = {name: leaf for name, leaf in flatten_batch(batch)[0] if isinstance(leaf, Tensor)}
-        mesh, coords = self._local.communicator.mesh, self._local.communicator.coords
-        for name, tensor in self._inputs.items():
-            if name not in named:
-                raise UserError(f"a batch with {', '.join(self._inputs)} is needed; {name} is missing; add it")
-            layout = self._local.decisions.inputs.get(tensor, (REPLICATE,) * len(mesh))
-            check_part(self.plan, tensor.shape, tensor.slots, layout, named[name], name, mesh, coords)
-            yield tensor, named[name].to(self.device)
-
-    def _wrap(self, place: Any, value: Any) -> Any:
+    def _wrap(self, step: ShapedStep, place: Any, value: Any) -> Any:
         """Return an output as the whole model would: a `DTensor` where ranks hold parts of it."""
         if not isinstance(place, Ref) or not isinstance(value, Tensor):
             return value
-        held = self._local.values[place.value]
+        held = step.local.values[place.value]
         if all(at == REPLICATE for at in held.layout):
             return value
-        tensor, communicator = held.tensor, self._local.communicator
+        tensor, communicator = held.tensor, self.communicator
         storage = storage_of(tensor.shape, tensor.slots, held.layout, communicator.mesh, communicator.coords)
         if storage.shape == tensor.shape:
             return as_dtensor(value, storage, self.device_mesh, communicator.mesh, communicator.coords)
@@ -356,16 +298,6 @@ class ParallelModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"plan={self.plan.solver.name}, mesh={self.plan.mesh}"
-
-
-def _joined(values: Sequence[Any], size: int) -> Any:
-    """One output of several micro-batches of `size`: rows below one another, the mean of what is no row of any example."""
-    first = values[0]
-    if not isinstance(first, Tensor):
-        return first
-    if first.dim() and first.shape[0] == size:
-        return torch.cat(list(values))
-    return torch.stack(list(values)).mean(0) if first.is_floating_point() else first
 
 
 def full_state_dict(

@@ -12,15 +12,15 @@ from torch import Tensor
 from ..artifacts import UserError
 from ..capture.randomness import derived_seed
 
-LAST = ("drop", "pad")
+LAST = ("drop", "short", "pad")
 
 
 class ExampleOrder:
     """The places, in a list of `num_examples`, of each batch of a run; an epoch is a whole number of batches.
 
     shuffle: another order each epoch, from `seed`. last: what becomes of the examples that do not fill a batch: `drop` leaves
-    them out of this epoch (of a shuffled one others each time), `pad` fills the batch with the place `num_examples`, which is
-    no example's. since: the batch that begins the first epoch.
+    them out of this epoch (of a shuffled one others each time), `short` makes a smaller batch of them, `pad` fills the batch
+    with the place `num_examples`, which is no example's. since: the batch that begins the first epoch.
 
     Raises `UserError` for an unknown `last`, and for fewer examples than a batch where they are dropped.
 
@@ -29,6 +29,8 @@ class ExampleOrder:
     (2, [4, 5, 6, 7], [0, 1, 2, 3])
     >>> ExampleOrder(5, 4, shuffle=False, last="pad").batch(1)
     [4, 5, 5, 5]
+    >>> ExampleOrder(6, 4, shuffle=False, last="short").batch(1)
+    [4, 5]
     """
 
     def __init__(
@@ -42,7 +44,10 @@ class ExampleOrder:
         self.num_examples, self.batch_size, self.seed, self.shuffle, self.since = (
             num_examples, batch_size, seed, shuffle, since
         )  # fmt: skip
-        self.num_batches = -(-num_examples // batch_size) if last == "pad" else num_examples // batch_size
+        self.num_batches = num_examples // batch_size if last == "drop" else -(-num_examples // batch_size)
+        rest = num_examples - (self.num_batches - 1) * batch_size
+        self.num_last = rest if last == "short" else batch_size
+        """How many places the last batch of an epoch has."""
         self._check()
         self._known: tuple[int, Tensor] | None = None
 
@@ -50,7 +55,7 @@ class ExampleOrder:
         if self.num_batches == 0:
             raise UserError(
                 f"at least {self.batch_size} examples are needed for a batch of this plan; the dataset has "
-                f"{self.num_examples}; pad it (plan.padded and last='pad'), or plan for a smaller batch"
+                f"{self.num_examples}; take last='short', or plan for a smaller batch"
             )
 
     def epoch_of(self, step: int) -> int:
@@ -66,7 +71,7 @@ class ExampleOrder:
 
     def _epoch(self, epoch: int) -> Tensor:
         """Return the places of a whole epoch's batches, end to end."""
-        size = self.num_batches * self.batch_size
+        size = (self.num_batches - 1) * self.batch_size + self.num_last
         order = self._permutation(epoch) if self.shuffle else torch.arange(self.num_examples)
         return torch.cat([order, torch.full((max(size - len(order), 0),), self.num_examples)])[:size]
 

@@ -82,7 +82,7 @@ def train_loop(
         for step in range(first_step, steps):
             activity.step = step
             with activity.doing("the data"):
-                part = module.plan.shard_batch(_next(source, step))
+                part = module.plan.shard_batch(_next(source, step), rows="all")
             comm_s, num_bytes, skipped = activity.comm_s, activity.num_bytes.copy(), gate.num_skipped
             update_s = activity.update_s
             run = _Step(module, optimizer, part, partial(gate.lets_pass, module, step))

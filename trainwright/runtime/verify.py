@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..artifacts import Plan, Report, UserError
+from ..artifacts import BatchEntry, Plan, Report, UserError
 from ..capture._torch_private import flatten_batch
 from ..capture.call import call_model, check_same_loss, find_loss, loss_of
 from ..capture.decide import decisions_of
@@ -144,6 +144,11 @@ def _as_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return model.double(), rebuild([lift(leaf) for _, leaf in named])
 
 
+def _double_entry(entry: BatchEntry) -> BatchEntry:
+    is_float = getattr(torch, entry.dtype).is_floating_point
+    return entry.model_copy(update={"dtype": "float64"}) if is_float else entry
+
+
 def _single_process(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Result:
     """The captured program of the whole batch on one process in float64: no split, nothing recomputed."""
     check_same_loss(plan, loss_fn)
@@ -195,6 +200,7 @@ def _parallel(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any, lifted: bo
     program, decisions = _program(plan, model, loss_fn, lifted)
     if lifted:
         model, batch = _as_double(model, batch)
+        plan = plan.model_copy(update={"batch": {name: _double_entry(entry) for name, entry in plan.batch.items()}})
     module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
     module.train()
     module.use_dropout = False

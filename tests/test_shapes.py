@@ -1,0 +1,176 @@
+"""Batches smaller than planned: fewer rows, shorter sequences; loss, gradients and buffers are one process's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trainwright as tw
+from tests import shape_cases
+from tests.pool import Pool
+from trainwright.artifacts import Plan, UserError
+from trainwright.capture.decide import decisions_of
+from trainwright.capture.export import capture
+from trainwright.capture.other_shapes import decisions_at
+from trainwright.capture.program import build_program
+from trainwright.planner import simulate
+from trainwright.runtime.batch import Cut, global_batch_size
+from trainwright.runtime.steps import batch_like
+
+BAR = {"t5-tiny": 1e-6}
+"""T5 computes its norms in fp32 whatever the model's dtype; of the others the largest error is 1e-10."""
+ROWS = {"gpt2-tiny": [(1, None), (3, 5), (4, 7), (1, 1), (2, 32), (1, None)], "net": [(n, None) for n in (5, 1, 6, 2)],
+        "t5-tiny": [(1, None), (3, 5)], "bert-tiny": [(1, None), (3, 9)], "resnet-tiny": [(1, None), (3, None)],
+        "vit-tiny": [(1, None), (3, None)], "masked": [(1, None), (3, 4), (2, 1)],
+        "uneven_labels": [(n, None) for n in range(1, 8)]}  # fmt: skip
+BESIDE = "tests.shape_cases:beside_one_process"
+
+
+def _holds(found: list[dict[str, Any]], name: str, captured: int | None = None) -> None:
+    for report in found:
+        assert report["error"] <= BAR.get(name, 1e-10), report
+        assert captured is None or report["captured"] == captured
+
+
+def _plan(name: str, num_ranks: int = 2, **options: Any) -> Plan:
+    with shape_cases.exact():
+        model, batch, loss_fn = shape_cases.build(name)
+        return tw.plan(model, batch, loss_fn=loss_fn, hardware=f"cpu:{num_ranks}", **options)
+
+
+@pytest.fixture(scope="module")
+def net() -> Plan:
+    return _plan("net", solver="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("name", "solver", "captured"), [("net", "ddp", 3), ("net", "fsdp", 3), ("gpt2-tiny", "megatron", 5)]
+)
+def test_recipes_on_smaller_batches(pool2: Pool, name: str, solver: str, captured: int) -> None:
+    plan = _plan(name, solver=solver).to_json()
+    _holds(pool2.run(BESIDE, plan=plan, name=name, shapes=ROWS[name]), name, captured)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("net", 1), ("masked", 1), ("gpt2-tiny", 3), ("t5-tiny", 1), ("vit-tiny", 1)]
+    + [pytest.param(name, 2, marks=pytest.mark.slow) for name in ("net", "masked", "gpt2-tiny", "bert-tiny", "resnet-tiny")],
+)  # fmt: skip
+def test_random_plans_on_smaller_batches(pool2: Pool, name: str, seed: int) -> None:
+    plan = {"mesh": [2], "seed": seed}
+    _holds(pool2.run(BESIDE, 280, plan=plan, name=name, shapes=ROWS[name]), name)
+
+
+def test_a_plan_that_offloads(pool2: Pool) -> None:
+    plan = {"mesh": [2], "seed": 4, "offload": 0.5}
+    _holds(pool2.run(BESIDE, plan=plan, name="masked", shapes=ROWS["masked"]), "masked")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("net", [4]), ("masked", [2, 2]), pytest.param("gpt2-tiny", [2, 2], marks=pytest.mark.slow)]
+)
+def test_random_plans_on_four_ranks(pool4: Pool, name: str, mesh: list[int]) -> None:
+    plan = {"mesh": mesh, "seed": 5}
+    _holds(pool4.run(BESIDE, 280, plan=plan, name=name, shapes=ROWS[name]), name)
+
+
+def test_a_short_batch_in_micro_batches(pool2: Pool) -> None:
+    plan = _plan("uneven_labels", solver="ddp", micro_batches=4)
+    _holds(pool2.run(BESIDE, plan=plan.to_json(), name="uneven_labels", shapes=ROWS["uneven_labels"]), "uneven_labels")
+
+
+@settings(max_examples=12)
+@given(rows=st.integers(1, 24))
+def test_micro_batches_of_a_short_batch_are_equal_and_no_larger_than_planned(rows: int) -> None:
+    entry = {"x": {"shape": (24, 2), "dtype": "float32", "layout": ("S0",)}}
+    plan = Plan.model_construct(
+        batch={k: tw.artifacts.BatchEntry(**v) for k, v in entry.items()}, mesh={"a": 2}, micro_batches=4
+    )
+    num = Cut(plan, {"x": (rows, 2)}).num_runs
+    assert rows % num == 0
+    assert rows // num <= 6
+    assert all(rows % fewer or rows // fewer > 6 for fewer in range(1, num))
+
+
+@pytest.fixture(scope="module")
+def masked() -> Plan:
+    return _plan("masked", solver="ddp")
+
+
+@settings(max_examples=8)
+@given(rows=st.integers(1, 4), length=st.integers(1, 6))
+def test_any_smaller_batch(pool2: Pool, masked: Plan, rows: int, length: int) -> None:
+    _holds(pool2.run(BESIDE, plan=masked.to_json(), name="masked", shapes=[(rows, length)]), "masked")
+
+
+@pytest.mark.parametrize(("num_examples", "rows"), [(16, [3, 3, 4]), (15, [6, 6, 3])])
+def test_a_loader_with_a_short_last_batch(pool2: Pool, net: Plan, num_examples: int, rows: list[int]) -> None:
+    """Three rows are short of six, and what a rank has of six: then every rank loads all rows of all batches."""
+    assert global_batch_size(net) == 6
+    for found in pool2.run(
+        "tests.shape_cases:loader_with_a_short_batch", plan=net.to_json(), num_examples=num_examples
+    ):
+        assert found["rows"] == 2 * rows
+        assert found["error"] <= 1e-10
+
+
+def test_rows_that_could_be_either_are_refused(net: Plan) -> None:
+    image, wanted = torch.zeros(6, 3, 8, 8).double(), torch.zeros(6, 5).double()
+
+    def shard(num: int, rows: Any = None) -> int:
+        part = tw.runtime.batch.shard_batch(net, {"image": image[:num], "wanted": wanted[:num]}, (1,), rows)
+        return len(part["image"])
+
+    for num in (1, 2, 3):
+        with pytest.raises(UserError, match=rf"got {num}, which may be a whole batch that is short.*rows=\"all\""):
+            shard(num)
+    assert [shard(num) for num in (4, 5, 6)] == [2, 2, 3], "more than any rank has of a full batch: it is whole"
+    assert shard(3, "own") == 3
+    assert shard(3, "all") == 1
+    assert shard(1, "all") == 1, "one row is not split: every rank computes it"
+    dealt = net.sampler(range(13))
+    assert shard(3) == 3
+    short = net.sampler(range(8), last="short")
+    assert shard(2) == 1
+    both = net.sampler(range(9), last="short")
+    with pytest.raises(UserError, match="may be a whole batch"):
+        shard(3)
+    del dealt, short, both
+    with pytest.raises(UserError, match=r'"all" or "own"'):
+        shard(3, "mine")
+    with pytest.raises(UserError, match=r"rows of the batch entry image.*got \[2"):
+        shard(2, "own")
+    with pytest.raises(UserError, match=r"image of shape \[6, 3, 8, 8\], as planned, or smaller is needed; got \[7"):
+        net.shard_batch({"image": torch.zeros(7, 3, 8, 8).double(), "wanted": wanted}, rows="all")
+    with pytest.raises(UserError, match="at least one row"):
+        shard(0, "all")
+
+
+def test_a_part_whose_batch_cannot_be_known_is_refused(pool2: Pool, masked: Plan) -> None:
+    """Three rows over two ranks are two and one: the first rank's part alone looks like one of four rows."""
+    first, second = pool2.run("tests.shape_cases:refused", plan=masked.to_json(), name="masked")
+    assert "as it returned it" in second["unmarked"]
+    assert "the parts of one batch are needed" in first["mixed"]
+
+
+@pytest.mark.parametrize("solver", ["ddp", "fsdp", "joint"])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet-tiny"])
+def test_smaller_batches_peak_no_higher_than_planned(name: str, solver: str) -> None:
+    with shape_cases.exact():
+        model, batch, _ = shape_cases.build(name)
+        plan = tw.plan(model, batch, hardware="cpu:2", solver=solver, optimizer="sgd")
+        planned = build_program(capture(model, batch))
+        decisions = decisions_of(planned, plan)
+        make = lambda params: torch.optim.SGD(params, lr=1e-2)  # noqa: E731
+        most = simulate(planned, decisions, make).peak_bytes
+        for rows, length in [(3, None), (1, None), (4, 9)] if name == "gpt2-tiny" else [(3, None), (1, None)]:
+            fed = shape_cases.cut(batch, rows, length)
+            cut = Cut(plan, {key: tuple(fed[key].shape) for key in plan.batch})
+            program = build_program(capture(model, batch_like(plan, cut.shapes)))
+            inputs = {key: entry.layout for key, entry in cut.entries().items()}
+            found = simulate(program, decisions_at(program, planned, decisions, inputs), make)
+            assert found.peak_bytes <= most, (rows, length)

@@ -1,0 +1,208 @@
+"""One rank's step for global batches of one shape, ready to run; a module has one for each shape that it has met.
+
+The planned shape's is made with the module. For another shape the model is captured again when the first such batch comes,
+as the plan's decisions for it: all steps read the same parameters, as they rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..artifacts import Plan, UserError
+from ..capture.accumulate import Accumulator
+from ..capture.buckets import Plain
+from ..capture.execute import Executor, RunState
+from ..capture.layout import REPLICATE
+from ..capture.local import Decisions, LocalProgram, Ref, build_local
+from ..capture.micro_batches import capture_step
+from ..capture.offload import OffloadStore
+from ..capture.other_shapes import decisions_at
+from ..capture.program import Program
+from ..capture.program import Tensor as ProgramTensor
+from ..capture.reshard import Route
+from ..capture.transition import transition
+from .batch import Cut, Shapes, checked_part, planned_shapes, rows_in
+from .communicator import MeshCommunicator
+from .entries import check_within
+from .sharding import AtRest
+
+MOST_STEPS = 16
+"""So many further shapes are kept; the one that was used longest ago is captured anew when it comes again."""
+
+
+class ShapedStep:
+    """The local program of batches of one shape, with what it reads of the module.
+
+    params, buffers: the module's, by the model's names.
+    """
+
+    def __init__(
+        self, cut: Cut, program: Program, decisions: Decisions, communicator: MeshCommunicator, store: OffloadStore | None,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.cut, self.program, self.device = cut, program, device
+        self.local: LocalProgram = build_local(program, decisions, communicator)
+        self.executor = Executor(self.local, store)
+        self.accumulator = Accumulator(self.executor) if program.num_runs > 1 else None
+        self._evaluator: Accumulator | None = None
+        self._travelling = self.local.travelling()
+        self._inputs = {tensor.key: tensor for tensor in program.inputs}
+        self._constants = {t: t.value.to(device) for t in program.tensors if t.role == "const"}
+        self._params: dict[ProgramTensor, nn.Parameter] = {}
+        self._buffers: dict[ProgramTensor, Tensor] = {}
+
+    def read(self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+        """Take the tensors that the step reads, by the model's names."""
+        for tensor in self.program.tensors:
+            if tensor.role == "param":
+                self._params[tensor] = params[tensor.key]
+            elif tensor.role == "buffer":
+                self._buffers[tensor] = buffers[tensor.key]
+
+    def sources(self, rest: Plain) -> dict[ProgramTensor, Tensor]:
+        """Return what a run reads beside the batch."""
+        sources: dict[ProgramTensor, Tensor] = dict(self._constants)
+        sources.update(self._buffers)
+        assert isinstance(rest, AtRest)
+        for tensor, param in self._params.items():
+            # A bucket takes parameters as they rest: one autograd function for all of them.
+            travels = tensor in self._travelling
+            sources[tensor] = param if travels else rest.part(param)  # type: ignore[arg-type]
+        return sources
+
+    def parts(self, part: Mapping[str, Tensor]) -> list[dict[ProgramTensor, Tensor]]:
+        """Return the rank's part of the entries of each micro-batch."""
+        found: list[dict[ProgramTensor, Tensor]] = [{} for _ in range(self.cut.num_runs)]
+        for name, leaf in checked_part(self.cut, part, self.local.communicator.coords):
+            for own, piece in zip(found, self.cut.pieces(name, leaf.to(self.device))):
+                own[self._inputs[name]] = piece
+        return found
+
+    def evaluated(self, parts: list[dict[ProgramTensor, Tensor]], state: RunState, sources: Any) -> list[Any]:
+        """The outputs of all micro-batches as those of one batch: rows one after the other, whole on every rank."""
+        if self._evaluator is None:
+            everything = build_local(
+                self.program, self.local.decisions, self.local.communicator, all_outputs=True
+            )  # fmt: skip
+            self._evaluator = Accumulator(Executor(everything))
+        local = self._evaluator.local
+        found = self._evaluator.evaluate(sources, parts, state)
+        whole = [[_whole(local, place, value) for place, value in zip(local.outputs, flat)] for flat in found]
+        size = rows_in(self.cut.plan, self.cut.shapes) // self.cut.num_runs
+        return [_joined(values, size) for values in zip(*whole)]
+
+
+def _whole(local: LocalProgram, place: Any, value: Any) -> Any:
+    if not isinstance(place, Ref) or not isinstance(value, Tensor):
+        return value
+    held = local.values[place.value]
+    replicated = (REPLICATE,) * len(held.layout)
+    route = Route(transition(held.layout, replicated), held.tensor.shape, held.tensor.slots, local.communicator)
+    return route.run(value)
+
+
+def _joined(values: Sequence[Any], size: int) -> Any:
+    """One output of several micro-batches of `size`: rows below one another, the mean of what is no row of any example."""
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    if first.dim() and first.shape[0] == size:
+        return torch.cat(list(values))
+    return torch.stack(list(values)).mean(0) if first.is_floating_point() else first
+
+
+@dataclass(frozen=True)
+class Capturing:
+    """What a further shape's step is captured from: the model without its weights, and how it was captured for the plan."""
+
+    model: nn.Module
+    loss_fn: Any
+    autocast: torch.dtype | None
+
+    def program(self, cut: Cut) -> Program:
+        """Return the program of a step on a batch that is cut so."""
+        return capture_step(
+            self.model, batch_like(cut.plan, cut.shapes), self.loss_fn, self.autocast, cut.num_runs
+        )  # fmt: skip
+
+
+class StepsByShape:
+    """The steps of a module, by the global shapes of the batch; a further one is made when its first batch comes.
+
+    planned: of the planned shape. complete: gives a new step what it reads of the module. notice: told, in words, of each
+    capture, which every rank does for itself.
+    """
+
+    def __init__(self, planned: ShapedStep, store: OffloadStore | None, complete: Callable[[ShapedStep], None]) -> None:
+        self.planned, self.store, self.complete = planned, store, complete
+        self.capturing: Capturing | None = None
+        self.notice: Callable[[str], None] = lambda text: None
+        self._further: OrderedDict[tuple[Any, ...], ShapedStep] = OrderedDict()
+
+    def of(self, shapes: Shapes) -> ShapedStep:
+        """Return the step for batches of `shapes`; `UserError` where they are larger than planned."""
+        plan = self.planned.cut.plan
+        if shapes == planned_shapes(plan):
+            return self.planned
+        check_within(plan, shapes)
+        key = tuple(shapes[name] for name in plan.batch)
+        if key not in self._further:
+            self._further[key] = self._made(Cut(plan, shapes))
+            while len(self._further) > MOST_STEPS:
+                self._further.popitem(last=False)
+        self._further.move_to_end(key)
+        return self._further[key]
+
+    def _made(self, cut: Cut) -> ShapedStep:
+        if self.capturing is None:
+            raise UserError(
+                "a model that can be copied is needed for batches of other shapes than planned; this one cannot; plan for "
+                "each shape, or keep to the planned one"
+            )
+        began = time.perf_counter()
+        planned, entries = self.planned, cut.entries()
+        program = self.capturing.program(cut)
+        inputs = {name: entry.layout for name, entry in entries.items()}
+        decisions = decisions_at(program, planned.program, planned.local.decisions, inputs)
+        communicator = planned.local.communicator
+        assert isinstance(communicator, MeshCommunicator)
+        step = ShapedStep(cut, program, decisions, communicator, self.store, planned.device)
+        self.complete(step)
+        shown = ", ".join(f"{name} {list(shape)}" for name, shape in cut.shapes.items())
+        self.notice(
+            f"a batch of another shape than planned ({shown}): the model was captured again for it, once, in "
+            f"{time.perf_counter() - began:.1f} s"
+        )
+        return step
+
+
+def batch_like(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> Any:
+    """Return a batch of `shapes` on the meta device, as the model is called."""
+    entries: dict[str, Any] = {
+        name: torch.empty(tuple(shapes[name]), dtype=getattr(torch, entry.dtype), device="meta")
+        for name, entry in plan.batch.items()
+    }
+    tree: dict[str, Any] = {}
+    for name, value in {**entries, **plan.literals}.items():
+        *parents, leaf = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return _as_sequences(tree)
+
+
+def _as_sequences(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    built = {key: _as_sequences(value) for key, value in tree.items()}
+    if built and all(key.isdigit() for key in built):
+        return tuple(built[key] for key in sorted(built, key=int))
+    return built
