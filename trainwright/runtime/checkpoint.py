@@ -104,6 +104,17 @@ class Checkpointer:
         self._writing: _Writing | None = None
         self._on_first_rank(lambda: _prepare(self.folder))
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer whose state is saved."""
+        return self._optimizer
+
+    def move_to(self, folder: str | os.PathLike[str]) -> None:
+        """Save to, and load from, another folder from now on; a collective call."""
+        self.wait()
+        self.folder = Path(folder)
+        self._on_first_rank(lambda: _prepare(self.folder))
+
     def save(self, step: int, num_batches: int | None = None) -> None:
         """Save the state after `step`; returns when this rank's part is copied. Waits for the save before, if need be.
 

@@ -297,20 +297,39 @@ class ParallelModule(nn.Module):
         return f"plan={self.plan.solver.name}, mesh={self.plan.mesh}"
 
 
-def full_state_dict(model: ParallelModule, *, trainable: bool = False) -> dict[str, Tensor]:
+def full_state_dict(
+    model: ParallelModule, *, trainable: bool = False, only_rank: int | None = None
+) -> dict[str, Tensor]:
     """Return the whole weights and buffers in the user's names and shapes, on every rank; a collective call.
 
     trainable: those alone that are trained, so that a frozen base is not gathered to save an adapter.
+    only_rank: where the weights are wanted, one after the other on the CPU; the other ranks keep none and return `{}`. Tied
+    weights are one tensor there under all their names.
     """
     found: dict[str, Tensor] = {}
+    first_of: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if trainable and not value.requires_grad:
             continue
-        if isinstance(value, DTensor):
-            first = model.program.captured.aliases.get(name, name)
-            value = value.full_tensor().reshape(model._user_shapes.get(first, value.shape))
-        found[name] = value.detach().clone()
+        if only_rank is not None:
+            first = first_of.setdefault(id(value), name)
+            if first != name:
+                if first in found:
+                    found[name] = found[first]
+                continue
+        whole = _user_tensor(model, name, value)
+        if only_rank is None:
+            found[name] = whole.clone()
+        elif dist.get_rank() == only_rank:
+            found[name] = whole.to("cpu", copy=True)
     return found
+
+
+def _user_tensor(model: ParallelModule, name: str, value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        first = model.program.captured.aliases.get(name, name)
+        value = value.full_tensor().reshape(model._user_shapes.get(first, value.shape))
+    return value.detach()
 
 
 def full_gradients(model: ParallelModule) -> Mapping[str, Tensor]:
