@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "hardware": {"hardware", "artifacts", "launch", "ops", "capture"},
     "planner": {"planner", "artifacts", "capture", "ops", "profiler", "hardware"},
     "runtime": {"runtime", "artifacts", "ops", "capture", "launch", "profiler"},
+    "integrations": {"integrations", "artifacts", "capture", "launch", "runtime"},
     "reports": {"reports", "artifacts"},
     "numerics": {"numerics"},
     "nn": {"nn", "artifacts"},

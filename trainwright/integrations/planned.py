@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -63,17 +63,21 @@ def planned(
         return ((), part) if isinstance(part, Mapping) else (tuple(part), {})
 
     def make_whole(module: nn.Module, args: Any, output: Any) -> Any:
-        return output if torch.is_grad_enabled() else whole(output)
+        return output if torch.is_grad_enabled() else whole(output, in_fp32=plan.autocast is not None)
 
     module.register_forward_pre_hook(take_part, with_kwargs=True)
     module.register_forward_hook(make_whole)
     return module
 
 
-def whole(tree: Any) -> Any:
-    """Return `tree` with whole tensors in place of `DTensor`s; a collective call."""
+def whole(tree: Any, in_fp32: bool = False) -> Any:
+    """Return `tree` with whole tensors in place of `DTensor`s, those of lower precision `in_fp32`; a collective call."""
     leaves, form = flatten(tree)
-    return unflatten([leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], form)
+    found = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    low = (torch.bfloat16, torch.float16)
+    return unflatten(
+        [leaf.float() if in_fp32 and isinstance(leaf, Tensor) and leaf.dtype in low else leaf for leaf in found], form
+    )
 
 
 def skeleton(model: nn.Module) -> nn.Module:
