@@ -185,20 +185,14 @@ _SETTINGS = (
 def global_loader(loader: DataLoader[Any], plan: Plan, num_processes: int) -> DataLoader[Any]:
     """Return `loader` with the batches of `num_processes` processes joined, so that each batch is a global one.
 
-    Raises `UserError` where such a batch is larger than the plan's.
+    Raises `UserError` where its batches are not the plan's: of another size, or the last one short.
     """
     if loader.batch_size is None and loader.batch_sampler is None:
         raise UserError(
             "a loader that makes batches is needed; this one has batch_size=None; give it a batch size or a batch_sampler"
         )
     sampler = loader.batch_sampler
-    own_size = loader.batch_size or getattr(sampler, "batch_size", None)
-    wanted = global_batch_size(plan)
-    if isinstance(own_size, int) and own_size * num_processes > wanted:
-        raise UserError(
-            f"a loader of batches of {wanted // num_processes} a process is needed, {wanted} over {num_processes} processes as "
-            f"the plan has; got {own_size}; change the loader, or plan with --batch-size {own_size * num_processes}"
-        )
+    _check_batches(loader, plan, num_processes)
     _seed_workers_alike(loader)
     if num_processes == 1:
         return loader
@@ -212,6 +206,25 @@ def global_loader(loader: DataLoader[Any], plan: Plan, num_processes: int) -> Da
     if type(sampler) is BatchSampler:
         joined = BatchSampler(sampler.sampler, sampler.batch_size * num_processes, sampler.drop_last)
     return DataLoader(loader.dataset, batch_sampler=joined, **settings)
+
+
+def _check_batches(loader: DataLoader[Any], plan: Plan, num_processes: int) -> None:
+    wanted = global_batch_size(plan)
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if isinstance(size, int) and size * num_processes != wanted:
+        raise UserError(
+            f"a loader of batches of {wanted / num_processes:g} is needed, the plan's {wanted} over {num_processes} processes; got "
+            f"{size}; change the loader, or plan with --batch-size {size * num_processes}"
+        )
+    drop_last = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
+    if isinstance(loader.dataset, IterableDataset) or drop_last or not hasattr(loader.dataset, "__len__"):
+        return
+    rest = len(loader.dataset) % wanted
+    if rest:
+        raise UserError(
+            f"whole batches of {wanted} are needed by this plan; {len(loader.dataset)} examples leave a last one of {rest}; set "
+            "drop_last=True (dataloader_drop_last=True for the Trainer), or give a multiple of examples"
+        )
 
 
 def _seed_workers_alike(loader: DataLoader[Any]) -> None:
