@@ -84,7 +84,7 @@ def trainer_run(folder: str, plan: str | None = None) -> dict[str, Any]:
     """Train, evaluate, predict and save: by the stock Trainer, or with a plan by ours."""
     counting = Counting()
     settings: dict[str, Any] = {
-        "train_dataset": rows(5 * BATCH), "eval_dataset": rows(2 * BATCH, 1), "compute_metrics": accuracy,
+        "train_dataset": rows(5 * BATCH - 1), "eval_dataset": rows(2 * BATCH - 1, 1), "compute_metrics": accuracy,
         "callbacks": [counting],
     }  # fmt: skip
     if plan is None:

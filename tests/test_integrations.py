@@ -205,10 +205,8 @@ def test_what_the_integrations_refuse(alone: Any, tmp_path: Path) -> None:
     with pytest.raises(tw.UserError, match="computes in fp32; got mixed_precision='bf16'"):
         PlannedAccelerator(alone, cpu=True, mixed_precision="bf16")
     accelerator = PlannedAccelerator(alone, cpu=True)
-    with pytest.raises(tw.UserError, match=r"batches of 4 is needed.*got 8; change the loader"):
+    with pytest.raises(tw.UserError, match=r"batches of at most 4 is needed.*got 8; change the loader"):
         accelerator.prepare(torch.utils.data.DataLoader(cases.rows(8), 8))
-    with pytest.raises(tw.UserError, match=r"6 examples leave a last one of 2; set drop_last=True"):
-        accelerator.prepare(torch.utils.data.DataLoader(cases.rows(6), 4))
     with pytest.raises(tw.UserError, match="an optimizer of the model's own parameters"):
         accelerator.prepare(cases.tiny(), torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1))
     with pytest.raises(tw.UserError, match="one of each"):

@@ -178,11 +178,12 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         if not missing or not set(missing) <= set(self.label_names):
             return inputs
         given = next(value for value in inputs.values() if isinstance(value, Tensor))
-        rows = given.shape[0]
         filled = {}
         for name, entry in missing.items():
             dtype = getattr(torch, entry.dtype)
-            filled[name] = torch.full((rows, *entry.shape[1:]), 0.0 if dtype.is_floating_point else -100, dtype=dtype)
+            filled[name] = torch.full(
+                _shape_beside(given, entry.shape), 0.0 if dtype.is_floating_point else -100, dtype=dtype
+            )
         return {**inputs, **filled}
 
     # Checkpoints
@@ -240,6 +241,11 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
         load_weights(self.model, self._skeleton, folder / STATE if (folder / STATE).is_dir() else folder)
+
+
+def _shape_beside(given: Tensor, planned: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an entry beside `given`, which may have fewer rows and shorter sequences than planned."""
+    return tuple(min(size, own) for size, own in zip(planned, (*given.shape, *planned[given.dim() :])))
 
 
 def _check_keywords(model: Any, keywords: Mapping[str, Any]) -> None:

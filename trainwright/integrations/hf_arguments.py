@@ -70,9 +70,9 @@ def _check_batch_sizes(args: Any, plan: Plan, evaluates: bool) -> None:
             f"per_device_train_batch_size={found}; set {each}, or plan with --batch-size {found * args.world_size}"
         )
     evaluated = args.per_device_eval_batch_size
-    if evaluates and evaluated * args.world_size != wanted:
+    if evaluates and evaluated * args.world_size > wanted:
         raise UserError(
-            f"the plan's batch of {wanted} is needed for evaluation too; got per_device_eval_batch_size={evaluated} on "
+            f"an evaluation batch of at most the plan's {wanted} is needed; got per_device_eval_batch_size={evaluated} on "
             f"{args.world_size} processes; set per_device_eval_batch_size={max(wanted // args.world_size, 1)}"
         )
 

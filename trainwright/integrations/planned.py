@@ -59,7 +59,7 @@ def planned(
     def take_part(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         batch = as_batch(kwargs if kwargs else args)
         same.see(batch)
-        part = shard_batch(plan, batch)
+        part = shard_batch(plan, batch, rows="all")
         return ((), part) if isinstance(part, Mapping) else (tuple(part), {})
 
     def make_whole(module: nn.Module, args: Any, output: Any) -> Any:
@@ -185,7 +185,7 @@ _SETTINGS = (
 def global_loader(loader: DataLoader[Any], plan: Plan, num_processes: int) -> DataLoader[Any]:
     """Return `loader` with the batches of `num_processes` processes joined, so that each batch is a global one.
 
-    Raises `UserError` where its batches are not the plan's: of another size, or the last one short.
+    Raises `UserError` where its batches are larger than the plan's.
     """
     if loader.batch_size is None and loader.batch_sampler is None:
         raise UserError(
@@ -211,19 +211,10 @@ def global_loader(loader: DataLoader[Any], plan: Plan, num_processes: int) -> Da
 def _check_batches(loader: DataLoader[Any], plan: Plan, num_processes: int) -> None:
     wanted = global_batch_size(plan)
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if isinstance(size, int) and size * num_processes != wanted:
+    if isinstance(size, int) and size * num_processes > wanted:
         raise UserError(
-            f"a loader of batches of {wanted / num_processes:g} is needed, the plan's {wanted} over {num_processes} processes; got "
-            f"{size}; change the loader, or plan with --batch-size {size * num_processes}"
-        )
-    drop_last = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
-    if isinstance(loader.dataset, IterableDataset) or drop_last or not hasattr(loader.dataset, "__len__"):
-        return
-    rest = len(loader.dataset) % wanted
-    if rest:
-        raise UserError(
-            f"whole batches of {wanted} are needed by this plan; {len(loader.dataset)} examples leave a last one of {rest}; set "
-            "drop_last=True (dataloader_drop_last=True for the Trainer), or give a multiple of examples"
+            f"a loader of batches of at most {wanted / num_processes:g} is needed, the plan's {wanted} over {num_processes} "
+            f"processes; got {size}; change the loader, or plan with --batch-size {size * num_processes}"
         )
 
 
