@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Self
 
-from .record import Artifact, Record, UserError
+from .record import Artifact, Record, UserError, stated_version
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -170,19 +169,10 @@ class Profile(Artifact):
     @classmethod
     def parse(cls, text: str, where: str = "the text") -> Self:
         """Build the profile from JSON `text`; `where` names the source in error messages."""
-        version = _version(text)
+        version = stated_version(text)
         if version is not None and version not in READABLE_VERSIONS:
             raise UserError(
                 f"a profile of format version {' or '.join(map(str, READABLE_VERSIONS))} is needed; {where} has "
                 f"{version!r}; make it anew with `profile`"
             )
         return super().parse(text, where)
-
-
-def _version(text: str) -> object:
-    """The version that JSON `text` states; None where it is not such a document."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return data.get("format_version") if isinstance(data, dict) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,15 @@ def _first_problem(error: ValidationError) -> str:
     return f"{place}: {problems[0]['msg']}{more}"
 
 
+def stated_version(text: str) -> object:
+    """Return the format version that JSON `text` states; None where it is not such a document."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return data.get("format_version") if isinstance(data, dict) else None
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader never sees half of it; `UserError` when that cannot be done."""
     if path.is_dir():
@@ -100,6 +110,4 @@ def write_atomically(path: Path, text: str) -> None:
 
 def as_text(value: Any) -> str:
     """Return `value` as compact JSON, for one line of a larger document."""
-    import json
-
     return json.dumps(value, ensure_ascii=False)

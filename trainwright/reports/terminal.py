@@ -159,9 +159,8 @@ def _compared(name: str, plan: Plan, fastest: float | None) -> list[Text]:
 
 def _error_table(report: Report) -> Grid:
     table = plain_table("", "largest relative difference", "allowed", "")
-    table.add_row("loss", f"{report.max_relative_error_loss:.1e}", f"{report.bar_loss:.1e}", "")
-    worst = Text(report.worst_gradient)
-    table.add_row("gradients", f"{report.max_relative_error_gradient:.1e}", f"{report.bar_gradient:.1e}", worst)
+    for what, error, bar, worst in report.differences:
+        table.add_row(what, f"{error:.1e}", f"{bar:.1e}", Text(worst))
     return table
 
 

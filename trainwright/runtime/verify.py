@@ -1,45 +1,43 @@
-"""Does a plan compute what one process computes? Loss, every gradient, and the peak that was promised."""
+"""Does a plan compute what one process computes? Loss, gradients, buffers, update, evaluation, and the peak promised.
+
+The update is compared with one process's optimizer *given the plan's own gradients*: those have been compared, and an
+optimizer that goes by signs turns the rounding of a gradient that is zero into a whole step. What is left to differ is
+what the optimizer makes of shards.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..artifacts import BatchEntry, Plan, Report, UserError
-from ..capture._torch_private import flatten_batch
-from ..capture.call import call_model, check_same_loss, find_loss, loss_of
+from ..capture.call import check_same_loss, find_loss
 from ..capture.decide import decisions_of
-from ..capture.execute import Executor, RunState
 from ..capture.export import as_batch
 from ..capture.lift import lift_dtypes
-from ..capture.local import Decisions, build_local
+from ..capture.local import Decisions
 from ..capture.micro_batches import capture_step
 from ..capture.program import Program
-from ..capture.reshard import SimulatedCommunicator
 from ..profiler.allocator import measure, static_bytes
-from .module import DTYPES, ParallelModule, _check_ranks, full_gradients, plan_batch
+from .comparison import (
+    FP64_BAR,
+    Worst,
+    bar_of,
+    buffer_errors,
+    changes,
+    gradient_errors,
+    output_errors,
+    relative,
+    worst_of,
+)
+from .module import DTYPES, ParallelModule, _check_ranks, full_gradients, full_state_dict, plan_batch
+from .reference import Eager, Exact, MakeOptimizer, Reference, Step, Tensors, as_double, outputs_of
 from .train import Timer, train_step
-
-Gradients = Mapping[str, Tensor]
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-FP64_BAR, FP32_BAR, FP32_FACTOR = 1e-9, 1e-5, 5.0
-FLOOR = 1e-3
-"""A gradient is compared to at least this share of what it would be if all gradients were equally large."""
-
-
-@dataclass
-class Result:
-    """Loss and whole gradients of one way to compute a step."""
-
-    loss: float
-    gradients: Gradients
 
 
 def verify(
@@ -50,78 +48,149 @@ def verify(
     make_optimizer: MakeOptimizer | None = None,
     seed: int = 0,
 ) -> Report:
-    """Compare a plan's loss and gradients, dropout off, with one process's; a collective call on the plan's ranks.
+    """Compare what a plan computes, dropout off, with one process's; a collective call on the plan's ranks.
+
+    Compared are the loss, every gradient, every buffer after the step, what one step of the optimizer changes of every
+    parameter (given the same gradients), and loss and outputs in evaluation after that, on the same batch.
 
     model_fn: returns `(model, batch)` or `(model, batch, loss_fn)`, real and the same on every rank; called anew for each run.
     dtype: `float64` (bar 1e-9; a model's own casts to fp32 are lifted, in both runs) or `fp32` (bar: the larger of 1e-5 and
-    five times the same gradient's single-process error of fp32 against float64; the reference is the model itself).
-    make_optimizer: parameters → optimizer; with it the peak of two whole steps is measured too.
+    five times the same tensor's single-process error of fp32 against float64; the reference is the model itself).
+    make_optimizer: parameters → optimizer; with it the update is compared, and the peak of two whole steps measured.
 
     Raises `UserError` when the plan is not the model's.
     """
     if dtype not in ("float64", "fp32"):
         raise UserError(f"a dtype to verify in is float64 or fp32; got {dtype!r}")
     _check_ranks(plan)
-    exact = _single_process(plan, *_parts(model_fn()))
-    if dtype == "float64":
-        single, parallel = exact, _parallel(plan, *_parts(model_fn()), lifted=True, seed=seed)
-        bars = dict.fromkeys(exact.gradients, FP64_BAR)
-        loss_bar = FP64_BAR
-    else:
-        single = _eager(*_parts(model_fn()))
-        parallel = _parallel(plan, *_parts(model_fn()), lifted=False, seed=seed)
-        own = gradient_errors(single.gradients, exact.gradients)
-        bars = {name: max(FP32_BAR, FP32_FACTOR * error) for name, error in own.items()}
-        loss_bar = max(FP32_BAR, FP32_FACTOR * relative(single.loss, exact.loss))
-    errors = gradient_errors(parallel.gradients, single.gradients)
-    worst = max(errors, key=lambda name: errors[name] / bars[name], default="")
-    loss_error = relative(parallel.loss, single.loss)
+    found = _Comparison(model_fn, plan, dtype == "float64", make_optimizer, seed).run()
     peaks, step_s = _measured_peaks(plan, *_parts(model_fn()), make_optimizer, seed) if make_optimizer else ((), None)
-    passed = loss_error <= loss_bar and all(error <= bars[name] for name, error in errors.items())
     return Report(
         num_ranks=plan.num_ranks,
         dtype=dtype,
-        max_relative_error_loss=loss_error,
-        max_relative_error_gradient=max(errors.values(), default=0.0),
-        worst_gradient=worst,
-        bar_loss=loss_bar,
-        bar_gradient=bars.get(worst, FP64_BAR),
-        passed=passed,
         predicted_peak_bytes=plan.predicted.peak_bytes,
         peak_bytes=peaks,
         budget_bytes=plan.budget_bytes,
         step_s=step_s,
         predicted_step_s=plan.predicted.step_s,
+        **found,
     )
 
 
-def relative(value: float, reference: float) -> float:
-    """Return |value − reference| / |reference|."""
-    return abs(value - reference) / max(abs(reference), 1e-300)
+class _Comparison:
+    """The plan's run, one process's in the same precision, and in fp32 one process's in float64, which sets the bars."""
+
+    def __init__(
+        self, model_fn: Callable[[], Any], plan: Plan, is_exact: bool, make_optimizer: MakeOptimizer | None, seed: int
+    ) -> None:
+        self.make_optimizer, self.seed = make_optimizer, seed
+        self.notes: list[str] = []
+        self.exact = Exact(plan, *_parts(model_fn()))
+        self.single: Reference = self.exact if is_exact else Eager(*_parts(model_fn()))
+        self.parallel = _Parallel(plan, *_parts(model_fn()), lifted=is_exact, seed=seed)
+
+    def run(self) -> dict[str, Any]:
+        """Return the fields of a report."""
+        parallel, single = self.parallel.step(), self.single.step()
+        exact = single if self.exact is self.single else self.exact.step()
+        worst = {
+            "gradient": self._gradients(parallel, single, exact),
+            "buffer": self._buffers(parallel, single, exact),
+            "update": self._update(parallel.gradients),
+            "evaluation": self._evaluation(),
+        }
+        loss_error, own_error = relative(parallel.loss, single.loss), relative(single.loss, exact.loss)
+        loss_bar = FP64_BAR if single is exact else bar_of(own_error)
+        fields: dict[str, Any] = {"max_relative_error_loss": loss_error, "bar_loss": loss_bar}
+        for what, found in worst.items():
+            if found is not None:
+                fields |= {
+                    f"max_relative_error_{what}": found.error,
+                    f"worst_{what}": found.name,
+                    f"bar_{what}": found.bar,
+                }
+        holds = all(found.holds for found in worst.values() if found is not None)
+        return {**fields, "passed": loss_error <= loss_bar and holds, "notes": tuple(self.notes)}
+
+    def _gradients(self, parallel: Step, single: Step, exact: Step) -> Worst:
+        own = None if single is exact else gradient_errors(single.gradients, exact.gradients)
+        return worst_of(gradient_errors(parallel.gradients, single.gradients), own)
+
+    def _buffers(self, parallel: Step, single: Step, exact: Step) -> Worst | None:
+        """Every rank holds all buffers: the worst of all ranks."""
+        if not single.buffers:
+            return None
+        own = None if single is exact else buffer_errors(single.buffers, exact.buffers, self.exact.before)
+        found = worst_of(buffer_errors(parallel.buffers, single.buffers, self.single.before), own)
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        worst: Worst = max(everywhere, key=lambda one: one.error / one.bar)
+        return worst
+
+    def _update(self, gradients: Tensors) -> Worst | None:
+        make = self.make_optimizer
+        if make is None:
+            return None
+        parallel, single = (self._updated(side, make, gradients) for side in (self.parallel, self.single))
+        own = None
+        if self.exact is not self.single:
+            exact = self._updated(self.exact, make, gradients)
+            own = gradient_errors(changes(single, self.single.before), changes(exact, self.exact.before))
+        before = self.single.before
+        return worst_of(gradient_errors(changes(parallel, before), changes(single, before)), own)
+
+    def _updated(self, side: Reference | _Parallel, make: MakeOptimizer, gradients: Tensors) -> Tensors:
+        """The parameters after an update; what it draws at random is the same on all sides."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return side.update(make, gradients)
+
+    def _evaluation(self) -> Worst | None:
+        try:
+            exact = self.exact.evaluate()
+        except UserError as error:
+            self.notes.append(f"evaluation was not compared: {error}")
+            return None
+        single = exact if self.exact is self.single else self.single.evaluate()
+        own = None if self.exact is self.single else output_errors(single, exact)
+        return worst_of(output_errors(self.parallel.evaluate(), single), own)
 
 
-def gradient_errors(found: Gradients, reference: Gradients) -> dict[str, float]:
-    """Return each gradient's relative error ‖a − b‖ / max(‖b‖, 10⁻³ √(n/N) ‖g‖), g all gradients, n and N element counts.
+class _Parallel:
+    """The plan's own run on this rank."""
 
-    A gradient that one side lacks counts as zeros there.
+    def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss_fn: Any, lifted: bool, seed: int) -> None:
+        program, decisions = _program(plan, model, loss_fn, lifted)
+        if lifted:
+            model, batch = as_double(model, batch)
+            plan = plan.model_copy(update={"batch": {name: _double_entry(entry) for name, entry in plan.batch.items()}})
+        self.module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
+        self.module.train()
+        self.module.use_dropout = False
+        self._part = plan.shard_batch(as_batch(batch))
 
-    >>> gradient_errors({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 4.0])})
-    {'w': 0.75}
-    """
-    total = sum(grad.numel() for grad in reference.values())
-    norm = math.sqrt(sum(float(grad.double().norm()) ** 2 for grad in reference.values()))
-    errors = {}
-    for name in {**reference, **found}:
-        b = reference.get(name)
-        a = found.get(name)
-        shown = b if b is not None else a
-        assert shown is not None
-        zero = torch.zeros((), dtype=torch.float64)
-        difference = (a.double() if a is not None else zero) - (b.double() if b is not None else zero)
-        floor = FLOOR * math.sqrt(shown.numel() / max(1, total)) * norm
-        scale = max(float(b.double().norm()) if b is not None else 0.0, floor, 1e-300)
-        errors[name] = float(difference.norm()) / scale
-    return errors
+    def step(self) -> Step:
+        loss = find_loss(self._output())
+        loss.backward()
+        buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        return Step(float(loss.detach()), dict(full_gradients(self.module)), buffers)
+
+    def update(self, make_optimizer: MakeOptimizer, gradients: Tensors) -> Tensors:
+        """Return the whole parameters after one step of the optimizer; the gradients are there, in parts."""
+        make_optimizer(self.module.parameters()).step()
+        self.module.zero_grad(set_to_none=True)
+        whole = full_state_dict(self.module)
+        return {name: whole[name] for name, _ in self.module.named_parameters()}
+
+    def evaluate(self) -> Tensors:
+        """Return loss and outputs in evaluation, whole."""
+        self.module.eval()
+        with torch.no_grad():
+            found = outputs_of(self._output())
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+
+    def _output(self) -> Any:
+        return self.module(**self._part) if isinstance(self._part, dict) else self.module(*self._part)
 
 
 def _parts(built: Any) -> tuple[nn.Module, Any, Any]:
@@ -130,6 +199,7 @@ def _parts(built: Any) -> tuple[nn.Module, Any, Any]:
 
 
 def _program(plan: Plan, model: nn.Module, loss_fn: Any, lifted: bool) -> tuple[Program, Decisions]:
+    check_same_loss(plan, loss_fn)
     autocast = DTYPES[plan.autocast] if plan.autocast else None
     program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
     decisions = decisions_of(program, plan)
@@ -138,77 +208,9 @@ def _program(plan: Plan, model: nn.Module, loss_fn: Any, lifted: bool) -> tuple[
     return program, decisions
 
 
-def _as_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    named, rebuild = flatten_batch(as_batch(batch))
-    lift = lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
-    return model.double(), rebuild([lift(leaf) for _, leaf in named])
-
-
 def _double_entry(entry: BatchEntry) -> BatchEntry:
     is_float = getattr(torch, entry.dtype).is_floating_point
     return entry.model_copy(update={"dtype": "float64"}) if is_float else entry
-
-
-def _single_process(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Result:
-    """The captured program of the whole batch on one process in float64: no split, nothing recomputed."""
-    check_same_loss(plan, loss_fn)
-    program = capture_step(model, plan_batch(plan), loss_fn, DTYPES[plan.autocast] if plan.autocast else None)
-    lift_dtypes(program)
-    model, batch = _as_double(model, batch)
-    alone = unsplit(program, 1)
-    executor = Executor(build_local(program, alone, SimulatedCommunicator(alone.mesh)))
-    named = dict(flatten_batch(batch)[0])
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers()) | named
-    sources = {t: t.value if t.role == "const" else tensors[t.key] for t in program.tensors if t.role != "op"}
-    flat = executor.run(sources, RunState(dropout=False))
-    loss = flat[program.captured.loss_index]
-    loss.backward()
-    return Result(float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-
-
-def unsplit(program: Program, num_axes: int) -> Decisions:
-    """Return the decisions of one process: nothing split, everything kept."""
-    splits = {group: (-1,) * num_axes for region_class in program.classes for group in region_class.groups}
-    return Decisions((1,) * num_axes, splits, dict.fromkeys(program.params, (-1,) * num_axes))
-
-
-class _NoDropout(TorchFunctionMode):
-    """Runs a model as if every dropout probability were zero."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout"):
-            return args[0] if args else kwargs["input"]
-        if name == "scaled_dot_product_attention":
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-        return func(*args, **kwargs)
-
-
-def _eager(model: nn.Module, batch: Any, loss_fn: Any) -> Result:
-    """The user's own model, as it stands."""
-    model.train()
-    batch = as_batch(batch)
-    with _NoDropout():
-        loss = loss_of(model, batch, loss_fn, call_model(model, batch, loss_fn))
-    loss.backward()
-    return Result(float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-
-
-def _parallel(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any, lifted: bool, seed: int) -> Result:
-    program, decisions = _program(plan, model, loss_fn, lifted)
-    if lifted:
-        model, batch = _as_double(model, batch)
-        plan = plan.model_copy(update={"batch": {name: _double_entry(entry) for name, entry in plan.batch.items()}})
-    module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
-    module.train()
-    module.use_dropout = False
-    part = plan.shard_batch(as_batch(batch))
-    output = module(**part) if isinstance(part, dict) else module(*part)
-    loss = find_loss(output)
-    loss.backward()
-    return Result(float(loss.detach()), dict(full_gradients(module)))
 
 
 def _measured_peaks(

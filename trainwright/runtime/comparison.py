@@ -1,0 +1,115 @@
+"""How far what a plan computes is from what one process computes, and how far it may be.
+
+    error(a, b) = ‖a − b‖ / max(‖b‖, 10⁻³ √(n/N) ‖all‖)        n, N: element counts of b and of all that are compared
+
+so that a tensor which is zero but for rounding (the gradient of an attention key's bias, the running mean of centred
+inputs) is compared to what it would be if all tensors of its kind were equally large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+FP64_BAR, FP32_BAR, FP32_FACTOR = 1e-9, 1e-5, 5.0
+FLOOR = 1e-3
+"""A tensor is compared to at least this share of what it would be if all were equally large."""
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest error of one kind of tensors, and that which comes closest to breaking its own bar."""
+
+    error: float
+    name: str
+    bar: float
+    holds: bool
+
+
+def worst_of(errors: Mapping[str, float], own: Mapping[str, float] | None) -> Worst:
+    """Return the worst of `errors`.
+
+    own: of fp32, the single process's errors against float64, which widen the bars; None of float64.
+    """
+    bars = {name: FP64_BAR if own is None else bar_of(own.get(name, 0.0)) for name in errors}
+    name = max(errors, key=lambda each: errors[each] / bars[each], default="")
+    holds = all(error <= bars[each] for each, error in errors.items())
+    default = FP64_BAR if own is None else FP32_BAR
+    return Worst(max(errors.values(), default=0.0), name, bars.get(name, default), holds)
+
+
+def bar_of(own_error: float) -> float:
+    """Return the error allowed in fp32 to what one process's fp32 has so large an error of its own."""
+    return max(FP32_BAR, FP32_FACTOR * own_error)
+
+
+def relative(value: float, reference: float) -> float:
+    """Return |value − reference| / |reference|."""
+    return abs(value - reference) / max(abs(reference), 1e-300)
+
+
+def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
+    """Return each gradient's error; one that a side lacks counts as zeros there.
+
+    >>> gradient_errors({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 4.0])})
+    {'w': 0.75}
+    """
+    floor = _floor(reference.values())
+    return {name: _error(found.get(name), reference.get(name), floor) for name in {**reference, **found}}
+
+
+def buffer_errors(found: Tensors, reference: Tensors, before: Tensors) -> dict[str, float]:
+    """Return each buffer's error after a step; `before` are the reference's at its begin.
+
+    Those that the step does not write are compared to themselves alone: a mask of −10³⁸ is no measure of a mean.
+    """
+    written = {name for name, value in reference.items() if not torch.equal(value, before[name].to(value.dtype))}
+    floor = _floor(reference[name] for name in written if reference[name].is_floating_point())
+    return {
+        name: _error(found.get(name), value, floor if name in written and value.is_floating_point() else 0.0)
+        for name, value in reference.items()
+    }
+
+
+def changes(after: Tensors, before: Tensors) -> dict[str, Tensor]:
+    """Return what has changed of each tensor in `after`, in float64."""
+    return {name: value.double() - before[name].double() for name, value in after.items()}
+
+
+def output_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
+    """Return the error of each output; one that a side lacks is wholly wrong."""
+    names = {**reference, **found}
+    return {
+        name: _error(found[name], reference[name], 0.0) if name in found and name in reference else math.inf
+        for name in names
+    }
+
+
+def _floor(tensors: Iterable[Tensor]) -> float:
+    """The smallest root mean square that a tensor is compared to."""
+    held = list(tensors)
+    total = sum(tensor.numel() for tensor in held)
+    norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in held))
+    return FLOOR * norm / math.sqrt(max(1, total))
+
+
+def _error(found: Tensor | None, reference: Tensor | None, floor: float) -> float:
+    shown = reference if reference is not None else found
+    assert shown is not None
+    a, b = (torch.zeros_like(shown) if side is None else side for side in (found, reference))
+    if a.shape != b.shape:
+        return math.inf
+    if a.is_complex() or b.is_complex():
+        a, b = (torch.view_as_real(side.to(torch.complex128)) for side in (a, b))
+    a, b = a.double(), b.double()
+    # −inf in masked logits is no difference, nor is a value that neither side has
+    same = (a == b) | (a.isnan() & b.isnan())
+    size = torch.where(b.isfinite(), b, 0.0).norm()
+    scale = max(float(size), floor * math.sqrt(b.numel()), 1e-300)
+    error = float(torch.where(same, 0.0, a - b).norm()) / scale
+    return math.inf if math.isnan(error) else error
