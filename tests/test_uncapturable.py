@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trainwright as tw
 from trainwright.artifacts import UserError
+from trainwright.capture.export import capture
 from trainwright.capture.export_errors import ValuesNeeded
 from trainwright.profiler import measure, profile, reference_step, static_bytes
 from trainwright.profiler.graph import MAX_FORWARD_OPS
@@ -338,6 +340,58 @@ def test_without_values_nothing_can_be_run():
         model = BranchOnActivations()
     with pytest.raises(UserError, match="meta device"):
         profile(model, batch(), run=True)
+
+
+class BranchThenWrong(Base):
+    """Asks for a value first, and fails on real tensors for another reason."""
+
+    def forward(self, x, lengths):
+        if self.body(x).sum() > -1e9:
+            return self.head(x[:, :5]).mean()
+        return self.head(x).mean()
+
+
+def test_where_real_steps_were_asked_for_their_own_error_is_told():
+    with pytest.raises(UserError) as caught:
+        profile(BranchThenWrong(), batch(), run=True)
+    assert not isinstance(caught.value, ValuesNeeded)
+    for word in ("self.head(x[:, :5])", "cannot be multiplied", "in head"):
+        assert word in str(caught.value)
+
+
+def test_a_step_that_only_real_tensors_can_run_is_run():
+    """Whatever the reason is for which the fakes could not."""
+    model = NoShapes()
+    with pytest.raises(UserError, match="no fakes here"):
+        profile(model, batch())
+    found = profile(model, batch(), run=True)
+    assert any(note.startswith("found by running two real steps") for note in found.notes)
+
+
+class NoShapes(Base):
+    def forward(self, x, lengths):
+        if type(x) is not torch.Tensor:
+            raise RuntimeError("no fakes here")
+        return self.head(self.body(x)).mean()
+
+
+def test_a_line_of_somebody_elses_package_is_not_the_users_to_change(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "theirlib"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def pick(x):\n    return x[x[:, 0] > 0]\n", encoding="utf8")
+    monkeypatch.syspath_prepend(str(package.parent))
+    pick = importlib.import_module("theirlib").pick
+
+    class PicksByLibrary(Base):
+        def forward(self, x, lengths):
+            return self.head(pick(self.body(x))).mean()
+
+    for run in (lambda: profile(PicksByLibrary(), batch()), lambda: capture(PicksByLibrary(), batch())):
+        with pytest.raises(ValuesNeeded) as caught:
+            run()
+        for word in ("asks for a value", "in theirlib (__init__.py:2)", "an option of it", "in its place"):
+            assert word in str(caught.value)
+        assert "torch.where" not in str(caught.value)
 
 
 def test_random_branches_are_drawn_the_same_each_time_and_said():

@@ -22,7 +22,7 @@ def parse_bytes(text: str | float) -> int:
     >>> parse_bytes("512MiB"), parse_bytes("24GB"), parse_bytes("1.5 kib"), parse_bytes(9e5)
     (536870912, 24000000000, 1536, 900000)
     """
-    if isinstance(text, float) and math.isfinite(text):
+    if isinstance(text, float) and math.isfinite(text) and text >= 1:
         text = int(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", str(text))
     if not match:
