@@ -22,6 +22,8 @@ from trainwright.cli.app import app
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
 SHELLS, LANGUAGES = ("sh", "console"), ("sh", "console", "python", "json", "diff", "text")
+LOOSE = "<!-- figures may differ -->"
+"""Above a block: its numbers are those of one machine; words and how many numbers there are still count."""
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
 ANYTHING = "…"
 """In an output: whatever stands there, on this line or on several."""
@@ -36,6 +38,7 @@ class Block:
     language: str
     text: str
     reason: str | None
+    loose: bool = False
 
     @property
     def place(self) -> str:
@@ -101,7 +104,11 @@ def blocks_of(page: str, text: str) -> list[Block]:
             held.append(line)
         elif language is not None:
             match = NOT_RUN.search(above)
-            found.append(Block(page, begun, language, "\n".join(held), match["reason"] if match else None))
+            found.append(
+                Block(
+                    page, begun, language, "\n".join(held), match["reason"] if match else None, above.strip() == LOOSE
+                )
+            )
             language, above = None, ""
         elif fence:
             language, begun, held = line.strip().removeprefix("```"), number, []
@@ -145,7 +152,7 @@ class Shell:
             wrong = self.status != 0 if not refused else self.status not in (1, 2)
             assert not wrong, f"{command}\nended with status {self.status}\n{out[-3000:]}\n{err[-3000:]}"
         if command.claims:
-            difference = first_difference(command.output, out + err)
+            difference = first_difference(command.output, out + err, command.block.loose)
             assert difference is None, f"{command}\n{difference}\n--- it wrote\n{out}{err}"
 
     def _own(self, arguments: list[str], settings: dict[str, str]) -> tuple[str, str]:
@@ -179,22 +186,26 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def first_difference(claimed: list[str], written: str) -> str | None:
+def first_difference(claimed: list[str], written: str, loose: bool = False) -> str | None:
     """Return where the words of a claimed output first differ from what was written; rules and line breaks do not count.
+
+    loose: one number is as good as another, and so are units of time.
 
     >>> first_difference(["peak  15 MiB  …", "step … s"], "peak 15 MiB in backward\\nand step 3.1 s\\n") is None
     True
     >>> first_difference(["peak 15 MiB"], "peak 14 MiB")
     "claimed '15', found '14' after 'peak'"
+    >>> first_difference(["peak 15 MiB, 3.1 s"], "peak 14 MiB, 99 ms", loose=True) is None
+    True
     """
-    words = _words("\n".join(claimed))
+    words = _words("\n".join(claimed), loose)
     pieces: list[list[str]] = [[]]
     for word in words:
         if word == ANYTHING:
             pieces.append([])
         else:
             pieces[-1].append(word)
-    found = _words(written)
+    found = _words(written, loose)
     if pieces[0] != found[: len(pieces[0])]:
         return _mismatch(pieces[0], found)
     place = len(pieces[0])
@@ -210,7 +221,9 @@ def first_difference(claimed: list[str], written: str) -> str | None:
     return None
 
 
-def _words(text: str) -> list[str]:
+def _words(text: str, loose: bool = False) -> list[str]:
+    if loose:
+        text = re.sub(r"\d+(\.\d+)?(e[+-]\d+)?( [mµn]?s\b)?", "#", text)
     return [word for word in text.split() if not re.fullmatch("[─-]+", word)]
 
 
