@@ -157,7 +157,7 @@ def test_what_restarts_and_resuming_need(plan_path: Path, tmp_path: Path, capsys
     assert main([*train, "--restarts", "1"]) == 2
     assert "--restarts needs the directory of the checkpoints" in capsys.readouterr().err
     assert main([*train, "--checkpoint", str(tmp_path / "none"), "--resume"]) == 2
-    assert "a checkpoint to resume from is needed" in capsys.readouterr().err
+    assert "--resume needs a checkpoint" in capsys.readouterr().err
     assert main([*train, "--on-nan", "panic"]) == 2
     assert "stop, skip or raise" in capsys.readouterr().err
     assert main([*train, "--metrics", "/dev/full"]) == 2

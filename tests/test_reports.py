@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from html.parser import HTMLParser
 
 import plotly.graph_objects as go
@@ -286,7 +287,8 @@ def test_the_table_says_what_it_leaves_out() -> None:
 
 def test_a_narrow_terminal_gets_fewer_columns(monkeypatch) -> None:
     wide = profile_table(samples.profile())
-    monkeypatch.setattr("trainwright.reports.terminal_profile.width", lambda: 80)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert "ModuleList" in wide
     assert "ModuleList" not in profile_table(samples.profile())
 

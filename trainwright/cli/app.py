@@ -15,11 +15,12 @@ import typer
 
 from . import calibrate, check, demo, diff, explain, export, optimizers, plan, profile, train, verify, zoo
 from .errors import INTERRUPTED, status_of
+from .output import PROGRAM, running
 
 _EPILOG = "MODEL is zoo:NAME, FILE.py:function or package.module:function. Hardware: cpu:4, 8xh200, or a JSON file."
 
 app = typer.Typer(
-    name="trainwright",
+    name=PROGRAM,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -39,7 +40,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
     def command() -> int | None:
-        status = app(given, prog_name="trainwright", standalone_mode=False)
+        with running(given):
+            status = app(given, prog_name=PROGRAM, standalone_mode=False)
         if status == INTERRUPTED:  # newer releases of typer return it, older ones raise
             raise KeyboardInterrupt
         return status

@@ -19,6 +19,7 @@ from ..reports.units import format_bytes, format_s
 from .errors import FAILED, OK
 from .model import ModelOptions
 from .output import quiet_stdout, status
+from .places import check_file, check_readable
 from .progress import StepProgress
 from .ranks import run_worker
 from .train import WORKER, summary
@@ -46,7 +47,9 @@ def demo(
     ),
 ) -> int:
     """Profile, plan, train and verify a GPT-2 on two processes of this machine, and write a report."""
-    tour = _Tour(MODEL, _readable(data) if data else python_library())
+    check_readable("--data", data or [])
+    check_file("--html", html_path)
+    tour = _Tour(MODEL, data or python_library())
     print(f"MODEL is {_as_arguments(MODEL)}")
     tour.profile()
     tour.calibrate()
@@ -202,12 +205,3 @@ def _as_arguments(model: ModelOptions) -> str:
     """The model as one writes it on the command line."""
     settings = " ".join(f"--set {setting}" for setting in model.settings or [])
     return f"{model.spec} --batch-size {model.batch_size} --seq-len {model.seq_len} {settings}"
-
-
-def _readable(files: list[str]) -> list[str]:
-    from ..artifacts import UserError
-
-    for path in files:
-        if not Path(path).is_file():
-            raise UserError(f"a file is needed for --data; {path} is not one; check the path")
-    return files

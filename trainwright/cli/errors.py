@@ -8,9 +8,18 @@ import traceback
 from collections.abc import Callable
 
 from ..artifacts import Refusal, UserError
+from ..reports.wrapping import for_stream
 
-OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 DEBUG_VARIABLE = "TRAINWRIGHT_DEBUG"
+
+
+class Interrupted(RuntimeError):
+    """A command was ended from outside (Ctrl-C, SIGTERM); the text says what became of its work."""
+
+    def __init__(self, text: str, status: int = INTERRUPTED) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def status_of(action: Callable[[], int | None]) -> int:
@@ -24,7 +33,9 @@ def status_of(action: Callable[[], int | None]) -> int:
         if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
             traceback.print_exc()
         text, status = explain(error)
-        print(text, file=sys.stderr)
+        if text:
+            # a command that is to be copied stays in one line
+            print(text if isinstance(error, Interrupted) else for_stream(text, sys.stderr), file=sys.stderr)
         return status
 
 
@@ -38,6 +49,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"error: {error}", USER_ERROR
     if isinstance(error, Refusal):
         return f"error: {error}", FAILED
+    if isinstance(error, Interrupted):
+        return str(error), error.status
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
         return "interrupted", INTERRUPTED
     if hasattr(error, "format_message"):  # a command line that typer cannot read

@@ -6,15 +6,19 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..artifacts.record import write_atomically
+from ..reports.wrapping import for_stream
 
+PROGRAM = "trainwright"
 STDOUT = "-"
+_given: ContextVar[tuple[str, ...]] = ContextVar("_given", default=())
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON; - is standard output.")
 ]
@@ -71,6 +75,21 @@ def _stdout_as_stderr() -> Iterator[None]:
         os.close(saved)
 
 
+def command_line() -> list[str]:
+    """Return the command that is being run, as it was given; the program alone outside of one."""
+    return [PROGRAM, *_given.get()]
+
+
+@contextlib.contextmanager
+def running(arguments: Sequence[str]) -> Iterator[None]:
+    """Let `command_line` tell these arguments meanwhile."""
+    token = _given.set(tuple(arguments))
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def remark(text: str) -> None:
     """Say something on standard error."""
     print(text, file=sys.stderr)
@@ -79,7 +98,7 @@ def remark(text: str) -> None:
 def remarks(notes: Iterable[str]) -> None:
     """Say each note on standard error."""
     for note in notes:
-        remark(f"note: {note}")
+        remark(for_stream(f"note: {note}", sys.stderr))
 
 
 @contextlib.contextmanager
@@ -94,8 +113,8 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda more: shown.update(f"{text}: {more}")
 
 
-def rows_as_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows of the same keys as a table."""
+def rows_as_table(rows: Iterable[Mapping[str, Any]], drop: Sequence[str] = ()) -> str:
+    """Return rows of the same keys as a table; on a narrow terminal without the columns `drop`, the first of them first."""
     from ..reports.terminal import rows_table
 
-    return rows_table(rows)
+    return rows_table(rows, drop)

@@ -5,18 +5,26 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..artifacts import Compared, Plan, Run
 from ..reports.units import format_bytes, format_count, format_s
+from ..reports.wrapping import wrapped
 from .output import remark
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _LINE_EVERY_S = 10.0
 COMPARED_AFTER = 5
 """Steps after which the prediction is held against what was measured; the first ones are slower."""
 NUM_WARMUP = 2
+_PACE_STEPS = 50
+"""The latest steps, by whose pace the time left is told."""
+_BAR_WIDTH, _LEAST_BAR_WIDTH = 24, 8
 
 
 class StepProgress:
@@ -58,10 +66,11 @@ class StepProgress:
         if event.get("skipped"):
             self._say(f"note: step {event['step'] + 1} is left out: loss or gradients were not finite")
         if self._bar is not None:
-            self._bar.advance_to(event["step"] + 1, f"{event['loss']:.4f}  {_pace(event, self._plan)}")
+            self._bar.advance_to(event["step"] + 1, [f"loss {event['loss']:.4f}", *_pace(event, self._plan)])
         elif event["step"] + 1 == self._num_steps or time.monotonic() - self._said_at_s > _LINE_EVERY_S:
             self._said_at_s = time.monotonic()
-            remark(f"step {event['step'] + 1}/{self._num_steps}  loss {event['loss']:.4f}  {_pace(event, self._plan)}")
+            parts = [f"step {event['step'] + 1}/{self._num_steps}", f"loss {event['loss']:.4f}"]
+            remark("  ".join([*parts, *_pace(event, self._plan)]))
 
     def _compare(self) -> None:
         if not self._compared and len(self.steps) == COMPARED_AFTER:
@@ -76,13 +85,14 @@ class StepProgress:
             remark(text)
 
 
-def _pace(event: Mapping[str, Any], plan: Plan) -> str:
-    """How fast a step was, and how much memory the run has taken of what it may."""
+def _pace(event: Mapping[str, Any], plan: Plan) -> list[str]:
+    """How long a step took, how much memory the run has taken of what it may, and how fast that is."""
     tokens, samples = event.get("tokens_per_s"), event["samples_per_s"]
     rate = f"{format_count(tokens)} tokens/s" if tokens else f"{format_count(samples)} samples/s"
-    peak = f"  peak {format_bytes(event['peak_bytes'])}" if event["peak_bytes"] else ""
-    budget = f" of {format_bytes(plan.budget_bytes)}" if peak and plan.budget_bytes else ""
-    return f"{format_s(event['step_s'])}  {rate}{peak}{budget}"
+    if not event["peak_bytes"]:
+        return [format_s(event["step_s"]), rate]
+    budget = f" of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes else ""
+    return [format_s(event["step_s"]), f"peak {format_bytes(event['peak_bytes'])}{budget}", rate]
 
 
 def held_against(steps: Sequence[Mapping[str, Any]], plan: Plan, fingerprint: str | None = None) -> Run:
@@ -131,32 +141,82 @@ def _row(name: str, found: Compared, shown: Any) -> str:
 
 
 class _Bar:
-    """A rich progress bar that also shows the loss and the pace."""
+    """One line on the terminal, redrawn as steps come; `bar_line` says what of it there is room for."""
 
     def __init__(self, num_steps: int, text: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.live import Live
 
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[state]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
+        self._num_steps, self._text, self._done = num_steps, text, 0
+        self._parts: Sequence[str] = ()
+        self._came_s: deque[float] = deque(maxlen=_PACE_STEPS)
+        self._console = Console(stderr=True)
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._line,
+            refresh_per_second=4,
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._task = self._progress.add_task(text, total=num_steps, state="–")
 
     def start(self) -> None:
-        self._progress.start()
+        self._live.start()
 
     def stop(self) -> None:
-        self._progress.stop()
+        self._live.stop()
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, markup=False)
+        self._console.print(wrapped(text, self._console.width), highlight=False, markup=False)
 
-    def advance_to(self, step: int, state: str) -> None:
-        self._progress.update(self._task, completed=step, state=state)
+    def advance_to(self, step: int, parts: Sequence[str]) -> None:
+        self._done, self._parts = step, parts
+        self._came_s.append(time.monotonic())
+
+    def _line(self) -> Text:
+        from rich.text import Text
+
+        line = bar_line(self._console.width, self._text, self._done, self._num_steps, self._left_s(), self._parts)
+        return Text(line, no_wrap=True, overflow="crop")
+
+    def _left_s(self) -> float | None:
+        """The seconds until the last step at the pace of the latest ones; `None` before there is a pace."""
+        if len(self._came_s) < 2:
+            return None
+        step_s = (self._came_s[-1] - self._came_s[0]) / (len(self._came_s) - 1)
+        since_s = time.monotonic() - self._came_s[-1]
+        return max(0.0, step_s * (self._num_steps - self._done) - min(since_s, step_s))
+
+
+def bar_line(width: int, text: str, done: int, num_steps: int, left_s: float | None, parts: Sequence[str] = ()) -> str:
+    """Return the line of a run's progress in at most `width` columns.
+
+    The number of steps and the time left always stand in it. Of `parts` (the last step's loss, its time, …) there are as
+    many as fit, then the bar and `text`.
+
+    >>> bar_line(70, "training", 30, 100, 75.0, ["loss 3.1", "40.6 ms"])
+    '━━━━━━━                    30/100  0:01:15 left  loss 3.1  40.6 ms'
+    >>> bar_line(31, "training", 30, 100, 75.0, ["loss 3.1", "40.6 ms"])
+    ' 30/100  0:01:15 left  loss 3.1'
+    """
+    count = f"{done:{len(str(num_steps))}}/{num_steps}"
+    always = [count, *([] if done >= num_steps else [f"{_clock(left_s)} left"])]
+    room = width - len("  ".join(always))
+    told = []
+    for part in parts:
+        if room < len(part) + 2:
+            break
+        told.append(part)
+        room -= len(part) + 2
+    bar_width = min(_BAR_WIDTH, room - 2)
+    bar = [("━" * (bar_width * done // max(1, num_steps))).ljust(bar_width)] if bar_width >= _LEAST_BAR_WIDTH else []
+    room -= sum(len(part) + 2 for part in bar)
+    title = [text] if room >= len(text) + 2 else []
+    return "  ".join([*title, *bar, *always, *told])
+
+
+def _clock(seconds: float | None) -> str:
+    """A duration as hours, minutes and seconds."""
+    if seconds is None:
+        return "-:--:--"
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

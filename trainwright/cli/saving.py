@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
 from ..artifacts import UserError
+from .places import check_folder
 
 if TYPE_CHECKING:
     import torch
@@ -99,16 +101,11 @@ class Saving:
             return 0
         if not (policy.resume or policy.restarted or _restarted_by_torchrun()):
             if self._checkpointer.newest() is not None:
-                raise UserError(
-                    f"a directory of its own is needed for this run's checkpoints; {policy.folder} has another run's; add "
-                    "--resume to go on with that, or choose another directory"
-                )
+                raise _is_used(policy.folder)
             return 0
         step = self._checkpointer.load_latest()
         if step is None and policy.resume:
-            raise UserError(
-                f"a checkpoint to resume from is needed; {policy.folder} has none; check the path, or leave out --resume"
-            )
+            raise _has_none(policy.folder)
         return 0 if step is None else step + 1
 
 
@@ -117,7 +114,10 @@ def _restarted_by_torchrun() -> bool:
 
 
 def check_saving(checkpoint: str | None, checkpoint_every: int | None, resume: bool, restarts: int) -> None:
-    """Raise `UserError` for an option about checkpoints where there is no directory of them."""
+    """Raise `UserError` for an option about checkpoints without a directory, and for a directory that will not do.
+
+    That is one that cannot be written to, one with another run's checkpoints, and with --resume one that has none.
+    """
     for option, given in (
         ("--checkpoint-every", checkpoint_every is not None),
         ("--resume", resume),
@@ -125,3 +125,25 @@ def check_saving(checkpoint: str | None, checkpoint_every: int | None, resume: b
     ):
         if given and checkpoint is None:
             raise UserError(f"{option} needs the directory of the checkpoints; got none; add --checkpoint DIR")
+    if checkpoint is None:
+        return
+    from ..runtime.checkpoint import complete
+
+    check_folder("--checkpoint", checkpoint)
+    folder = Path(checkpoint)
+    has_any = bool(complete(folder)) or any(folder.glob(".step-*.old"))  # one that a crash has left half replaced
+    if has_any and not resume and not _restarted_by_torchrun():
+        raise _is_used(checkpoint)
+    if resume and not has_any:
+        raise _has_none(checkpoint)
+
+
+def _is_used(folder: str | None) -> UserError:
+    return UserError(
+        f"this run needs a directory of its own for its checkpoints; {folder} has those of another run; add --resume to "
+        "continue that run, or choose another directory"
+    )
+
+
+def _has_none(folder: str | None) -> UserError:
+    return UserError(f"--resume needs a checkpoint; there is none in {folder}; check the path, or leave out --resume")

@@ -10,8 +10,10 @@ import typer
 
 from ..artifacts import Plan, UserError
 from ..reports.units import format_bytes, format_s
+from .interruption import told_when_interrupted
 from .model import ModelOptions, as_planned, takes_model
 from .output import STDOUT, JsonOption, quiet_stdout, write_json
+from .places import check_file, check_readable, check_tensorboard
 from .progress import StepProgress, held_against
 from .ranks import NprocOption, is_first_rank, run_worker
 from .recovery import OnNanOption, RestartsOption, TimeoutOption, with_restarts
@@ -76,6 +78,11 @@ def train(
         raise UserError(f"at least {NUM_UNTRACED + 1} steps are needed for --trace; there are {steps}; take more")
     selecting = check_select(select, select_fraction, select_every, data)
     plan = Plan.from_json(plan_path)
+    check_readable("--data", data or [])
+    if is_first_rank():
+        check_tensorboard(tensorboard)
+        for option, path in (("--metrics", metrics), ("--trace", trace), ("--json", json_path)):
+            check_file(option, path)
     check_plannable(optimizer or plan.optimizer, plan.offloads_states)
     model = as_planned(plan, model)
     payload = {
@@ -94,7 +101,8 @@ def train(
         "trace": trace,
     }
     saving = SavePolicy(checkpoint, checkpoint_every, keep, not sync_checkpoints, resume)
-    with quiet_stdout(), StepProgress(steps, plan) as progress:
+    progress = StepProgress(steps, plan)
+    with quiet_stdout(), told_when_interrupted(lambda: progress.steps, steps, checkpoint), progress:
 
         def run(restarted: bool) -> Any:
             policy = asdict(replace(saving, restarted=restarted))

@@ -11,4 +11,4 @@ def zoo(json_path: JsonOption = None) -> None:
         from ..capture.zoo import table
 
         rows = table()
-    answer(rows_as_table(rows), lambda: rows, json_path)
+    answer(rows_as_table(rows, drop=("seq_len", "batch_size")), lambda: rows, json_path)

@@ -58,7 +58,8 @@ def frontier_figure(points: Sequence[Plan], chosen: Plan | None = None) -> Figur
 
 def frontier_table(points: Sequence[Plan]) -> str:
     """Return the plans of a frontier for the terminal, the smallest first."""
-    table = plain_table("peak", "step", "compute", "comm exposed", "recompute", "mesh", "")
+    table = plain_table("peak", "step", "compute", "comm exposed", "recompute", "mesh", "",
+                        drop=("compute", "recompute", "comm exposed"))  # fmt: skip
     fastest = min(plan.predicted.step_s for plan in points)
     for plan in points:
         found = plan.predicted

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ..artifacts import Cluster, Plan, Refusal, Report
 from .decisions import DecisionRow, decision_rows, micro_batches_text, offloaded_bytes
-from .text import note_lines, plain_table, rendered, title_line
+from .text import Grid, note_lines, plain_table, rendered, title_line
 from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
 __all__ = ["cluster_table", "compare_table", "plan_table", "report_table", "rows_table"]
@@ -28,7 +25,8 @@ def plan_table(plan: Plan) -> str:
 
 def compare_table(plans: Mapping[str, Plan | Refusal]) -> str:
     """Return what each recipe reaches, one row a recipe; the fastest is marked."""
-    table = plain_table("", "step", "compute", "comm exposed", "recompute", "peak", "planned in", "")
+    table = plain_table("", "step", "compute", "comm exposed", "recompute", "peak", "planned in", "",
+                        drop=("planned in", "compute", "recompute", "comm exposed"))  # fmt: skip
     feasible = [found for found in plans.values() if isinstance(found, Plan)]
     fastest = min((plan.predicted.step_s for plan in feasible), default=None)
     for name, found in plans.items():
@@ -78,17 +76,17 @@ def _learned_from(cluster: Cluster) -> str:
     )
 
 
-def rows_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows of the same keys as a table; numbers stand to the right."""
+def rows_table(rows: Iterable[Mapping[str, Any]], drop: Sequence[str] = ()) -> str:
+    """Return rows of the same keys as a table; numbers stand to the right.
+
+    drop: the keys whose columns are left out where the terminal is too narrow, in this order.
+    """
     rows = list(rows)
     if not rows:
         return "none"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for key in rows[0]:
-        numbers = all(_is_number(row[key]) or row[key] is None for row in rows)
-        table.add_column(
-            key.replace("num_params", "parameters").replace("_", " "), justify="right" if numbers else "left"
-        )
+    numbers = [key for key in rows[0] if all(_is_number(row[key]) or row[key] is None for row in rows)]
+    titles = {key: key.replace("num_params", "parameters").replace("_", " ") for key in rows[0]}
+    table = plain_table(*titles.values(), right=[titles[key] for key in numbers], drop=[titles[key] for key in drop])
     for row in rows:
         table.add_row(*(_cell(key, value) for key, value in row.items()))
     return rendered(table)
@@ -108,7 +106,7 @@ def _cell(key: str, value: Any) -> str:
     return format_count(value) if key == "num_params" else str(value)
 
 
-def _prediction_of(plan: Plan) -> Table:
+def _prediction_of(plan: Plan) -> Grid:
     predicted, solver = plan.predicted, plan.solver
     table = plain_table("prediction", "", "", header=False)
     parts = [("compute", predicted.compute_s), ("communication exposed", predicted.exposed_comm_s)]
@@ -136,7 +134,7 @@ def _largest(breakdown: Mapping[str, int]) -> str:
     return ", ".join(f"{category_name(name)} {format_bytes(num_bytes)}" for name, num_bytes in ordered if num_bytes)
 
 
-def _decision_table(rows: list[DecisionRow]) -> Table:
+def _decision_table(rows: list[DecisionRow]) -> Grid:
     table = plain_table("op", "split", "parameters at rest", "what the backward needs", left=4)
     block = None
     for row in rows:
@@ -148,7 +146,7 @@ def _decision_table(rows: list[DecisionRow]) -> Table:
     return table
 
 
-def _compared(name: str, plan: Plan, fastest: float | None) -> list[RenderableType]:
+def _compared(name: str, plan: Plan, fastest: float | None) -> list[Text]:
     predicted = plan.predicted
     times = (predicted.step_s, predicted.compute_s, predicted.exposed_comm_s, predicted.recompute_s)
     best = predicted.step_s == fastest
@@ -157,7 +155,7 @@ def _compared(name: str, plan: Plan, fastest: float | None) -> list[RenderableTy
     return [Text(cell, style="bold green" if best else "") for cell in cells]
 
 
-def _error_table(report: Report) -> Table:
+def _error_table(report: Report) -> Grid:
     table = plain_table("", "largest relative difference", "allowed", "")
     table.add_row("loss", f"{report.max_relative_error_loss:.1e}", f"{report.bar_loss:.1e}", "")
     worst = Text(report.worst_gradient)
@@ -165,7 +163,7 @@ def _error_table(report: Report) -> Table:
     return table
 
 
-def _measured_table(report: Report) -> Table:
+def _measured_table(report: Report) -> Grid:
     table = plain_table("", "predicted", "measured", "difference", "")
     for rank, peak in enumerate(report.peak_bytes):
         predicted, over = report.predicted_peak_bytes, report.budget_bytes is not None and peak > report.budget_bytes

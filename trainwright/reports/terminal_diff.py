@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ..artifacts.difference import Change, Difference, ModuleChange, NumberChange
-from .text import plain_table, rendered, title_line
+from .text import Grid, plain_table, rendered, title_line
 from .tree import BLOCK_NUMBER
 from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
@@ -47,7 +46,7 @@ def diff_table(found: Difference) -> str:
     return rendered(*parts)
 
 
-def _numbers_table(title: str, numbers: Sequence[NumberChange]) -> Table:
+def _numbers_table(title: str, numbers: Sequence[NumberChange]) -> Grid:
     table = plain_table(title, "before", "after", "change", "")
     for number in numbers:
         if not number.before and not number.after:
@@ -86,7 +85,8 @@ def _module_parts(modules: Sequence[ModuleChange]) -> list[RenderableType]:
         alike[BLOCK_NUMBER.sub("*", module.path), module.changes].append(module)
     rows = list(alike.values())
     names = [name for name in _MODULE_COLUMNS if any(name == number.name for row in rows for number in row[0].changes)]
-    table = plain_table("module", *map(_label, names))
+    labels = [_label(name) for name in names]
+    table = plain_table("module", *labels, drop=labels[:0:-1])
     for row in rows[:_MAX_MODULES]:
         changes = {number.name: number for number in row[0].changes}
         table.add_row(_modules_name(row), *(_arrow(changes.get(name)) for name in names))
@@ -104,7 +104,7 @@ def _arrow(number: NumberChange | None) -> str:
     return f"{shown(number.name, number.before)} → {shown(number.name, number.after)}"
 
 
-def _changes_table(title: str, changes: Sequence[Change]) -> Table:
+def _changes_table(title: str, changes: Sequence[Change]) -> Grid:
     table = plain_table(title, "before", "after", left=3)
     for change in changes:
         table.add_row(Text(change.name.replace("_", " ") if title == "made with" else change.name), *_sides(change))

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ..artifacts import Fit, OpCost, Profile, Remedy, SweepPoint
 from .fold import MIN_SHARE, folded_rows
 from .measures import MEASURES, time_s
-from .text import note_lines, plain_table, rendered, title_line, width
+from .text import Grid, note_lines, plain_table, rendered, title_line
 from .tree import ModuleRow, module_rows, short_op
 from .units import axis_name, category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
 __all__ = ["profile_table"]
 
 _NUM_OPS = 5
-_WIDE = 110
-"""Columns from which on the modules' types and the ops are shown."""
 
 
 def profile_table(profile: Profile, depth: int = 2, sort: str | None = None) -> str:
@@ -40,7 +37,7 @@ def profile_table(profile: Profile, depth: int = 2, sort: str | None = None) -> 
 # Totals
 
 
-def _memory_of(profile: Profile) -> Table:
+def _memory_of(profile: Profile) -> Grid:
     table = plain_table("memory", "", "", header=False)
     table.add_row("parameters", format_bytes(profile.param_bytes), f"{format_count(profile.num_params)} parameters")
     if profile.buffer_bytes:
@@ -59,7 +56,7 @@ def _memory_of(profile: Profile) -> Table:
     return table
 
 
-def _work_of(profile: Profile) -> Table:
+def _work_of(profile: Profile) -> Grid:
     table = plain_table("work", "", "", header=False)
     table.add_row("forward", format_flops(profile.forward_flops), "")
     table.add_row("backward", format_flops(profile.backward_flops), "")
@@ -88,9 +85,10 @@ def _fit_parts(profile: Profile, fit: Fit) -> list[RenderableType]:
     return parts + [Text(f"not tried: {reason}", style="dim") for reason in fit.not_tried]
 
 
-def _remedy_table(profile: Profile, remedies: Sequence[Remedy]) -> Table:
+def _remedy_table(profile: Profile, remedies: Sequence[Remedy]) -> Grid:
     timed = any(remedy.step_s is not None for remedy in remedies)
-    table = plain_table("what would help", "peak", "saves", *(("step", "") if timed else ()), "fits", "")
+    table = plain_table("what would help", "peak", "saves", *(("step", "slower") if timed else ()), "fits", "",
+                        drop=("saves", "slower"))  # fmt: skip
     for remedy in remedies:
         times = (format_s(remedy.step_s), format_ratio(remedy.step_s, profile.step_s)) if timed else ()
         sizes = (format_bytes(remedy.peak_bytes), format_bytes(remedy.saving_bytes))
@@ -104,7 +102,8 @@ def _sweep_parts(profile: Profile) -> list[RenderableType]:
     axis = points[0].axis
     columns = [axis_name(axis), "peak", "saved", "forward", "backward"]
     columns += ["step"] if points[0].step_s is not None else []
-    table = plain_table(*columns, *(["fits"] if fit is not None else []), left=0)
+    fits = ["fits"] if fit is not None else []
+    table = plain_table(*columns, *fits, left=0, drop=("backward", "forward", "saved"))
     for point in points:
         table.add_row(*_sweep_cells(point, fit))
     parts: list[RenderableType] = [table]
@@ -115,8 +114,8 @@ def _sweep_parts(profile: Profile) -> list[RenderableType]:
     return parts
 
 
-def _sweep_cells(point: SweepPoint, fit: Fit | None) -> list[RenderableType]:
-    cells: list[RenderableType] = [str(point.value), format_bytes(point.peak_bytes), format_bytes(point.saved_bytes)]
+def _sweep_cells(point: SweepPoint, fit: Fit | None) -> list[str | Text]:
+    cells: list[str | Text] = [str(point.value), format_bytes(point.peak_bytes), format_bytes(point.saved_bytes)]
     cells += [format_flops(point.forward_flops), format_flops(point.backward_flops)]
     if point.step_s is not None:
         cells.append(format_s(point.step_s))
@@ -128,21 +127,25 @@ def _sweep_cells(point: SweepPoint, fit: Fit | None) -> list[RenderableType]:
 
 # Where it goes
 
+_LEAST_TELLING = ("ops", "type", "backward", "forward", "parameters", "time", "saved")
+"""Columns of the table of modules that a narrow terminal has no room for, the first to go first."""
+
 
 def _module_parts(profile: Profile, depth: int, sort: str | None) -> list[RenderableType]:
     rows = folded_rows(module_rows(profile.modules, depth), sort)
-    wide, timed = width() >= _WIDE, any(time_s(row.cost) for row in rows)
-    kept = [("parameters", lambda cost: format_count(cost.num_params))]
-    kept += [(MEASURES["memory"].label, lambda cost: format_bytes(MEASURES["memory"].read(cost)))]
-    kept += [("saved", lambda cost: format_bytes(cost.saved_bytes))]
-    kept += [("forward", lambda cost: format_flops(cost.forward_flops))]
-    kept += [("backward", lambda cost: format_flops(cost.backward_flops))]
-    kept += [("time", lambda cost: format_s(time_s(cost)))] if timed else []
-    kept += [("ops", lambda cost: str(cost.num_ops))] if wide else []
-    table = plain_table("module", *(("type",) if wide else ()), *(name for name, _ in kept), left=2 if wide else 1)
+    rows = folded_rows(module_rows(profile.modules, depth), sort)
+    numbers = [("parameters", lambda cost: format_count(cost.num_params))]
+    numbers += [(MEASURES["memory"].label, lambda cost: format_bytes(MEASURES["memory"].read(cost)))]
+    numbers += [("saved", lambda cost: format_bytes(cost.saved_bytes))]
+    numbers += [("forward", lambda cost: format_flops(cost.forward_flops))]
+    numbers += [("backward", lambda cost: format_flops(cost.backward_flops))]
+    if any(time_s(row.cost) for row in rows):
+        numbers += [("time", lambda cost: format_s(time_s(cost)))]
+    numbers += [("ops", lambda cost: str(cost.num_ops))]
+    drop = [name for name in _LEAST_TELLING if MEASURES.get(sort or "memory", MEASURES["memory"]).label != name]
+    table = plain_table("module", "type", *(name for name, _ in numbers), left=2, drop=drop)
     for row in rows:
-        kind = (Text(row.cost.type, style="dim"),) if wide else ()
-        table.add_row(_row_name(row), *kind, *(shown(row.cost) for _, shown in kept))
+        table.add_row(_row_name(row), Text(row.cost.type, style="dim"), *(shown(row.cost) for _, shown in numbers))
     return [table, *note_lines(_left_out(profile, rows, depth))]
 
 
@@ -163,11 +166,12 @@ def _left_out(profile: Profile, rows: Sequence[ModuleRow], depth: int) -> list[s
     return ["; ".join(texts)] if texts else []
 
 
-def _op_table(ops: Sequence[OpCost]) -> Table:
+def _op_table(ops: Sequence[OpCost]) -> Grid:
     timed = ops[0].time_s is not None
     table = plain_table(
-        "hottest ops", "module", "phase", "calls", *(("time",) if timed else ()), "FLOPs", "moved", left=3
-    )
+        "hottest ops", "module", "phase", "calls", *(("time",) if timed else ()), "FLOPs", "moved",
+        left=3, drop=("calls", "moved", "phase", "FLOPs"),
+    )  # fmt: skip
     for op in ops:
         times = (format_s(op.time_s),) if timed else ()
         name, path = Text(short_op(op.op)), Text(op.path or "(the model)")
