@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from .record import Artifact
 
 
 class Report(Artifact):
     """The answer of `trainwright.verify`."""
 
+    has_summary: ClassVar[bool] = True
     format_version: int = 1
     num_ranks: int
     dtype: str

@@ -110,7 +110,7 @@ def _parse_slot(part: str, slots: Sequence[Slot], where: str) -> int:
         if _slot_text(index, slots) == part:
             return index
     known = ", ".join(["R", *(_slot_text(index, slots) for index in range(len(slots)))])
-    raise UserError(f"a layout of {where} is needed; {part!r} is none; one of {known} would do")
+    raise UserError(f"{where} needs a layout that its shape allows; {part!r} is not one; try {known}")
 
 
 def axes_of(layout: Layout, slot: int) -> tuple[int, ...]:

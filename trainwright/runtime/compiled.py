@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..capture.execute import Run
     from .module import ParallelModule
 
-_REASON = "trainwright communicates between the pieces that are compiled; fullgraph=True is not to be had"
+_REASON = "trainwright communicates between the pieces that are compiled; fullgraph=True is not possible"
 
 
 @torch.compiler.disable(recursive=False, reason=_REASON)

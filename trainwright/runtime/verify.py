@@ -59,7 +59,7 @@ def verify(
     Raises `UserError` when the plan is not the model's.
     """
     if dtype not in ("float64", "fp32"):
-        raise UserError(f"a dtype to verify in is float64 or fp32; got {dtype!r}")
+        raise UserError(f"verify runs in float64 or fp32; got {dtype!r}; choose one of these")
     _check_ranks(plan)
     exact = _single_process(plan, *_parts(model_fn()))
     if dtype == "float64":
