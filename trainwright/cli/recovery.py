@@ -13,9 +13,7 @@ from .ranks import under_torchrun
 
 RestartsOption = Annotated[
     int,
-    typer.Option(
-        metavar="N", min=0, help="If a rank dies or hangs, restart all from --checkpoint, up to N times. Default: 0."
-    ),
+    typer.Option(metavar="N", min=0, help="If a rank dies or hangs, restart all from --checkpoint, up to N times."),
 ]
 OnNanOption = Annotated[
     str, typer.Option(metavar="stop|skip|raise", help="When loss or gradients are not finite; no weight sees them.")

@@ -201,7 +201,7 @@ class Workers:
             self._pump()
         names = ", ".join(str(rank.index) for rank in late)
         return WorkerError(
-            f"every rank has {timeout_s:g} s to answer; of {self.num_processes}, rank {names} did not; "
+            f"every rank has to answer within {timeout_s:g} s; of {self.num_processes} ranks, {names} did not; "
             f"rank {late[0].index} was at:\n" + "\n".join(late[0].tail),
             late[0].index,
         )
