@@ -74,7 +74,7 @@ def test_another_plan_on_other_ranks_goes_on(
 def test_a_state_that_cannot_be_cut_anew_is_refused(pool2: Pool, tmp_path: Path) -> None:
     question = {"name": "gpt2-tiny", "folder": str(tmp_path), "optimizer": "adamw8bit"}
     pool2.run(CASES + "saves", plan=planned("gpt2-tiny", "fsdp", dropout=False), **question)
-    with pytest.raises(tw.UserError, match="belongs to the layout that wrote it"):
+    with pytest.raises(tw.UserError, match="fits only the layout that wrote it"):
         pool2.run(CASES + "resumes_what_others_saved", plan=planned("gpt2-tiny", "ddp", dropout=False), **question)
 
 
@@ -111,7 +111,7 @@ def test_a_rank_killed_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(p
 def test_a_full_disk_is_said_and_the_checkpoint_before_stays(pool2: Pool, tmp_path: Path) -> None:
     question = {"plan": planned("llama-tiny", "fsdp"), "name": "llama-tiny", "folder": str(tmp_path)}
     for found in pool2.run(CASES + "saves_to_a_full_disk", **question):
-        assert "room is needed for checkpoints" in found["said"]
+        assert "checkpoints need a directory" in found["said"]
         assert "could not be written to its end" in found["said"]
         assert "rank 1" in found["said"]
         assert found["left"] == ["step-00000000"]
@@ -135,7 +135,7 @@ def test_a_copy_beyond_the_budget_is_said_once(pool2: Pool, tmp_path: Path) -> N
 
 def test_a_directory_that_cannot_be_written_is_refused(pool2: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(tw.UserError, match=r"writable directory .* Not a directory"):
+    with pytest.raises(tw.UserError, match=r"need a directory .* Not a directory"):
         pool2.run(
             CASES + "saves_under",
             plan=planned("llama-tiny", "ddp"),

@@ -302,7 +302,7 @@ def test_diff_on_the_command_line(models, capsys) -> None:
         (["profile", "mine.py:fixed", "--sweep", "batch-size="], "sizes of 1 or more"),
         (["profile", "mine.py:fixed", "--sweep", "batch-size=2,0"], "sizes of 1 or more"),
         (["profile", "mine.py:fixed", "--sweep", "batch-size=two"], "batch-size=1,2,4"),
-        (["profile", "mine.py:fixed", "--sweep", "seq-len"], "does not tell its seq-len"),
+        (["profile", "mine.py:fixed", "--sweep", "seq-len"], "does not show its seq-len"),
         (["profile", "mine.py:fixed", "--sweep", "seq-len=4,8"], "parameter seq_len"),
         (["profile", "mine.py:uneven", "--sweep", "batch-size"], "give --batch-size"),
         (["profile", "mine.py:uneven", "--sweep", "batch-size=2"], "share their first dim"),

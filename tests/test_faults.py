@@ -163,11 +163,11 @@ def test_what_restarts_and_resuming_need(plan_path: Path, tmp_path: Path, capsys
     assert main([*train, "--metrics", "/dev/full"]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert main([*train, "--checkpoint", "/proc/none"]) == 2
-    assert "writable directory" in capsys.readouterr().err
+    assert "a directory that can be written to" in capsys.readouterr().err
     assert main([*train, "--checkpoint", str(tmp_path / "own")]) == 0
     assert main([*train, "--checkpoint", str(tmp_path / "own")]) == 2
     error = capsys.readouterr().err
-    assert "has another run's" in error
+    assert "has those of another run" in error
     assert "Traceback" not in error
 
 

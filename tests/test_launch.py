@@ -279,7 +279,7 @@ def test_a_hung_call_times_out_and_says_where() -> None:
     with Workers(2) as workers:
         workers.call(f"{HERE}:setting")
         pids = workers.pids
-        with pytest.raises(WorkerError, match=r"within 1 s; of 2 ranks, 0 gave none(.|\n)*wait_for_nobody"):
+        with pytest.raises(WorkerError, match=r"within 1 s; of 2 ranks, 0 did not(.|\n)*wait_for_nobody"):
             workers.call(f"{HERE}:wait_for_nobody", timeout_s=1)
     assert_ended(pids)
 

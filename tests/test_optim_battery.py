@@ -531,7 +531,7 @@ def test_settings_out_of_range_are_refused(name: str) -> None:
     assert len(optimizer.param_groups) == 1
     with pytest.raises(UserError, match="one form of the step is needed; got foreach=True and fused=True"):
         optim.create(name, [weight], foreach=True, fused=True)
-    with pytest.raises(UserError, match=r"an option of .* is needed; got differentiable"):
+    with pytest.raises(UserError, match=r"has no option differentiable"):
         optim.create(name, [weight], differentiable=True)
     with pytest.raises(TypeError, match="unexpected option sparse"):
         optim.record(name).cls([weight], sparse=True)  # type: ignore[call-arg]

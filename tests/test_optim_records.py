@@ -139,11 +139,11 @@ def test_names_forgive_case_and_hyphens() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda params: optim.create("adamm", params), r"got 'adamm'; did you mean .*\badam\b"),
-        (lambda params: optim.create("zzz", params), r"got 'zzz'; there are .*adamw"),
+        (lambda params: optim.create("adamm", params), r"no optimizer 'adamm'; did you mean .*\badam\b"),
+        (lambda params: optim.create("zzz", params), r"no optimizer 'zzz'; choose one of .*adamw"),
         (
             lambda params: optim.create("adamw", params, momentum=0.9),
-            r"option of adamw is needed; got momentum; .*betas",
+            r"adamw has no option momentum; its options are .*betas",
         ),
         (lambda params: optim.create("adamw", params, lr=-1.0), r"Invalid learning rate: -1.0"),
         (lambda params: optim.create("muon", params), r"2D"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import random
 import re
@@ -25,6 +27,7 @@ from trainwright.reports.module_figures import modules_figure
 from trainwright.reports.peak_figures import peak_figure, peak_parts
 from trainwright.reports.question_figures import fit_figure, sweep_figure
 from trainwright.reports.recipe_figures import measured_figure, peaks_figure, step_times_figure
+from trainwright.reports.splits import legend, meaning_of
 from trainwright.reports.terminal import (
     cluster_table,
     compare_table,
@@ -183,7 +186,7 @@ def test_tables_have_no_colours_in_a_file() -> None:
 def test_thinning_keeps_the_peak_and_the_order() -> None:
     draw = random.Random(1)
     timeline = [MemoryPoint(phase="forward", op="x", path="", live_bytes=draw.randrange(10**9)) for _ in range(20_011)]
-    points = thinned(timeline, limit=1000)
+    points = thinned(list(enumerate(timeline)), limit=1000)
     assert len(points) <= 1001
     assert max(point.live_bytes for _, point in points) == max(point.live_bytes for point in timeline)
     assert [place for place, _ in points] == sorted(place for place, _ in points)
@@ -358,7 +361,8 @@ def test_the_data_of_a_page_is_json(tmp_path) -> None:
     for path in _pages(tmp_path):
         found = re.search(r'id="figures">(.*?)</script>', path.read_text(encoding="utf8"), re.DOTALL)
         assert found
-        assert len(json.loads(found[1])) >= 2
+        assert len(json.loads(gzip.decompress(base64.b64decode(found[1])))) >= 2
+        assert path.stat().st_size < 2 * MIB
 
 
 def _pages(tmp_path):
@@ -387,3 +391,38 @@ def test_a_plan_alone_makes_a_page_and_a_bad_path_is_the_users_error(tmp_path) -
     assert "b@node" in (tmp_path / "alone.html").read_text(encoding="utf8")
     with pytest.raises(UserError, match="cannot be written"):
         samples.plan().to_html(tmp_path / "missing" / "alone.html")
+
+
+@pytest.mark.parametrize("make", [samples.plan, samples.profile, samples.cluster, samples.report])
+def test_printing_an_artifact_is_short(make) -> None:
+    artifact = make()
+    text, line, cells = str(artifact), repr(artifact), artifact._repr_html_()
+    assert 3 <= len(text.splitlines()) <= 10
+    assert "\n" not in line
+    assert line.startswith(f"<{type(artifact).__name__} ")
+    assert "img" not in _Tags(cells).names
+    assert text in f"{artifact}", "formatting prints the same"
+
+
+def test_the_short_form_of_a_plan_says_what_matters() -> None:
+    text = str(samples.plan())
+    for part in (
+        "net on cpu:4",
+        "200 ms",
+        "900 MiB a device, of 1000 MiB",
+        "node 2 × gpu 2",
+        "joint: optimal",
+        "plan.table()",
+    ):
+        assert part in text, part
+    assert "does NOT fit" in str(samples.plan(budget_bytes=800 * MIB))
+
+
+def test_the_names_of_splits_are_those_of_the_plan() -> None:
+    rows = dict(legend(samples.plan()))
+    assert list(rows)[:2] == ["@node", "@gpu"]
+    assert {"b", "o", "S0", "S1.1/3.12.64"} <= set(rows)
+    assert "h" not in rows, "nothing splits heads here"
+    assert "the batch" in plan_table(samples.plan())
+    assert meaning_of("gelu.d1~2") == meaning_of("d1")
+    assert meaning_of("n", "conv2d") == "the batch"

@@ -39,8 +39,22 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         report=samples.report(),
         explanation=samples.explanation(),
         frontier=samples.frontier(),
+        files=[f"plans/plan-{place}.json" for place in (1, 2, 3)],
     )
-    return {name: folder / f"{name}.html" for name in ("profile", "asked", "plan")}
+    write_plan(samples.plan(), folder / "alone.html", report=samples.report(), explanation=samples.explanation())
+    return {name: folder / f"{name}.html" for name in ("profile", "asked", "plan", "alone")}
+
+
+_CLIPPED = """
+[...document.querySelectorAll(".chart")].flatMap((chart) => {
+  const frame = chart.getBoundingClientRect();
+  const outside = (box) => box.width > 0 && (box.left < frame.left - 1 || box.right > frame.right + 1);
+  const texts = [...chart.querySelectorAll(".xtick text, .ytick text, .xtitle, .ytitle, .legendtext, .bartext, .annotation text")];
+  const plot = chart.querySelector(".nsewdrag")?.getBoundingClientRect();
+  const before = [...chart.querySelectorAll(".bartext")].filter((text) => text.getBoundingClientRect().left < plot.left);
+  return [...before, ...texts.filter((text) => outside(text.getBoundingClientRect()))].map((text) => text.textContent);
+})
+"""
 
 
 class Opened:
@@ -66,9 +80,9 @@ class Opened:
         self.page.close()
 
 
-@pytest.mark.parametrize("width", [1200, 480])
+@pytest.mark.parametrize("width", [1400, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("name", "num_charts"), [("profile", 4), ("asked", 6), ("plan", 7)])
+@pytest.mark.parametrize(("name", "num_charts"), [("profile", 4), ("asked", 6), ("plan", 7), ("alone", 2)])
 def test_every_chart_is_drawn_and_nothing_complains(browser, pages, name, num_charts, scheme, width) -> None:
     with Opened(browser, pages[name], width, scheme) as opened:
         drawn = opened.page.eval_on_selector_all(
@@ -77,6 +91,7 @@ def test_every_chart_is_drawn_and_nothing_complains(browser, pages, name, num_ch
         assert len(drawn) == num_charts
         assert all(drawn), drawn
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
+        assert opened.page.evaluate(_CLIPPED) == [], "what a chart writes is inside of it"
         assert opened.page.evaluate("window.hacked") is None
         assert opened.problems == []
 
@@ -168,6 +183,8 @@ def test_a_corner_of_the_frontier_names_its_plan(browser, pages) -> None:
         label = opened.page.locator(".hoverlayer").get_by_text("300 ms with 500 MiB").first
         label.wait_for()
         opened.page.locator(".hoverlayer").get_by_text("recomputation 30").first.wait_for()
+        opened.page.locator(".hoverlayer").get_by_text("plans/plan-1.json").first.wait_for()
+        assert place.locator(".textpoint").all_text_contents() == ["plan-1", "plan-2", "plan-3"]
         assert opened.problems == []
 
 
@@ -187,6 +204,42 @@ def test_the_hottest_ops_sort_by_any_column(browser, pages) -> None:
         table.get_by_text("bytes moved").press("Enter")
         assert first_ops() == ["mul", "mm"], "by keyboard"
         assert opened.problems == []
+
+
+def test_the_fastest_recipe_is_marked_and_all_have_numbers(browser, pages) -> None:
+    with Opened(browser, pages["plan"]) as opened:
+        section = opened.page.locator("section", has=opened.page.get_by_text("The recipes side by side"))
+        rows = {
+            cells[0]: cells for cells in (row.split("\t") for row in section.locator("table").inner_text().splitlines())
+        }
+        assert rows["joint"][1:3] == ["200\u00a0ms", "120\u00a0ms"]
+        assert rows["joint"][-1] == "fastest"
+        assert [name for name, cells in rows.items() if cells[-1] == "fastest"] == ["joint"]
+        assert rows["ddp"][-1] == "does not fit"
+
+
+def test_the_memory_is_drawn_over_time_where_it_is_known(browser, pages) -> None:
+    for name, title, last in (("asked", "predicted time, ms", 118), ("profile", "ops of the step, in order", 59)):
+        with Opened(browser, pages[name]) as opened:
+            chart = opened.page.locator(".chart", has=opened.page.locator(".xtitle", has_text=title))
+            assert chart.evaluate("chart => chart.data[0].x.at(-1)") == pytest.approx(last)
+
+
+def test_every_short_name_of_the_plan_is_explained(browser, pages) -> None:
+    with Opened(browser, pages["plan"]) as opened:
+        used = set(opened.page.locator("details:not(:first-of-type) .chip").all_text_contents())
+        explained = opened.page.locator("details:first-of-type .chip").all_text_contents()
+        assert used
+        assert {part for chip in used for part in (chip.split("@")[0], f"@{chip.split('@')[1]}")} <= set(explained)
+
+
+def test_an_old_browser_is_told_and_keeps_its_tables(browser, pages) -> None:
+    page = browser.new_page()
+    page.add_init_script("delete window.DecompressionStream")
+    page.goto(pages["plan"].as_uri())
+    page.get_by_text("This browser cannot unpack the charts").first.wait_for()
+    assert page.get_by_text("fastest").first.is_visible()
+    page.close()
 
 
 def test_the_theme_follows_the_system_and_the_button(browser, pages) -> None:

@@ -242,7 +242,7 @@ def test_a_dataset_alone_is_trained_on_in_epochs(folder: Path, capsys: pytest.Ca
             ["--select", "cragi"],
             "one of craig, augment, augment-coreset, augment-random, random; got 'cragi'; did you mean craig?",
         ),
-        ("drawn", ["--select", "augment"], "gives none; let its function's dict have `augment`"),
+        ("drawn", ["--select", "augment"], "returns none; add to its function's dict an `augment`"),
         ("drawn", ["--select", "craig", "--select-fraction", "0"], "--select-fraction in (0, 1]; got 0.0"),
         ("drawn", ["--select", "craig", "--select-every", "0"], "--select-every of at least 1; got 0"),
         ("drawn", ["--select-every", "2"], "--select-every needs a way to select; got no --select"),

@@ -83,6 +83,7 @@ def test_functions_of_a_file_load(file: str) -> None:
     assert loaded.batch[0].shape == (5, 6)
     assert loaded.notes == ()
     assert loaded.ref.options == {"batch_size": 5, "width": 6}
+    assert loaded.ref.name == "Linear (my_model.py:pair)", "as reports call it"
 
 
 def test_all_forms_of_result(file: str) -> None:

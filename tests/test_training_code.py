@@ -112,7 +112,7 @@ def test_what_samplers_refuse() -> None:
     narrow = Plan.model_construct(
         batch={"x": BatchEntry(shape=(2, 8), dtype="int64", layout=("S0",))}, mesh={"a0": 3}, modules={}
     )
-    with pytest.raises(tw.UserError, match="a row for every rank"):
+    with pytest.raises(tw.UserError, match="every rank needs at least one row"):
         PlanSampler(narrow, range(9), coords=(2,))
 
 

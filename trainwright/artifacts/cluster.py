@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -106,6 +106,7 @@ class Learned(Record):
 class Cluster(Artifact):
     """Devices of one kind and the links between them, outermost (slowest) first."""
 
+    has_summary: ClassVar[bool] = True
     name: str
     device: Device
     links: tuple[Link, ...]

@@ -14,7 +14,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
@@ -125,6 +125,7 @@ class SolverInfo(Record):
 class Plan(Artifact):
     """The answer of `trainwright.plan`; runs in a process that has no solver installed."""
 
+    has_summary: ClassVar[bool] = True
     format_version: int = FORMAT_VERSION
     model: ModelRef
     fingerprint: str
@@ -272,7 +273,7 @@ class Plan(Artifact):
         version = data.get("format_version") if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise UserError(
-                f"a plan of format version {FORMAT_VERSION} is needed; {where} has {version!r}; make it anew with `plan`"
+                f"a plan of format version {FORMAT_VERSION} is needed; {where} has {version!r}; make it again with `plan`"
             )
         for key in ("params", "modules", "batch"):
             if isinstance(data.get(key), dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Self
+from typing import ClassVar, Self
 
 from .record import Artifact, Record, UserError, stated_version
 
@@ -99,6 +99,7 @@ class Fit(Record):
 class Profile(Artifact):
     """The answer of `trainwright.profile`. Sizes in bytes, times in seconds; one steady-state step."""
 
+    has_summary: ClassVar[bool] = True
     format_version: int = FORMAT_VERSION
     model: str
     dtype: str = "fp32"
@@ -173,6 +174,6 @@ class Profile(Artifact):
         if version is not None and version not in READABLE_VERSIONS:
             raise UserError(
                 f"a profile of format version {' or '.join(map(str, READABLE_VERSIONS))} is needed; {where} has "
-                f"{version!r}; make it anew with `profile`"
+                f"{version!r}; make it again with `profile`"
             )
         return super().parse(text, where)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -24,7 +24,7 @@ def check_range(owner: str, **values: tuple[Any, str, Callable[[Any], bool]]) ->
 
     >>> check_range("SGD", lr=(-1.0, "at least 0", lambda value: value >= 0))
     Traceback (most recent call last):
-    trainwright.artifacts.record.UserError: SGD needs lr at least 0; got -1.0; give such a value
+    trainwright.artifacts.record.UserError: SGD needs lr at least 0; got -1.0; choose a value in that range
     """
     for name, (value, words, test) in values.items():
         try:
@@ -32,7 +32,7 @@ def check_range(owner: str, **values: tuple[Any, str, Callable[[Any], bool]]) ->
         except TypeError:  # not even of a kind that can be compared
             holds = False
         if not holds:
-            raise UserError(f"{owner} needs {name} {words}; got {value!r}; give such a value")
+            raise UserError(f"{owner} needs {name} {words}; got {value!r}; choose a value in that range")
 
 
 class Record(BaseModel):
@@ -44,12 +44,33 @@ class Record(BaseModel):
 class Artifact(Record):
     """A `Record` that is a file of its own: `to_json`, `from_json`."""
 
+    has_summary: ClassVar[bool] = False
+    """Whether `print` shows a few lines of it in place of all its fields."""
+
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the artifact as JSON; with `path`, write it there as well, atomically."""
         text = self._render()
         if path is not None:
             write_atomically(Path(path), text)
         return text
+
+    def __str__(self) -> str:
+        return self._summary("as_text") or super().__str__()
+
+    def __repr__(self) -> str:
+        return self._summary("as_line") or super().__repr__()
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows."""
+        return self._summary("as_html")
+
+    def _summary(self, form: str) -> str | None:
+        """The few lines of the artifacts that have some; `table()` is the long form."""
+        if not self.has_summary:
+            return None
+        from ..reports import summary
+
+        return str(getattr(summary, form)(self))
 
     def _render(self) -> str:
         return self.model_dump_json(indent=1) + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from pydantic import ConfigDict
 
@@ -31,6 +31,7 @@ class Report(Artifact):
     # an error without a bound, where something is missing or no number, is written as "Infinity" or "NaN"
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
+    has_summary: ClassVar[bool] = True
     format_version: int = FORMAT_VERSION
     num_ranks: int
     dtype: str

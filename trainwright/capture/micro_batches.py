@@ -355,7 +355,9 @@ def as_runs(part: Captured, num: int, corrections: Corrections) -> Program:
     keys = {node.meta["key"] for node in part.graph.nodes if node.op == "call_function"}
     unknown = sorted(corrections.keys() - keys)
     if unknown:
-        raise UserError(f"corrections of ops that are there are needed; {unknown[0]} is none; plan anew")
+        raise UserError(
+            f"the plan's corrections must name ops of the model; it has no {unknown[0]}; make the plan again"
+        )
     for node in part.graph.nodes:
         if node.op == "call_function" and corrections.get(node.meta["key"]) == WEIGHTED:
             rule = find(op_name(node.target)).weight

@@ -113,7 +113,7 @@ def _load_zoo(spec: str, device: str, options: dict[str, Any], extra: dict[str, 
     name = spec.removeprefix(ZOO)
     twice = sorted(options.keys() & extra.keys())
     if twice:
-        raise UserError(f"each option is needed once; --set {twice[0]} repeats an option; drop one")
+        raise UserError(f"each option can be given once; --set {twice[0]} repeats one; drop either")
     model, batch = zoo.build(name, device=device, **options, **extra)
     ref = ModelRef(name=name, spec=spec, options={**options, **extra})
     parts: dict[str, Any] = {**dict.fromkeys(KEYS), "model": model, "batch": batch}
@@ -135,8 +135,7 @@ class _Target:
         keywords = self._keywords(function)
         parts = self._parts(self._call(function, keywords))
         model = self._converted(parts["model"], keywords)
-        name = self.spec.rpartition(":")[2] if ":" in self.spec else self.spec
-        ref = ModelRef(name=name, spec=self.spec, options={**self.options, **self.extra})
+        ref = ModelRef(name=_title(model, self.spec), spec=self.spec, options={**self.options, **self.extra})
         return Loaded(**{**parts, "model": model}, ref=ref, notes=tuple(self.notes))
 
     def _function(self) -> Callable[..., Any]:
@@ -156,7 +155,7 @@ class _Target:
         for key in self.extra:
             if accepted is not None and key not in accepted:
                 takes = ", ".join(sorted(accepted)) or "nothing"
-                raise UserError(f"a setting that {self.spec} takes is needed; got {key!r}; it takes {takes}")
+                raise UserError(f"{self.spec} has no parameter {key!r}; it accepts {takes}; change --set")
         for key, value in self.options.items():
             if accepted is None or key in accepted:
                 keywords[key] = value
@@ -225,6 +224,13 @@ class _Target:
         if wanted is None or "dtype" in keywords:
             return model
         return model.to(zoo.parse_dtype(wanted))
+
+
+def _title(model: nn.Module, spec: str) -> str:
+    """What a model of the user's is called in reports: `MyNet (train.py:build)`."""
+    place, _, function = spec.rpartition(":")
+    where = Path(place).name if place.endswith(".py") else place
+    return f"{type(model).__name__} ({where}:{function})"
 
 
 def _accepted(function: Callable[..., Any]) -> set[str] | None:
@@ -323,7 +329,7 @@ def _as_user_error(what: str) -> Iterator[None]:
 
 def _user_error(error: BaseException, what: str) -> UserError:
     message = next(iter(str(error).splitlines()), "") or "no message"
-    return UserError(f"{what}: {type(error).__name__}: {message}, at {_where(error)}; mend it there")
+    return UserError(f"{what}: {type(error).__name__}: {message}, at {_where(error)}; fix it there")
 
 
 def _where(error: BaseException) -> str:

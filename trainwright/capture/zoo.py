@@ -97,7 +97,7 @@ def parse_dtype(name: str) -> torch.dtype:
     """
     short = DTYPE_SYNONYMS.get(name, name)
     if short not in DTYPES:
-        raise UserError(f"a dtype is needed, one of {', '.join(DTYPES)}; got {name!r}")
+        raise UserError(f"a dtype must be one of {', '.join(DTYPES)}; got {name!r}; choose one of these")
     return DTYPES[short]
 
 

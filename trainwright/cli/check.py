@@ -52,6 +52,6 @@ def _verdict(plan: Plan) -> int:
         return OK
     remark(
         f"error: a peak of at most {format_bytes(budget)} is needed; the plan's is {format_bytes(peak)}, "
-        f"{format_bytes(peak - budget)} more; recompute more, or plan anew"
+        f"{format_bytes(peak - budget)} more; recompute more, or make the plan again"
     )
     return FAILED

@@ -98,8 +98,8 @@ def plan(
         found = ask(_Question(loaded, {**question, "progress": tell}, optimizers, solver))
         written = found.write(output) if output is not None else None
         if html_path is not None:
-            _write_report(found, loaded, html_path)
-    answer(found.text, found.data, json_path)
+            _write_report(found, loaded, html_path, found.files(output))
+    answer(found.text(output), found.data, json_path)
     if written is not None:
         remark(f"wrote {output}; next: trainwright train {model.spec} --plan {written}")
     if found.plan is None:
@@ -180,7 +180,7 @@ class _Question:
 class _Found:
     """The answer: what to print, what JSON says, and the plan, if there is one."""
 
-    text: str
+    shown: str
     data: Callable[[], Any]
     plan: Plan | None
     comparison: Mapping[str, Plan | Refusal] | None = None
@@ -199,10 +199,17 @@ class _Found:
             raise UserError(
                 f"a folder for the plans of a frontier is needed; {path} is none ({error.strerror}); name another"
             ) from None
-        names = [f"{path}/plan-{place}.json" for place in range(1, len(self.frontier) + 1)]
-        for name, plan in zip(names, self.frontier):
+        for name, plan in zip(self.files(path), self.frontier):
             plan.to_json(name)
-        return names[-1]
+        return self.files(path)[-1]
+
+    def files(self, path: str | None) -> list[str]:
+        """Return where the plans of a frontier are written, in order; none where they are not."""
+        return [] if path is None else [f"{path}/plan-{place}.json" for place in range(1, len(self.frontier) + 1)]
+
+    def text(self, path: str | None) -> str:
+        """Return what to print; a frontier's table names the file of each plan."""
+        return frontier_table(self.frontier, self.files(path)) if self.frontier else self.shown
 
 
 def _ask_for_plan(question: _Question) -> _Found:
@@ -276,7 +283,7 @@ def _ask_for_frontier(question: _Question) -> _Found:
     if len(question.optimizers) > 1 or question.solver != "joint":
         raise UserError("one optimizer and the solver joint are needed for --frontier; leave the others out")
     points = tw.frontier(**_asked(question, question.optimizers[0]))
-    return _Found(frontier_table(points), lambda: frontier_as_json(points), points[-1], frontier=points)
+    return _Found("", lambda: frontier_as_json(points), points[-1], frontier=points)
 
 
 def frontier_as_json(points: Sequence[Plan]) -> dict[str, Any]:
@@ -299,13 +306,14 @@ def _why_none(comparison: Mapping[str, Plan | Refusal] | None, solver: str) -> s
     return str((comparison or {}).get(solver, "no plan"))
 
 
-def _write_report(found: _Found, loaded: Loaded, path: str) -> None:
+def _write_report(found: _Found, loaded: Loaded, path: str, files: Sequence[str]) -> None:
     """Write the report, with the memory over the step simulated anew and the reasons for each decision."""
     from ..reports.html import write_plan
 
     if found.plan is None:
         raise UserError("a plan that fits is needed for --html; there is none; raise --memory")
-    write_plan(found.plan, path, comparison=found.comparison, frontier=found.frontier, **details(found.plan, loaded))
+    more = details(found.plan, loaded)
+    write_plan(found.plan, path, comparison=found.comparison, frontier=found.frontier, files=files, **more)
 
 
 def details(plan: Plan, loaded: Loaded) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def profile(
     asked = None if sweep is None else parse_sweep(sweep)
     if trace_path is not None and hardware is None:
         hardware = _TRACE_HARDWARE
-        remark(f"note: there is no --hardware; the times are predicted for {hardware}")
+        remark(f"note: no --hardware was given; times are predicted for {hardware}")
     _check_sort(sort, hardware)
     with quiet_stdout(), status(f"profiling {model.spec}") as tell:
         import trainwright as tw
@@ -98,7 +98,7 @@ def _check_sort(sort: str | None, hardware: str | None) -> None:
     if sort is not None and sort not in SORTABLE:
         raise UserError(f"--sort needs one of {', '.join(SORTABLE)}; got {sort!r}; choose one of them")
     if sort == "time" and hardware is None:
-        raise UserError("--sort time needs the hardware whose time is meant; got none; add --hardware H")
+        raise UserError("--sort time needs predicted times; no hardware was given; add --hardware H")
 
 
 def _verdict(profile: Profile) -> int:

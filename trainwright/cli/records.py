@@ -93,5 +93,5 @@ def _writable(path: Path, option: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"a writable place is needed for {option}; {path} is not ({error.strerror}); choose another"
+            f"{option} needs a place that can be written to; {path} cannot ({error.strerror}); choose another"
         ) from None

@@ -12,7 +12,8 @@ from .output import remark
 from .ranks import under_torchrun
 
 RestartsOption = Annotated[
-    int, typer.Option(metavar="N", min=0, help="When a rank dies or hangs: start all anew from --checkpoint, N times.")
+    int,
+    typer.Option(metavar="N", min=0, help="If a rank dies or hangs, restart all from --checkpoint, up to N times."),
 ]
 OnNanOption = Annotated[
     str, typer.Option(metavar="stop|skip|raise", help="When loss or gradients are not finite; no weight sees them.")
@@ -40,7 +41,7 @@ def with_restarts(run: Callable[[bool], Any], num_restarts: int) -> Any:
 
     if num_restarts and under_torchrun():
         raise UserError(
-            "--restarts starts ranks of its own anew; these are torchrun's; leave it out, and give torchrun --max-restarts"
+            "--restarts needs ranks that this command started; these are torchrun's; leave it out, and give torchrun --max-restarts"
         )
     for attempt in range(num_restarts + 1):
         try:

@@ -77,13 +77,13 @@ def selected(module: ParallelModule, loaded: Loaded, options: Mapping[str, Any],
     way, spec = selection(options["name"]), loaded.ref.spec
     if loaded.dataset is None:
         raise UserError(
-            f"examples to select from are needed; {spec} gives none; let its function return a dict with "
-            "model, batch and dataset"
+            f"--select needs examples to choose from; {spec} returns none; let its function return a dict with model, batch and "
+            "dataset"
         )
     if way.compose is not None and loaded.augment is None:
         raise UserError(
-            f"a strong augmentation is needed for --select {way.name}; {spec} gives none; let its function's dict have "
-            "`augment`, from an example to an example"
+            f"--select {way.name} needs a strong augmentation; {spec} returns none; add to its function's dict an `augment` that "
+            "maps an example to an example"
         )
     strong = None if way.compose is None else loaded.augment
     batches = ExampleBatches(module.plan, loaded.dataset, seed=seed, strong=strong)

@@ -30,7 +30,7 @@ def parse_sweep(text: str) -> Sweep:
     axis, separator, listed = text.strip().partition("=")
     axis = axis.strip().replace("_", "-").lower()
     if axis not in AXES:
-        raise UserError(f"what to sweep is needed: {_EXAMPLES}; got {text!r}; write one of them")
+        raise UserError(f"--sweep takes {_EXAMPLES}; got {text!r}; write one of these")
     try:
         values = tuple(sorted({int(value) for value in listed.split(",")})) if separator else ()
     except ValueError:
@@ -89,7 +89,7 @@ class SweepRun:
         size = self.variants.batch_size if self.sweep.axis == "batch-size" else self.variants.seq_len
         if size is None:
             raise UserError(
-                f"sizes to sweep are needed; the batch does not tell its {self.sweep.axis}; "
+                f"--sweep needs sizes, since the batch does not show its {self.sweep.axis}; "
                 f"write --sweep {self.sweep.axis}=1,2,4, or give --{self.sweep.axis}"
             )
         return size

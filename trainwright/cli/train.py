@@ -116,7 +116,7 @@ def train(
         if progress.steps and selecting is not None:
             print(selection_line(found["selection"], progress.steps))
     if json_path is not None and not progress.steps:
-        raise UserError("steps are needed for --json; nothing was left to do; train more --steps")
+        raise UserError("--json needs steps to report; nothing was left to do; give more --steps")
     write_json(lambda: held_against(progress.steps, plan, _machine(plan)).to_json(), json_path)
 
 

@@ -217,13 +217,13 @@ def _enable_checkpointing(model: Any) -> None:
     """Turn on the model's own recomputation; `UserError` where it has none."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
-        raise UserError("a model with gradient_checkpointing_enable() is needed; this one has none; add it")
+        raise UserError("this needs a model with gradient_checkpointing_enable(); this model does not have it; add it")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers has a second name for it
             _call_with_or_without(enable, gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:
-        raise UserError(f"a model that can recompute its blocks is needed; it says: {error}") from None
+        raise UserError(f"this model cannot recompute its blocks: {error}") from None
 
 
 def _call_with_or_without(function: Callable[..., Any], **keywords: Any) -> None:

@@ -35,7 +35,9 @@ def learn(runs: Sequence[Run]) -> Cluster:
     {'compute': 2.0, 'update': 2.0}
     """
     if not runs:
-        raise UserError("a run is needed to learn from; got none; give what `trainwright train --json FILE` wrote")
+        raise UserError(
+            "--learn needs a training run; got none; give a file that `trainwright train --json FILE` wrote"
+        )
     base = _common(runs)
     for run in runs:
         _check(run)

@@ -238,7 +238,7 @@ DEVICES: dict[str, Device] = {name: _sheet_device(name, sheet) for name, sheet i
 
 def _positive(digits: str, text: str) -> int:
     if not 1 <= (count := int(digits)) <= 10**6:
-        raise UserError(f"a number of devices from 1 on is needed in {text!r}; got {digits}; write it as {GRAMMAR}")
+        raise UserError(f"{text!r} needs between 1 and a million devices; got {digits}; write it as {GRAMMAR}")
     return count
 
 

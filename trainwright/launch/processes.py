@@ -92,7 +92,7 @@ class Workers:
     def call(self, worker: str, payload: dict[str, Any] | None = None, timeout_s: float | None = None) -> list[Any]:
         """Run `worker` on every rank and return the results in order; see `run_processes`."""
         if self.closed:
-            raise WorkerError("running ranks are needed for a call; these were closed, or ended by an earlier failure")
+            raise WorkerError("a call needs running ranks; these were closed, or ended by an earlier failure")
         try:
             for rank in self._ranks:
                 rank.begin({"call": worker, "payload": payload or {}})
@@ -201,7 +201,7 @@ class Workers:
             self._pump()
         names = ", ".join(str(rank.index) for rank in late)
         return WorkerError(
-            f"an answer is needed within {timeout_s:g} s; of {self.num_processes} ranks, {names} gave none; "
+            f"every rank has to answer within {timeout_s:g} s; of {self.num_processes} ranks, {names} did not; "
             f"rank {late[0].index} was at:\n" + "\n".join(late[0].tail),
             late[0].index,
         )

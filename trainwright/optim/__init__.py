@@ -120,13 +120,13 @@ def create(name: str, params: Iterable[Any], lr: float | None = None, **options:
     accepted = _accepted(entry.cls)
     if unknown := [key for key in options if key not in accepted]:
         known = ", ".join(key for key in accepted if key not in ("params", "lr"))
-        raise UserError(f"an option of {entry.name} is needed; got {', '.join(unknown)}; it knows {known}")
+        raise UserError(f"{entry.name} has no option {', '.join(unknown)}; its options are {known}; choose among those")
     one_by_one: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in accepted}
     given = {} if lr is None else {"lr": lr}
     try:
         return entry.cls(params, **{**one_by_one, **entry.defaults, **given, **options})
     except (TypeError, ValueError) as error:
-        raise UserError(f"settings that {entry.name} takes are needed; it says: {error}; change them") from error
+        raise UserError(f"{entry.name} does not accept these settings: {error}; change them") from error
 
 
 def record(name: str) -> OptimizerRecord:
@@ -140,11 +140,11 @@ def record(name: str) -> OptimizerRecord:
         return _RECORDS[by_key[_key(name)]]
     if _key(name) in _LEFT_OUT:
         raise UserError(
-            f"an optimizer with a declared cost is needed; {name!r} {_LEFT_OUT[_key(name)]}; take adamw or sgd"
+            f"planning needs an optimizer whose cost is known; {name!r} {_LEFT_OUT[_key(name)]}; try adamw or sgd"
         )
     near = [by_key[key] for key in difflib.get_close_matches(_key(name), by_key, n=3)]
-    advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names())}"
-    raise UserError(f"the name of an optimizer is needed; got {name!r}; {advice}")
+    advice = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(names())}"
+    raise UserError(f"there is no optimizer {name!r}; {advice}")
 
 
 def check_plannable(name: str, alone: bool = False) -> None:

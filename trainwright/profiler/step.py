@@ -82,5 +82,5 @@ def _autocast(dtype: str | None) -> AbstractContextManager[Any]:
     if dtype is None:
         return nullcontext()
     if dtype not in DTYPES:
-        raise UserError(f"a dtype for autocast is one of {', '.join(DTYPES)}; got {dtype!r}")
+        raise UserError(f"autocast must be one of {', '.join(DTYPES)}; got {dtype!r}; choose one of these")
     return torch.autocast("cpu", dtype=DTYPES[dtype])

@@ -21,6 +21,15 @@ TEXT_ROOM = 1.35
 _KIB = 1024
 
 
+def time_unit_of(longest_s: float) -> tuple[float, str]:
+    """The unit in which `longest_s` seconds read best.
+
+    >>> time_unit_of(0.04), time_unit_of(2.0)
+    ((0.001, 'ms'), (1.0, 's'))
+    """
+    return (1.0, "s") if longest_s >= 1 else (1e-3, "ms") if longest_s >= 1e-3 else (1e-6, "µs")
+
+
 def unit_of(largest: float) -> tuple[float, str]:
     """The unit in which `largest` bytes read best."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

@@ -50,8 +50,8 @@ def _check_sort(sort: str | None, wholes: dict[str, float]) -> None:
         raise UserError(f"modules are sorted by {', '.join(SORTABLE)}; got {sort!r}; choose one of them")
     if wholes[sort]:
         return
-    advice = {"time": "add --hardware", "memory": "make the profile anew"}.get(sort, "sort by another")
-    raise UserError(f"modules with {MEASURES[sort].label} are needed to sort by it; the profile has none; {advice}")
+    advice = {"time": "add --hardware", "memory": "make the profile again"}.get(sort, "sort by something else")
+    raise UserError(f"sorting by {sort} needs a profile with {MEASURES[sort].label}; this one has none; {advice}")
 
 
 def _together(small: list[ModuleRow], num_rows: int) -> ModuleRow:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +15,10 @@ from .decisions import DecisionRow, decision_rows, micro_batches_text, offloaded
 from .frontier_figure import frontier_figure
 from .memory_figures import breakdown_figure
 from .module_figures import modules_figure
-from .page import Page, Tile, folded, grid, notes, table
+from .page import Page, Tile, best_mark, folded, grid, notes, table
 from .recipe_figures import measured_figure, peaks_figure, step_times_figure
 from .sections import memory_section, notes_section
+from .splits import legend
 from .units import format_bytes, format_ratio, format_s
 
 __all__ = ["write_plan"]
@@ -58,11 +59,13 @@ def write_plan(
     report: Report | None = None,
     explanation: Explained | None = None,
     frontier: Sequence[Plan] = (),
+    files: Sequence[str] = (),
 ) -> None:
     """Write a plan as a page: prediction, decisions, and of the rest what is given.
 
     simulation: the memory over the step. comparison: the recipes side by side. profile: the modules by size.
-    report: predicted against measured. explanation: the reason beside each decision. frontier: time against memory.
+    report: predicted against measured. explanation: the reason beside each decision. frontier: time against memory;
+    files: where its plans were written, in order.
     """
     mesh = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
     parts = (f"on {plan.cluster.name}", f"mesh {mesh}", *micro_batches_text(plan), plan.optimizer, plan.dtype)
@@ -76,8 +79,7 @@ def write_plan(
     if comparison:
         _comparison_section(page, comparison, plan.budget_bytes)
     if frontier:
-        chart = page.chart(frontier_figure(frontier, plan), "step time against memory")
-        page.section("Time against memory", chart, lead="Each corner is a plan: no other is both smaller and faster.")
+        _frontier_section(page, plan, frontier, files)
     _decisions_section(page, plan, _reasons(plan, explanation))
     notes_section(page, (*plan.notes, *plan.solver.notes))
     page.section("How it was made", _made_table(plan))
@@ -143,7 +145,48 @@ def _comparison_section(page: Page, plans: Mapping[str, Plan | Refusal], budget_
     refused = [(name, found) for name, found in plans.items() if not isinstance(found, Plan)]
     reasons = notes(f"{name}: {found}" for name, found in refused)
     lead = "All priced by the same simulator; hatched: does not fit."
-    page.section("The recipes side by side", charts, reasons, lead=lead)
+    card = f'<div class="card">{_comparison_table(plans)}</div>'
+    page.section("The recipes side by side", card, charts, reasons, lead=lead)
+
+
+def _comparison_table(plans: Mapping[str, Plan | Refusal]) -> str:
+    """The numbers of each recipe, the fastest marked."""
+    fastest = min((found.predicted.step_s for found in plans.values() if isinstance(found, Plan)), default=None)
+    rows = []
+    for name, found in plans.items():
+        if isinstance(found, Plan):
+            predicted = found.predicted
+            times = (predicted.step_s, predicted.compute_s, predicted.exposed_comm_s, predicted.recompute_s)
+            cells = [
+                escape(name),
+                *map(format_s, times),
+                format_bytes(predicted.peak_bytes),
+                format_s(found.solver.plan_s),
+            ]
+            best = predicted.step_s == fastest
+            rows.append([*cells, best_mark("fastest") if best else format_ratio(predicted.step_s, fastest)])
+        else:
+            rows.append([escape(name), *["–"] * 6, '<span class="wrong">does not fit</span>'])
+    columns = ("recipe", "step", "compute", "comm exposed", "recompute", "peak", "planned in", "")
+    return table(columns, rows, numbers=range(1, 8))
+
+
+def _frontier_section(page: Page, plan: Plan, points: Sequence[Plan], files: Sequence[str]) -> None:
+    chart = page.chart(frontier_figure(points, plan, files), "step time against memory")
+    fastest = min(point.predicted.step_s for point in points)
+    rows = []
+    for point, file in zip_longest(points, files, fillvalue=""):
+        assert isinstance(point, Plan)
+        found = point.predicted
+        times = (found.step_s, found.compute_s, found.exposed_comm_s, found.recompute_s)
+        slower = best_mark("fastest") if found.step_s == fastest else format_ratio(found.step_s, fastest)
+        mesh = " × ".join(map(str, point.mesh.values()))
+        rows.append(
+            (f"<code>{escape(str(file))}</code>", format_bytes(found.peak_bytes), *map(format_s, times), mesh, slower)
+        )
+    columns = ("plan", "peak", "step", "compute", "comm exposed", "recompute", "mesh", "")
+    card = f'<div class="card">{table(columns, rows, numbers=range(1, 8))}</div>'
+    page.section("Time against memory", chart, card, lead="Each corner is a plan: no other is both smaller and faster.")
 
 
 def _measured_section(page: Page, report: Report) -> None:
@@ -174,7 +217,7 @@ def _measured_table(report: Report) -> str:
         ratio = format_ratio(report.step_s, report.predicted_step_s)
         rows.append(("step", format_s(report.step_s), f"{format_s(report.predicted_step_s)} predicted", ratio))
     worst = f'<p class="why">Worst gradient: <code>{escape(report.worst_gradient)}</code></p>'
-    return table(("", "measured", "allowed", ""), rows, numbers=(1, 2)) + (worst if report.worst_gradient else "")
+    return table(("", "measured", "allowed", ""), rows, numbers=(1, 2, 3)) + (worst if report.worst_gradient else "")
 
 
 def _decisions_section(page: Page, plan: Plan, reasons: Mapping[str, str]) -> None:
@@ -184,11 +227,13 @@ def _decisions_section(page: Page, plan: Plan, reasons: Mapping[str, str]) -> No
         summary = f"<code>{escape(block)}</code>" if block else escape("outside of the blocks")
         parts.append(folded(f"{summary}<small>{len(rows)} ops</small>", _decision_table(rows, reasons), is_open=True))
     lead = (
-        "For each op the loop that each mesh axis splits (b0@gpu: the batch; h: heads; o, i: outputs or inputs of a "
-        "product; d0, d1, …: a dim of an elementwise op), how its parameters are stored between steps (S0@gpu: along "
-        "their first dim), and the fate of what its backward needs. Repeated blocks are written once."
+        "For each op: what each mesh axis splits, how its parameters are stored between steps, and what becomes of the "
+        "values that its backward needs. Repeated blocks are written once."
     )
-    page.section("Decisions", *parts, lead=lead)
+    names = [(f'<span class="chip">{escape(name)}</span>', escape(text)) for name, text in legend(plan)]
+    page.section(
+        "Decisions", folded("What the short names mean", table(("", ""), names), is_open=True), *parts, lead=lead
+    )
 
 
 def _decision_table(rows: Sequence[DecisionRow], reasons: Mapping[str, str]) -> str:

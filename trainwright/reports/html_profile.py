@@ -124,9 +124,8 @@ def _peak_section(page: Page, profile: Profile) -> None:
     if any(module.at_peak_bytes for module in profile.modules):
         parts.append(page.chart(peak_figure(profile.modules), "memory at the peak, by module and category"))
     if parts:
-        lead = (
-            f"What is alive when the memory is highest, {short_op(profile.peak_at)}: by what it is for, and by module."
-        )
+        at = f" ({short_op(profile.peak_at)})" if profile.peak_at else ""
+        lead = f"What is alive when memory is highest{at}: by what it is for, and by module."
         page.section("At the peak", grid(*parts), lead=lead)
 
 

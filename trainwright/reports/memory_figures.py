@@ -7,21 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from ..artifacts import MemoryPoint
-from .figures import BUDGET, COLORS, TEXT_ROOM, Figure, unit_of
+from .figures import BUDGET, COLORS, TEXT_ROOM, Figure, time_unit_of, unit_of
 from .tree import short_op
 from .units import category_name, format_bytes
 
 MAX_POINTS = 3000
+ORDER = "ops of the step, in order"
+"""The axis of a step whose times are not known."""
+Placed = tuple[float, MemoryPoint]
+"""A point with its place on the axis."""
 _BUDGET_SHOWN_UP_TO = 1.6
 """Of the peak: a budget beyond would flatten the rest."""
 
 
 def memory_figure(timeline: Sequence[MemoryPoint], peak_bytes: int, budget_bytes: int | None) -> Figure:
     """Return what is alive over the step as stacked areas by category, with the peak and the budget."""
-    points = thinned(timeline)
+    placed, axis = _placed(timeline)
+    points = thinned(placed)
     scale, unit = unit_of(peak_bytes)
     data = [_area(key, points, scale) for key in COLORS]
     data += [_peak_trace(points, peak_bytes, scale)]
@@ -29,7 +34,8 @@ def memory_figure(timeline: Sequence[MemoryPoint], peak_bytes: int, budget_bytes
         data.append(_budget_trace(points, budget_bytes, scale))
     layout = {
         "xaxis": {
-            "title": {"text": "events of the step, in order"},
+            "title": {"text": axis},
+            "hoverformat": ".4~g",
             "showgrid": False,
             "showspikes": True,
             "range": [points[0][0], points[-1][0]] if points else None,
@@ -45,14 +51,26 @@ def memory_figure(timeline: Sequence[MemoryPoint], peak_bytes: int, budget_bytes
     return {"data": data, "layout": layout}
 
 
-def thinned(timeline: Sequence[MemoryPoint], limit: int = MAX_POINTS) -> list[tuple[int, MemoryPoint]]:
-    """Return at most about `limit` points with their places: of each stretch the one with the most memory."""
-    numbered = list(enumerate(timeline))
-    if len(numbered) <= limit:
-        return numbered
-    stretch = -(-len(numbered) // limit)
-    chunks = (numbered[start : start + stretch] for start in range(0, len(numbered), stretch))
+def thinned(placed: Sequence[Placed], limit: int = MAX_POINTS) -> list[Placed]:
+    """Return at most about `limit` of the points: of each stretch the one with the most memory."""
+    stretch = max(1, -(-len(placed) // limit))
+    chunks = (placed[start : start + stretch] for start in range(0, len(placed), stretch))
     return [max(chunk, key=lambda item: item[1].live_bytes) for chunk in chunks]
+
+
+def _placed(timeline: Sequence[MemoryPoint]) -> tuple[list[Placed], str]:
+    """The points with their places on the axis, and what that shows: time where it is known, else the order of the ops.
+
+    Of ops that begin at the same moment (views take no time) the one with the most memory stands for all.
+    """
+    total_s = sum(point.time_s for point in timeline)
+    if not total_s:
+        return list(enumerate(timeline)), ORDER
+    scale, unit = time_unit_of(total_s)
+    begins = accumulate((point.time_s / scale for point in timeline), initial=0.0)
+    moments = groupby(zip(begins, timeline), key=lambda item: item[0])
+    points = [max(group, key=lambda item: item[1].live_bytes) for _, group in moments]
+    return points, f"predicted time, {unit}"
 
 
 def breakdown_figure(breakdown: Mapping[str, int]) -> Figure:
@@ -75,7 +93,7 @@ def breakdown_figure(breakdown: Mapping[str, int]) -> Figure:
     return {"data": [bar], "layout": {**layout, "margin": {"t": 10, "r": 20, "l": 20, "b": 50}, "height": 400}}
 
 
-def _area(key: str, points: Sequence[tuple[int, MemoryPoint]], scale: float) -> Figure:
+def _area(key: str, points: Sequence[Placed], scale: float) -> Figure:
     label, color = category_name(key), COLORS[key]
     sizes = [_alive(point, key) for _, point in points]
     return {
@@ -99,7 +117,7 @@ def _alive(point: MemoryPoint, key: str) -> int:
     return max(0, point.live_bytes - sum(_alive(point, each) for each in COLORS if each != "other"))
 
 
-def _peak_trace(points: Sequence[tuple[int, MemoryPoint]], peak_bytes: int, scale: float) -> Figure:
+def _peak_trace(points: Sequence[Placed], peak_bytes: int, scale: float) -> Figure:
     """A marker at the peak; the same trace carries each event's op and module, for hovering."""
     top = max((point.live_bytes for _, point in points), default=0)
     at = next((place for place, (_, point) in enumerate(points) if point.live_bytes == top), 0)
@@ -122,7 +140,7 @@ def _peak_trace(points: Sequence[tuple[int, MemoryPoint]], peak_bytes: int, scal
     }
 
 
-def _budget_trace(points: Sequence[tuple[int, MemoryPoint]], budget_bytes: int, scale: float) -> Figure:
+def _budget_trace(points: Sequence[Placed], budget_bytes: int, scale: float) -> Figure:
     return {
         "type": "scatter",
         "mode": "lines",
@@ -134,7 +152,7 @@ def _budget_trace(points: Sequence[tuple[int, MemoryPoint]], budget_bytes: int, 
     }
 
 
-def _phases(points: Sequence[tuple[int, MemoryPoint]]) -> list[tuple[str, int, int]]:
+def _phases(points: Sequence[Placed]) -> list[tuple[str, float, float]]:
     """Runs of one phase: its name, first and last place."""
     runs = []
     for phase, group in groupby(points, key=lambda item: item[1].phase):
@@ -143,7 +161,7 @@ def _phases(points: Sequence[tuple[int, MemoryPoint]]) -> list[tuple[str, int, i
     return runs
 
 
-def _phase_lines(points: Sequence[tuple[int, MemoryPoint]]) -> list[Figure]:
+def _phase_lines(points: Sequence[Placed]) -> list[Figure]:
     line = {"width": 1, "dash": "dot", "color": "#99a3ad"}
     return [
         {"type": "line", "x0": start, "x1": start, "y0": 0, "y1": 1, "yref": "paper", "line": line}
@@ -151,8 +169,8 @@ def _phase_lines(points: Sequence[tuple[int, MemoryPoint]]) -> list[Figure]:
     ]
 
 
-def _phase_names(points: Sequence[tuple[int, MemoryPoint]]) -> list[Figure]:
-    total = max(1, points[-1][0] - points[0][0]) if points else 1
+def _phase_names(points: Sequence[Placed]) -> list[Figure]:
+    total = points[-1][0] - points[0][0] if points else 1
     style = {"y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
     return [
         {"x": (start + end) / 2, "text": escape(phase), **style}

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
+  let figures = null;  // until they are unpacked
   const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
   const systemDark = window.matchMedia("(prefers-color-scheme: dark)");
 
@@ -12,24 +12,45 @@
     return { font: read("--text"), axis, hover };
   };
 
-  const layoutOf = (figure) => {
+  const NARROW = 480;  // pixels of a chart, below which it gets smaller letters and more height
+
+  const layoutOf = (figure, narrow) => {
     const theme = themed();
     const layout = structuredClone(figure.layout);
     const family = getComputedStyle(document.body).fontFamily;
     Object.assign(layout, {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family, size: 13, color: theme.font }, hoverlabel: theme.hover, autosize: true,
+      font: { family, size: narrow ? 11 : 13, color: theme.font }, hoverlabel: theme.hover, autosize: true,
     });
     for (const name of ["xaxis", "yaxis", "yaxis2"]) {
       if (layout[name]) layout[name] = { ...theme.axis, ...layout[name] };
     }
+    if (narrow) {
+      const named = figure.data.filter((trace) => trace.name && trace.showlegend !== false).length;
+      if (layout.legend) layout.height += 15 * Math.max(0, named - 2);
+      layout.margin = { ...layout.margin, l: Math.min(layout.margin.l, 50), r: Math.min(layout.margin.r, 40) };
+    }
     return layout;
   };
 
+  const dataOf = (figure, narrow) => {
+    const longest = (trace) => Math.max(...trace.x);  // its number has no room behind it
+    const placed = (trace) => trace.x.map((length) => (length > longest(trace) / 2 ? "inside" : "outside"));
+    const inside = (trace) => (trace.textposition === "outside" ? { ...trace, textposition: placed(trace), textangle: 0 } : trace);
+    return narrow ? figure.data.map(inside) : figure.data;
+  };
+
+  const unpacked = async (id) => {
+    const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
+    return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  };
+
   const drawAll = () => {
+    if (figures === null) return;
     for (const [name, figure] of Object.entries(figures)) {
       const place = document.getElementById(name);
-      Plotly.react(place, place.data || figure.data, layoutOf(figure), config);
+      const narrow = place.clientWidth < NARROW;
+      Plotly.react(place, place.data || dataOf(figure, narrow), layoutOf(figure, narrow), config);
     }
   };
 
@@ -41,6 +62,7 @@
 
   for (const button of document.querySelectorAll("[data-menu]")) {
     button.addEventListener("click", () => {
+      if (figures === null) return;
       press(button);
       const { chart, menu, choice } = button.dataset;
       Plotly.restyle(chart, figures[chart].menus[menu][choice]);
@@ -75,4 +97,18 @@
   document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
   systemDark.addEventListener("change", (event) => setTheme(event.matches));
   setTheme(systemDark.matches);
+
+  const start = async () => {
+    const script = document.createElement("script");
+    script.textContent = await unpacked("plotly");
+    document.head.append(script);
+    figures = JSON.parse(await unpacked("figures"));
+    drawAll();
+  };
+  start().catch((error) => {
+    const old = "This browser cannot unpack the charts (that takes Chrome 80, Firefox 113, Safari 16.4 or later).";
+    const text = "DecompressionStream" in window ? `The charts cannot be drawn: ${error.message}` : old;
+    for (const place of document.querySelectorAll(".chart")) place.textContent = text;
+    if ("DecompressionStream" in window) throw error;
+  });
 })();

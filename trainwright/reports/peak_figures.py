@@ -119,4 +119,4 @@ def _short(label: str) -> str:
     if len(label) <= _MAX_LABEL:
         return label
     end = label[-_MAX_LABEL:]
-    return "…" + (end[end.index(".") :] if "." in end else end)
+    return "…" + (end[end.index(".") + 1 :] if "." in end else end)

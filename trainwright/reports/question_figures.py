@@ -7,10 +7,13 @@ from html import escape
 from typing import Any
 
 from ..artifacts import Fit, Profile, SweepPoint
-from .figures import BUDGET, COLORS, INFEASIBLE, MEASURED, TEXT_ROOM, Figure, unit_of
+from .figures import BUDGET, COLORS, INFEASIBLE, MEASURED, TEXT_ROOM, Figure, time_unit_of, unit_of
 from .units import axis_name, format_bytes, format_s
+from .wrapping import wrapped
 
 _TIME = "#bb7733"
+_LABEL_WIDTH = 24
+"""Letters in a line of a bar's name."""
 _MIN_GAP = 0.08
 """Between two names on an axis, as a share of it."""
 
@@ -20,11 +23,12 @@ def fit_figure(profile: Profile, fit: Fit) -> Figure:
     entries = [("as it is", profile.peak_bytes, fit.fits)]
     entries += [(remedy.name, remedy.peak_bytes, remedy.fits) for remedy in fit.remedies]
     entries.reverse()
+    labels = [wrapped(name, _LABEL_WIDTH) for name, _, _ in entries]
     scale, unit = unit_of(max(profile.peak_bytes, fit.budget_bytes))
     bar = {
         "type": "bar",
         "orientation": "h",
-        "y": [escape(name).replace(", ", ",<br>") for name, _, _ in entries],
+        "y": [escape(label).replace("\n", "<br>") for label in labels],
         "x": [peak / scale for _, peak, _ in entries],
         "text": [format_bytes(peak) for _, peak, _ in entries],
         "textposition": "outside",
@@ -49,7 +53,7 @@ def fit_figure(profile: Profile, fit: Fit) -> Figure:
             }
         ],
         "margin": {"t": 40, "r": 20, "l": 20, "b": 50},
-        "height": 120 + sum(24 + 16 * name.count(",") for name, _, _ in entries),
+        "height": 120 + sum(24 + 16 * label.count("\n") for label in labels),
     }
     return {"data": [bar], "layout": layout}
 
@@ -86,7 +90,7 @@ def sweep_figure(points: Sequence[SweepPoint], budget_bytes: int | None) -> Figu
 
 def _time_line(values: Sequence[int], times: Sequence[float], layout: dict[str, Any]) -> Figure:
     """The step's time against an axis of its own, which `layout` gets."""
-    scale, unit = (1.0, "s") if max(times) >= 1 else (1e-3, "ms")
+    scale, unit = time_unit_of(max(times))
     layout["yaxis2"] = {
         "title": {"text": unit},
         "overlaying": "y",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from html import escape
 
 from ..artifacts import Plan, Refusal, Report
-from .figures import BUDGET, COLORS, INFEASIBLE, MEASURED, Figure, unit_of
+from .figures import BUDGET, COLORS, INFEASIBLE, MEASURED, Figure, time_unit_of, unit_of
 from .units import format_bytes, format_s
 
 _TIMES = {
@@ -23,7 +23,7 @@ _TIMES = {
 def step_times_figure(plans: Mapping[str, Plan | Refusal]) -> Figure:
     """Return the predicted step time of each recipe, by what it is spent on; the infeasible ones hatched."""
     longest = max((plan.predicted.step_s for plan in plans.values() if isinstance(plan, Plan)), default=1.0)
-    scale, unit = (1, "s") if longest >= 1 else (1e-3, "ms")
+    scale, unit = time_unit_of(longest)
     names = list(plans)[::-1]
     data = []
     for key, (label, color) in _TIMES.items():

@@ -12,10 +12,14 @@ from .page import Page, notes
 def memory_section(page: Page, timeline: Sequence[MemoryPoint], peak_bytes: int, budget_bytes: int | None) -> None:
     """Add the memory over the step, by category, with its peak and the budget."""
     figure = memory_figure(timeline, peak_bytes, budget_bytes)
+    timed = any(point.time_s for point in timeline)
+    lead = "What is alive during each op, by what it is for. Hover for op and module; click a name to hide it."
+    if not timed:
+        lead += " The ops stand in order, not to scale in time."
     page.section(
         "Memory over the step",
         page.chart(figure, "memory alive over the step, by category"),
-        lead="What is alive after each op, by what it is for. Hover for op and module; click a name to hide it.",
+        lead=lead,
     )
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ..artifacts import Cluster, Plan, Refusal, Report
 from .decisions import DecisionRow, decision_rows, micro_batches_text, offloaded_bytes
+from .splits import legend
 from .text import Grid, note_lines, plain_table, rendered, title_line
 from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
@@ -20,7 +21,9 @@ def plan_table(plan: Plan) -> str:
     mesh = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
     title = title_line(plan.model.name, f"on {plan.cluster.name}", f"mesh {mesh}", *micro_batches_text(plan),
                        plan.optimizer, plan.dtype)  # fmt: skip
-    return rendered(title, _prediction_of(plan), _decision_table(decision_rows(plan)), *note_lines(plan.notes))
+    names = [Text(f"{name:6} {text}", style="dim") for name, text in legend(plan)]
+    decisions = _decision_table(decision_rows(plan))
+    return rendered(title, _prediction_of(plan), decisions, *names, *note_lines(plan.notes))
 
 
 def compare_table(plans: Mapping[str, Plan | Refusal]) -> str:
@@ -59,7 +62,7 @@ def cluster_table(cluster: Cluster) -> str:
     table.add_row("smallest op", format_s(device.launch_s), "")
     for place, tier in cluster.offload.items():
         rates = f"{format_bytes(tier.write_bytes_per_s)}/s out, {format_bytes(tier.read_bytes_per_s)}/s back"
-        table.add_row(f"offload to {place}", rates, f"{100 * tier.overlap:.0f} % beside computations")
+        table.add_row(f"offload to {place}", rates, f"{100 * tier.overlap:.0f} % overlaps computation")
     for link in cluster.links:
         speed = f"{format_bytes(link.bandwidth_bytes_per_s)}/s"
         table.add_row(f"link {link.name}", speed, f"{link.size} sharing, {format_s(link.latency_s)} a hop")
@@ -124,7 +127,7 @@ def _prediction_of(plan: Plan) -> Grid:
     for name, num_bytes in predicted.comm_bytes.items():
         table.add_row(name, format_bytes(num_bytes), "sent by each rank in a step")
     if plan.offload is not None:
-        beside = f"to the {plan.offload.tier} and back; {format_s(predicted.transfer_s)} not beside computations"
+        beside = f"to the {plan.offload.tier} and back; {format_s(predicted.transfer_s)} not overlapped by computation"
         for what, num_bytes in offloaded_bytes(plan):
             table.add_row(what, format_bytes(num_bytes), beside)
     table.add_row("solver", solver.name, f"{plan.verdict}; planned in {format_s(solver.plan_s)}")

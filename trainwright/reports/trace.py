@@ -42,9 +42,7 @@ def trace_events(profile: Profile) -> list[Event]:
     """
     points = profile.timeline
     if profile.step_s is None or not points:
-        raise UserError(
-            "a step with predicted times is needed for a trace; the profile has none; profile it with --hardware"
-        )
+        raise UserError("a trace needs predicted times; this profile has none; profile with --hardware")
     edges_ns = [round(1e9 * end_s) for end_s in accumulate((point.time_s for point in points), initial=0.0)]
     spans = sorted(_spans(points, edges_ns), key=lambda span: (span["ts"], -span["dur"]))
     return [*_names(profile), *spans, *_counters(points, edges_ns)]

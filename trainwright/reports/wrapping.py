@@ -25,6 +25,15 @@ def pieces(text: str) -> list[str]:
     return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)]) if end > start]
 
 
+def unbroken(text: str) -> str:
+    """Return `text` with blanks that do not break between numbers and their units, for where others break lines.
+
+    >>> unbroken("at most 3 % of 20 GiB").split(" ")
+    ['at', 'most', '3\\xa0%', 'of', '20\\xa0GiB']
+    """
+    return _TOGETHER.sub(lambda match: match.group().replace(" ", "\u00a0"), text)
+
+
 def name_parts(piece: str) -> list[str]:
     """Return the parts into which a piece that no line can hold is cut: those of a dotted name.
 

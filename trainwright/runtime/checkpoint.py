@@ -289,9 +289,9 @@ def _say_what_is_over(plan: Plan, copy_bytes: int, say: Callable[[str], None]) -
     if over > 0:
         copied, beyond = (f"{size / 2**20:.1f} MiB" for size in (copy_bytes, over))
         say(
-            f"a save in the background holds a copy of {copied} on this rank until it is written: with the step at its peak "
-            f"{beyond} more than the plan's budget; where that is not to be had, save synchronously (--sync-checkpoints, "
-            "asynchronous=False), or plan for a budget smaller by the copy"
+            f"saving in the background keeps a copy of {copied} on this rank until it is written; at the step's peak that is "
+            f"{beyond} above the plan's budget; if this machine does not have it, save synchronously (--sync-checkpoints, "
+            "asynchronous=False), or plan for a budget that is smaller by the copy"
         )
 
 
@@ -370,8 +370,8 @@ def _as_bytes(state: dict[str, Any]) -> bytes:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise UserError(
-            f"plain values and tensors are what a checkpoint holds of scheduler and optimizer; {error}; "
-            "leave out what is not, in its state_dict()"
+            f"a checkpoint can store only plain values and tensors of scheduler and optimizer; {error}; "
+            "leave anything else out of their state_dict()"
         ) from None
     return buffer.getvalue()
 
@@ -381,7 +381,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = torch.load(path / STATE, weights_only=True, map_location="cpu")
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"a whole checkpoint is needed; {path / STATE} cannot be read ({error}); take another"
+            f"resuming needs a complete checkpoint; {path / STATE} cannot be read ({error}); try an earlier one"
         ) from None
     return found
 
@@ -404,8 +404,8 @@ def _disk_error(failures: Mapping[int, Any], folder: Path) -> UserError | Runtim
     reason = of_disk.strerror if of_disk is not None else "the file could not be written to its end"
     free = _free_bytes(folder)
     return UserError(
-        f"a writable directory with room is needed for checkpoints; {folder} is not: {reason} (rank {rank}{free}); free some "
-        "space, keep fewer, or choose another directory; the checkpoint before is whole"
+        f"checkpoints need a directory that can be written to, with enough space; {folder} failed: {reason} (rank {rank}{free}); "
+        "free some space, keep fewer, or choose another directory; the previous checkpoint is intact"
     )
 
 

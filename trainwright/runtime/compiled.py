@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .module import ParallelModule
     from .steps import ShapedStep
 
-_REASON = "trainwright communicates between the pieces that are compiled; fullgraph=True is not to be had"
+_REASON = "trainwright communicates between the pieces that are compiled; fullgraph=True is not possible"
 
 
 @torch.compiler.disable(recursive=False, reason=_REASON)

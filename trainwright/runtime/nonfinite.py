@@ -30,9 +30,7 @@ class FiniteGate:
 
     def __init__(self, policy: str) -> None:
         if policy not in POLICIES:
-            raise UserError(
-                f"what to do at a loss that is not finite is stop, skip or raise; got {policy!r}; choose one"
-            )
+            raise UserError(f"on_nan must be stop, skip or raise; got {policy!r}; choose one of these")
         self.policy = policy
         self.num_skipped = 0
         self._in_a_row = 0
@@ -61,7 +59,7 @@ class FiniteGate:
 def check_policy(policy: str) -> None:
     """Raise `UserError` for what is no policy."""
     if policy not in POLICIES:
-        raise UserError(f"what to do at a loss that is not finite is stop, skip or raise; got {policy!r}; choose one")
+        raise UserError(f"on_nan must be stop, skip or raise; got {policy!r}; choose one of these")
 
 
 def _all_finite(module: ParallelModule, loss: Tensor) -> bool:

@@ -38,9 +38,7 @@ class ExampleOrder:
         since: int = 0,
     ) -> None:  # fmt: skip
         if last not in LAST:
-            raise UserError(
-                f"what to do with a last, short batch is one of {', '.join(LAST)}; got {last!r}; choose one"
-            )
+            raise UserError(f"last must be one of {', '.join(LAST)}; got {last!r}; choose one of these")
         self.num_examples, self.batch_size, self.seed, self.shuffle, self.since = (
             num_examples, batch_size, seed, shuffle, since
         )  # fmt: skip

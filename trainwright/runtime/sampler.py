@@ -70,8 +70,8 @@ class PlanSampler(Sampler[list[int]]):
         self.epoch = self._first = 0
         if not self.rows:
             raise UserError(
-                f"a row for every rank is needed; a batch of {self.batch_size} leaves this rank none; plan for a larger "
-                "batch, or load the global batch and call plan.shard_batch"
+                f"every rank needs at least one row of the batch; a batch of {self.batch_size} leaves this rank without; "
+                "plan for a larger batch, or load the global batch and call plan.shard_batch"
             )
 
     @property

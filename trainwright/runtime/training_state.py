@@ -86,9 +86,9 @@ def restore_tensors(
             kept = Kept(**entry)
             if kept.kind == OWN and not same_layout:
                 raise UserError(
-                    f"an optimizer whose state can be cut anew is needed to resume under another plan; {key} of "
-                    f"{type(optimizer).__name__} belongs to the layout that wrote it; resume with that plan and number of "
-                    "ranks, or train on from the weights alone"
+                    f"resuming under another plan needs an optimizer whose state can be sharded differently; {key} of "
+                    f"{type(optimizer).__name__} fits only the layout that wrote it; resume with that plan and number of "
+                    "ranks, or continue from the weights alone"
                 )
             restored[key] = _restored(module, name, key, params[name], kept, stored)
         optimizer.state[params[name]] = restored
@@ -131,8 +131,8 @@ def restore_groups(module: ParallelModule, optimizer: torch.optim.Optimizer, sav
     found = [[_name_of(names, param) for param in group["params"]] for group in optimizer.param_groups]
     if saved["class"] != type(optimizer).__name__ or found != [group["params"] for group in saved["groups"]]:
         raise UserError(
-            f"the optimizer that wrote the checkpoint is needed, {saved['class']} with {len(saved['groups'])} groups; got "
-            f"{type(optimizer).__name__} with {len(found)}; give the same one, with the same groups of parameters"
+            f"resuming needs the optimizer that wrote the checkpoint, {saved['class']} with {len(saved['groups'])} groups; got "
+            f"{type(optimizer).__name__} with {len(found)}; use the same optimizer with the same groups of parameters"
         )
     for group, settings in zip(optimizer.param_groups, saved["groups"]):
         for key, value in settings.items():
@@ -276,4 +276,6 @@ def _plain(value: Any, key: str) -> Any:
         return type(value)(_plain(each, key) for each in value)
     if isinstance(value, dict):
         return {each: _plain(inner, key) for each, inner in value.items()}
-    raise UserError(f"numbers, texts and tensors are what a checkpoint holds of an optimizer; {key} is {value!r}")
+    raise UserError(
+        f"a checkpoint can store only numbers, texts and tensors of an optimizer; {key} is {value!r}; leave it out"
+    )

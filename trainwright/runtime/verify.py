@@ -61,7 +61,7 @@ def verify(
     Raises `UserError` when the plan is not the model's.
     """
     if dtype not in ("float64", "fp32"):
-        raise UserError(f"a dtype to verify in is float64 or fp32; got {dtype!r}")
+        raise UserError(f"verify runs in float64 or fp32; got {dtype!r}; choose one of these")
     _check_ranks(plan)
     found = _Comparison(model_fn, plan, dtype == "float64", make_optimizer, seed).run()
     peaks, step_s = _measured_peaks(plan, *_parts(model_fn()), make_optimizer, seed) if make_optimizer else ((), None)
