@@ -171,5 +171,5 @@ def test_a_model_on_two_devices_is_refused() -> None:
     with FakeTensorMode():  # this machine may have no GPU
         model[1].weight = nn.Parameter(torch.empty(3, 8, device="cuda"))
     for verb in (tw.profile, tw.plan):
-        with pytest.raises(UserError, match="one device is needed; 0.weight on cpu and 1.weight on cuda:0"):
+        with pytest.raises(UserError, match=r"one device is needed; 0\.weight on cpu and 1\.weight on cuda:0"):
             verb(model, (X, Y), loss_fn=nn.CrossEntropyLoss(), hardware="cpu:2")

@@ -215,7 +215,7 @@ def plan(
     from .planner import make_plan, make_plan_for
 
     if shapes:
-        batch, others = _by_size(model, [batch, *shapes], loss_fn, autocast, micro_batches)
+        batch, others = _by_size(model, [batch, *shapes], loss_fn, as_dtype_name(autocast), micro_batches)
         return make_plan_for(others, **_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload,
                                                  time_limit_s, autocast, model_ref, progress, 1), solver=solver)  # fmt: skip
     return make_plan(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s,

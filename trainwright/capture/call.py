@@ -137,9 +137,9 @@ class _Signature:
                 f"a function of (output, target) or (output, batch) is needed as loss_fn; got {found}; give "
                 f"{f'{loss_fn.__name__}()' if isinstance(loss_fn, type) else 'torch.nn.CrossEntropyLoss(), for example'}"
             )
-        found = cls.of(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
-        found.is_torchs = _is_torchs(loss_fn)
-        return found
+        taken = cls.of(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+        taken.is_torchs = _is_torchs(loss_fn)
+        return taken
 
     @property
     def positional(self) -> list[Parameter]:
