@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ def plain() -> Plan:
     return planned(mesh=(2,), memory=10**8, autocast="bf16", solver="ddp")
 
 
+def of_own_making(params: Any) -> Any:
+    return torch.optim.SGD(params)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -48,7 +53,7 @@ def plain() -> Plan:
         {"optimizer": torch.optim.AdamW(model().parameters(), lr=1e-4)},
         {"pins": "*=auto"},
     ],
-    ids=str,
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),  # alike in every process
 )
 def test_what_is_clear_is_accepted(plain: Plan, options: dict[str, Any]) -> None:
     if "pins" in options:
@@ -70,14 +75,14 @@ def test_what_is_clear_is_accepted(plain: Plan, options: dict[str, Any]) -> None
         ({"memory": 0.9}, ("at least one byte", "0.9")),
         ({"autocast": "bfloat"}, ("a dtype for autocast", "'bfloat'", "autocast='bf16'")),
         ({"autocast": True}, ("a dtype for autocast", "True")),
-        ({"optimizer": lambda params: torch.optim.SGD(params)}, ("the name or the class", "trainwright optimizers")),
+        ({"optimizer": of_own_making}, ("the name or the class", "trainwright optimizers")),
         ({"optimizer": functools.partial(torch.optim.AdamW, amsgrad=True)}, ("AdamW with amsgrad=True",)),
         ({"optimizer": torch.optim.LBFGS}, ("declared cost", "LBFGS")),
         ({"pins": [3]}, ("pins as text", "3")),
         ({"model": "gpt2"}, ("a torch.nn.Module is needed", "'gpt2'", "tw.load_model")),
         ({"model": nn.ReLU}, ("a torch.nn.Module is needed", "the class ReLU", "build it")),
     ],
-    ids=str,
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),  # alike in every process
 )
 def test_what_is_not_is_explained(options: dict[str, Any], parts: tuple[str, ...]) -> None:
     asked = {"model": model(), "batch": BATCH, "loss_fn": LOSS, "hardware": "cpu:2", **options}
