@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -87,10 +86,14 @@ def _error(run: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def test_only_what_users_may_call_is_asked() -> None:
-    """Kernels behind those trust what they are given: asked with one element, some end the process."""
+def test_only_calls_that_one_element_is_a_whole_one_of_are_asked() -> None:
+    """Some kernels trust their sizes: asked with one element, these wrote where they should not, or ended the process."""
     one, lengths = torch.ones(4), [50, 50]
     assert refused(aten._ctc_loss_backward.default, (one, one, one.long(), lengths, lengths, one, one, 0), {}) is None
+    hidden, gates = torch.ones(1, 2, 8), [torch.ones(32, 4), torch.ones(32, 8)]
+    given = (torch.ones(5, 2, 4).double(), [hidden, hidden], gates, False, 1, 0.0, True, False, False)
+    assert refused(aten.lstm.input, given, {}) is None
+    assert refused(aten.native_group_norm.default, (torch.ones(2, 8, 3), None, None, 2, 8, 3, 4, 1e-5), {}) is None
     assert refused(aten.layer_norm.default, (torch.ones(2, 3).double(), [3], torch.ones(3)), {}) is not None
 
 
@@ -146,11 +149,6 @@ def test_half_a_norm_is_taken_and_a_product_of_two_types_is_not() -> None:
     ):
         capture(mixed, (X,), lambda output: output.float().mean())
     assert capture(mixed, (X,), lambda output: output.float().mean(), autocast=torch.bfloat16)
-
-
-class Doubled(nn.Module):
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target)
 
 
 def test_the_backwards_types_are_looked_at_too() -> None:

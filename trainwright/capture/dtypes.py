@@ -1,12 +1,16 @@
 """What torch refuses for its types' sake: shape functions, which fakes are run by, do not look at all types.
 
 Torch itself is asked, on one-element tensors of the same types and numbers of dims, once for every op and types. Where it
-refuses, that may be for the shapes' sake, since the call's numbers were meant for others; so the same call is tried with
-other types. Only if one of those is taken it is the types that are wrong, and the nearest of them is the remedy.
+refuses, that may be for the call's numbers, which were meant for other sizes; so the same call is tried with other types.
+Only if one of those is taken it is the types that are wrong, and the nearest of them is the remedy.
+
+Asked are ops of which the table of ops says what they run over: with every loop of length 1, one element of each tensor
+is a whole, consistent call. Kernels are not safe with others: what a user cannot call is not checked, and ends the process.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sysconfig
 from collections.abc import Iterator
@@ -18,6 +22,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ..artifacts import UserError
+from ..ops.registry import RULES
 from . import _torch_private as private
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -25,7 +30,10 @@ _MOST_ANSWERS = 50_000
 _OTHER_TYPES = (torch.float32, torch.int64, torch.bool)
 _NARROW = (torch.float16, torch.bfloat16)
 _MOST_OPERANDS = 8
-_LIKE_PUBLIC = {"_softmax", "_log_softmax"}
+_BELOW_AUTOGRAD = {"native_batch_norm", "_native_batch_norm_legit", "nll_loss_forward", "nll_loss2d_forward"}
+"""What a profile sees in place of ops of the table, and takes their operands."""
+_OF_SEVERAL_GATES = {f"{kind}{cell}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")}
+"""Their gates share a dim, so that one element is no such call; `torch.nn` looks at their types itself."""
 _DIVIDED_BY_ZERO = "ZeroDivisionError"
 
 
@@ -134,37 +142,34 @@ def refused(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refus
     return found and replace(found, names=tuple(_names(bound)))
 
 
+@functools.cache
 def _is_asked(target: Any) -> bool:
-    """Only torch's own ops that users may call check what they are given: kernels behind them trust, and crash."""
     if not isinstance(target, private.OpOverload) or target.namespace != "aten":
         return False
-    name = private.packet(target)
-    if (
-        (name.startswith("_") and name not in _LIKE_PUBLIC)
-        or "backward" in name
-        or torch.Tag.inplace_view in target.tags
-    ):
+    name = private.packet(target).removesuffix("_")
+    if (name not in RULES and name not in _BELOW_AUTOGRAD) or name in _OF_SEVERAL_GATES or "backward" in name:
         return False
-    return not private.is_view(target) and not private.is_random(target)
+    by_value = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+    return (
+        not any(tag in target.tags for tag in by_value)
+        and not private.is_view(target)
+        and not private.is_random(target)
+    )
 
 
 def _ask(target: Any, bound: dict[str, Any], operands: tuple[Operand, ...]) -> Refused | None:
+    bound = _with_ones(bound)
     with private.without_modes(), torch.autocast("cpu", enabled=False):
-        forms = (bound, _with_ones(bound))
-        errors = []
-        for form in forms:
-            error = _error_of(target, form, operands)
-            if error is None or str(error).startswith(_DIVIDED_BY_ZERO):  # whole numbers are zeros, as indices must be
-                return None
-            errors.append(error)
+        error = _error_of(target, bound, operands)
+        if error is None or str(error).startswith(_DIVIDED_BY_ZERO):  # whole numbers are zeros, as indices must be
+            return None
         dtypes = tuple(operand.dtype for operand in operands)
-        if isinstance(errors[-1], NotImplementedError) and any(dtype in _NARROW for dtype in dtypes):
+        if isinstance(error, NotImplementedError) and any(dtype in _NARROW for dtype in dtypes):
             return None  # a kernel that the CPU lacks, and a GPU may have
         for other in _nearest(dtypes):
             asked = tuple(Operand(dtype, own.num_dims, own.differentiated) for dtype, own in zip(other, operands))
-            for form, error in zip(forms, errors):
-                if _error_of(target, form, asked) is None:
-                    return Refused(_first_line(error), (), dtypes, other)
+            if _error_of(target, bound, asked) is None:
+                return Refused(_first_line(error), (), dtypes, other)
     return None
 
 
