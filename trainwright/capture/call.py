@@ -132,9 +132,9 @@ class _Signature:
     @classmethod
     def of_loss(cls, loss_fn: LossFn) -> _Signature:
         if isinstance(loss_fn, type) or not callable(loss_fn):
-            found = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else repr(loss_fn)
+            given = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else repr(loss_fn)
             raise UserError(
-                f"a function of (output, target) or (output, batch) is needed as loss_fn; got {found}; give "
+                f"a function of (output, target) or (output, batch) is needed as loss_fn; got {given}; give "
                 f"{f'{loss_fn.__name__}()' if isinstance(loss_fn, type) else 'torch.nn.CrossEntropyLoss(), for example'}"
             )
         taken = cls.of(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
