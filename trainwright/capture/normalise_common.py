@@ -236,15 +236,17 @@ def aliased_parent(node: fx.Node) -> fx.Node | None:
     return node.args[0] if _shares_memory(node) else None
 
 
+_MAY_COPY = ("reshape", "reshape_as", "flatten", "contiguous", "to", "type_as", "expand_as", "ravel")
+"""Views by their schemas that are copies where they have to be."""
+
+
 def _shares_memory(node: fx.Node) -> bool:
-    """A view by its schema that is one in fact (`reshape`, `to` and `contiguous` may copy)."""
+    """A view by its schema that is one in fact."""
     if not private.is_view(node.target):
         return False
-    if is_call(node, "detach", "alias"):
-        return True  # whatever an export's own values say of it
+    if not is_call(node, *_MAY_COPY):
+        return True
     mine, source = node.meta.get("val"), node.args[0].meta.get("val")  # type: ignore[union-attr]
-    if isinstance(mine, list | tuple):
-        mine = mine[0] if mine else None
     if not isinstance(mine, Tensor) or not isinstance(source, Tensor):
         return True
     return private.storage_of(mine) == private.storage_of(source)

@@ -1,7 +1,7 @@
 """Random ops and modes: masks that depend on a seed and a place, not on which rank draws them.
 
 Along mesh axes that split an op's loops the ranks draw different numbers, along all others the same ones, so replicated
-activations stay replicated; and a rerun draws what the first run drew.
+activations stay replicated; and a rerun draws what the first run drew. What a forward writes, it writes in training alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def draws(op: Op) -> bool:
 
 def needs_state(op: Op) -> bool:
     """Tell whether an op draws numbers or knows modes."""
-    return draws(op) or (op.name == "batch_norm" and bool(op.call.arg(5, "training", False)))
+    return draws(op) or bool(op.writes)
 
 
 def with_state(instruction: Instruction, coords: Sequence[int]) -> WithState | None:
@@ -75,12 +75,15 @@ def with_state(instruction: Instruction, coords: Sequence[int]) -> WithState | N
         case "dropout" | "native_dropout":
             return _dropout(place)
         case "batch_norm":
-            return _batch_norm(function)
+            return _switched(_plain(function), "training", (op.node.target, "training", False))
+        case "instance_norm":
+            return _switched(_plain(function), "training", (op.node.target, "use_input_stats", False))
         case "rrelu":
             return _switched(_drawing(function, place), "training", (op.node.target, "training", False))
     if op.name in _OFF:
         return _switched(_drawing(function, place), "dropout", (op.node.target, *_OFF[op.name]))
-    return _drawing(function, place)
+    drawing = _drawing(function, place) if draws(op) or _is_foreign(op) else _plain(function)
+    return _writing(drawing, op.node.target) if op.writes else drawing
 
 
 def _is_foreign(op: Op) -> bool:
@@ -132,13 +135,31 @@ def _switched(function: WithState, mode: Literal["training", "dropout"], off: tu
     return switched
 
 
-def _batch_norm(function: Callable[..., Any]) -> WithState:
-    def batch_norm(state: RunState, *args: Any, **kwargs: Any) -> Any:
-        if not state.training:
-            args, kwargs = replace_arg(args, kwargs, 5, "training", False)
-        return function(*args, **kwargs)
+def _plain(function: Callable[..., Any]) -> WithState:
+    return lambda state, *args, **kwargs: function(*args, **kwargs)
 
-    return batch_norm
+
+def _writing(function: WithState, target: Any) -> WithState:
+    """Write buffers in training alone: in evaluation the op gives back what it would have written, or works on copies."""
+    names = [name for name, _, _ in private.arguments(target)]
+    returned, written = private.returned_argument(target), private.mutated_arguments(target)
+
+    def write(state: RunState, *args: Any, **kwargs: Any) -> Any:
+        if state.training:
+            return function(state, *args, **kwargs)
+        named = {**dict(zip(names, args)), **kwargs}
+        if returned is not None:
+            return named[returned]
+        copies = {name: _cloned(value) if name in written else value for name, value in named.items()}
+        return function(
+            state, *(copies[name] for name in names[: len(args)]), **{name: copies[name] for name in kwargs}
+        )
+
+    return write
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else [_cloned(each) for each in value] if value else value
 
 
 def _drawing(function: Callable[..., Any], place: tuple[Any, ...]) -> WithState:
