@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests import effect_cases
+from tests.pool import Pool
 from trainwright.artifacts import Plan, Report
 from trainwright.capture import local
 from trainwright.capture.export import capture
@@ -147,3 +148,10 @@ def test_reports_of_the_previous_version_are_read(recomputed: Plan) -> None:
     assert "buffers after the step" not in Report.parse(text).table()
     with pytest.raises(tw.UserError, match="format version 1 or 2"):
         Report.parse(text.replace('"format_version": 1', '"format_version": 9'))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_step_on_two_ranks_is_one_processes(pool2: Pool, seed: int) -> None:
+    plan = effect_cases.random_plan(seed, 2).to_json()
+    for worst in pool2.run("tests.effect_cases:as_one_process", plan=plan):
+        assert {what: error for what, error in worst.items() if not error < 1e-12} == {}
