@@ -37,8 +37,15 @@ from trainwright.cli import main
 from trainwright.cli.sizes import parse_bytes
 
 FILES = ROOT / "tests" / "docs_files"
-MOST_NOT_RUN = 8
-SLOW_PAGES = {"README.md", "docs/profiling.md", "docs/training.md", "docs/hardware.md", "docs/solvers/selection.md"}
+MOST_NOT_RUN = 9
+SLOW_PAGES = {
+    "README.md",
+    "docs/profiling.md",
+    "docs/training.md",
+    "docs/hardware.md",
+    "docs/integrations.md",
+    "docs/solvers/selection.md",
+}
 """Pages whose commands together take minutes. All others, new ones too, are run on each change."""
 PAST = {"docs/decisions.md"}
 """Tells what was tried, options that never came included."""
@@ -96,7 +103,8 @@ def in_folder(folder: Path) -> Iterator[None]:
 
 def prepared(folder: Path) -> Path:
     shutil.copytree(FILES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "scratch").mkdir(exist_ok=True)
+    (folder / "scratch").mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
     return folder
 
 
