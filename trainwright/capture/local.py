@@ -366,13 +366,22 @@ def _unless_empty(op: Op, function: Callable[..., Any], outputs: Sequence[Value]
         return function
     if any(name in op.signature.joint for dims in op.signature.outputs for dim in dims for name in dim):
         return function  # others have parts of this very loop, and wait for this rank's share (batch norm's statistics)
-    many = isinstance(op.node.meta["val"], (tuple, list))
+    many, followed = isinstance(op.node.meta["val"], (tuple, list)), _followed(op)
 
     def nothing(*args: Any, **kwargs: Any) -> Any:
-        results = Nothing.apply(shapes, *tensors_in((args, kwargs)))
+        results = Nothing.apply(shapes, followed, *tensors_in((args, kwargs)))
         return results if many else results[0]
 
     return nothing
+
+
+def _followed(op: Op) -> list[bool]:
+    """Return, for each output, whether autograd follows it: an op of several may pass on an operand without gradient."""
+    followed = [tensor.requires_grad for tensor in op.outputs]
+    for user in op.node.users:
+        if getattr(user.target, "__name__", "") == "getitem":
+            followed[user.args[1]] &= bool(user.meta.get("requires_grad", True))  # type: ignore[index]
+    return followed
 
 
 class _Context:

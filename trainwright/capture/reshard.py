@@ -248,19 +248,27 @@ def reshard(x: Tensor, forward: Route, backward: Route) -> Tensor:
 
 
 class Nothing(torch.autograd.Function):
-    """Empty results of given shapes; the gradients of all operands are zero."""
+    """Empty results of given shapes; the gradients of all operands are zero.
+
+    followed: for each result, whether autograd follows it on the ranks that compute it. One that it does not follow there must
+    not be followed here either: its readers would begin collectives in the backward that no other rank begins.
+    """
 
     @staticmethod
-    def forward(ctx: Any, shapes: Sequence[Sequence[int]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, shapes: Sequence[Sequence[int]], followed: Sequence[bool], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         model = next(tensor for tensor in tensors if tensor.is_floating_point())
-        return tuple(model.new_zeros(shape) for shape in shapes)
+        results = tuple(model.new_zeros(shape) for shape in shapes)
+        ctx.mark_non_differentiable(*(result for result, follow in zip(results, followed) if not follow))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
-        return None, *(zero if want else None for zero, want in zip(zeros, wanted))
+        return None, None, *(zero if want else None for zero, want in zip(zeros, wanted))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -73,7 +73,7 @@ class StepProgress:
             remark("  ".join([*parts, *_pace(event, self._plan)]))
 
     def _compare(self) -> None:
-        if not self._compared and len(self.steps) == COMPARED_AFTER:
+        if not self._compared and len(of_planned_shape(self.steps)) == COMPARED_AFTER:
             self._compared = True
             for line in comparison(self.steps, self._plan):
                 self._say(line)
@@ -95,11 +95,18 @@ def _pace(event: Mapping[str, Any], plan: Plan) -> list[str]:
     return [format_s(event["step_s"]), f"peak {format_bytes(event['peak_bytes'])}{budget}", rate]
 
 
+def of_planned_shape(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the events of those steps whose batch had the planned shape."""
+    return [step for step in steps if step.get("planned", True)]
+
+
 def held_against(steps: Sequence[Mapping[str, Any]], plan: Plan, fingerprint: str | None = None) -> Run:
     """Return what was measured beside what the plan predicted, by category; `steps` are the events of at least one step.
 
-    Times are medians, the first steps left out; on a GPU communication runs beside the rest and has no time of its own.
+    Steps on batches of another shape than planned are left out where there are others. Times are medians, the first steps
+    left out; on a GPU communication runs beside the rest and has no time of its own.
     """
+    steps = of_planned_shape(steps) or steps
     later, predicted = steps[NUM_WARMUP:] or steps, plan.predicted
     median = {name: statistics.median(s.get(name) or 0.0 for s in later) for name in ("step_s", "comm_s", "update_s")}
     step = Compared(predicted=predicted.step_s, measured=median["step_s"])

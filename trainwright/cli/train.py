@@ -14,7 +14,7 @@ from .interruption import told_when_interrupted
 from .model import ModelOptions, as_planned, takes_model
 from .output import STDOUT, JsonOption, quiet_stdout, write_json
 from .places import check_file, check_readable, check_tensorboard
-from .progress import StepProgress, held_against
+from .progress import StepProgress, held_against, of_planned_shape
 from .ranks import NprocOption, is_first_rank, run_worker
 from .recovery import OnNanOption, RestartsOption, TimeoutOption, with_restarts
 from .saving import (
@@ -132,7 +132,8 @@ def summary(steps: list[dict[str, Any]], plan: Plan) -> str:
     if not steps:
         return "nothing was left to do"
     losses = [step["loss"] for step in steps]
-    step_s = statistics.median(step["step_s"] for step in steps[1:] or steps)
+    alike = of_planned_shape(steps) or steps
+    step_s = statistics.median(step["step_s"] for step in alike[1:] or alike)
     peak_bytes = max(step["peak_bytes"] or 0 for step in steps)
     lines = [
         f"{len(steps)} steps on {plan.num_ranks} ranks: loss {losses[0]:.4f} → {losses[-1]:.4f}",

@@ -54,7 +54,10 @@ def train(
 
     parsed = Plan.parse(plan, where="the plan")
     loaded = _load(model)
-    module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed).train()
+    module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed)
+    module.train()
+    if rank() == 0:
+        module.steps.notice = lambda text: emit({"kind": "note", "text": text})
     chosen = optim.create(optimizer, module.parameters(), lr=lr)
     subset = None if select is None else selected(module, loaded, select, seed)
 

@@ -1,8 +1,8 @@
 """One plan for batches of several shapes, within one budget.
 
 Decisions are taken at one shape, the largest, and carried over to the others (`decisions_at`), whose steps are simulated and
-priced. Where shapes cannot be compared (more rows, but shorter) one of the others may hold more: then the budget of the
-search is lowered by what is too much, and it searches again.
+priced. Where shapes cannot be compared (more rows, but shorter) one of the others may hold more: then the search begins
+again with less for the largest, lowered in the proportion in which the other has to become smaller.
 """
 
 from __future__ import annotations
@@ -70,11 +70,10 @@ def make_plan_for(others: Sequence[Shaped], budget_bytes: int | None, **question
         cost, make = question["optimizer_cost"], question["make_optimizer"]
         plan = with_shapes(plan, question["program"], others, cost, make)
         excess, worst = _worst(plan, others, budget_bytes, question)
-        if excess <= 0 or limit is None or worst is None:
+        if excess <= 0 or limit is None or budget_bytes is None or worst is None:
             return plan if limit is None or limit == budget_bytes else _noted(plan, budget_bytes, limit)
-        limit -= excess
-        if limit <= 0:
-            break
+        own = budget_for(plan.predicted.peak_bytes, task_of(plan, question["program"], cost, make).divisor)
+        limit = min(limit, own) * budget_bytes // (budget_bytes + excess)
     assert worst is not None
     raise _none_for(worst, budget_bytes, f"{MOST_TRIES} searches came to none")
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..artifacts import Plan, UserError
 from ..capture.export import find_loss
 from ..profiler.allocator import measure, storage_bytes
-from .batch import global_batch_size
+from .batch import Shapes, planned_shapes, rows_in, shapes_of
+from .entries import check_entries
 from .module import ParallelModule
 from .nonfinite import FiniteGate
 from .tracing import StepTrace
@@ -67,8 +68,9 @@ def train_loop(
 ) -> list[float]:
     """Train for the steps `first_step` … `steps − 1` on global `batches` and return the losses; every rank calls this.
 
-    `on_step` gets {step, steps, loss, step_s, samples_per_s, tokens_per_s, peak_bytes, comm_s, update_s, comm_bytes, skipped}
-    on every rank; the peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a
+    `on_step` gets {step, steps, loss, step_s, samples_per_s, tokens_per_s, peak_bytes, comm_s, update_s, comm_bytes, planned,
+    skipped} on every rank (`planned`: whether the batch had the planned shape); the peak is the largest rank's since the start,
+    from the allocator's own records. `after_step(step)` runs when a
     step is done (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
     and the op. None: no limit but the process group's. trace: records some of the steps.
@@ -89,9 +91,11 @@ def train_loop(
             with trace.step(step - first_step) if trace is not None else nullcontext():
                 peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
             losses.append(run.loss)
-            event = _event(module.plan, step, steps, run.loss, run.step_s, peak_bytes)
+            shapes = shapes_of(module.plan, check_entries(module.plan, part))
+            event = _event(module.plan, shapes, step, steps, run.loss, run.step_s, peak_bytes)
             event["comm_s"], event["update_s"] = activity.comm_s - comm_s, activity.update_s - update_s
             event["comm_bytes"] = dict(activity.num_bytes - num_bytes)
+            event["planned"] = shapes == planned_shapes(module.plan)
             event["skipped"] = gate.num_skipped > skipped
             on_step(event)
             with activity.doing("what follows the step"):
@@ -124,11 +128,13 @@ def _next(source: Iterator[Any], step: int) -> Any:
         ) from None
 
 
-def _event(plan: Plan, step: int, steps: int, loss: float, step_s: float, peak_bytes: int) -> dict[str, Any]:
-    ids = plan.batch.get("input_ids")
+def _event(
+    plan: Plan, shapes: Shapes, step: int, steps: int, loss: float, step_s: float, peak_bytes: int
+) -> dict[str, Any]:
+    ids = shapes.get("input_ids")
     return {
         "kind": "step", "step": step, "steps": steps, "loss": loss, "step_s": step_s,
-        "samples_per_s": global_batch_size(plan) / step_s, "tokens_per_s": math.prod(ids.shape) / step_s if ids else None,
+        "samples_per_s": rows_in(plan, shapes) / step_s, "tokens_per_s": math.prod(ids) / step_s if ids else None,
         "peak_bytes": peak_bytes,
     }  # fmt: skip
 
