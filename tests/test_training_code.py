@@ -62,11 +62,11 @@ def test_a_padded_last_batch_has_the_loss_of_its_real_rows(pool2: Pool) -> None:
         assert found["difference"] < 1e-6  # the model itself takes its loss in fp32
 
 
-def test_a_batch_of_another_shape_is_refused_with_the_remedy(pool2: Pool) -> None:
+def test_a_batch_larger_than_planned_is_refused_with_the_remedy(pool2: Pool) -> None:
     with pytest.raises(
-        tw.UserError, match=r"shape \[4, 32\] is needed .* got \[3, 32\]; drop or pad a short last batch"
+        tw.UserError, match=r"shape \[4, 32\], as planned, or smaller is needed; got \[5, 32\]; plan for a batch"
     ):
-        pool2.run(CASES + "other_shape", plan=planned("ddp"), num_rows=3)
+        pool2.run(CASES + "other_shape", plan=planned("ddp"), num_rows=5)
 
 
 @pytest.mark.parametrize("solver", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
@@ -99,7 +99,7 @@ def test_what_samplers_refuse() -> None:
     labelled = [{"input_ids": torch.ones(8), "labels": torch.ones(8, dtype=torch.int64)}] * 6
     with pytest.raises(tw.UserError, match="at least 4 examples"):
         PlanSampler(plan, range(3), coords=(0,))
-    with pytest.raises(tw.UserError, match="drop, pad"):
+    with pytest.raises(tw.UserError, match="drop, short, pad"):
         PlanSampler(plan, range(9), last="wrap", coords=(0,))
     with pytest.raises(tw.UserError, match=r"wrap it as plan\.padded"):
         PlanSampler(plan, labelled, last="pad", coords=(0,))
