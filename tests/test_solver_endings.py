@@ -41,7 +41,7 @@ def two_levels(method: Any, *, inner: Any = None, max_iterations: int = 30, **op
 
 
 def bsvrb(version: int = 2) -> BSVRB:
-    return BSVRB(step_x=0.1, step_y=0.5, num_sampled=2, version=version, gamma=0.1)
+    return BSVRB(step_x=0.1, step_y=0.5, num_sampled=2, version=version)
 
 
 class Levers:

@@ -45,7 +45,7 @@ def lower(x: Any, y: Any, blocks: Any, batch: Any) -> Any:
 
 
 def two_levels(upper: Callable[..., Any] = lower, inner: Callable[..., Any] = lower, **options: Any) -> Any:
-    method = BSVRB(step_x=0.1, step_y=0.3, num_sampled=2, version=2, gamma=0.1)
+    method = BSVRB(step_x=0.1, step_y=0.3, num_sampled=2, version=2)
     given = {"x0": vector(1.0), "y0": torch.zeros(2, 1, dtype=torch.float64), "method": method, **options}
     return bilevel(upper, inner, given.pop("x0"), given.pop("y0"), max_iterations=4, **given)
 
