@@ -28,7 +28,7 @@ from .export import Captured, as_batch, capture
 from .stored import NotStorable, as_data, from_data
 from .surroundings import is_own_file, loaded_files, surroundings, unchanged
 
-__all__ = ["cached_capture", "capture_named", "naming", "step_name"]
+__all__ = ["cached_capture", "capture_named", "name_on", "naming", "step_name"]
 
 _HEADER = "capture"
 _DIGEST_BYTES = 20
@@ -82,11 +82,14 @@ def naming(name: str | None, batch: Any) -> Iterator[None]:
         _named.reset(token)
 
 
-def step_name(batch: Any, num: int, name: str | None = None) -> str | None:
-    """Return the name of a step on one of `num` micro-batches of `batch`, if `naming` said one, or of `name`."""
-    if name is None:
-        said = _named.get()
-        name = said[0] if said is not None and said[1] is batch else None
+def name_on(batch: Any) -> str | None:
+    """Return the name that `naming` gave to steps on `batch`, if it did."""
+    said = _named.get()
+    return said[0] if said is not None and said[1] is batch else None
+
+
+def step_name(name: str | None, num: int) -> str | None:
+    """Return the name of a step on one of `num` micro-batches of what is called `name`."""
     return None if name is None else f"{name} / {num}"
 
 

@@ -27,7 +27,7 @@ from ..artifacts import UserError
 from ..artifacts.plan import names_of_batch
 from ..ops import find
 from ._torch_private import flatten_batch
-from .cached import cached_capture, capture_named, step_name
+from .cached import cached_capture, capture_named, name_on, step_name
 from .export import Captured, as_batch
 from .program import Op, Program, Tensor, build_program, op_name
 from .randomness import draws
@@ -87,8 +87,12 @@ def capture_step(
     the `whole` batch, which is captured where it is not at hand.
     """
     if num == 1:
-        return build_program(cached_capture(model, batch, loss_fn, autocast=autocast, name=step_name(batch, 1)))
-    part = cached_capture(model, split_entries(batch, num), loss_fn, autocast=autocast, name=step_name(batch, num))
+        return build_program(
+            cached_capture(model, batch, loss_fn, autocast=autocast, name=step_name(name_on(batch), 1))
+        )
+    part = cached_capture(
+        model, split_entries(batch, num), loss_fn, autocast=autocast, name=step_name(name_on(batch), num)
+    )
     if corrections is None:
         whole = whole or build_program(cached_capture(model, batch, loss_fn, autocast=autocast))
         corrections = find_corrections(whole, build_program(part), num)
@@ -97,7 +101,7 @@ def capture_step(
 
 def stored_step(name: str, autocast: Any, num: int, corrections: Corrections) -> Program | None:
     """Return the program of a step that was captured under `naming(name, …)`, without its model; `None` where none is stored."""
-    found = capture_named(str(step_name(None, num, name)), autocast)
+    found = capture_named(str(step_name(name, num)), autocast)
     if found is None:
         return None
     return build_program(found) if num == 1 else as_runs(found, num, corrections)
