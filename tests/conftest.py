@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,8 @@ settings.load_profile("default")
 
 
 def pytest_configure() -> None:
-    """Let `cpu:N` be guessed for one machine wherever the tests run: plans hang on the guess, and what is found of them."""
+    """Use no cache, and let `cpu:N` be guessed for one machine wherever the tests run: plans hang on the guess."""
+    os.environ["TRAINWRIGHT_NO_CACHE"] = "1"  # of captures: tests of capturing capture
     presets = importlib.import_module("trainwright.hardware.presets")
     presets.num_cores = lambda: 2
     presets.machine.cpu_flags = lambda: frozenset({"avx512f", "avx512_bf16"})

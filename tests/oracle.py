@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from trainwright.capture.export import Captured, as_batch, find_loss
+from trainwright.capture.stored import as_data, from_data
 
 
 @dataclass
@@ -70,6 +72,15 @@ def assert_same_step(found: Step, wanted: Step, rtol_loss: float = 1e-6, rtol_gr
     assert found.buffers.keys() == wanted.buffers.keys()
     for name, buffer in wanted.buffers.items():
         torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-5, atol=1e-6)
+
+
+def assert_stored_whole(captured: Captured, model: nn.Module, batch: Any) -> None:
+    """A capture that was written down and read again is the same, and computes the same."""
+    data, values = as_data(captured)
+    again = from_data(json.loads(json.dumps(data)), values)
+    assert as_data(again)[0] == data
+    assert str(again.graph) == str(captured.graph)
+    assert_same_step(graph_step(again, model, batch), graph_step(captured, model, batch), 1e-6, 1e-6)
 
 
 def _after(model: nn.Module, loss: Tensor, output: Any) -> Step:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import broken, plain
-from oracle import assert_same_step, eager_step, graph_step, run_graph
+from oracle import assert_same_step, assert_stored_whole, eager_step, graph_step, run_graph
 from torch import Tensor, fx, nn
 
 from trainwright.artifacts import UserError
@@ -63,6 +63,7 @@ def test_zoo_model_computes_what_the_model_computes(name: str) -> None:
     assert_same_step(found, wanted)
     assert type(found.output) is type(wanted.output)
     assert found.output.keys() == wanted.output.keys()
+    assert_stored_whole(captured, model, batch)
 
 
 @pytest.mark.parametrize("build", BUILDERS, ids=_name)
@@ -70,6 +71,8 @@ def test_user_model_computes_what_the_model_computes(build: Any) -> None:
     model, batch, loss_fn = _user_model(build)
     captured = capture(model, batch, loss_fn)
     assert_same_step(graph_step(captured, model, batch), eager_step(model, batch, loss_fn))
+    if build is not plain.build_autocast:  # whose output is a dataclass, a form that torch cannot write down
+        assert_stored_whole(captured, model, batch)
 
 
 @pytest.mark.parametrize("build", BUILDERS, ids=_name)

@@ -23,6 +23,7 @@ from trainwright.cli.ranks import run_worker
 from trainwright.cli.sizes import parse_bytes
 
 VERBS = (
+    "cache",
     "profile",
     "diff",
     "plan",

@@ -520,7 +520,7 @@ def _programs(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None, 
     """The program of `micro_batches`, and those of other numbers where it is to be chosen."""
     from .capture.micro_batches import batch_size, candidates, capture_step
     from .planner import Variants
-    from .runtime.module import DTYPES
+    from .profiler.step import DTYPES
 
     dtype = DTYPES[autocast] if autocast else None
     if micro_batches != "auto" and (not isinstance(micro_batches, int) or micro_batches < 1):
@@ -557,8 +557,11 @@ def _by_size(
 def _program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Any:
     from .capture.call import check_same_loss
     from .capture.micro_batches import capture_step
-    from .runtime.module import DTYPES
+    from .capture.program import Program
+    from .profiler.step import DTYPES
 
+    if isinstance(model, Program):  # the command line may have it at hand without the model
+        return model
     given, own = (
         {"dtype": _dtype_name(model), "literals": _literals(batch)},
         {"dtype": plan.dtype, "literals": plan.literals},
@@ -611,7 +614,7 @@ def _literals(batch: Any) -> dict[str, Any]:
 
 
 def _dtype_name(model: nn.Module) -> str:
-    from .runtime.module import DTYPES
+    from .profiler.step import DTYPES
 
     found = next((param.dtype for param in model.parameters() if param.is_floating_point()), DTYPES["fp32"])
     return next((name for name, dtype in DTYPES.items() if dtype == found), str(found).removeprefix("torch."))

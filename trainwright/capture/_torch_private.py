@@ -37,9 +37,12 @@ __all__ = [
     "arguments",
     "bound",
     "called",
+    "classes_in_form",
     "dtensor_like",
     "flatten",
     "flatten_batch",
+    "form_from_text",
+    "form_to_text",
     "innermost_frames",
     "is_mutating",
     "is_profiled",
@@ -269,6 +272,26 @@ def _key(part: Any) -> str:
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Return the leaves of a tree of tuples, lists, dicts …, and its form, for `unflatten`."""
     return pytree.tree_flatten(tree)
+
+
+def form_to_text(spec: Any) -> str:
+    """Return the form of a tree as JSON; `NotImplementedError` for one with classes that say no way to be written."""
+    return pytree.treespec_dumps(spec)
+
+
+def form_from_text(text: str) -> Any:
+    """Return the form of a tree that `form_to_text` wrote; its classes must have been imported."""
+    return pytree.treespec_loads(text)
+
+
+def classes_in_form(spec: Any) -> set[type]:
+    """Return the classes of the containers in the form of a tree.
+
+    >>> sorted(kind.__name__ for kind in classes_in_form(flatten(([1], {"a": 2}))[1]))
+    ['dict', 'list', 'tuple']
+    """
+    own = set() if spec.type is None else {spec.type}
+    return own.union(*(classes_in_form(child) for child in spec.children()))
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:

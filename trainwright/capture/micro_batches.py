@@ -27,7 +27,8 @@ from ..artifacts import UserError
 from ..artifacts.plan import names_of_batch
 from ..ops import find
 from ._torch_private import flatten_batch
-from .export import Captured, as_batch, capture
+from .cached import cached_capture, capture_named, name_on, step_name
+from .export import Captured, as_batch
 from .program import Op, Program, Tensor, build_program, op_name
 from .randomness import draws
 
@@ -86,12 +87,24 @@ def capture_step(
     the `whole` batch, which is captured where it is not at hand.
     """
     if num == 1:
-        return build_program(capture(model, batch, loss_fn, autocast=autocast))
-    part = capture(model, split_entries(batch, num), loss_fn, autocast=autocast)
+        return build_program(
+            cached_capture(model, batch, loss_fn, autocast=autocast, name=step_name(name_on(batch), 1))
+        )
+    part = cached_capture(
+        model, split_entries(batch, num), loss_fn, autocast=autocast, name=step_name(name_on(batch), num)
+    )
     if corrections is None:
-        whole = whole or build_program(capture(model, batch, loss_fn, autocast=autocast))
+        whole = whole or build_program(cached_capture(model, batch, loss_fn, autocast=autocast))
         corrections = find_corrections(whole, build_program(part), num)
     return as_runs(part, num, corrections)
+
+
+def stored_step(name: str, autocast: Any, num: int, corrections: Corrections) -> Program | None:
+    """Return the program of a step that was captured under `naming(name, …)`, without its model; `None` where none is stored."""
+    found = capture_named(str(step_name(name, num)), autocast)
+    if found is None:
+        return None
+    return build_program(found) if num == 1 else as_runs(found, num, corrections)
 
 
 def find_corrections(whole: Program, part: Program, num: int) -> Corrections:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..artifacts.cache_directory import cache_folder
 
 FORMAT = 1
 """Of the files, and of the way in which rules are looked for."""
@@ -20,7 +21,7 @@ class RuleCache:
     def __init__(self, schema: str, pattern: str) -> None:
         self._key = [FORMAT, torch.__version__, schema, pattern]
         digest = hashlib.blake2b(json.dumps(self._key).encode(), digest_size=12).hexdigest()
-        self.path = _folder() / "rules" / f"{digest}.json"
+        self.path = cache_folder() / "rules" / f"{digest}.json"
 
     def read(self) -> list[Any] | None:
         """Return the loops that were found, or `None`."""
@@ -39,8 +40,3 @@ class RuleCache:
             temporary.replace(self.path)
         except OSError:
             temporary.unlink(missing_ok=True)
-
-
-def _folder() -> Path:
-    named = os.environ.get("TRAINWRIGHT_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainwright"

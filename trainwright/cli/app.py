@@ -13,7 +13,22 @@ from typing import Annotated
 
 import typer
 
-from . import calibrate, check, demo, diff, examples, explain, export, optimizers, plan, profile, train, verify, zoo
+from . import (
+    cache,
+    calibrate,
+    check,
+    demo,
+    diff,
+    examples,
+    explain,
+    export,
+    optimizers,
+    plan,
+    profile,
+    train,
+    verify,
+    zoo,
+)
 from .errors import INTERRUPTED, status_of
 from .output import PROGRAM, running
 
@@ -28,7 +43,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-for _verb in (profile, diff, plan, check, explain, train, export, verify, calibrate, optimizers, zoo, examples, demo):
+for _verb in (
+    profile,
+    diff,
+    plan,
+    check,
+    explain,
+    train,
+    export,
+    verify,
+    calibrate,
+    optimizers,
+    zoo,
+    cache,
+    examples,
+    demo,
+):
     _name = _verb.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_verb, _name))
 

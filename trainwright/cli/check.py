@@ -9,8 +9,9 @@ import typer
 from ..artifacts import Plan
 from .errors import FAILED, OK
 from .model import ModelOptions, may_take_model, model_of_plan
-from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
+from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, status
 from .plan import MemoryOption, details
+from .planned import Planned
 
 PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 
@@ -31,15 +32,15 @@ def check(
         import trainwright as tw
 
         plan = Plan.from_json(plan_path)
-        loaded = model_of_plan(plan, model).load()
-        remarks(loaded.notes)
-        found = tw.check(plan, loaded.model, loaded.batch, loss_fn=loaded.loss_fn, memory=memory)
+        planned = Planned(plan, model_of_plan(plan, model))
+        with planned.subject() as subject:
+            found = tw.check(plan, **subject, memory=memory)
         if output is not None:
             found.to_json(output)
         if html_path is not None:
             from ..reports.html import write_plan
 
-            write_plan(found, html_path, **details(found, loaded))
+            write_plan(found, html_path, **details(found, planned.loaded))
     answer(found.table(), found.to_json, json_path)
     return _verdict(found)
 

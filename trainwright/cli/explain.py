@@ -9,7 +9,8 @@ import typer
 from ..artifacts import Plan
 from .check import PlanArgument
 from .model import ModelOptions, may_take_model, model_of_plan
-from .output import answer, quiet_stdout, remarks, status
+from .output import answer, quiet_stdout, status
+from .planned import Planned
 
 
 @may_take_model
@@ -25,7 +26,6 @@ def explain(
         import trainwright as tw
 
         plan = Plan.from_json(plan_path)
-        loaded = model_of_plan(plan, model).load()
-        remarks(loaded.notes)
-        found = tw.explain(plan, loaded.model, loaded.batch, key, loss_fn=loaded.loss_fn)
+        with Planned(plan, model_of_plan(plan, model)).subject() as subject:
+            found = tw.explain(plan, **subject, key=key)
     answer(found.text(), lambda: None, None)

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..artifacts import ModelRef, Plan, UserError
+from ..artifacts.cache_directory import without_cache
 
 if TYPE_CHECKING:
     from ..capture.targets import Loaded
 
 PANEL = "Model"
+NO_CACHE = "no_cache"
 _MODEL_HELP = "zoo:NAME, FILE.py:function or package.module:function"
 
 
@@ -161,9 +163,12 @@ def _takes(command: Callable[..., Any], gather: Callable[[dict[str, Any]], Any],
 
     def wrapper(**values: Any) -> Any:
         model = gather({parameter.name: values.pop(parameter.name) for parameter in of_model})
-        return command(model=model, **values)
+        if not values.pop(NO_CACHE):
+            return command(model=model, **values)
+        with without_cache():
+            return command(model=model, **values)
 
-    signature = inspect.Signature([of_model[0], *own, *of_model[1:]])
+    signature = inspect.Signature([of_model[0], *own, *of_model[1:], _no_cache()])
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     wrapper.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -177,6 +182,11 @@ def _model_parameters(model_as_option: bool) -> list[inspect.Parameter]:
         option = typer.Option("--model", help=_MODEL_HELP, metavar="MODEL", rich_help_panel=PANEL)
         hints["spec"], defaults["spec"] = Annotated[str | None, option], None
     return [_keyword(name, hints[name], default) for name, default in defaults.items()]
+
+
+def _no_cache() -> inspect.Parameter:
+    option = typer.Option("--no-cache", help="Capture the model anew; store nothing.", rich_help_panel=PANEL)
+    return _keyword(NO_CACHE, Annotated[bool, option], False)
 
 
 def _own_parameters(command: Callable[..., Any]) -> list[inspect.Parameter]:

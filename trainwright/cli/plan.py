@@ -20,6 +20,7 @@ from ..reports.units import format_s
 from .errors import FAILED, OK
 from .model import ModelOptions, takes_model
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
+from .planned import named
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def plan(
         remarks(loaded.notes)
         if shapes:
             question["shapes"] = [each.load().batch for text in shapes for each in parse_shapes(text, model)]
-        found = ask(_Question(loaded, {**question, "progress": tell}, optimizers, solver))
+        with named(model, loaded):
+            found = ask(_Question(loaded, {**question, "progress": tell}, optimizers, solver))
         written = found.write(output) if output is not None else None
         if html_path is not None:
             _write_report(found, loaded, html_path, found.files(output))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..artifacts import UserError
-from ..capture.export import capture
+from ..capture.cached import cached_capture
 from .step import DTYPES, LossFn
 
 MAX_FORWARD_OPS = 2500
@@ -25,7 +25,7 @@ def try_capture(
     (True, None)
     """
     try:
-        found = capture(model, batch, loss_fn, autocast=None if autocast is None else DTYPES[autocast])
+        found = cached_capture(model, batch, loss_fn, autocast=None if autocast is None else DTYPES[autocast])
     except UserError as error:
         return None, f"no graph, so this model can be profiled but not planned: {_one_line(error)}"
     return found.capture_s, None

@@ -1,0 +1,128 @@
+"""What a capture hangs on beside the model: versions, installed packages, files of code, torch's own settings.
+
+Before a capture   `surroundings()`     part of the key: releases, what is installed, our own sources, the user's files
+After it           `loaded_files()`     kept with the entry: every file of Python code that was loaded by then
+Before it is used  `unchanged(files)`   each of those files is as it was
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .export_errors import OUR_ROOT
+from .stored import NotStorable
+
+__all__ = ["is_own_file", "loaded_files", "surroundings", "unchanged"]
+
+Files = dict[str, list[int] | str]
+"""A file → the time of its last change and its size, or of the user's files a digest of the text."""
+
+
+def surroundings() -> list[Any]:
+    """Return what decides, beside model, batch and loss, how they are captured; JSON.
+
+    `NotStorable` where code was typed in: it has no file that could be looked at again.
+    """
+    if _is_typed_in(sys.modules.get("__main__")):
+        raise NotStorable("code that was typed in has no file")
+    return [
+        sys.version,
+        torch.__version__,
+        _our_sources(),
+        _installed(),
+        {path: _digest(path) for path in _own_files()},
+        [str(torch.get_default_dtype()), str(torch.get_default_device()), torch.is_grad_enabled(),
+         torch.are_deterministic_algorithms_enabled()],
+    ]  # fmt: skip
+
+
+def is_own_file(path: str) -> bool:
+    """Tell whether a file of code is the user's own: no installed package's, not of Python's library, not ours.
+
+    >>> is_own_file(torch.__file__), is_own_file(__file__), is_own_file("/home/me/train.py")
+    (False, False, True)
+    """
+    return bool(path) and not path.startswith("<") and not path.startswith((*_roots(), OUR_ROOT + os.sep))
+
+
+def loaded_files() -> Files:
+    """Return the files of all modules loaded, ours and Python's own left out, as they are now."""
+    standard = sysconfig.get_paths()["stdlib"] + os.sep
+    found: Files = {}
+    for path in _files():
+        if is_own_file(path):
+            found[path] = _digest(path)
+        elif not path.startswith(OUR_ROOT + os.sep) and ("-packages" in path or not path.startswith(standard)):
+            found[path] = _stamp(path)
+    return found
+
+
+def unchanged(files: Mapping[str, list[int] | str]) -> bool:
+    """Tell whether each of the files is as it was."""
+    try:
+        return all(seen == (_digest(path) if isinstance(seen, str) else _stamp(path)) for path, seen in files.items())
+    except OSError:
+        return False
+
+
+def _files() -> Iterator[str]:
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and path.endswith(".py") and os.path.isfile(path):
+            yield path
+
+
+def _own_files() -> list[str]:
+    return sorted({path for path in _files() if is_own_file(path)})
+
+
+def _is_typed_in(main: Any) -> bool:
+    """Whether a main module without a file defines functions or classes."""
+    if main is None or getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None:
+        return False
+    return any(getattr(value, "__module__", None) == "__main__" for value in vars(main).values())
+
+
+@functools.cache
+def _roots() -> tuple[str, ...]:
+    """The folders of installed packages, Python's own library and commands, each with a separator at its end."""
+    paths = sysconfig.get_paths()
+    named = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    folders = [*named, *site.getsitepackages(), site.getusersitepackages()]
+    both = {*folders, *(os.path.realpath(folder) for folder in folders)}
+    return tuple(sorted(folder.rstrip(os.sep) + os.sep for folder in both))
+
+
+def _installed() -> list[str]:
+    """The names of installed distributions, which hold their versions."""
+    folders = {path for path in sys.path if path.endswith("-packages") and os.path.isdir(path)}
+    return sorted(name for path in folders for name in os.listdir(path) if name.endswith((".dist-info", ".egg-info")))
+
+
+@functools.cache
+def _our_sources() -> str:
+    """A digest of the code that captures: it may be a checkout that is being worked on."""
+    digest = hashlib.blake2b(digest_size=20)
+    for folder in ("capture", "ops"):
+        for path in sorted((Path(OUR_ROOT) / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(path: str) -> str:
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=20).hexdigest()
+
+
+def _stamp(path: str) -> list[int]:
+    found = os.stat(path)
+    return [found.st_mtime_ns, found.st_size]
