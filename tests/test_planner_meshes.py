@@ -82,7 +82,8 @@ def test_others_are_looked_at_however_long_the_first_took(monkeypatch):
 def test_meshes_that_nobody_looked_at_are_named():
     plan = make_plan(**question(tiny_program("gpt2-tiny"), "8xh100", mesh=None, time_limit_s=1e-3))
     assert plan.mesh == {"gpu": 8}, "the cluster's own is always looked at"
-    assert any("2x4, 2x2x2; --time-limit gives more" in note for note in plan.notes)
+    assert plan.solver.unseen_meshes == ("2x4", "2x2x2")
+    assert any("not searched: mesh 2x4, 2x2x2" in note and "--time-limit" in note for note in plan.notes)
 
 
 def test_pins_name_the_axes_of_the_clusters_own_mesh():

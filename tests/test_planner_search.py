@@ -141,7 +141,7 @@ def test_no_answer_in_time_is_not_called_a_contradiction(place, monkeypatch, sta
     nothing = Solution(status, None, math.inf, -math.inf, 0.0)
     for module in (solve, fitting):
         monkeypatch.setattr(module, "solve_in_stages", lambda *args: nothing)
-    refused = place.solve("joint")
+    refused = place.solver.solve(place.settings("joint"))
     assert isinstance(refused, Infeasible)
     assert refused.out_of_time is not is_known
     assert ("contradict" in refused.binding[0]) is is_known

@@ -86,7 +86,7 @@ def test_a_plan_on_two_axes_reads_back() -> None:
     assert again.params["transformer.wte.weight"].shared == ("R R",)
     assert tw.check(again, *model).predicted == plan.predicted
     entry = again.params["transformer.wte.weight"].model_copy(update={"shared": ("R",)})
-    with pytest.raises(tw.UserError, match="one entry per mesh axis is needed, 2 in all"):
+    with pytest.raises(tw.UserError, match="needs one entry for each of the mesh's 2 axes; it has 'R'"):
         tw.check(again.model_copy(update={"params": again.params | {"transformer.wte.weight": entry}}), *model)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import importlib.util
 import socket
 import time
 from typing import Any
@@ -121,14 +121,8 @@ def test_mistakes_name_a_remedy(name: str, options: dict[str, Any], part: str) -
         zoo.build(name, **options)
 
 
-def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *rest: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "transformers":
-            raise ImportError(name)
-        return real(name, *rest, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(UserError, match=r"trainwright\[zoo\]"):
+def test_without_transformers_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name))
+    with pytest.raises(UserError, match=r"the zoo needs the package transformers.*pip install 'transformers>="):
         zoo.build("gpt2-tiny")
