@@ -239,3 +239,38 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(plan_path: Path, tmp_pat
 def test_a_process_alone_is_told_to_use_torchrun(plan_path: Path, tmp_path: Path) -> None:
     done = _ended(tmp_path / "script.py", plan_path, ranks=1)
     assert "torchrun --nproc-per-node 2" in done.stderr
+
+
+class NamedAsOurs(nn.Module):
+    """Has parts under names that a planned module has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter, self.plan = nn.Linear(2, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("num_steps", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_steps += 1
+            self.steps += 2
+        return (self.adapter(x) * self.plan).square().mean()
+
+
+def test_parts_of_a_model_may_have_any_name() -> None:
+    model, own_copy = NamedAsOurs(), NamedAsOurs()
+    own_copy.load_state_dict(model.state_dict())
+    plan = tw.plan(model, (X,), hardware="cpu:1")
+    module = tw.parallelize(model, plan)
+    for trained in (module, own_copy):
+        for _ in range(2):
+            trained(X).backward()
+    assert module.num_steps == 2
+    assert module.plan is plan
+    assert set(module.state_dict()) == set(own_copy.state_dict())
+    assert dict(module.named_buffers())["steps"].item() == 4.0
+    for name, value in tw.full_state_dict(module).items():
+        assert torch.equal(value, own_copy.state_dict()[name])
+    for name, grad in ((name, param.grad) for name, param in own_copy.named_parameters()):
+        assert torch.allclose(dict(module.named_parameters())[name].grad.full_tensor(), grad)
+    module.load_state_dict(module.state_dict())

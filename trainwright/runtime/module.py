@@ -199,24 +199,22 @@ class ParallelModule(nn.Module):
             self._local_shapes[made[name]] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():
             made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
-        persistent = set(model.state_dict(keep_vars=True))
-        for name, value in made.items():
-            self._register(name, value, name in persistent)
-        for alias, name in self.program.captured.aliases.items():
-            if name in made:
-                self._register(alias, made[name], alias in persistent)
+        names = made | {alias: made[name] for alias, name in self.program.captured.aliases.items() if name in made}
+        self._adopt(_tree(names, set(model.state_dict(keep_vars=True))))
 
-    def _register(self, name: str, value: Tensor, persistent: bool) -> None:
-        *parents, leaf = name.split(".")
-        module: nn.Module = self
-        for parent in parents:
-            if parent not in module._modules:
-                module.add_module(parent, nn.Module())
-            module = module._modules[parent]  # type: ignore[assignment]
-        if isinstance(value, nn.Parameter):
-            module.register_parameter(leaf, value)
+    def _adopt(self, tree: nn.Module) -> None:
+        """Take over the model's names; where one is also an attribute of ours (`steps`, `plan`), `self.steps` stays ours."""
+        self._parameters.update(tree._parameters)
+        self._buffers.update(tree._buffers)
+        self._modules.update(tree._modules)
+        self._non_persistent_buffers_set.update(tree._non_persistent_buffers_set)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; one of ours stands beside a parameter, buffer or module of that name, and does not replace it."""
+        if isinstance(value, Tensor | nn.Module):
+            super().__setattr__(name, value)
         else:
-            module.register_buffer(leaf, value, persistent=persistent)
+            object.__setattr__(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rank's part of the step on the rank's part of the batch."""
@@ -298,6 +296,23 @@ class ParallelModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"plan={self.plan.solver.name}, mesh={self.plan.mesh}"
+
+
+def _tree(tensors: Mapping[str, Tensor], persistent: set[str]) -> nn.Module:
+    """Return bare modules that hold `tensors` under their dotted names."""
+    root = nn.Module()
+    for name, value in tensors.items():
+        *parents, leaf = name.split(".")
+        module = root
+        for parent in parents:
+            if parent not in module._modules:
+                module.add_module(parent, nn.Module())
+            module = module._modules[parent]  # type: ignore[assignment]
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(leaf, value)
+        else:
+            module.register_buffer(leaf, value, persistent=name in persistent)
+    return root
 
 
 def full_state_dict(
