@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainwright.artifacts import (
+    Alternative,
     BatchEntry,
     Cluster,
     Device,
+    ExplainedDecision,
+    Explanation,
     Fit,
     Link,
     MemoryPoint,
@@ -171,37 +174,20 @@ class Simulation:
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class Reason:
-    """A row of an explanation."""
-
-    key: str
-    compute_s: float
-    comm_s: float
-    saved_bytes: int
-    next_best: str
-    next_best_extra_s: float
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """As the planner's."""
-
-    rows: list[Reason]
-
-
 def simulation() -> Simulation:
     return Simulation(timeline(), {"param": 100 * MIB}, 900 * MIB)
 
 
 def explanation() -> Explanation:
-    return Explanation(
-        [
-            Reason("h.{0-2}.fc:linear", 0.1, 0.02, 18 * MIB, "b i", 0.004),
-            Reason("h.{0-2}.fc:gelu", 0.1, 0.0, 9 * MIB, "- -", -0.002),
-            Reason("head:linear", 0.1, 0.0, 9 * MIB, "", 0.0),
-        ]
+    def row(op: str, comm_s: float, size: int, other: Alternative | None) -> ExplainedDecision:
+        return ExplainedDecision(op, False, ("b", "-"), 0.1, comm_s, size * MIB, "", "", other)
+
+    rows = (
+        row("h.{0-2}.fc:linear", 0.02, 18, Alternative(("b", "i"), 0.004)),
+        row("h.{0-2}.fc:gelu", 0.0, 9, Alternative(("-", "-"), -0.002)),
+        row("head:linear", 0.0, 9, None),
     )
+    return Explanation(plan(), rows)
 
 
 def cluster(num_devices: int = 4) -> Cluster:

@@ -429,12 +429,33 @@ def test_explain_names_the_choice_and_the_next_best():
     plan = make_plan(**question(program))
     found = explain(plan, program, "transformer.h.1.mlp.c_fc", optim.record("adamw"))
     row = next(row for row in found.rows if row.key.endswith("c_fc:linear"))
-    assert row.chosen == plan.modules[row.key].split[0]
-    assert row.next_best not in ("", row.chosen)
-    assert row.next_best_extra_s >= -1e-3 * plan.predicted.step_s
+    assert row.option == plan.modules[row.key].split
+    assert row.alternative.option != row.option
+    assert row.alternative.estimated_extra_s >= -1e-3 * plan.predicted.step_s
     assert row.key in found.text()
     with pytest.raises(UserError, match="names nothing"):
         explain(plan, program, "nowhere", optim.record("adamw"))
+
+
+def test_explain_prices_the_other_option_as_check_does_an_edited_plan():
+    given = question(tiny_program("gpt2-tiny"), budget_bytes=1_100_000)
+    plan = make_plan(**given)
+    record, make = optim.record("adamw"), given["make_optimizer"]
+    found = explain(plan, given["program"], "h.*.mlp.c_proj", record, make)
+    row = next(row for row in found.rows if row.key.endswith("c_proj:linear"))
+    other = row.alternative
+    entry = plan.modules[row.key].model_copy(update={"split": other.option})
+    edited = plan.model_copy(update={"modules": {**plan.modules, row.key: entry}, "budget_bytes": None})
+    priced = check(edited, given["program"], None, record, make).predicted
+    assert (other.step_s, other.peak_bytes) == (priced.step_s, priced.peak_bytes)
+    first, time_line, memory_line, *_ = found.text().splitlines()
+    assert plan.verdict in first
+    assert "recomputation" in time_line
+    assert memory_line.startswith("memory  binds: a step pays")
+    assert "(the batch)" in found.text()
+    assert ("does not fit" in found.text()) == any(
+        each.alternative is not None and (each.alternative.peak_bytes or 0) > plan.budget_bytes for each in found.rows
+    )
 
 
 @pytest.mark.parametrize(("hardware", "mesh"), [("cpu:2", (2,)), ("cpu:4", (2, 2))])

@@ -381,9 +381,10 @@ def _pages(tmp_path):
 
 def test_each_decision_has_its_reason(tmp_path) -> None:
     text = _pages(tmp_path)[1].read_text(encoding="utf8")
-    costs = "compute 100 ms; communication 20 ms; would keep 18 MiB"
-    assert f"{costs}; next best b@node i@gpu: 4 ms slower" in text
-    assert "next best whole: 2 ms faster, held back by memory" in text
+    costs = "100 ms of compute, 20 ms of changes of layout, 18 MiB for the backward if kept"
+    other = "b@node i@gpu (the batch; the input features, over which the product sums)"
+    assert f"{costs}; next best {other}: 4 ms longer by the sum of its parts" in text
+    assert "next best whole on every rank: 2 ms shorter by the sum of its parts" in text
 
 
 def test_a_plan_alone_makes_a_page_and_a_bad_path_is_the_users_error(tmp_path) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import hardware as _hardware  # imported before the verb of that name, which then stands in its place
 from .arguments import as_cluster, as_dtype_name, as_maker, as_mesh, as_optimizer_name, as_pins, as_plan, check_model
-from .artifacts import Cluster, Difference, ModelRef, Plan, Profile, Refusal, Report, UserError, diff
+from .artifacts import Cluster, Difference, Explanation, ModelRef, Plan, Profile, Refusal, Report, UserError, diff
 from .cli.sizes import parse_bytes
 from .training import Trained, train
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from . import selection as selection
     from . import solvers as solvers
     from .capture import zoo as zoo
-    from .planner import Explanation, Simulation
+    from .planner import Simulation
     from .runtime import ParallelModule
 
     LossFn = Callable[..., Tensor]
@@ -325,7 +325,10 @@ def check(
 def explain(
     plan: PlanLike, model: nn.Module, batch: Any, key: str | None = None, *, loss_fn: LossFn | None = None
 ) -> Explanation:
-    """Say why a plan is as it is: for each op its choice, its cost, and the next best.
+    """Say why a plan is as it is: for each op its choice, its cost, and the best other option while all others stay.
+
+    With `key`, the other options of the first six decisions are simulated and priced, as `check` does an edited plan; without,
+    they are estimated by the sum of their parts.
 
     plan: a `Plan`, or the path of its file. model, batch, loss_fn: those it was made with. key: a key of the plan, a
     module's path, a parameter, or a pattern of those, such as `"transformer.h.0*"`; default: everything.
@@ -339,7 +342,8 @@ def explain(
     from .planner import explain as run
 
     plan = as_plan(plan)
-    return run(plan, _program_of(plan, model, batch, loss_fn), key, _optimizer_cost(plan.optimizer))
+    make, _ = as_maker(plan.optimizer)
+    return run(plan, _program_of(plan, model, batch, loss_fn), key, _optimizer_cost(plan.optimizer), make)
 
 
 def simulate_plan(plan: PlanLike, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:

@@ -3,6 +3,7 @@
 from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .estimator import Estimator
+from .explanation import Alternative, ExplainedDecision, Explanation
 from .packages import is_installed, need, needed
 from .plan import EDITED, BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, ShapePlan, SolverInfo
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
@@ -12,6 +13,7 @@ from .run import Compared, Run
 
 __all__ = [
     "EDITED",
+    "Alternative",
     "Artifact",
     "BatchEntry",
     "Cluster",
@@ -19,6 +21,8 @@ __all__ = [
     "Device",
     "Difference",
     "Estimator",
+    "ExplainedDecision",
+    "Explanation",
     "Fit",
     "Learned",
     "Link",

@@ -1,6 +1,6 @@
 """Program + cluster + budget → `Plan`: layouts and recomputation chosen together, then simulated."""
 
-from .explain import Explanation, explain
+from .explain import explain
 from .frontier import frontier
 from .micro_batches import Variants
 from .plan import check, compare, make_plan
@@ -11,7 +11,6 @@ from .task import Task
 
 __all__ = [
     "RECIPES",
-    "Explanation",
     "Shaped",
     "Simulation",
     "Task",

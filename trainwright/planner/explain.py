@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from ..artifacts import Plan, UserError
+from ..artifacts import Alternative, ExplainedDecision, Explanation, Plan, UserError
 from ..capture.decide import decisions_of
 from ..capture.layout import Layout, layout_text
 from ..capture.local import Decisions
@@ -15,47 +15,23 @@ from ..capture.program import Program, Tensor
 from ..profiler.saved import record
 from .build import build_problem
 from .costs import OptimizerCost, cost_model
+from .plan import task_of
 from .problem import Decision, Problem, Use, Want
+from .simulate import MakeOptimizer
 from .tied import find_tied
 
 
-@dataclass(frozen=True)
-class Row:
-    """Why one decision is as it is. Seconds are per step, over all blocks."""
-
-    key: str
-    chosen: str
-    compute_s: float
-    comm_s: float
-    """Its own conversions and those of its readers."""
-    saved_bytes: int
-    """What it would keep for the backward, were everything kept; parameters: bytes at rest with states."""
-    recomputed: str
-    """Which blocks rederive what it leaves."""
-    offloaded: str
-    """Which blocks keep it off the device; of a parameter, its optimizer state."""
-    next_best: str
-    """The best other option while all other decisions stay; empty: there is none."""
-    next_best_extra_s: float
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The answer of `explain`, as rows and as text."""
-
-    rows: tuple[Row, ...]
-    header: tuple[str, ...]
-
-    def text(self) -> str:
-        """Return the explanation for the terminal."""
-        return "\n".join([*self.header, *(_row_text(row) for row in self.rows)])
-
-
-def explain(plan: Plan, program: Program, key: str | None, optimizer_cost: OptimizerCost) -> Explanation:
+def explain(
+    plan: Plan,
+    program: Program,
+    key: str | None,
+    optimizer_cost: OptimizerCost,
+    make_optimizer: MakeOptimizer | None = None,
+) -> Explanation:
     """Explain a plan, or the decisions that `key` (a key of the plan, a module path, a parameter, a glob) names.
 
-    The next best option is the cheapest one with all other decisions held: what changing this one alone would cost in
-    time. It may be free, or even gain time, where memory is what stands against it.
+    With `key` and `make_optimizer`, the best other option of the first few decisions is simulated and priced as `check` does
+    an edited plan; without, it is estimated by the sum of its parts.
     """
     device = plan.cluster.device
     axes = plan.cluster.mesh(tuple(plan.mesh.values()))
@@ -67,9 +43,51 @@ def explain(plan: Plan, program: Program, key: str | None, optimizer_cost: Optim
     picked = [decision for decision in problem.decisions if key is None or _names(decision, key)]
     if not picked:
         known = ", ".join([*plan.modules, *plan.params][:8])
-        raise UserError(f"something in the plan is needed; {key!r} names nothing; there are {known}, …")
+        raise UserError(
+            f"{key!r} names nothing in the plan; it has {known}, …; give one of these, a module's path or a pattern"
+        )
     rows = [_row(plan, readers, decision, options) for decision in picked if options[decision] >= 0]
-    return Explanation(tuple(rows), tuple(_header(plan)))
+    if key is not None and make_optimizer is not None:
+        trial = _Trial(plan, program, optimizer_cost, make_optimizer)
+        rows = [*map(trial.simulated, rows[:_SIMULATED]), *rows[_SIMULATED:]]
+    return Explanation(plan, tuple(rows))
+
+
+_SIMULATED = 6
+"""Other options that are simulated for one answer; each takes as long as `check`, without the capture."""
+
+
+class _Trial:
+    """Simulates a plan with one decision changed, all others as they are."""
+
+    def __init__(
+        self, plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_optimizer: MakeOptimizer
+    ) -> None:
+        self.plan, self.program = plan, program
+        self.task = task_of(plan, program, optimizer_cost, make_optimizer)
+
+    def simulated(self, row: ExplainedDecision) -> ExplainedDecision:
+        """Return the row with its alternative's own step and peak."""
+        if row.alternative is None or row.key not in self._section(row.is_param):
+            return row
+        return replace(row, alternative=self._run(row, row.alternative))
+
+    def _section(self, is_param: bool) -> Mapping[str, Any]:
+        return self.plan.params if is_param else self.plan.modules
+
+    def _run(self, row: ExplainedDecision, other: Alternative) -> Alternative:
+        (place,) = self.task.places
+        try:
+            simulation = place.simulate(decisions_of(self.program, self._edited(row, other.option)))
+        except UserError as error:
+            return replace(other, refused=str(error))
+        return replace(other, step_s=place.price(simulation).step_s, peak_bytes=simulation.peak_bytes)
+
+    def _edited(self, row: ExplainedDecision, option: tuple[str, ...]) -> Plan:
+        name, field = ("params", "layout") if row.is_param else ("modules", "split")
+        section = self._section(row.is_param)
+        entry = section[row.key].model_copy(update={field: option})
+        return self.plan.model_copy(update={name: {**section, row.key: entry}})
 
 
 def _add_chosen(decision: Decision, decisions: Decisions) -> int:
@@ -129,29 +147,29 @@ class _Edges:
         return int(next(asking) is use)
 
 
-def _row(plan: Plan, edges: _Edges, decision: Decision, options: dict[Decision, int]) -> Row:
+def _row(plan: Plan, edges: _Edges, decision: Decision, options: dict[Decision, int]) -> ExplainedDecision:
     chosen = options[decision]
     totals = [decision.option_s(k) + edges.seconds(decision, k) for k in range(len(decision.options))]
     others = [k for k in range(len(totals)) if k != chosen and totals[k] < float("inf")]
     best = min(others, key=lambda k: totals[k], default=None)
-    return Row(
-        decision.key,
-        _option_text(decision, chosen),
-        decision.count * (decision.forward_s[chosen] + decision.backward_s[chosen]),
-        edges.seconds(decision, chosen) + decision.count * sum(decision.inner_comm_s[chosen]),
-        _bytes(edges.problem, decision, chosen),
-        _fate(plan, decision, "recomputed"),
-        _fate(plan, decision, "offloaded"),
-        _option_text(decision, best) if best is not None else "",
-        totals[best] - totals[chosen] if best is not None else 0.0,
+    return ExplainedDecision(
+        key=decision.key,
+        is_param=decision.group is None,
+        option=_option(decision, chosen),
+        compute_s=decision.count * (decision.forward_s[chosen] + decision.backward_s[chosen]),
+        comm_s=edges.seconds(decision, chosen) + decision.count * sum(decision.inner_comm_s[chosen]),
+        saved_bytes=_bytes(edges.problem, decision, chosen),
+        recomputed=_fate(plan, decision, "recomputed"),
+        offloaded=_fate(plan, decision, "offloaded"),
+        alternative=None if best is None else Alternative(_option(decision, best), totals[best] - totals[chosen]),
     )
 
 
-def _option_text(decision: Decision, option: int) -> str:
+def _option(decision: Decision, option: int) -> tuple[str, ...]:
     split: Sequence[int] = decision.options[option]
     if decision.group is None:
-        return " ".join(layout_text(tuple(split), decision.tied[0].slots))
-    return " ".join(decision.group.loops[loop].name if loop >= 0 else "-" for loop in split)
+        return tuple(layout_text(tuple(split), decision.tied[0].slots))
+    return tuple(decision.group.loops[loop].name if loop >= 0 else "-" for loop in split)
 
 
 def _bytes(problem: Problem, decision: Decision, option: int) -> int:
@@ -168,46 +186,3 @@ def _fate(plan: Plan, decision: Decision, fate: str) -> str:
     section: Mapping[str, Any] = plan.params if decision.group is None else plan.modules
     values = getattr(section.get(decision.key), fate, {})
     return "; ".join(f"{name}: {blocks}" for name, blocks in values.items())
-
-
-def _header(plan: Plan) -> list[str]:
-    found = plan.predicted
-    mesh = " x ".join(f"{name}={size}" for name, size in plan.mesh.items())
-    runs = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    lines = [
-        f"{plan.solver.name} on {plan.cluster.name}, mesh {mesh}{runs}",
-        f"step {_ms(found.step_s)}: compute {_ms(found.compute_s)}, communication {_ms(found.comm_s)}, "
-        f"recomputation {_ms(found.recompute_s)}",
-        f"peak {found.peak_bytes / 2**20:.1f} MiB"
-        + ("" if plan.budget_bytes is None else f" of {plan.budget_bytes / 2**20:.1f} MiB"),
-    ]
-    if plan.offload is not None:
-        states = (
-            f" and {found.moved_state_bytes / 2**20:.1f} MiB of optimizer states" if found.moved_state_bytes else ""
-        )
-        lines.append(
-            f"offloaded {found.moved_bytes / 2**20:.1f} MiB{states} to the {plan.offload.tier}, "
-            f"{_ms(found.transfer_s)} of it not beside computations"
-        )
-    if plan.budget_bytes is not None:
-        spare = 1 - found.peak_bytes / plan.budget_bytes
-        binds = spare < 0.05 and (found.recompute_s > 0 or plan.solver.name in ("joint", "two-stage", "fsdp"))
-        lines.append("memory binds: more of it would save time" if binds else "memory does not bind")
-    return lines
-
-
-def _row_text(row: Row) -> str:
-    seconds = f"compute {_ms(row.compute_s)}, communication {_ms(row.comm_s)}"
-    text = f"{row.key}: {row.chosen}  ({seconds}, {row.saved_bytes / 2**20:.1f} MiB)"
-    if row.recomputed:
-        text += f"; recomputed {row.recomputed}"
-    if row.offloaded:
-        text += f"; offloaded {row.offloaded}"
-    if row.next_best:
-        word = "slower" if row.next_best_extra_s >= 0 else "faster, but it does not fit"
-        text += f"; next best {row.next_best}, {_ms(abs(row.next_best_extra_s))} {word}"
-    return text
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

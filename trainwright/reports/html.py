@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from ..artifacts import MemoryPoint, OpPlan, Plan, Profile, Refusal, Report
+from ..artifacts import Explanation, MemoryPoint, Plan, Profile, Refusal, Report
 from ..artifacts.record import write_atomically
-from .decisions import DecisionRow, decision_rows, micro_batches_text, offloaded_bytes, split_text
+from .decisions import DecisionRow, decision_rows, micro_batches_text, offloaded_bytes
+from .explanation import decision_reason
 from .frontier_figure import frontier_figure
 from .memory_figures import breakdown_figure
 from .module_figures import modules_figure
@@ -32,24 +33,6 @@ class Simulated(Protocol):
     peak_bytes: int
 
 
-class ExplainedRow(Protocol):
-    """What a report reads of the reason for one decision; seconds are per step, over all blocks."""
-
-    key: str
-    compute_s: float
-    comm_s: float
-    saved_bytes: int
-    next_best: str
-    next_best_extra_s: float
-
-
-class Explained(Protocol):
-    """What a report reads of the planner's explanation."""
-
-    @property
-    def rows(self) -> Sequence[Any]: ...
-
-
 def write_plan(
     plan: Plan,
     path: str | os.PathLike[str],
@@ -57,7 +40,7 @@ def write_plan(
     comparison: Mapping[str, Plan | Refusal] | None = None,
     profile: Profile | None = None,
     report: Report | None = None,
-    explanation: Explained | None = None,
+    explanation: Explanation | None = None,
     frontier: Sequence[Plan] = (),
     files: Sequence[str] = (),
 ) -> None:
@@ -252,20 +235,9 @@ def _chips(split: str) -> str:
     return "".join(f'<span class="chip">{escape(part)}</span>' for part in split.split())
 
 
-def _reasons(plan: Plan, explanation: Explained | None) -> dict[str, str]:
+def _reasons(plan: Plan, explanation: Explanation | None) -> dict[str, str]:
     """The reason for each op by its key: what it costs, and what the next best would."""
-    return {row.key: _reason(plan, row) for row in explanation.rows} if explanation is not None else {}
-
-
-def _reason(plan: Plan, row: ExplainedRow) -> str:
-    parts = [f"compute {format_s(row.compute_s)}", f"communication {format_s(row.comm_s)}"]
-    parts.append(f"would keep {format_bytes(row.saved_bytes)}")
-    if row.next_best:
-        other = split_text(plan, OpPlan(split=tuple(row.next_best.split())))
-        extra_s = row.next_best_extra_s
-        verdict = f"{format_s(extra_s)} slower" if extra_s > 0 else f"{format_s(-extra_s)} faster, held back by memory"
-        parts.append(f"next best {other}: {verdict}" if extra_s else f"as fast: {other}")
-    return "; ".join(parts)
+    return {row.key: decision_reason(plan, row) for row in explanation.rows} if explanation is not None else {}
 
 
 def _made_table(plan: Plan) -> str:

@@ -1,0 +1,57 @@
+"""What `explain` answers: a plan, and for each of its decisions what it costs and what else there was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best other option of a decision while all others stay.
+
+    `estimated_extra_s` adds up what the option takes and what its changes of layout take; it knows neither overlap nor memory.
+    The rest is simulated, where the explanation is of few decisions; `refused` says why an option cannot run.
+    """
+
+    option: tuple[str, ...]
+    estimated_extra_s: float
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class ExplainedDecision:
+    """Why one decision is as it is. Seconds are per step, over all blocks."""
+
+    key: str
+    is_param: bool
+    option: tuple[str, ...]
+    """Per mesh axis: the loop that an op splits, or a parameter's layout at rest."""
+    compute_s: float
+    comm_s: float
+    """Its own changes of layout and those of its readers."""
+    saved_bytes: int
+    """What it would keep for the backward, were everything kept; parameters: bytes at rest with states."""
+    recomputed: str
+    """Which blocks rederive what it leaves."""
+    offloaded: str
+    """Which blocks keep it off the device; of a parameter, its optimizer state."""
+    alternative: Alternative | None
+    """None: there is no other option."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`, as rows and as text."""
+
+    plan: Plan
+    rows: tuple[ExplainedDecision, ...]
+
+    def text(self) -> str:
+        """Return the explanation for the terminal: the answer in three lines, then each decision."""
+        from ..reports.explanation import explanation_text
+
+        return explanation_text(self)
