@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..ops.local import WithSum
-from .local import Instruction, LocalProgram, Ref
+from .instructions import Compute, Instruction, Ref, Reshard
+from .local import LocalProgram
 from .program import Op, Tensor
 from .randomness import needs_state
-
-if TYPE_CHECKING:
-    from .execute import RunState
+from .run_state import RunState
 
 MAX_GROWTH = 4
 """Values that are made so early, in bytes of the batch entries that they are made from: they live until the loss."""
@@ -25,7 +24,7 @@ MAX_GROWTH = 4
 class EarlySum:
     """The sum that one instruction waits for."""
 
-    instruction: Instruction
+    instruction: Compute
     first: tuple[int, ...]
     """The instructions that make what is summed of, in order."""
 
@@ -41,7 +40,7 @@ def early_sums(local: LocalProgram) -> list[EarlySum]:
     producers = {value: i for i in local.instructions for value in i.outputs}
     found = []
     for instruction in local.instructions:
-        if isinstance(instruction.function, WithSum):
+        if isinstance(instruction, Compute) and isinstance(instruction.function, WithSum):
             first = _makers(local, instruction, producers)
             if first is not None:
                 found.append(EarlySum(instruction, tuple(sorted(first))))
@@ -68,7 +67,7 @@ def said_by_the_batch(tensors: Sequence[Tensor]) -> bool:
     return made <= MAX_GROWTH * given
 
 
-def _makers(local: LocalProgram, instruction: Instruction, producers: dict[int, Instruction]) -> set[int] | None:
+def _makers(local: LocalProgram, instruction: Compute, producers: dict[int, Instruction]) -> set[int] | None:
     """The instructions behind what is summed of; None unless they need the batch and constants alone, and make little."""
     summed = [instruction.args[place] for place in instruction.function.places]  # type: ignore[attr-defined]
     queue = [arg.value for arg in summed if isinstance(arg, Ref)]
@@ -94,13 +93,17 @@ def _is_plain(instruction: Instruction, local: LocalProgram) -> bool:
     """Whether an instruction may be carried out early: it sends nothing, draws nothing, and no gradient goes through it."""
     if any(local.values[value].tensor.requires_grad for value in instruction.outputs):
         return False
-    if instruction.op is None:
-        return instruction.bucket is None and instruction.replay is None and not instruction.args[1].moves
-    known = instruction.function is instruction.op.node.target or instruction.op.kind != "heavy"
-    return known and not needs_state(instruction.op) and not instruction.op.runs_once
+    match instruction:
+        case Reshard(there=there):
+            return not there.moves
+        case Compute(op=op, function=function):
+            known = function is op.node.target or op.kind != "heavy"
+            return known and not needs_state(op) and not op.runs_once
+        case _:
+            return False
 
 
-def with_sum(instruction: Instruction) -> Callable[..., Any] | None:
+def with_sum(instruction: Compute) -> Callable[..., Any] | None:
     """Return the instruction's function with the run's state in front, where it takes a sum that may have been begun."""
     function, index = instruction.function, instruction.index
     if not isinstance(function, WithSum):

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..ops.local import replace_arg
 from . import _torch_private as private
-
-if TYPE_CHECKING:
-    from .execute import RunState
-    from .local import Instruction
-    from .program import Op
+from .instructions import Compute
+from .program import Op
+from .run_state import RunState
 
 WithState = Callable[..., Any]
 _OFF: dict[str, tuple[str, Any]] = {
@@ -60,14 +58,12 @@ def needs_state(op: Op) -> bool:
     return draws(op) or bool(op.writes)
 
 
-def with_state(instruction: Instruction, coords: Sequence[int]) -> WithState | None:
+def with_state(instruction: Compute, coords: Sequence[int]) -> WithState | None:
     """Return the instruction's function with the run's state in front, for ops that draw numbers or know modes.
 
     An op of the user's may draw numbers and not say so: it runs as one that does.
     """
     op, function = instruction.op, instruction.function
-    if op is None:
-        return None
     place = (instruction.key, tuple(coords[axis] for axis in instruction.axes))
     if not needs_state(op):
         return _drawing(function, place) if _is_foreign(op) else None

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .buckets import Bucket
-from .local import Instruction, LocalProgram, Ref
-from .reshard import Route
+from .instructions import Borrow, Close, Compute, Instruction, Open, Ref, Reshard
+from .local import LocalProgram
 
 Producers = Mapping[int, Instruction]
 
@@ -37,7 +37,7 @@ def reruns_of(local: LocalProgram) -> dict[int, Rerun]:
     for instruction in local.instructions:
         rerun = reruns.setdefault(instruction.region, Rerun())
         rerun.wanted |= {value for value in instruction.outputs if local.values[value].recomputed}
-        if instruction.internal_recomputed:
+        if isinstance(instruction, Compute) and instruction.internal_recomputed:
             rerun.internals.add(instruction.index)
     for region, rerun in reruns.items():
         _trace_back(local, producers, region, rerun)
@@ -47,15 +47,16 @@ def reruns_of(local: LocalProgram) -> dict[int, Rerun]:
 
 
 def _communicates(instruction: Instruction) -> bool:
-    """Whether the ranks meet in what the backward runs again of it."""
-    if instruction.is_borrowed:
-        instruction = instruction.again
-    if instruction.bucket is not None:
-        index = instruction.args[0]
-        return isinstance(index, int) and instruction.bucket.members[index].there.moves
-    if instruction.op is None:
-        return any(isinstance(arg, Route) and arg.moves for arg in instruction.args[1:2])
-    return instruction.function is not instruction.op.node.target
+    """Tell whether the ranks meet in what the backward runs again of it."""
+    match instruction:
+        case Compute(function=function, op=op):
+            return function is not op.node.target
+        case Reshard(there=there) | Borrow(there=there):
+            return there.moves
+        case Close():
+            return instruction.member.there.moves
+        case Open():
+            return False
 
 
 def _results(local: LocalProgram, region: int) -> dict[int, list[int]]:
@@ -80,8 +81,8 @@ def _trace_back(local: LocalProgram, producers: Producers, region: int, rerun: R
         if not asked:
             continue
         rerun.instructions.insert(0, instruction.index)
-        if instruction.bucket is not None and _communicates(instruction):
-            rerun.gathers.setdefault(instruction.bucket, {})[instruction.args[0]] = instruction.inputs[0]
+        if isinstance(instruction, Close) and _communicates(instruction):
+            rerun.gathers.setdefault(instruction.bucket, {})[instruction.place] = instruction.token
         for value in instruction.again.inputs:
             if local.values[value].recomputed or _is_view(local, producers, value, region):
                 needed.add(value)
@@ -97,7 +98,7 @@ def _trace_back(local: LocalProgram, producers: Producers, region: int, rerun: R
 def _is_view(local: LocalProgram, producers: Producers, value: int, region: int) -> bool:
     """Whether `value` is a view made inside the region of something that is itself rederived."""
     producer = producers.get(value)
-    if producer is None or producer.region != region or producer.op is None or producer.op.kind != "view":
+    if not isinstance(producer, Compute) or producer.region != region or producer.op.kind != "view":
         return False
     return any(local.values[v].recomputed or _is_view(local, producers, v, region) for v in producer.inputs)
 

@@ -15,19 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from .buckets import Bucket, Member, only_sums
+from .instructions import Close, Compute, Instruction, Open, Reshard, Value
 from .layout import local_shape
-from .reshard import Route
-
-if TYPE_CHECKING:
-    from .local import Instruction, Value
 
 Overlap = Literal["none", "buckets", "ahead"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
-Readers = dict[int, "list[tuple[Instruction, int]]"]
+Readers = dict[int, list[tuple[Instruction, int]]]
 _WEIGHT_OF = {"linear": 1, "linear_io": 1, "embedding": 0, "convolution": 1}
 """Which operand is the weight of an op that makes its gradient anew; sums hand their operands what they were given."""
 
@@ -39,7 +36,7 @@ def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap
         return list(instructions)
     starts, readers = _starts(instructions), _readers(instructions)
     opened_at: dict[int, list[Instruction]] = {}
-    closing: dict[int, Instruction] = {}
+    closing: dict[int, Close] = {}
     for region, found in travels.items():
         opening, closed = _bucket(found, values, readers, ahead=overlap == "ahead")
         opened_at.setdefault(_opening(starts, region, overlap), []).append(opening)
@@ -48,24 +45,20 @@ def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap
     for instruction in instructions:
         ordered += opened_at.get(instruction.index, [])
         ordered.append(closing.get(instruction.index, instruction))
-    return [_numbered(instruction, index) for index, instruction in enumerate(ordered)]
+    return [replace(instruction, index=index) for index, instruction in enumerate(ordered)]
 
 
-def _numbered(instruction: Instruction, index: int) -> Instruction:
-    replay = instruction.replay and replace(instruction.replay, index=index)
-    return replace(instruction, index=index, replay=replay)
-
-
-def _travels(instructions: Sequence[Instruction], values: Sequence[Value]) -> dict[int | None, list[Instruction]]:
-    """The changes of layout of parameters that move anything, in order, by region; by None those that only sum."""
-    found: dict[int | None, list[Instruction]] = {}
+def _travels(instructions: Sequence[Instruction], values: Sequence[Value]) -> dict[int | None, list[Reshard]]:
+    """Return the parameters' reshards that move anything, in order, by region; by None those that only sum."""
+    found: dict[int | None, list[Reshard]] = {}
     for instruction in instructions:
-        changes = instruction.op is None and instruction.replay is None and instruction.region >= 0
-        if changes and values[instruction.inputs[0]].tensor.role == "param":
-            _, there, back = instruction.args
-            if there.moves or (back.moves and values[instruction.inputs[0]].tensor.requires_grad):
-                region = None if only_sums(back.steps) and not there.moves else instruction.region
-                found.setdefault(region, []).append(instruction)
+        match instruction:
+            case Reshard(there=there, back=back, region=region) if region >= 0:
+                moves = there.moves or (back.moves and instruction.differentiable)
+                if moves and values[instruction.source].tensor.role == "param":
+                    found.setdefault(None if only_sums(back.steps) and not there.moves else region, []).append(
+                        instruction
+                    )
     return found
 
 
@@ -87,27 +80,26 @@ def _opening(starts: dict[int, int], region: int | None, overlap: Overlap) -> in
 
 
 def _bucket(
-    found: Sequence[Instruction], values: list[Value], readers: Readers, ahead: bool
-) -> tuple[Instruction, dict[int, Instruction]]:
-    """The instruction that opens the bucket, and those that take the place of the changes of layout."""
+    found: Sequence[Reshard], values: list[Value], readers: Readers, ahead: bool
+) -> tuple[Open, dict[int, Close]]:
+    """Return the instruction that opens the bucket, and those that take the place of the reshards."""
     first = found[0]
-    bucket = Bucket([_member(instruction, values, readers) for instruction in found], ahead)
-    held = [values[instruction.inputs[0]] for instruction in found]
+    bucket = Bucket([_member(reshard, values, readers) for reshard in found], ahead)
     tokens = [
-        replace(value, index=len(values) + k, key=f"{i.key}.underway") for k, (value, i) in enumerate(zip(held, found))
+        replace(values[reshard.source], index=len(values) + place, key=f"{reshard.key}.underway")
+        for place, reshard in enumerate(found)
     ]
     values += tokens
-    opening = replace(
-        first, key=f"{first.path}:open", function=bucket.open, bucket=bucket, many=True,
-        args=tuple(type(first.args[0])(value.index) for value in held),
-        inputs=tuple(value.index for value in held), outputs=tuple(value.index for value in tokens),
+    opening = Open(
+        index=first.index, key=f"{first.path}:open", path=first.path, region=first.region, bucket=bucket,
+        params=tuple(reshard.source for reshard in found), tokens=tuple(token.index for token in tokens),
     )  # fmt: skip
     closed = {
-        instruction.index: replace(
-            instruction, function=bucket.close, bucket=bucket,
-            args=(place, type(first.args[0])(token.index)), inputs=(token.index,),
+        reshard.index: Close(
+            index=reshard.index, key=reshard.key, path=reshard.path, region=reshard.region, bucket=bucket,
+            place=place, token=token.index, result=reshard.result,
         )
-        for place, (instruction, token) in enumerate(zip(found, tokens))
+        for place, (reshard, token) in enumerate(zip(found, tokens))
     }  # fmt: skip
     return opening, closed
 
@@ -123,20 +115,18 @@ def _readers(instructions: Sequence[Instruction]) -> Readers:
 
 def _makes_gradient(instruction: Instruction, place: int) -> bool:
     """Whether the gradient of an operand is a product, and no view of what other operands' gradients share."""
-    return instruction.op is not None and _WEIGHT_OF.get(instruction.op.name) == place
+    return isinstance(instruction, Compute) and _WEIGHT_OF.get(instruction.op.name) == place
 
 
-def _member(instruction: Instruction, values: Sequence[Value], readers: Readers) -> Member:
-    _, there, back = instruction.args
-    assert isinstance(there, Route)
-    tensor, copy = values[instruction.inputs[0]].tensor, values[instruction.outputs[0]]
-    mesh, coords = there.communicator.mesh, there.communicator.coords
+def _member(reshard: Reshard, values: Sequence[Value], readers: Readers) -> Member:
+    tensor, copy = values[reshard.source].tensor, values[reshard.result]
+    mesh, coords = reshard.there.communicator.mesh, reshard.there.communicator.coords
     size = tensor.dtype.itemsize
     for entries in local_shape(tensor.shape, tensor.slots, copy.layout, mesh, coords):
         size *= entries
-    found = readers.get(instruction.outputs[0], [])  # nobody reads what is only handed out
+    found = readers.get(reshard.result, [])  # nobody reads what is only handed out
     is_new = bool(found) and all(_makes_gradient(*reader) for reader in found)
-    return Member(there, back, tensor.requires_grad, tensor.dtype, size, instruction.region, is_new)
+    return Member(reshard.there, reshard.back, tensor.requires_grad, tensor.dtype, size, reshard.region, is_new)
 
 
 def wider(overlap: Overlap) -> Iterator[Overlap]:

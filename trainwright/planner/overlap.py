@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..capture.buckets import Bucket
-from ..capture.local import Instruction
+from ..capture.instructions import Borrow, Close, Compute, Instruction, Open, Reshard
 from ..capture.reshard import Route, issued_step
 from ..capture.transition import Step
 from .costs import CostModel
@@ -44,14 +44,13 @@ class Trip:
         return sum(seconds for _, seconds in self.steps)
 
 
-def bucket_s(instruction: Instruction, costs: CostModel) -> Seconds:
+def bucket_s(instruction: Open | Close, costs: CostModel) -> Seconds:
     """Return the seconds that opening a bucket (the reductions) or closing it for one parameter (its gather) communicates."""
-    bucket = instruction.bucket
-    assert bucket is not None
-    place = instruction.args[0]
-    if isinstance(place, int):
-        return gather(bucket, place, costs).seconds, 0.0
-    return 0.0, sum(trip.seconds for trip in reductions(bucket, costs).values())
+    match instruction:
+        case Close(bucket=bucket, place=place):
+            return gather(bucket, place, costs).seconds, 0.0
+        case Open(bucket=bucket):
+            return 0.0, sum(trip.seconds for trip in reductions(bucket, costs).values())
 
 
 def gather(bucket: Bucket, index: int, costs: CostModel, among: Sequence[int] | None = None) -> Trip:
@@ -109,36 +108,39 @@ class Timeline:
         return forward.hidden_s + backward.hidden_s
 
     def _forward(self, clocks: _Clocks, instruction: Instruction, compute_s: float, comm_s: float) -> None:
-        bucket = instruction.bucket
-        if bucket is None:
-            clocks.run(compute_s, comm_s, self._axes(instruction, 1))
-        elif isinstance(instruction.args[0], int):
-            clocks.wait([(bucket, instruction.args[0])])
-        else:
-            for index in range(len(bucket.members)):
-                clocks.issue((bucket, index), gather(bucket, index, self.costs))
+        match instruction:
+            case Open(bucket=bucket):
+                for place in range(len(bucket.members)):
+                    clocks.issue((bucket, place), gather(bucket, place, self.costs))
+            case Close(bucket=bucket, place=place):
+                clocks.wait([(bucket, place)])
+            case Reshard(there=there):
+                clocks.run(compute_s, comm_s, map(_axis, there.steps))
+            case Compute() | Borrow():
+                clocks.run(compute_s, comm_s, self._all_axes)
 
     def _backward(self, clocks: _Clocks, instruction: Instruction, compute_s: float, comm_s: float) -> None:
-        bucket = instruction.bucket
-        if bucket is None:
-            clocks.run(compute_s, comm_s, self._axes(instruction, 2))
-            return
-        found = reductions(bucket, self.costs)
-        if not isinstance(instruction.args[0], int):
-            clocks.wait([(bucket, key) for key in found])
-            return
-        index = instruction.args[0]
-        reduction = bucket.reduction_of.get(index)
-        # Members are put in from the last read to the first: the first of a buffer completes it.
-        if reduction is None and index in found:
-            clocks.issue((bucket, index), found[index])
-        elif reduction is not None and index == min(reduction.members):
+        match instruction:
+            case Open(bucket=bucket):
+                clocks.wait([(bucket, key) for key in reductions(bucket, self.costs)])
+            case Close(bucket=bucket, place=place):
+                self._hand_in(clocks, bucket, place)
+            case Reshard(back=back):
+                clocks.run(compute_s, comm_s, map(_axis, back.steps))
+            case Compute() | Borrow():
+                clocks.run(compute_s, comm_s, self._all_axes)
+
+    def _hand_in(self, clocks: _Clocks, bucket: Bucket, place: int) -> None:
+        """One gradient is there. Members hand in from the last read to the first: the first of a buffer completes it."""
+        found, reduction = reductions(bucket, self.costs), bucket.reduction_of.get(place)
+        if reduction is None and place in found:
+            clocks.issue((bucket, place), found[place])
+        elif reduction is not None and place == min(reduction.members):
             clocks.issue((bucket, reduction), found[reduction])
 
-    def _axes(self, instruction: Instruction, way: int) -> Iterable[int | None]:
-        """The axes that a change of layout goes along, there (1) or back (2); all, of an op that communicates inside itself."""
-        if instruction.op is None and instruction.replay is None:
-            return map(_axis, instruction.args[way].steps)
+    @property
+    def _all_axes(self) -> Iterable[int]:
+        """The axes that an op which communicates inside itself may use."""
         return range(len(self.costs.axes))
 
 

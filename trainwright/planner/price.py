@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from ..artifacts import Tier
 from ..capture.accumulate import shared_conversions
 from ..capture.execute import Executor
+from ..capture.instructions import Borrow, Close, Compute, Instruction, Open, Reshard
 from ..capture.late_loss import comes_late
-from ..capture.local import Instruction, LocalProgram
+from ..capture.local import LocalProgram
 from ..capture.micro_batches import WEIGHTED
 from ..capture.offload import CountingStore
+from ..capture.program import Op
 from ..capture.reruns import Rerun
 from .costs import CostModel, OptimizerCost
 from .offload_states import state_transfer_s
@@ -68,8 +70,10 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     shared = shared_conversions(executor.local) if costs.num_runs > 1 else {}
     timeline = Timeline(costs)
     for instruction in executor.local.instructions:
-        first = shared.get(instruction.result)
-        if first is not None and first != instruction.result:
+        if (
+            isinstance(instruction, Reshard)
+            and shared.get(instruction.result, instruction.result) != instruction.result
+        ):
             continue  # made once, with its like
         compute, comm = _instruction_s(executor.local, instruction, costs)
         total.compute_s += sum(compute)
@@ -100,12 +104,12 @@ def _rerun_s(local: LocalProgram, rerun: Rerun, costs: CostModel) -> float:
     total = 0.0
     for index in rerun.instructions:
         instruction = local.instructions[index].again
-        if instruction.bucket is not None and instruction.bucket in rerun.gathers:
-            gathered = sorted(rerun.gathers[instruction.bucket])
-            total += gather(instruction.bucket, instruction.args[0], costs, gathered).seconds
-        else:
-            compute, comm = _instruction_s(local, instruction, costs)
-            total += compute[0] + comm[0]
+        match instruction:
+            case Close(bucket=bucket, place=place) if bucket in rerun.gathers:
+                total += gather(bucket, place, costs, sorted(rerun.gathers[bucket])).seconds
+            case _:
+                compute, comm = _instruction_s(local, instruction, costs)
+                total += compute[0] + comm[0]
     return total
 
 
@@ -130,7 +134,7 @@ def _weights_s(local: LocalProgram, costs: CostModel) -> float:
     """The seconds in which ranks learn once a step how many labels count in the whole batch: one number, where labels are split."""
     total = 0.0
     for instruction in local.instructions:
-        if local.program.corrections.get(instruction.key) == WEIGHTED and instruction.op is not None:
+        if isinstance(instruction, Compute) and local.program.corrections.get(instruction.key) == WEIGHTED:
             labels = local.values[instruction.inputs[1]]
             split = [axis for axis, place in enumerate(labels.layout) if place >= 0]
             total += sum(costs.collective_s("all_reduce", axis, 8) for axis in split)
@@ -143,13 +147,18 @@ Seconds = tuple[float, float]
 
 def _instruction_s(local: LocalProgram, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:
     """The seconds that an instruction computes, and that it communicates."""
-    op = instruction.op
-    if instruction.bucket is not None:
-        return (0.0, 0.0), bucket_s(instruction, costs)
-    if instruction.is_borrowed:
-        return (0.0, 0.0), (0.0, 0.0)  # a borrowed copy: whoever lends it has paid
-    if op is None:
-        return (0.0, 0.0), _conversion_s(local, instruction, costs)
+    match instruction:
+        case Open() | Close():
+            return (0.0, 0.0), bucket_s(instruction, costs)
+        case Reshard():
+            return (0.0, 0.0), _reshard_s(local, instruction, costs)
+        case Borrow():
+            return (0.0, 0.0), (0.0, 0.0)  # whoever lends the copy has paid
+        case Compute(op=op):
+            return _op_s(local, op, costs)
+
+
+def _op_s(local: LocalProgram, op: Op, costs: CostModel) -> tuple[Seconds, Seconds]:
     if op.constant or op.region is None:
         return (0.0, 0.0), (0.0, 0.0)
     region_class = op.region.region_class
@@ -158,12 +167,11 @@ def _instruction_s(local: LocalProgram, instruction: Instruction, costs: CostMod
     return costs.op_s(group, twin, split), costs.inner_s(group, twin, split)
 
 
-def _conversion_s(local: LocalProgram, instruction: Instruction, costs: CostModel) -> Seconds:
-    tensor = local.values[instruction.outputs[0]].tensor
+def _reshard_s(local: LocalProgram, instruction: Reshard, costs: CostModel) -> Seconds:
+    tensor, there, back = local.values[instruction.result].tensor, instruction.there, instruction.back
     free = tensor.role not in ("op", "param") or (tensor.producer is not None and tensor.producer.constant)
     if free:
         return 0.0, 0.0
-    _, there, back = instruction.args
     if tensor is local.program.loss and comes_late(local.program, there.steps):
         return 0.0, 0.0
     itemsize = tensor.dtype.itemsize
