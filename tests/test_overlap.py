@@ -21,7 +21,7 @@ from trainwright.capture.local import Decisions, LocalProgram, build_local
 from trainwright.capture.program import Program, build_program
 from trainwright.capture.reshard import Pending, SimulatedCommunicator
 from trainwright.capture.run_state import RunState
-from trainwright.capture.schedule import OVERLAPS, Overlap
+from trainwright.capture.travel import OVERLAPS, Overlap
 from trainwright.launch import run_processes
 
 
@@ -96,7 +96,7 @@ def buckets(local: LocalProgram) -> list[Bucket]:
 
 @pytest.mark.parametrize("overlap", ["buckets", "ahead"])
 def test_gradients_are_reduced_together_beside_the_backward(monkeypatch: pytest.MonkeyPatch, overlap: Overlap) -> None:
-    monkeypatch.setattr("trainwright.capture.buckets.ENOUGH_BYTES", 0)
+    monkeypatch.setattr("trainwright.capture.travel.ENOUGH_BYTES", 0)
     alone, _ = logged(decisions("ddp"), "none")
     log, local = logged(decisions("ddp"), overlap)
     num_regions = len({found.region for found in local.instructions if isinstance(found, (Open, Close))})

@@ -79,10 +79,21 @@ def test_others_are_looked_at_however_long_the_first_took(monkeypatch):
     assert search.unseen == [others[0].shape], "what others took counts"
 
 
+def test_others_have_what_the_first_leaves_of_the_time():
+    """Two axes are expected to take twelve times as long as one: more than an eighth of the limit, less than what is left."""
+    search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=960.0), "joint")
+    first, *others = search.places
+    search.look_at(first)
+    search._seconds = {1: 20.0}
+    for place in others:
+        search.look_at(place)
+    assert not search.unseen
+
+
 def test_meshes_that_nobody_looked_at_are_named():
     plan = make_plan(**question(tiny_program("gpt2-tiny"), "8xh100", mesh=None, time_limit_s=1e-3))
     assert plan.mesh == {"gpu": 8}, "the cluster's own is always looked at"
-    assert any("2x4, 2x2x2; --time-limit gives more" in note for note in plan.notes)
+    assert any("not searched: mesh 2x4, 2x2x2" in note for note in plan.notes)
 
 
 def test_pins_name_the_axes_of_the_clusters_own_mesh():

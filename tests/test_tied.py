@@ -11,7 +11,7 @@ from tests.pool import Pool
 from tests.test_planner import price_of, task, tiny_program
 from tests.test_plans_run import PEAK_BAR, check
 from trainwright.capture import zoo
-from trainwright.capture.schedule import OVERLAPS, Overlap
+from trainwright.capture.travel import OVERLAPS, Overlap
 
 READERS = {"gpt2-tiny": ("transformer.wte.weight", 2), "t5-tiny": ("shared.weight", 3)}
 """The tied parameter of a model, and how many regions read it."""
@@ -86,7 +86,7 @@ def test_a_plan_on_two_axes_reads_back() -> None:
     assert again.params["transformer.wte.weight"].shared == ("R R",)
     assert tw.check(again, *model).predicted == plan.predicted
     entry = again.params["transformer.wte.weight"].model_copy(update={"shared": ("R",)})
-    with pytest.raises(tw.UserError, match="one entry per mesh axis is needed, 2 in all"):
+    with pytest.raises(tw.UserError, match="needs one entry for each of the mesh's 2 axes"):
         tw.check(again.model_copy(update={"params": again.params | {"transformer.wte.weight": entry}}), *model)
 
 

@@ -47,8 +47,9 @@ class Executor:
         self.segments = _segments(local.instructions)
         self.reruns = {region: rerun for region, rerun in reruns_of(local).items() if rerun.wanted or rerun.internals}
         self.frees = _last_uses(local)
-        self.early = early_sums(local)
-        for index in {index for early in self.early for index in early.first}:
+        self.early = {found.instruction.index: found for found in early_sums(local)}
+        """The sums that are begun with the step, by the instruction that takes each."""
+        for index in {index for early in self.early.values() for index in early.first}:
             self.calls[index] = _unless_there(self.calls[index], local.instructions[index].outputs[0])
         if (summing := summing_the_loss(local)) is not None:
             self.calls[summing.index] = late(self.calls[summing.index], summing)
@@ -76,10 +77,10 @@ class Executor:
         env = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
         offload = self._offload_run() if torch.is_grad_enabled() else None
         run = Run(env, replace(state, flights={}, sums={}), offload)
-        for early in self.early:
+        for taken_by, early in self.early.items():
             for index in early.first:
                 self.calls[index](env, run.state)
-            run.state.sums[early.instruction.index] = early.begin(env)
+            run.state.sums[taken_by] = early.begin(env)
         return run
 
     def step(self, run: Run, region: int, start: int, stop: int) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import only_sums
 from .instructions import Ref, Reshard
 from .local import LocalProgram
 from .program import Program
 from .reshard import Route
 from .run_state import Call, Finish, RunState
 from .transition import Step
+from .travel import only_sums
 
 
 def summing_the_loss(local: LocalProgram) -> Reshard | None:

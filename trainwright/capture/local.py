@@ -17,8 +17,9 @@ from .instructions import Borrow, Compute, Instruction, Open, Ref, Reshard, Valu
 from .layout import REPLICATE, Layout, local_shape, slot_range
 from .program import Op, Program, Tensor
 from .reshard import Axes, Communicator, Nothing, Route, tensors_in
-from .schedule import Overlap, in_buckets
+from .schedule import in_buckets
 from .transition import gradient_layout, transition
+from .travel import Overlap
 
 _ANY_REGION = -2
 
@@ -41,7 +42,7 @@ class Decisions:
     in_flight_bytes: int = 0
     """Of what is offloaded, how much may stand on the device while it leaves, and again before it is asked for."""
     overlap: Overlap = "none"
-    """How far parameters travel ahead of their use, see `schedule`."""
+    """How far parameters travel ahead of their use, see `travel`."""
     shared: set[tuple[Tensor, Layout]] = field(default_factory=set)
     """Parameters, with a layout in which one gathered copy serves their readers in all regions; their gradients are summed
     before they are brought back. A parameter that is read as it rests is always read so."""
@@ -64,7 +65,12 @@ class LocalProgram:
     """Value of the whole loss."""
 
     def travelling(self) -> set[Tensor]:
-        """Return the parameters that one bucket opens and nothing else reads."""
+        """Return the parameters that one bucket opens and nothing else reads, in a step of one run.
+
+        A step of several runs gives each of them the rank's parts, whose gradients add up (`accumulate`).
+        """
+        if self.program.num_runs > 1:
+            return set()
         readers: dict[int, list[Instruction]] = {}
         for instruction in self.instructions:
             for value in {*instruction.inputs, *instruction.again.inputs}:

@@ -1,45 +1,35 @@
-"""When parameters travel: the changes of layout of a region's parameters become one bucket, issued early, waited for late.
+"""Parameters' reshards put into buckets: one instruction opens a bucket early, one closes it where each parameter is read.
 
-none      every change of layout runs where it is asked for, one at a time
-buckets   gathers of a region are issued where it begins, its gradients are reduced together and waited for where its
-          backward ends
-ahead     besides, gathers are issued one region ahead, in the forward and where the backward gathers again, and
-          reductions are waited for one region later
-
-Each of them holds more memory than the one before: `buckets` a region's gradients before they are reduced, `ahead` the
-gathered parameters of two regions. Sums that stay whole are reduced in place, in the buffer that then is the gradients:
-not to wait for them holds nothing, so under either all of them are one bucket, waited for where the backward ends.
+Which reshards share a bucket, and where it opens, is the rule of `travel`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, get_args
 
-from .buckets import Bucket, Member, only_sums
+from .buckets import Bucket, Member
 from .instructions import Close, Compute, Instruction, Open, Reshard, Value
 from .layout import local_shape
-
-Overlap = Literal["none", "buckets", "ahead"]
-OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+from .travel import Overlap, opening_region, regions_ahead
 
 Readers = dict[int, list[tuple[Instruction, int]]]
+Travels = list[tuple[Reshard, Member]]
 _WEIGHT_OF = {"linear": 1, "linear_io": 1, "embedding": 0, "convolution": 1}
 """Which operand is the weight of an op that makes its gradient anew; sums hand their operands what they were given."""
 
 
 def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap: Overlap) -> list[Instruction]:
     """Return the instructions with the parameters' changes of layout in buckets; adds the values that this takes."""
-    travels = _travels(instructions, values)
-    if overlap == "none" or not travels:
+    travels = {} if overlap == "none" else _travels(instructions, values, _readers(instructions))
+    if not travels:
         return list(instructions)
-    starts, readers = _starts(instructions), _readers(instructions)
+    starts = _starts(instructions)
     opened_at: dict[int, list[Instruction]] = {}
     closing: dict[int, Close] = {}
     for region, found in travels.items():
-        opening, closed = _bucket(found, values, readers, ahead=overlap == "ahead")
-        opened_at.setdefault(_opening(starts, region, overlap), []).append(opening)
+        opening, closed = _bucket(found, values, ahead=regions_ahead(overlap) > 0)
+        opened_at.setdefault(starts[opening_region(list(starts), region, overlap)], []).append(opening)
         closing.update(closed)
     ordered: list[Instruction] = []
     for instruction in instructions:
@@ -48,17 +38,17 @@ def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap
     return [replace(instruction, index=index) for index, instruction in enumerate(ordered)]
 
 
-def _travels(instructions: Sequence[Instruction], values: Sequence[Value]) -> dict[int | None, list[Reshard]]:
+def _travels(instructions: Sequence[Instruction], values: list[Value], readers: Readers) -> dict[int | None, Travels]:
     """Return the parameters' reshards that move anything, in order, by region; by None those that only sum."""
-    found: dict[int | None, list[Reshard]] = {}
+    found: dict[int | None, Travels] = {}
     for instruction in instructions:
-        match instruction:
-            case Reshard(there=there, back=back, region=region) if region >= 0:
-                moves = there.moves or (back.moves and instruction.differentiable)
-                if moves and values[instruction.source].tensor.role == "param":
-                    found.setdefault(None if only_sums(back.steps) and not there.moves else region, []).append(
-                        instruction
-                    )
+        if not isinstance(instruction, Reshard) or instruction.region < 0:
+            continue
+        if values[instruction.source].tensor.role == "param":
+            member = _member(instruction, values, readers)
+            if member.travel.moves:
+                region = None if member.travel.is_whole_sum else instruction.region
+                found.setdefault(region, []).append((instruction, member))
     return found
 
 
@@ -71,20 +61,10 @@ def _starts(instructions: Sequence[Instruction]) -> dict[int, int]:
     return starts
 
 
-def _opening(starts: dict[int, int], region: int | None, overlap: Overlap) -> int:
-    if region is None:
-        return min(starts.values())
-    order = list(starts)
-    place = order.index(region)
-    return starts[order[place - 1]] if overlap == "ahead" and place else starts[region]
-
-
-def _bucket(
-    found: Sequence[Reshard], values: list[Value], readers: Readers, ahead: bool
-) -> tuple[Open, dict[int, Close]]:
+def _bucket(travels: Travels, values: list[Value], ahead: bool) -> tuple[Open, dict[int, Close]]:
     """Return the instruction that opens the bucket, and those that take the place of the reshards."""
-    first = found[0]
-    bucket = Bucket([_member(reshard, values, readers) for reshard in found], ahead)
+    found = [reshard for reshard, _ in travels]
+    first, bucket = found[0], Bucket([member for _, member in travels], ahead)
     tokens = [
         replace(values[reshard.source], index=len(values) + place, key=f"{reshard.key}.underway")
         for place, reshard in enumerate(found)
@@ -127,12 +107,3 @@ def _member(reshard: Reshard, values: Sequence[Value], readers: Readers) -> Memb
     found = readers.get(reshard.result, [])  # nobody reads what is only handed out
     is_new = bool(found) and all(_makes_gradient(*reader) for reader in found)
     return Member(reshard.there, reshard.back, tensor.requires_grad, tensor.dtype, size, reshard.region, is_new)
-
-
-def wider(overlap: Overlap) -> Iterator[Overlap]:
-    """Yield the ways that hold no more memory than `overlap`, the fastest first.
-
-    >>> list(wider("buckets"))
-    ['buckets', 'none']
-    """
-    yield from reversed(OVERLAPS[: OVERLAPS.index(overlap) + 1])

@@ -1,4 +1,4 @@
-"""What parameters hold while they travel in buckets (`capture.buckets`), beyond what they hold when they travel one by one.
+"""What parameters hold while they travel in buckets (`capture.travel`), beyond what they hold when they travel one by one.
 
     forward    Σ f · bytes of the copy                 of those that a later group of the region reads first
     backward   Σ f · bytes before they are scattered   of the gradients that are there, until the region's backward ends;
@@ -14,14 +14,13 @@ gradients fit one; in larger ones the places not filled yet are counted by the s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..capture import buckets
 from ..capture.blocks import RegionClass
 from ..capture.layout import Layout
-from .joined import is_whole_sum, way_back
+from ..capture.travel import held_share, regions_ahead
+from .joined import travel_of
 from .milp import MIB, Model, Terms
 from .problem import Problem, Use, Want
 from .recompute import Recompute
@@ -57,7 +56,7 @@ class BucketMemory:
 
     def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
         self.model, self.problem = model, problem
-        self.ahead = sharding.joined.travel == "ahead"
+        self.ahead = regions_ahead(sharding.joined.travel) > 0
         self._next: dict[RegionClass, Terms] = {}
         self._region_shares: dict[RegionClass, float] = {}
         self._again: dict[RegionClass, Terms] = defaultdict(list)
@@ -78,7 +77,7 @@ class BucketMemory:
             if use.source.is_param:
                 size = problem.costs.local_bytes(use.source.tensor, want[0]) / MIB
                 self._again[use.region_class].append((column, size / use.count))
-        self._share = _share(buckets.ENOUGH_BYTES, [tensor.num_bytes for tensor in problem.program.params])
+        self._share = held_share([tensor.num_bytes for tensor in problem.program.params], one_region=False)
 
     def _add(self, use: Use, native: Layout, want: Want, column: int) -> None:
         tensor = use.source.tensor
@@ -89,15 +88,13 @@ class BucketMemory:
             self._add_back(use, native, want, column)
 
     def _add_back(self, use: Use, native: Layout, want: Want, column: int) -> None:
-        steps = way_back(native, want)
-        num_bytes = self.problem.costs.local_bytes(use.source.tensor, want[0])
-        is_small = num_bytes < buckets.BUFFER_BYTES
-        if buckets.joined_kinds(steps) is None:
+        travel = travel_of(self.problem, use, native, want)
+        if travel.reduction_key is None:
             return
-        part = _Part(use, column, num_bytes / MIB, is_small)
-        if is_small:
+        part = _Part(use, column, travel.num_bytes / MIB, not travel.fills_buffer)
+        if part.is_small:
             self._carried.add(column)
-        if is_whole_sum(steps, native, want):
+        if travel.is_whole_sum:
             self._sums.append(part)
         else:
             self._scattered[use.region_class].append(part)
@@ -160,7 +157,7 @@ class BucketMemory:
             largest: dict[Use, float] = defaultdict(float)
             for part in self._scattered[region_class]:
                 largest[part.use] = max(largest[part.use], part.mib * MIB)
-            self._region_shares[region_class] = _share(buckets.BUFFER_BYTES, largest.values())
+            self._region_shares[region_class] = held_share(largest.values(), one_region=True)
         return self._region_shares[region_class]
 
     def _of_sums(self, region: int, position: int) -> Terms:
@@ -175,8 +172,3 @@ class BucketMemory:
 
 def _whole(parts: list[_Part]) -> Terms:
     return [(part.column, part.mib) for part in parts]
-
-
-def _share(buffer_bytes: float, sizes: Iterable[float]) -> float:
-    """Of so many bytes, the share that one buffer holds."""
-    return min(1.0, buffer_bytes / max(1.0, sum(sizes)))

@@ -19,11 +19,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..capture import buckets
 from ..capture.layout import Layout
-from ..capture.reshard import issued_step
-from ..capture.schedule import Overlap
 from ..capture.transition import Step, gradient_layout, transition
+from ..capture.travel import BUFFER_BYTES, Overlap, Travel, issued_step, last_buffer_share, shared_buffer_bytes
 from .milp import Model
 from .problem import Problem, Source, Use, Want
 
@@ -45,44 +43,34 @@ class Join:
     """Of the latency, the share that is issued before it is waited for."""
 
 
-def way_back(native: Layout, want: Want) -> tuple[Step, ...]:
-    """Return the steps that bring a gradient back from where it is wanted to where its parameter rests."""
-    return transition(want[1], gradient_layout(native))
+def travel_of(problem: Problem, use: Use, native: Layout, want: Want) -> Travel:
+    """Return how a parameter travels that rests in `native` and is wanted as `want` says."""
+    tensor = use.source.tensor
+    back = transition(want[1], gradient_layout(native)) if use.tensor.requires_grad else ()
+    return Travel(transition(native, want[0]), back, problem.costs.local_bytes(tensor, want[0]), tensor.dtype)
 
 
-def is_whole_sum(steps: Sequence[Step], native: Layout, want: Want) -> bool:
-    """Whether a parameter is read as it rests and its gradient only summed: all such gradients are one bucket."""
-    return buckets.only_sums(steps) and native == want[0]
+def _there(problem: Problem, use: Use, travel: Travel, hides: float) -> Iterator[Join]:
+    if travel.gather_key is not None:
+        latency_s = problem.costs.latency_s(travel.there, use.source.tensor.slots)
+        yield Join((_GATHER, use.region_class, *travel.gather_key), use.count, latency_s, 0.0, hides)
 
 
-def _there(problem: Problem, use: Use, steps: Sequence[Step], wanted: Layout, hides: float) -> Iterator[Join]:
-    tensor, costs = use.source.tensor, problem.costs
-    if buckets.is_small_gather(steps, costs.local_bytes(tensor, wanted)):
-        key = (_GATHER, use.region_class, steps[0].axis, tensor.dtype)
-        yield Join(key, use.count, costs.latency_s(steps, tensor.slots), 0.0, hides)
-
-
-def _back(problem: Problem, use: Use, native: Layout, want: Want, hides: float) -> Iterator[Join]:
-    tensor, costs = use.source.tensor, problem.costs
-    steps = way_back(native, want)
-    kinds, num_bytes = buckets.joined_kinds(steps), costs.local_bytes(tensor, want[0])
-    if kinds is None or num_bytes >= buckets.BUFFER_BYTES:
+def _back(problem: Problem, use: Use, travel: Travel, hides: float) -> Iterator[Join]:
+    if travel.reduction_key is None or travel.fills_buffer:
         return
-    latency_s = costs.latency_s(steps, tensor.slots)
-    if is_whole_sum(steps, native, want):
-        share = use.count * num_bytes / _whole_buffer_bytes(problem, use)
-        yield Join((kinds, tensor.dtype), 1, latency_s / costs.num_runs, share, hides)
+    latency_s = problem.costs.latency_s(travel.back, use.source.tensor.slots)
+    if travel.is_whole_sum:
+        share = use.count * travel.num_bytes / shared_buffer_bytes(_region_bytes(use))
+        yield Join(travel.reduction_key, 1, latency_s / problem.costs.num_runs, share, hides)
     else:
-        share = num_bytes / buckets.BUFFER_BYTES
-        yield Join((kinds, use.region_class, tensor.dtype), use.count, latency_s, share, hides)
+        share = travel.num_bytes / BUFFER_BYTES
+        yield Join((use.region_class, *travel.reduction_key), use.count, latency_s, share, hides)
 
 
-def _whole_buffer_bytes(problem: Problem, use: Use) -> int:
-    """Return what a buffer of gradients that stay whole holds: those of one region up to the most, of several up to enough."""
-    region_bytes = sum(
-        tensor.num_bytes for tensor in use.region_class.representative.externals if tensor.role == "param"
-    )
-    return max(1, min(buckets.BUFFER_BYTES, max(buckets.ENOUGH_BYTES, region_bytes)))
+def _region_bytes(use: Use) -> int:
+    """Return the bytes of the parameters that one region of the use's class reads."""
+    return sum(tensor.num_bytes for tensor in use.region_class.representative.externals if tensor.role == "param")
 
 
 @dataclass(frozen=True)
@@ -128,27 +116,24 @@ class Joined:
         """Return what a change of layout of these seconds, there and back, travels with."""
         if not self.in_buckets or not use.source.is_param:
             return Way((), *times)
-        steps = transition(native, want[0])
-        hides_there = 0.0 if self._is_first(use.region_class) else self._issued(use, steps)
-        there = tuple(_there(self.problem, use, steps, want[0], hides_there))
-        back: tuple[Join, ...] = ()
-        hides_back = 0.0
-        if use.tensor.requires_grad:
-            hides_back = self._hides_back(use, native, want)
-            back = tuple(_back(self.problem, use, native, want, hides_back))
+        travel = travel_of(self.problem, use, native, want)
+        hides_there = 0.0 if self._is_first(use.region_class) else self._issued(use, travel.there)
+        hides_back = self._hides_back(use, travel)
+        there = tuple(_there(self.problem, use, travel, hides_there))
+        back = tuple(_back(self.problem, use, travel, hides_back))
         there_s, back_s = (_without(each, found) for each, found in zip(times, (there, back)))
         return Way((*there, *back), there_s, back_s, (hides_there, hides_back))
 
-    def _hides_back(self, use: Use, native: Layout, want: Want) -> float:
+    def _hides_back(self, use: Use, travel: Travel) -> float:
         """Return the share of a gradient's way back that is issued while there is something left to compute."""
-        steps = way_back(native, want)
-        if is_whole_sum(steps, native, want):
+        issued = self._issued(use, travel.back)
+        if travel.is_whole_sum:
             # one bucket for all: a gradient is there when the last reader's backward is done, the last buffer at the end
-            return 0.0 if use.source in self._read_first else self._issued(use, steps) * (1 - self._last_share)
-        return 0.0 if self._is_first(use.region_class) else self._issued(use, steps)
+            return 0.0 if use.source in self._read_first else issued * (1 - self._last_share)
+        return 0.0 if self._is_first(use.region_class) else issued
 
     def _issued(self, use: Use, steps: Sequence[Step]) -> float:
-        """Return the share of the seconds of a way that is under way while something else is done (`reshard.issued_step`)."""
+        """Return the share of the seconds of a way that is under way while something else is done (`travel.issued_step`)."""
         number = issued_step(steps)
         if number is None:
             return 0.0
@@ -164,14 +149,13 @@ class Joined:
     @cached_property
     def _last_share(self) -> float:
         """Of the gradients that stay whole, the share of the last buffer, behind which nothing is left to compute."""
-        total = sum(decision.count * max(decision.rest_bytes) for decision in self.problem.params)
-        return min(1.0, buckets.ENOUGH_BYTES / max(1, total))
+        return last_buffer_share(sum(decision.count * max(decision.rest_bytes) for decision in self.problem.params))
 
     def again(self, use: Use, native: Layout, want: Want, seconds: float) -> Way:
         """Return the same of a copy that the backward of one instance makes again."""
         if not self.in_buckets or not use.source.is_param:
             return Way((), 0.0, seconds)
-        there = _there(self.problem, use, transition(native, want[0]), want[0], 0.0)
+        there = _there(self.problem, use, travel_of(self.problem, use, native, want), 0.0)
         joining = tuple(replace(join, key=(_AGAIN, *join.key), count=1) for join in there)
         return Way(joining, 0.0, _without(seconds, joining))
 

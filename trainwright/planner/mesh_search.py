@@ -13,7 +13,7 @@ from .stages import GAP
 from .task import Place, Task
 
 _SHARE = 8
-"""Other meshes than the first get one part in so many of the time limit, all together, however long the first one took."""
+"""Other meshes than the first get what it leaves of the time limit, and one part in so many, all together, however long it took."""
 _GROWTH = 12.0
 """By how much one more axis lengthens the solution."""
 
@@ -45,6 +45,7 @@ class MeshSearch:
         self.failures: list[tuple[Place, Infeasible]] = []
         self.slower: list[str] = []
         self.unseen: list[str] = []
+        self._began = time.perf_counter()
         self._others_began: float | None = None
         self._bound_of_found_s = math.inf
         """What no answer is below on the meshes that have one; the others are slower, or have none."""
@@ -82,16 +83,17 @@ class MeshSearch:
         if not self.unseen:
             return ()
         return (
-            f"not searched: mesh {', '.join(self.unseen)}; other meshes than the first share an eighth of --time-limit, "
-            "and a larger one gives them more",
+            f"not searched: mesh {', '.join(self.unseen)}; other meshes than the first share what it leaves of --time-limit, "
+            "an eighth at least, and a larger one gives them more",
         )
 
     def _left_s(self) -> float:
-        """Return what is left for other meshes than the first."""
+        """Return what is left for other meshes than the first: of the time limit, or of their own share."""
         now = time.perf_counter()
         if self._others_began is None:
             self._others_began = now
-        return self.task.time_limit_s / _SHARE - (now - self._others_began)
+        limit_s = self.task.time_limit_s
+        return max(limit_s - (now - self._began), limit_s / _SHARE - (now - self._others_began))
 
     def _bound_s(self, place: Place) -> float:
         began = time.perf_counter()

@@ -22,8 +22,9 @@ from typing import Any
 
 from ..capture.buckets import Bucket
 from ..capture.instructions import Borrow, Close, Compute, Instruction, Open, Reshard
-from ..capture.reshard import Route, issued_step
+from ..capture.reshard import Route
 from ..capture.transition import Step
+from ..capture.travel import issued_step
 from .costs import CostModel
 
 Seconds = tuple[float, float]

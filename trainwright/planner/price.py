@@ -1,7 +1,7 @@
 """The seconds of a plan, read off the local program that will run: op by op, conversion by conversion, rerun by rerun.
 
 No column of the solver enters here, so this is also the check that the solver's objective means what it says, for
-programs whose parameters travel one by one. Where they travel in buckets (`capture.schedule`) the collectives of a bucket
+programs whose parameters travel one by one. Where they travel in buckets (`capture.travel`) the collectives of a bucket
 share their latency, and what runs between issuing and waiting hides them on a device that computes and communicates at
 once; of that the solver's objective has a model (`hidden`), which on CPUs is exact: nothing is hidden there.
 
@@ -75,7 +75,7 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
             and shared.get(instruction.result, instruction.result) != instruction.result
         ):
             continue  # made once, with its like
-        compute, comm = _instruction_s(executor.local, instruction, costs)
+        compute, comm = _instruction_s(executor, instruction, costs)
         total.compute_s += sum(compute)
         total.comm_s += sum(comm)
         total.forward_s += compute[0] + comm[0]
@@ -87,7 +87,7 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
         # On CPUs the cores that compute are the ones that communicate: nothing counts as hidden there.
         total.hidden_comm_s = timeline.hidden_s()
     for rerun in executor.reruns.values():
-        total.recompute_s += _rerun_s(executor.local, rerun, costs)
+        total.recompute_s += _rerun_s(executor, rerun, costs)
     for tensor, layout in executor.local.decisions.params.items():
         if tensor.requires_grad:
             total.update_s += costs.optimizer_s(tensor, layout, optimizer)
@@ -99,16 +99,16 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     return total
 
 
-def _rerun_s(local: LocalProgram, rerun: Rerun, costs: CostModel) -> float:
+def _rerun_s(executor: Executor, rerun: Rerun, costs: CostModel) -> float:
     """The seconds of what the backward of a region runs again; what it gathers again is joined among itself."""
     total = 0.0
     for index in rerun.instructions:
-        instruction = local.instructions[index].again
+        instruction = executor.local.instructions[index].again
         match instruction:
             case Close(bucket=bucket, place=place) if bucket in rerun.gathers:
                 total += gather(bucket, place, costs, sorted(rerun.gathers[bucket])).seconds
             case _:
-                compute, comm = _instruction_s(local, instruction, costs)
+                compute, comm = _instruction_s(executor, instruction, costs)
                 total += compute[0] + comm[0]
     return total
 
@@ -145,26 +145,26 @@ Seconds = tuple[float, float]
 """Forward, backward."""
 
 
-def _instruction_s(local: LocalProgram, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:
+def _instruction_s(executor: Executor, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:
     """The seconds that an instruction computes, and that it communicates."""
     match instruction:
         case Open() | Close():
             return (0.0, 0.0), bucket_s(instruction, costs)
         case Reshard():
-            return (0.0, 0.0), _reshard_s(local, instruction, costs)
+            return (0.0, 0.0), _reshard_s(executor.local, instruction, costs)
         case Borrow():
             return (0.0, 0.0), (0.0, 0.0)  # whoever lends the copy has paid
         case Compute(op=op):
-            return _op_s(local, op, costs)
+            return _op_s(executor.local, op, costs, early=instruction.index in executor.early)
 
 
-def _op_s(local: LocalProgram, op: Op, costs: CostModel) -> tuple[Seconds, Seconds]:
+def _op_s(local: LocalProgram, op: Op, costs: CostModel, early: bool) -> tuple[Seconds, Seconds]:
     if op.constant or op.region is None:
         return (0.0, 0.0), (0.0, 0.0)
     region_class = op.region.region_class
     group, twin = region_class.group_at[op.position], region_class.representative.ops[op.position]
     split = local.decisions.splits[group]
-    return costs.op_s(group, twin, split), costs.inner_s(group, twin, split)
+    return costs.op_s(group, twin, split), costs.inner_s(group, twin, split, early)
 
 
 def _reshard_s(local: LocalProgram, instruction: Reshard, costs: CostModel) -> Seconds:
