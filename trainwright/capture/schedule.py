@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..ops import find
 from .buckets import Bucket, Member
 from .instructions import Close, Compute, Instruction, Open, Reshard, Value
 from .layout import local_shape
@@ -15,8 +16,6 @@ from .travel import Overlap, opening_region, regions_ahead
 
 Readers = dict[int, list[tuple[Instruction, int]]]
 Travels = list[tuple[Reshard, Member]]
-_WEIGHT_OF = {"linear": 1, "linear_io": 1, "embedding": 0, "convolution": 1}
-"""Which operand is the weight of an op that makes its gradient anew; sums hand their operands what they were given."""
 
 
 def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap: Overlap) -> list[Instruction]:
@@ -95,7 +94,7 @@ def _readers(instructions: Sequence[Instruction]) -> Readers:
 
 def _makes_gradient(instruction: Instruction, place: int) -> bool:
     """Whether the gradient of an operand is a product, and no view of what other operands' gradients share."""
-    return isinstance(instruction, Compute) and _WEIGHT_OF.get(instruction.op.name) == place
+    return isinstance(instruction, Compute) and find(instruction.op.name).fresh_gradient == place
 
 
 def _member(reshard: Reshard, values: Sequence[Value], readers: Readers) -> Member:

@@ -153,7 +153,7 @@ class CostModel:
         record = self.records[op]
         work = self.work_share(group, op, split)
         touched, written = self._byte_shares(group, op, split)
-        forward_share = written if op.name == "embedding" else touched
+        forward_share = written if find(op.name).reads_rows else touched
         forward = sum(call.seconds(self.device, work, forward_share) for call in record.forward)
         backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
         scale = self.num_passes * self.device.factors.get("compute", 1.0)

@@ -21,6 +21,7 @@ from ..capture.local import Decisions, LocalProgram, build_local
 from ..capture.program import Op, Program, Tensor
 from ..capture.reshard import SimulatedCommunicator
 from ..capture.run_state import RunState
+from ..ops import find
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
 from ..ops.kernels import Kernel, kernel_of
 from .time import dtype_name, rate, table_of
@@ -116,7 +117,7 @@ def whole_program(program: Program) -> LocalProgram:
 
 def run_state(op: Op | None, target: Target) -> RunState:
     """Return the state under which `op` runs on fakes as it would on `target`."""
-    fused = op is not None and op.name == "scaled_dot_product_attention" and target == "gpu"
+    fused = op is not None and find(op.name).fused_on_gpu and target == "gpu"
     return RunState(dropout=not fused)
 
 
