@@ -1,15 +1,15 @@
-"""Parameters on their way: gathered before they are read, their gradients reduced together while the backward goes on.
+"""Buckets at run time: parameters are gathered early, and their gradients reduced together while the backward goes on.
 
-A region's parameters whose layout changes travel as one `Bucket`. Two instructions stand for it, and each has a mirror in
-the backward, since autograd runs backwards what was made last:
+The reshards of a region's parameters form one `Bucket`. Two instructions stand for it, and autograd mirrors each in the
+backward, in reverse order:
 
     open     forward   issues the gathers                         backward  waits for the reductions
     close    forward   waits for one parameter's gather           backward  puts its gradient into a flat buffer;
                                                                             the last one to arrive issues the reduction
 
-Who shares a bucket, a collective or a buffer, and where a bucket is opened, is the rule of `travel`. So what is issued early
-is part of the program that is priced, simulated and run. A gradient that shares a buffer is then a view of what was reduced.
-One that is alone in its buffer, and made for it, is the buffer.
+`travel` says who shares a bucket, a collective or a buffer, and where a bucket opens; so what is issued early is part of the
+program that is priced, simulated and run. A gradient that shares a buffer ends as a view of it. A gradient that is alone in
+its buffer, and was made for it, is the buffer itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .travel import Travel, has_room
 
 
 class Plain:
-    """How parameters are held between steps, which is how a bucket is given them: here as a step reads them."""
+    """How parameters are stored at rest, which is how a bucket takes them: here, as a step reads them."""
 
     def local(self, param: Tensor) -> Tensor:
         """Return the rank's part as a step reads it, outside of autograd."""
@@ -63,9 +63,9 @@ class Member:
 
 
 class Bucket:
-    """Parameters that change their layout, of one region or of several; made once, run every step.
+    """Parameters that travel together, of one region or of several; made once, run every step.
 
-    ahead: whether it is opened one region ahead, and what the backward gathers again is gathered so too.
+    ahead: whether it opens one region ahead, in the forward and where the backward gathers again.
     """
 
     def __init__(self, members: Sequence[Member], ahead: bool) -> None:
@@ -103,7 +103,7 @@ class Bucket:
 
 
 class Flight:
-    """What of one bucket is under way in one run of a program."""
+    """The gathers and reductions of one bucket that are in flight in one run."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -189,7 +189,7 @@ class _OneOfJoined:
 
 
 Flights = dict[Bucket, Flight]
-"""What is under way in one run, by bucket."""
+"""The flights of one run, by bucket."""
 
 
 class _Open(torch.autograd.Function):

@@ -1,6 +1,6 @@
-"""Running a local program: its instructions bound once, then carried out in order, each region under its own memory.
+"""Running a local program: each instruction is bound once to a function, then all are called in order.
 
-What a region reruns in the backward stands in `reruns`, what autograd holds of it in `region_memory`.
+`reruns` says which instructions the backward of a region runs again, `region_memory` what autograd holds of the region.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .run_state import Call, RunState
 
 @dataclass(eq=False)
 class Run:
-    """One run of a local program: the values that are there, and what the backward will rederive."""
+    """One run of a local program: the values that exist, and what the backward will rematerialise."""
 
     env: dict[int, Any]
     state: RunState
@@ -56,7 +56,7 @@ class Executor:
         self.last_offload = max((i.index for i in local.instructions if _offloads(local, i)), default=-1)
         """The last instruction that makes something to offload; -1: none does."""
         self.released: set[tuple[int, int]] = set()
-        """What autograd was not left with because the plan recomputes it, by `_Saved.place`."""
+        """The saved tensors that autograd gave up because the plan recomputes them, by `_Saved.place`."""
         self.before = gathering_before(self.reruns, self.segments)
         self.pieces: list[Any] | None = None
         """The program in pieces (`pieces.pieces`), once it has been asked to run compiled."""
@@ -73,7 +73,7 @@ class Executor:
         return self.replays.get(index, self.calls[index])
 
     def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:
-        """Return a run of which nothing has been carried out, but for what the sums that are begun ahead are made of."""
+        """Return a new run, with the sums that begin early issued and nothing else carried out."""
         env = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
         offload = self._offload_run() if torch.is_grad_enabled() else None
         run = Run(env, replace(state, flights={}, sums={}), offload)

@@ -1,6 +1,6 @@
-"""Program + layouts → one rank's local program: plain ops on plain tensors, and a reshard where a layout changes.
+"""One rank's local program, built from a program and a plan's decisions: ops on local tensors, reshards between layouts.
 
-The planner simulates it on fake tensors, the runtime runs it on real ones.
+The planner simulates it on fake tensors, the runtime runs it on real ones; `instructions` has the kinds of instruction.
 """
 
 from __future__ import annotations

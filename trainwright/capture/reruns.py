@@ -1,4 +1,4 @@
-"""Which part of a region the backward runs once more: the pure sub-graph that rederives what the plan does not keep."""
+"""The instructions of a region that its backward runs again, to rematerialise what the plan does not keep."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Producers = Mapping[int, Instruction]
 
 @dataclass(eq=False)
 class Rerun:
-    """The sub-graph that rederives what one region does not keep."""
+    """The instructions that rematerialise what one region does not keep."""
 
     wanted: set[int] = field(default_factory=set)
-    """Values that are not kept."""
+    """The values to rematerialise."""
     internals: set[int] = field(default_factory=set)
-    """Instructions whose saved internals are not kept."""
+    """The instructions whose saved internals are rematerialised."""
     instructions: list[int] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
-    """Values from which the sub-graph starts."""
+    """The kept values that the rerun starts from."""
     last_use: dict[int, int] = field(default_factory=dict)
     ends: dict[int, list[int]] = field(default_factory=dict)
-    """Where the sub-graph communicates: the instructions that make the region's results, and those results."""
+    """The instructions that make the region's results, with those results; empty unless the rerun communicates."""
     gathers: dict[Bucket, dict[int, int]] = field(default_factory=dict)
-    """The parameters that the sub-graph gathers again: by bucket, index → value to start from."""
+    """The parameters that the rerun gathers again: by bucket, the member → the token to gather from."""
 
 
 def reruns_of(local: LocalProgram) -> dict[int, Rerun]:
-    """Return what the backward of each region reruns; nothing is wanted of a region that keeps everything."""
+    """Return the rerun of each region; it is empty where the region keeps everything."""
     producers = {value: instruction for instruction in local.instructions for value in instruction.outputs}
     reruns: dict[int, Rerun] = {}
     for instruction in local.instructions:
@@ -47,7 +47,7 @@ def reruns_of(local: LocalProgram) -> dict[int, Rerun]:
 
 
 def _communicates(instruction: Instruction) -> bool:
-    """Tell whether the ranks meet in what the backward runs again of it."""
+    """Tell whether a rerun of the instruction makes the ranks meet."""
     match instruction:
         case Compute(function=function, op=op):
             return function is not op.node.target

@@ -1,11 +1,12 @@
-"""The seconds of a plan, read off the local program that will run: op by op, conversion by conversion, rerun by rerun.
+"""The price of a plan: its seconds, added up over the instructions and the reruns of the local program that will run.
 
-No column of the solver enters here, so this is also the check that the solver's objective means what it says, for
-programs whose parameters travel one by one. Where they travel in buckets (`capture.travel`) the collectives of a bucket
-share their latency, and what runs between issuing and waiting hides them on a device that computes and communicates at
-once; of that the solver's objective has a model (`hidden`), which on CPUs is exact: nothing is hidden there.
+The price uses no column of the solver, so it also checks the solver's objective: both agree where parameters travel one by
+one. Where they travel in buckets (`capture.travel`), the collectives of a bucket share their latency, and a device that
+computes while it communicates hides some of them; the objective only models that (`hidden`). CPUs hide nothing, so there the
+objective is exact.
 
-Sums for which nothing waits are free: those that begin with the step (`early_sums`), and the loss's own (`late_loss`).
+Two kinds of sums are free, since nothing waits for them: sums that begin with the step (`early_sums`), and the sum of the loss
+(`late_loss`). A sum over labels that other ranks have first cannot begin early, and is paid.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ class Price:
     compute_s: float = 0.0
     """Forward, backward and update."""
     comm_s: float = 0.0
-    """Collectives and the copies that they take, those of reruns left out."""
+    """Collectives and the copies that they take; reruns do not count here."""
     recompute_s: float = 0.0
     """Reruns, with what they communicate."""
     forward_s: float = 0.0
-    """Of compute and communication, what runs in the forward: beside it things are moved out."""
+    """The part of compute and communication that runs in the forward, beside which values are offloaded."""
     update_s: float = 0.0
-    """Of compute, the optimizer's step."""
+    """The part of compute that is the optimizer's step."""
     transfer_s: float = 0.0
-    """What moving offloaded values and optimizer states out and back adds."""
+    """The seconds that offloading adds: values and optimizer states, out and back."""
     by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden_comm_s: float = 0.0
-    """What of `comm_s` runs beside computation."""
+    """The part of `comm_s` that runs beside computation."""
 
     @property
     def exposed_comm_s(self) -> float:
-        """What no computation hides."""
+        """Return the communication that no computation hides."""
         return self.comm_s - self.hidden_comm_s
 
     @property
@@ -100,7 +101,7 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
 
 
 def _rerun_s(executor: Executor, rerun: Rerun, costs: CostModel) -> float:
-    """The seconds of what the backward of a region runs again; what it gathers again is joined among itself."""
+    """Return the seconds that the backward of a region reruns; the parameters that it gathers again join one another."""
     total = 0.0
     for index in rerun.instructions:
         instruction = executor.local.instructions[index].again
@@ -114,14 +115,14 @@ def _rerun_s(executor: Executor, rerun: Rerun, costs: CostModel) -> float:
 
 
 def _states_s(total: Price, local: LocalProgram, costs: CostModel, tier: Tier, optimizer: OptimizerCost) -> float:
-    """The seconds by which moving optimizer states, in and out by turns, outlasts the update."""
+    """Return the seconds by which the transfer of optimizer states outlasts the update beside it."""
     layouts = local.decisions.params
     sizes = [costs.leaving_state_bytes(t, layouts[t], optimizer) for t in local.decisions.offloaded_states]
     return tier.exposed_s(sum(state_transfer_s(tier, size) for size in sizes), total.update_s)
 
 
 def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: float) -> float:
-    """The seconds by which what was moved, out and back, outlasts what goes on beside it."""
+    """Return the seconds by which offloading outlasts the forward, and fetching back outlasts the backward."""
     backward_s = total.compute_s + total.comm_s - total.forward_s - total.update_s + total.recompute_s
     out_s, back_s = (
         num_passes * (store.num_bytes / rate + store.num_transfers * tier.latency_s)
@@ -131,7 +132,7 @@ def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: floa
 
 
 def _weights_s(local: LocalProgram, costs: CostModel) -> float:
-    """The seconds in which ranks learn once a step how many labels count in the whole batch: one number, where labels are split."""
+    """Return the seconds in which ranks count the labels of the whole batch, once a step: one number, where labels are split."""
     total = 0.0
     for instruction in local.instructions:
         if isinstance(instruction, Compute) and local.program.corrections.get(instruction.key) == WEIGHTED:
@@ -146,7 +147,7 @@ Seconds = tuple[float, float]
 
 
 def _instruction_s(executor: Executor, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:
-    """The seconds that an instruction computes, and that it communicates."""
+    """Return the seconds that an instruction computes and those that it communicates, each forward and backward."""
     match instruction:
         case Open() | Close():
             return (0.0, 0.0), bucket_s(instruction, costs)
