@@ -169,6 +169,7 @@ def test_what_the_device_cannot_hold_is_never_the_fastest() -> None:
     assert "does NOT fit" in ddp
     assert fsdp.endswith("fastest")
     assert "fastest" not in compare_table({"ddp": plans["ddp"]})
+    assert any(trace["name"].startswith("memory of a device") for trace in peaks_figure(plans, None)["data"])
 
 
 def test_the_report_tells_whether_it_verified() -> None:

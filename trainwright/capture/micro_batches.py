@@ -120,7 +120,7 @@ class _State:
 
 
 def _moves_only(op: Op) -> bool:
-    return len(op.outputs) == 1 and len(op.inputs) > 0 and (op.kind == "view" or op.name in ("clone", "contiguous"))
+    return len(op.outputs) == 1 and len(op.inputs) > 0 and (op.kind == "view" or find(op.name).copies)
 
 
 def _alike(op: Op, other: Op) -> bool:

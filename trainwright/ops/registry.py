@@ -45,6 +45,8 @@ class OpRule:
     """Whether autograd follows its results."""
     linear: bool = False
     """Whether a mean of its operands gives the mean of its results."""
+    copies: bool = False
+    """Whether its result is its operand, in memory of its own."""
     uniform: bool = False
     """Whether its results repeat one value, or an operand, along the dims that its sizes name."""
     fresh_gradient: int | None = None

@@ -25,6 +25,7 @@ describe(
     uniform=True,
 )  # fmt: skip
 
+describe("clone", "contiguous", copies=True)
 describe("linear", "linear_io", "convolution", fresh_gradient=1)
 describe("embedding", fresh_gradient=0, reads_rows=True)
 
