@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.capture.execute import Executor, RunState
+from trainwright.capture.execute import Executor
 from trainwright.capture.layout import axes_of, local_shape, slot_range
 from trainwright.capture.local import Decisions, build_local
 from trainwright.capture.program import Program
 from trainwright.capture.program import Tensor as ProgramTensor
+from trainwright.capture.run_state import RunState
 
 
 class _Board:

@@ -12,7 +12,7 @@ from trainwright.capture.decide import param_classes, plan_sections
 from trainwright.capture.layout import REPLICATE, Layout
 from trainwright.capture.local import Decisions
 from trainwright.capture.program import Op, Program, Tensor
-from trainwright.capture.schedule import OVERLAPS
+from trainwright.capture.travel import OVERLAPS
 
 
 def cluster(num_ranks: int) -> Cluster:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import trainwright as tw
+from tests.early_sums_cases import batch, build
 from tests.pool import Pool
 from tests.test_overlap import decisions, logged
+from trainwright.hardware.collectives import seconds
 from trainwright.ops import partial
 
 
@@ -36,3 +39,15 @@ def test_a_count_keeps_its_digits_beside_losses_of_few() -> None:
     share = partial.mean_of(torch.tensor(3008.0, dtype=torch.bfloat16), count)
     assert share.dtype == torch.bfloat16
     assert float(share) == float(torch.tensor(3008 / 1003, dtype=torch.bfloat16))
+
+
+def test_a_sum_over_labels_that_other_ranks_have_is_paid_for() -> None:
+    """Labels that rest split along another dim have to be exchanged first: their number is not begun with the step."""
+    plan = tw.plan(build(), batch(), hardware="cpu:2", mesh=(2,), solver="ddp")
+    labels = plan.batch["labels"]
+    assert labels.layout == ("S0",)
+    elsewhere = {**plan.batch, "labels": labels.model_copy(update={"layout": ("S1",)})}
+    edited = plan.model_copy(update={"batch": elsewhere})
+    (axis,) = plan.cluster.mesh((2,))
+    more_s = tw.check(edited, build(), batch()).predicted.comm_s - plan.predicted.comm_s
+    assert more_s == pytest.approx(seconds("all_reduce", axis, torch.float64.itemsize))

@@ -144,6 +144,17 @@ def test_rows_of_all_ranks_are_the_batch() -> None:
     assert plan.batch["0"].shape == (8, micro.WIDTH)
 
 
+@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
+def test_parameters_may_travel_in_buckets_in_every_run(pool2: Pool, solver: str) -> None:
+    """A plan that is edited so is checked and runs: each run then opens its buckets, and gradients add up all the same."""
+    spec = "tests.models.micro:uneven_labels"
+    plan = planned(spec, 4, solver=solver).model_copy(update={"overlap": "buckets"})
+    found = loaded(spec)
+    checked = tw.check(plan, found.model, found.batch, loss_fn=found.loss_fn)
+    assert checked.predicted.comm_bytes
+    assert verified(pool2, spec, checked).passed
+
+
 def test_gradients_of_replicated_parameters_are_reduced_once() -> None:
     one, four = (planned(f"{OWN}:summed", num, solver="ddp") for num in (1, 4))
     weights = sum(parameter.numel() for parameter in micro.summed()[0].parameters()) * 4

@@ -13,13 +13,15 @@ import trainwright as tw
 from tests.pool import Pool
 from trainwright.capture.buckets import Bucket
 from trainwright.capture.decide import decisions_of
-from trainwright.capture.execute import Executor, RunState
+from trainwright.capture.execute import Executor
 from trainwright.capture.export import capture
+from trainwright.capture.instructions import Close, Open
 from trainwright.capture.layout import local_shape
 from trainwright.capture.local import Decisions, LocalProgram, build_local
 from trainwright.capture.program import Program, build_program
 from trainwright.capture.reshard import Pending, SimulatedCommunicator
-from trainwright.capture.schedule import OVERLAPS, Overlap
+from trainwright.capture.run_state import RunState
+from trainwright.capture.travel import OVERLAPS, Overlap
 from trainwright.launch import run_processes
 
 
@@ -88,12 +90,16 @@ def logged(chosen: Decisions, overlap: Overlap) -> tuple[Log, LocalProgram]:
     return log, local
 
 
+def buckets(local: LocalProgram) -> list[Bucket]:
+    return [found.bucket for found in local.instructions if isinstance(found, Open)]
+
+
 @pytest.mark.parametrize("overlap", ["buckets", "ahead"])
 def test_gradients_are_reduced_together_beside_the_backward(monkeypatch: pytest.MonkeyPatch, overlap: Overlap) -> None:
-    monkeypatch.setattr("trainwright.capture.buckets.ENOUGH_BYTES", 0)
+    monkeypatch.setattr("trainwright.capture.travel.ENOUGH_BYTES", 0)
     alone, _ = logged(decisions("ddp"), "none")
     log, local = logged(decisions("ddp"), overlap)
-    num_regions = len({instruction.region for instruction in local.instructions if instruction.bucket is not None})
+    num_regions = len({found.region for found in local.instructions if isinstance(found, (Open, Close))})
     assert log.num_bytes == alone.num_bytes, "no byte more or less"
     assert log.num_calls["all_reduce"] < alone.num_calls["all_reduce"] / 2
     flights = [num for num in products_in_flight(log.events) if num]
@@ -103,8 +109,7 @@ def test_gradients_are_reduced_together_beside_the_backward(monkeypatch: pytest.
 
 def test_small_gradients_of_several_regions_share_a_collective() -> None:
     log, local = logged(decisions("ddp"), "buckets")
-    (bucket,) = {instruction.bucket for instruction in local.instructions if instruction.bucket is not None}
-    assert bucket is not None
+    (bucket,) = buckets(local)
     assert len(bucket.reductions) == 1 < len({member.region for member in bucket.members})
     backward = log.events[log.events.index("forward ends") :]
     assert backward.index("product") < next(place for place, event in enumerate(backward) if event.startswith("issue"))
@@ -156,10 +161,9 @@ def test_a_weight_that_is_alone_in_its_buffer_is_reduced_without_a_copy(pool2: P
 def test_only_a_gradient_that_nothing_else_holds_is_reduced_in_place() -> None:
     """The gradients of a sum's operands are one tensor: reduced for the parameter, it would be wrong for the activation."""
     local = build_local(program(), replace(decisions("ddp"), overlap="buckets"), SimulatedCommunicator((2,)))
-    (bucket,) = {instruction.bucket for instruction in local.instructions if instruction.bucket is not None}
-    assert bucket is not None
-    values, places = local.values, {i.args[0]: i for i in local.instructions if i.bucket and not i.many}
-    names = {values[places[k].outputs[0]].tensor.key: member.is_new for k, member in enumerate(bucket.members)}
+    (bucket,) = buckets(local)
+    results = {found.place: found.result for found in local.instructions if isinstance(found, Close)}
+    names = {local.values[results[k]].tensor.key: member.is_new for k, member in enumerate(bucket.members)}
     assert names["model.embed_tokens.weight"]
     assert names["model.layers.0.mlp.up_proj.weight"]
     assert not names["model.layers.0.input_layernorm.weight"], "a product's operand, whose gradient is summed"
@@ -172,7 +176,7 @@ def test_parameters_that_share_a_gradient_are_clipped_once() -> None:
 
 def test_large_buffers_are_cut() -> None:
     local = build_local(program(), replace(decisions("ddp"), overlap="buckets"), SimulatedCommunicator((2,)))
-    (bucket, *_) = {i.bucket for i in local.instructions if i.bucket is not None and len(i.bucket.members) > 4}
+    (bucket, *_) = [found for found in buckets(local) if len(found.members) > 4]
     large = [replace(member, num_bytes=20 * 2**20) for member in bucket.members]
     assert len(Bucket(large, False).reductions) == len(large)
     assert len(Bucket(bucket.members, False).reductions) == 1

@@ -66,17 +66,43 @@ def test_a_mesh_that_cannot_win_is_not_solved():
     assert not search.unseen
 
 
+def later(seconds: float) -> SimpleNamespace:
+    """Clocks that so much has passed on, none of it computing."""
+    return SimpleNamespace(perf_counter=lambda: time.perf_counter() + seconds, process_time=time.process_time)
+
+
 def test_others_are_looked_at_however_long_the_first_took(monkeypatch):
     search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=240.0), "joint")
     first, *others = search.places
     search.look_at(first)
-    monkeypatch.setattr(mesh_search, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + 1000.0))
+    monkeypatch.setattr(mesh_search, "time", later(1000.0))
     for place in others:
         search.look_at(place)
     assert not search.unseen
-    monkeypatch.setattr(mesh_search, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + 2000.0))
+    monkeypatch.setattr(mesh_search, "time", later(2000.0))
     search.look_at(others[0])
     assert search.unseen == [others[0].shape], "what others took counts"
+
+
+def test_a_busy_machine_does_not_make_a_mesh_harder(monkeypatch):
+    search = MeshSearch(task(tiny_program("gpt2-tiny"), "8xh100", mesh=None), "joint")
+    clock = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr(
+        mesh_search, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=time.process_time)
+    )
+    search._bound_s(search.places[0])
+    assert search._expected_s(search.places[1]) < 100
+
+
+def test_others_have_what_the_first_leaves_of_the_time():
+    """Two axes are expected to take twelve times as long as one: more than an eighth of the limit, less than what is left."""
+    search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=960.0), "joint")
+    first, *others = search.places
+    search.look_at(first)
+    search._seconds = {1: 20.0}
+    for place in others:
+        search.look_at(place)
+    assert not search.unseen
 
 
 def test_meshes_that_nobody_looked_at_are_named():

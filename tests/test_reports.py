@@ -161,6 +161,17 @@ def test_the_comparison_marks_the_fastest_and_gives_reasons() -> None:
     assert "ddp does not fit: 1200 MiB are needed" in text
 
 
+def test_what_the_device_cannot_hold_is_never_the_fastest() -> None:
+    """Without a budget, recipes are compared that no device has the memory for."""
+    room = samples.plan().cluster.device.memory_bytes
+    plans = {"ddp": samples.plan("ddp", step_s=0.1, peak_bytes=room + 1), "fsdp": samples.plan("fsdp", step_s=0.25)}
+    ddp, fsdp = (next(line for line in compare_table(plans).splitlines() if name in line) for name in plans)
+    assert "does NOT fit" in ddp
+    assert fsdp.endswith("fastest")
+    assert "fastest" not in compare_table({"ddp": plans["ddp"]})
+    assert any(trace["name"].startswith("memory of a device") for trace in peaks_figure(plans, None)["data"])
+
+
 def test_the_report_tells_whether_it_verified() -> None:
     good, bad = report_table(samples.report()), report_table(samples.report(passed=False))
     assert good.startswith("verified")

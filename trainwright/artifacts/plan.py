@@ -166,6 +166,11 @@ class Plan(Artifact):
         return product
 
     @property
+    def fits_device(self) -> bool:
+        """Whether a device has the memory that is predicted; a plan without a budget may need more."""
+        return self.predicted.peak_bytes <= self.cluster.device.memory_bytes
+
+    @property
     def offloads_states(self) -> bool:
         """Whether optimizer states of any parameter are off the device between steps."""
         return any(param.offloaded for param in self.params.values())

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from ..artifacts import UserError
 from ..ops import find
-from .execute import Call, Executor, RunState
-from .local import Instruction, LocalProgram, Ref, fill_arguments
+from .execute import Executor
+from .instructions import Compute, Instruction, Ref, Reshard
+from .local import LocalProgram, fill_arguments
 from .micro_batches import WEIGHTED, WHOLE_MEAN, WHOLE_SUM
 from .program import Tensor as ProgramTensor
 from .reshard import Route
+from .run_state import Call, RunState
 
 Sources = Mapping[ProgramTensor, Tensor]
 
@@ -53,17 +55,11 @@ def shared_conversions(local: LocalProgram) -> dict[int, int]:
     found: dict[int, int] = {}
     first: dict[Any, int] = {}
     for instruction in local.instructions:
-        if _is_shared(local, instruction):
-            key = (instruction.inputs[0], instruction.args[2].steps)
-            found[instruction.outputs[0]] = first.setdefault(key, instruction.outputs[0])
+        match instruction:
+            case Reshard(source=source, result=result, there=Route(steps=()), back=back, differentiable=True):
+                if local.values[source].tensor.role == "param":
+                    found[result] = first.setdefault((source, back.steps), result)
     return found
-
-
-def _is_shared(local: LocalProgram, instruction: Instruction) -> bool:
-    if instruction.op is not None or instruction.replay is not None or instruction.args[1].steps:
-        return False
-    source = local.values[instruction.inputs[0]]
-    return source.tensor.role == "param" and source.tensor.requires_grad
 
 
 class Accumulator:
@@ -75,24 +71,28 @@ class Accumulator:
         corrections = self.local.program.corrections
         self.first = shared_conversions(self.local)
         self.shared: dict[int, _Shared] = {}
-        self.wholes: list[Instruction] = []
-        self.weighted: list[Instruction] = []
+        self.wholes: list[Compute] = []
+        self.weighted: list[Compute] = []
         for instruction in self.local.instructions:
-            call = executor.calls[instruction.index]
-            correction = corrections.get(instruction.key) if instruction.op is not None else None
-            if instruction.result in self.first:
-                output = instruction.result
-                if self.first[output] == output:
-                    self.shared[output] = _Shared(instruction.inputs[0], instruction.args[2])
-                executor.calls[instruction.index] = _given(output, self.first[output])
-            elif correction in (WHOLE_SUM, WHOLE_MEAN):
-                self.wholes.append(instruction)
-                executor.calls[instruction.index] = _unless_known(call, instruction.outputs[0])
-            elif correction == WEIGHTED:
-                self.weighted.append(instruction)
-                executor.calls[instruction.index] = _times_known(call, instruction.outputs[0])
-            elif correction is not None:
-                executor.calls[instruction.index] = _times(call, instruction.outputs, float(correction))
+            match instruction:
+                case Reshard(result=output, source=source, back=back) if output in self.first:
+                    if self.first[output] == output:
+                        self.shared[output] = _Shared(source, back)
+                    executor.calls[instruction.index] = _given(output, self.first[output])
+                case Compute(key=key) if key in corrections:
+                    self._correct(instruction, corrections[key])
+
+    def _correct(self, instruction: Compute, correction: float | str) -> None:
+        """Let one op of a run give what it would give over the whole batch, or its share of that."""
+        calls, index = self.executor.calls, instruction.index
+        if correction in (WHOLE_SUM, WHOLE_MEAN):
+            self.wholes.append(instruction)
+            calls[index] = _unless_known(calls[index], instruction.outputs[0])
+        elif correction == WEIGHTED:
+            self.weighted.append(instruction)
+            calls[index] = _times_known(calls[index], instruction.outputs[0])
+        else:
+            calls[index] = _times(calls[index], instruction.outputs, float(correction))
 
     def run(
         self,
@@ -160,10 +160,9 @@ class Accumulator:
                 self.executor.calls[instruction.index](env, replace(state, micro=k))
             yield env
 
-    def _factor(self, instruction: Instruction, sources: Sources, parts: Sequence[Sources], state: RunState) -> Tensor:
+    def _factor(self, instruction: Compute, sources: Sources, parts: Sequence[Sources], state: RunState) -> Tensor:
         """K over the weight of all micro-batches on all ranks, by which the sum of one becomes its share of the mean."""
         op, operands = instruction.op, instruction.inputs[1:]
-        assert op is not None
         rule = find(op.name).weight
         assert rule is not None
         args, kwargs = fill_arguments(op.node, instruction.inputs)

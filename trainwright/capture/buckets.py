@@ -1,17 +1,15 @@
-"""Parameters on their way: gathered before they are read, their gradients reduced together while the backward goes on.
+"""Buckets at run time: parameters are gathered early, and their gradients reduced together while the backward goes on.
 
-A region's parameters whose layout changes travel as one `Bucket`. Two instructions stand for it, and each has a mirror in
-the backward, since autograd runs backwards what was made last:
+The reshards of a region's parameters form one `Bucket`. Two instructions stand for it, and autograd mirrors each in the
+backward, in reverse order:
 
     open     forward   issues the gathers                         backward  waits for the reductions
     close    forward   waits for one parameter's gather           backward  puts its gradient into a flat buffer;
                                                                             the last one to arrive issues the reduction
 
-Where a bucket is opened says how far ahead its gathers are issued and how late its reductions are waited for: `schedule`.
-
-So what is issued early is part of the program that is priced, simulated and run. Gradients that take the same steps share
-a buffer of at most `BUFFER_BYTES` and one collective; a parameter's gradient is then a view of what was reduced. One that is
-alone in its buffer, and made for it, is the buffer.
+`travel` says who shares a bucket, a collective or a buffer, and where a bucket opens; so what is issued early is part of the
+program that is priced, simulated and run. A gradient that shares a buffer ends as a view of it. A gradient that is alone in
+its buffer, and was made for it, is the buffer itself.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,19 +26,11 @@ from torch import Tensor
 from .layout import chunk, local_shape, local_sizes
 from .reshard import Pending, Route
 from .transition import Step
-
-BUFFER_BYTES = 25 * 2**20
-"""A reduction begins when so much has gathered: large enough for the bandwidth, small enough to begin early."""
-
-ENOUGH_BYTES = 4 * 2**20
-"""A buffer that holds so much takes no gradient of another region: beyond it a collective's latency is little."""
-
-SMALL_BYTES = 64 * 2**10
-"""Parameters no larger are gathered together, which takes a copy of each; larger ones go alone, without."""
+from .travel import Travel, has_room
 
 
 class Plain:
-    """How parameters are held between steps, which is how a bucket is given them: here as a step reads them."""
+    """How parameters are stored at rest, which is how a bucket takes them: here, as a step reads them."""
 
     def local(self, param: Tensor) -> Tensor:
         """Return the rank's part as a step reads it, outside of autograd."""
@@ -64,11 +55,17 @@ class Member:
     is_new: bool = False
     """Whether its gradient is always a tensor made for it, which nothing else holds: one that may be reduced in place."""
 
+    @cached_property
+    def travel(self) -> Travel:
+        """Return what decides with whom it travels."""
+        back = self.back.steps if self.trained else ()
+        return Travel(self.there.steps, back, self.num_bytes, self.dtype)
+
 
 class Bucket:
-    """Parameters that change their layout, of one region or of several; made once, run every step.
+    """Parameters that travel together, of one region or of several; made once, run every step.
 
-    ahead: whether it is opened one region ahead, and what the backward gathers again is gathered so too.
+    ahead: whether it opens one region ahead, in the forward and where the backward gathers again.
     """
 
     def __init__(self, members: Sequence[Member], ahead: bool) -> None:
@@ -95,10 +92,9 @@ class Bucket:
         """Return which of the parameters `indices` (by default all) are gathered by one collective: small ones."""
         groups: dict[Any, list[int]] = {}
         for index in range(len(self.members)) if indices is None else indices:
-            member = self.members[index]
-            steps = member.there.steps
-            if is_small_gather(steps, member.num_bytes):
-                groups.setdefault((steps[0].axis, member.dtype), []).append(index)
+            key = self.members[index].travel.gather_key
+            if key is not None:
+                groups.setdefault(key, []).append(index)
         return [tuple(found) for found in groups.values() if len(found) > 1]
 
     def close(self, flights: Flights, index: int, token: Tensor) -> Tensor:
@@ -107,7 +103,7 @@ class Bucket:
 
 
 class Flight:
-    """What of one bucket is under way in one run of a program."""
+    """The gathers and reductions of one bucket that are in flight in one run."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -193,7 +189,7 @@ class _OneOfJoined:
 
 
 Flights = dict[Bucket, Flight]
-"""What is under way in one run, by bucket."""
+"""The flights of one run, by bucket."""
 
 
 class _Open(torch.autograd.Function):
@@ -286,8 +282,7 @@ class _Reduction:
 
     def takes(self, member: Member) -> bool:
         """Whether there is room for one more gradient."""
-        enough = BUFFER_BYTES if member.region == self.region else min(BUFFER_BYTES, ENOUGH_BYTES + member.num_bytes)
-        return self.num_bytes + member.num_bytes <= enough
+        return has_room(self.num_bytes, member.num_bytes, member.region == self.region)
 
 
 def _reductions(members: Sequence[Member]) -> list[_Reduction]:
@@ -296,13 +291,13 @@ def _reductions(members: Sequence[Member]) -> list[_Reduction]:
     filling: dict[Any, _Reduction] = {}
     for index in reversed(range(len(members))):
         member = members[index]
-        kinds = joined_kinds(member.back.steps)
-        if not member.trained or kinds is None:
+        key = member.travel.reduction_key
+        if key is None:
             continue
-        key = (*kinds, member.dtype)
         found = filling.get(key)
         if found is None or not found.takes(member):
-            parts = member.back.communicator.mesh[kinds[0][1]] if kinds[0][0] == "reduce_scatter" else 1
+            (kind, axis), *_ = key[0]
+            parts = member.back.communicator.mesh[axis] if kind == "reduce_scatter" else 1
             found = filling[key] = _Reduction(member.back.steps, member.back, parts)
             done.append(found)
         place = found.members[index] = _Place(member.back, found.num_parts, found.row)
@@ -311,24 +306,6 @@ def _reductions(members: Sequence[Member]) -> list[_Reduction]:
         found.region = member.region
         found.is_new = len(found.members) == 1 and member.is_new and place.is_in_rows
     return done
-
-
-def is_small_gather(steps: Sequence[Step], num_bytes: int) -> bool:
-    """Whether a parameter's way to where it is read, `num_bytes` there, is a gather that others of its region may join."""
-    return [step.kind for step in steps] == ["all_gather"] and num_bytes <= SMALL_BYTES
-
-
-def only_sums(steps: Sequence[Step]) -> bool:
-    """Whether a gradient stays whole on its way back: what it is joined in is reduced in place, and then holds it."""
-    return bool(steps) and all(step.kind == "all_reduce" for step in steps)
-
-
-def joined_kinds(steps: Sequence[Step]) -> tuple[tuple[str, int], ...] | None:
-    """The collectives of a way back whose tensors may be joined: sums along axes, or one scattered sum."""
-    kinds = tuple((step.kind, step.axis) for step in steps)
-    if only_sums(steps):
-        return kinds
-    return kinds if len(kinds) == 1 and kinds[0][0] == "reduce_scatter" else None
 
 
 class _Buffer:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ..artifacts import UserError
-from ..ops.registry import RULES
+from ..ops.registry import find
 from . import _torch_private as private
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -147,7 +147,7 @@ def _is_asked(target: Any) -> bool:
     if not isinstance(target, private.OpOverload) or target.namespace != "aten":
         return False
     name = private.packet(target).removesuffix("_")
-    if (name not in RULES and name not in _BELOW_AUTOGRAD) or name in _OF_SEVERAL_GATES or "backward" in name:
+    if (not find(name).is_described and name not in _BELOW_AUTOGRAD) or name in _OF_SEVERAL_GATES or "backward" in name:
         return False
     by_value = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
     return (

@@ -5,17 +5,17 @@ Else all ranks would meet where the loss is computed, and wait there for the slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..ops import find
 from ..ops.local import WithSum
-from .local import Instruction, LocalProgram, Ref
+from .instructions import Compute, Instruction, Ref, Reshard
+from .local import LocalProgram
 from .program import Op, Tensor
 from .randomness import needs_state
-
-if TYPE_CHECKING:
-    from .execute import RunState
+from .run_state import RunState
 
 MAX_GROWTH = 4
 """Values that are made so early, in bytes of the batch entries that they are made from: they live until the loss."""
@@ -25,7 +25,7 @@ MAX_GROWTH = 4
 class EarlySum:
     """The sum that one instruction waits for."""
 
-    instruction: Instruction
+    instruction: Compute
     first: tuple[int, ...]
     """The instructions that make what is summed of, in order."""
 
@@ -41,66 +41,74 @@ def early_sums(local: LocalProgram) -> list[EarlySum]:
     producers = {value: i for i in local.instructions for value in i.outputs}
     found = []
     for instruction in local.instructions:
-        if isinstance(instruction.function, WithSum):
-            first = _makers(local, instruction, producers)
+        if isinstance(instruction, Compute) and isinstance(instruction.function, WithSum):
+            summed = [instruction.args[place] for place in instruction.function.places]
+            made = _Made(
+                producer=producers.get, tensor=lambda value: local.values[value].tensor, may_be_early=_may_be_early
+            )
+            first = made.first_of([arg.value for arg in summed if isinstance(arg, Ref)])
             if first is not None:
-                found.append(EarlySum(instruction, tuple(sorted(first))))
+                found.append(EarlySum(instruction, tuple(sorted(maker.index for maker in first))))
     return found
 
 
 def said_by_the_batch(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether what is summed of these can be begun before anything else, where no rank has to be asked for them."""
-    queue = list(tensors)
-    makers: set[Op] = set()
-    given = made = 0
-    while queue:
-        tensor = queue.pop()
-        if tensor.producer is None:
-            if tensor.role not in ("input", "const"):
-                return False
-            given += tensor.num_bytes
-        elif (op := tensor.producer) not in makers:
-            if op.requires_grad or op.kind == "heavy" or needs_state(op):
-                return False
-            makers.add(op)
-            made += tensor.num_bytes
-            queue += op.inputs
-    return made <= MAX_GROWTH * given
+    """Tell whether what is summed of these can be begun before anything else, where no rank has to be asked for them.
+
+    A program in which one has to be asked begins no such sum: its price says so (`planner.price`).
+    """
+    made = _Made(producer=lambda tensor: tensor.producer, tensor=lambda tensor: tensor, may_be_early=_is_early_op)
+    return made.first_of(tensors) is not None
 
 
-def _makers(local: LocalProgram, instruction: Instruction, producers: dict[int, Instruction]) -> set[int] | None:
-    """The instructions behind what is summed of; None unless they need the batch and constants alone, and make little."""
-    summed = [instruction.args[place] for place in instruction.function.places]  # type: ignore[attr-defined]
-    queue = [arg.value for arg in summed if isinstance(arg, Ref)]
-    makers: set[int] = set()
-    given = made = 0
-    while queue:
-        value = queue.pop()
-        tensor, producer = local.values[value].tensor, producers.get(value)
-        if producer is None:
-            if tensor.role not in ("input", "const"):
-                return None
-            given += tensor.num_bytes
-        elif producer.index not in makers:
-            if not _is_plain(producer, local):
-                return None
-            makers.add(producer.index)
-            made += tensor.num_bytes
-            queue += producer.inputs
-    return makers if made <= MAX_GROWTH * given else None
+@dataclass(frozen=True)
+class _Made:
+    """What makes the values of a program: its ops make tensors, or its instructions local values."""
+
+    producer: Callable[[Any], Any]
+    """Returns what makes a value, None for a source."""
+    tensor: Callable[[Any], Tensor]
+    may_be_early: Callable[[Any], bool]
+
+    def first_of(self, values: Iterable[Any]) -> list[Any] | None:
+        """Return all that makes `values`; None unless that needs the batch and constants alone, and makes little."""
+        queue = list(values)
+        makers: list[Any] = []
+        given_bytes = made_bytes = 0
+        while queue:
+            value = queue.pop()
+            tensor, producer = self.tensor(value), self.producer(value)
+            if producer is None:
+                if tensor.role not in ("input", "const"):
+                    return None
+                given_bytes += tensor.num_bytes
+            elif producer not in makers:
+                if not self.may_be_early(producer):
+                    return None
+                makers.append(producer)
+                made_bytes += tensor.num_bytes
+                queue += producer.inputs
+        return makers if made_bytes <= MAX_GROWTH * given_bytes else None
 
 
-def _is_plain(instruction: Instruction, local: LocalProgram) -> bool:
-    """Whether an instruction may be carried out early: it sends nothing, draws nothing, and no gradient goes through it."""
-    if any(local.values[value].tensor.requires_grad for value in instruction.outputs):
-        return False
-    if instruction.op is None:
-        return instruction.bucket is None and instruction.replay is None and not instruction.args[1].moves
-    known = instruction.function is instruction.op.node.target or instruction.op.kind != "heavy"
-    return known and not needs_state(instruction.op) and not instruction.op.runs_once
+def _may_be_early(instruction: Instruction) -> bool:
+    """Tell whether an instruction may be carried out early: it sends nothing, and no gradient goes through it."""
+    match instruction:
+        case Reshard(there=there, differentiable=differentiable):
+            return not there.moves and not differentiable
+        case Compute(op=op):
+            return _is_early_op(op)
+        case _:
+            return False
 
 
-def with_sum(instruction: Instruction) -> Callable[..., Any] | None:
+def _is_early_op(op: Op) -> bool:
+    """Tell whether an op has no gradient, draws nothing, writes nothing, and is the same on every rank."""
+    is_plain = op.kind != "heavy" or find(op.name).localize is None
+    return is_plain and not op.requires_grad and not needs_state(op) and not op.runs_once
+
+
+def with_sum(instruction: Compute) -> Callable[..., Any] | None:
     """Return the instruction's function with the run's state in front, where it takes a sum that may have been begun."""
     function, index = instruction.function, instruction.index
     if not isinstance(function, WithSum):

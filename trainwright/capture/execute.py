@@ -1,6 +1,6 @@
-"""Running a local program: its instructions bound once, then carried out in order, each region under its own memory.
+"""Running a local program: each instruction is bound once to a function, then all are called in order.
 
-What a region reruns in the backward stands in `reruns`, what autograd holds of it in `region_memory`.
+`reruns` says which instructions the backward of a region runs again, `region_memory` what autograd holds of the region.
 """
 
 from __future__ import annotations
@@ -13,51 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import Flights, Plain
 from .early_sums import early_sums, with_sum
-from .late_loss import Finish, late, summing_the_loss
-from .local import Instruction, LocalProgram, Ref
+from .instructions import Borrow, Close, Compute, Instruction, Open, Ref, Reshard
+from .late_loss import late, summing_the_loss
+from .local import LocalProgram
 from .offload import OffloadRun, OffloadStore
 from .program import Tensor as ProgramTensor
 from .randomness import with_state
 from .region_memory import RegionMemory, unpack
 from .reruns import Rerun, gathering_before, reruns_of
-from .reshard import Pending
-
-
-@dataclass(frozen=True)
-class RunState:
-    """What one forward run is given besides its tensors."""
-
-    seed: int = 0
-    step: int = 0
-    training: bool = True
-    dropout: bool = True
-    """False: as if every dropout probability were zero, for comparisons."""
-    flights: Flights = field(default_factory=dict)
-    """The parameters that are under way in this run."""
-    rest: Plain = field(default_factory=Plain)
-    """How the parameters that a bucket alone reads are given."""
-    sums: dict[int, Pending] = field(default_factory=dict)
-    """What was begun ahead, by the instruction that waits for it."""
-    late: list[Finish] | None = None
-    """Takes what waits for the loss's value, where nobody reads that before the step is done; None: it is waited for."""
-    micro: int = 0
-    """Which of the step's micro-batches this is: each draws its own numbers."""
-    known: Mapping[int, Any] = field(default_factory=dict)
-    """Values that are there before the run, where a step takes several (`accumulate`)."""
-    factors: Mapping[int, Any] = field(default_factory=dict)
-    """What makes sums over labels a share of the whole batch's mean, by the value that is multiplied."""
-
-    @property
-    def draw(self) -> tuple[int, ...]:
-        """What the random numbers of this run depend on, besides their place."""
-        return (self.seed, self.step, self.micro) if self.micro else (self.seed, self.step)
+from .reshard import reshard
+from .run_state import Call, RunState
 
 
 @dataclass(eq=False)
 class Run:
-    """One run of a local program: the values that are there, and what the backward will rederive."""
+    """One run of a local program: the values that exist, and what the backward will rematerialise."""
 
     env: dict[int, Any]
     state: RunState
@@ -72,20 +43,20 @@ class Executor:
         self.local, self.store = local, store
         self.coords = local.communicator.coords
         self.calls = [_prepare(instruction, self.coords) for instruction in local.instructions]
-        self.replays = {i.index: _prepare(i.replay, self.coords) for i in local.instructions if i.replay is not None}
+        self.replays = {i.index: _prepare(i.again, self.coords) for i in local.instructions if i.again is not i}
         self.segments = _segments(local.instructions)
         self.reruns = {region: rerun for region, rerun in reruns_of(local).items() if rerun.wanted or rerun.internals}
         self.frees = _last_uses(local)
-        self.early = early_sums(local)
-        for index in {index for early in self.early for index in early.first}:
+        self.early = {found.instruction.index: found for found in early_sums(local)}
+        """The sums that are begun with the step, by the instruction that takes each."""
+        for index in {index for early in self.early.values() for index in early.first}:
             self.calls[index] = _unless_there(self.calls[index], local.instructions[index].outputs[0])
-        loss_sum = summing_the_loss(local)
-        if loss_sum is not None:
-            self.calls[loss_sum] = late(self.calls[loss_sum], local, loss_sum)
+        if (summing := summing_the_loss(local)) is not None:
+            self.calls[summing.index] = late(self.calls[summing.index], summing)
         self.last_offload = max((i.index for i in local.instructions if _offloads(local, i)), default=-1)
         """The last instruction that makes something to offload; -1: none does."""
         self.released: set[tuple[int, int]] = set()
-        """What autograd was not left with because the plan recomputes it, by `_Saved.place`."""
+        """The saved tensors that autograd gave up because the plan recomputes them, by `_Saved.place`."""
         self.before = gathering_before(self.reruns, self.segments)
         self.pieces: list[Any] | None = None
         """The program in pieces (`pieces.pieces`), once it has been asked to run compiled."""
@@ -102,14 +73,14 @@ class Executor:
         return self.replays.get(index, self.calls[index])
 
     def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:
-        """Return a run of which nothing has been carried out, but for what the sums that are begun ahead are made of."""
+        """Return a new run, with the sums that begin early issued and nothing else carried out."""
         env = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
         offload = self._offload_run() if torch.is_grad_enabled() else None
         run = Run(env, replace(state, flights={}, sums={}), offload)
-        for early in self.early:
+        for taken_by, early in self.early.items():
             for index in early.first:
                 self.calls[index](env, run.state)
-            run.state.sums[early.instruction.index] = early.begin(env)
+            run.state.sums[taken_by] = early.begin(env)
         return run
 
     def step(self, run: Run, region: int, start: int, stop: int) -> None:
@@ -161,12 +132,57 @@ class Executor:
                     del env[value]
 
 
-Call = Callable[[dict[int, Any], RunState], None]
-
-
 def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
     """Bind an instruction to a function of the environment, with no search left to do at run time."""
-    function = _in_flight(instruction) or with_sum(instruction) or with_state(instruction, coords)
+    match instruction:
+        case Compute():
+            return _prepared_op(instruction, coords)
+        case Reshard():
+            return _prepared_reshard(instruction)
+        case Open():
+            return _prepared_open(instruction)
+        case Close():
+            return _prepared_close(instruction)
+        case Borrow(lent=lent, result=result):
+
+            def hand_on(env: dict[int, Any], state: RunState) -> None:
+                env[result] = env[lent]
+
+            return hand_on
+
+
+def _prepared_reshard(instruction: Reshard) -> Call:
+    source, result, there, back = instruction.source, instruction.result, instruction.there, instruction.back
+
+    def change(env: dict[int, Any], state: RunState) -> None:
+        env[result] = reshard(env[source], there, back)
+
+    def change_without_gradient(env: dict[int, Any], state: RunState) -> None:
+        env[result] = there.run(env[source])
+
+    return change if instruction.differentiable else change_without_gradient
+
+
+def _prepared_open(instruction: Open) -> Call:
+    bucket, params, tokens = instruction.bucket, instruction.params, instruction.tokens
+
+    def open_bucket(env: dict[int, Any], state: RunState) -> None:
+        env.update(zip(tokens, bucket.open(state.flights, state.rest, *(env[param] for param in params))))
+
+    return open_bucket
+
+
+def _prepared_close(instruction: Close) -> Call:
+    bucket, place, token, result = instruction.bucket, instruction.place, instruction.token, instruction.result
+
+    def close(env: dict[int, Any], state: RunState) -> None:
+        env[result] = bucket.close(state.flights, place, env[token])
+
+    return close
+
+
+def _prepared_op(instruction: Compute, coords: Sequence[int]) -> Call:
+    function = with_sum(instruction) or with_state(instruction, coords)
     outputs = instruction.outputs
     compute = _bind(instruction) if function is None else _bind_stateful(function, instruction)
 
@@ -174,7 +190,7 @@ def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
 
         def call(env: dict[int, Any], state: RunState) -> None:
             compute(env, state)
-    elif instruction.many:
+    elif instruction.gives_several:
 
         def call(env: dict[int, Any], state: RunState) -> None:
             env.update(zip(outputs, compute(env, state)))
@@ -195,10 +211,10 @@ def _unless_there(compute: Call, output: int) -> Call:
     return call
 
 
-Compute = Callable[[dict[int, Any], RunState], Any]
+Bound = Callable[[dict[int, Any], RunState], Any]
 
 
-def _bind(instruction: Instruction) -> Compute:
+def _bind(instruction: Compute) -> Bound:
     """Look for the values once: most ops take values first, then constants."""
     function, args, kwargs = instruction.function, instruction.args, instruction.kwargs
     num = next((place for place, arg in enumerate(args) if type(arg) is not Ref), len(args))
@@ -212,23 +228,13 @@ def _bind(instruction: Instruction) -> Compute:
     return lambda env, state: function(*values(env), *rest, **kwargs)
 
 
-def _bind_stateful(function: Callable[..., Any], instruction: Instruction) -> Compute:
+def _bind_stateful(function: Callable[..., Any], instruction: Compute) -> Bound:
     args, kwargs = instruction.args, instruction.kwargs
     return lambda env, state: function(state, *_fill(args, env), **_fill_named(kwargs, env))
 
 
 def _has_ref(tree: Any) -> bool:
     return type(tree) is Ref or (isinstance(tree, (list, tuple)) and any(_has_ref(item) for item in tree))
-
-
-def _in_flight(instruction: Instruction) -> Callable[..., Any] | None:
-    """What opens or closes a bucket is told what is under way, and to open it how parameters are held."""
-    function = instruction.function
-    if instruction.bucket is None:
-        return None
-    if instruction.many:
-        return lambda state, *args: function(state.flights, state.rest, *args)
-    return lambda state, *args: function(state.flights, *args)
 
 
 def _fill(args: Any, env: dict[int, Any]) -> list[Any]:
@@ -247,7 +253,9 @@ def _fill_named(kwargs: dict[str, Any], env: dict[int, Any]) -> dict[str, Any]:
 
 
 def _offloads(local: LocalProgram, instruction: Instruction) -> bool:
-    return instruction.internal_offloaded or any(local.values[value].offloaded for value in instruction.outputs)
+    if isinstance(instruction, Compute) and instruction.internal_offloaded:
+        return True
+    return any(local.values[value].offloaded for value in instruction.outputs)
 
 
 def _segments(instructions: Sequence[Instruction]) -> list[tuple[int, int, int]]:

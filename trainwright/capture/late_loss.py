@@ -5,34 +5,30 @@ Else all ranks meet where the forward ends, the faster waiting for the slower, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .buckets import only_sums
-from .local import LocalProgram, Ref
+from .instructions import Ref, Reshard
+from .local import LocalProgram
 from .program import Program
-from .reshard import Route, reshard
+from .reshard import Route
+from .run_state import Call, Finish, RunState
 from .transition import Step
-
-if TYPE_CHECKING:
-    from .execute import Call
-
-Finish = Callable[[], object]
-"""Waits for a loss's value, and puts it where the loss is."""
+from .travel import only_sums
 
 
-def summing_the_loss(local: LocalProgram) -> int | None:
-    """Return which instruction sums the loss over ranks; None where none does, or where something goes on from the sum."""
+def summing_the_loss(local: LocalProgram) -> Reshard | None:
+    """Return the instruction that sums the loss over ranks; None where none does, or where something goes on from the sum."""
     loss = local.outputs[local.program.captured.loss_index]
     if not isinstance(loss, Ref) or any(loss.value in instruction.inputs for instruction in local.instructions):
         return None
-    makers = [instruction for instruction in local.instructions if loss.value in instruction.outputs]
-    if len(makers) != 1 or makers[0].function is not reshard:
-        return None
-    return makers[0].index if only_sums(makers[0].args[1].steps) else None
+    match [instruction for instruction in local.instructions if loss.value in instruction.outputs]:
+        case [Reshard(differentiable=True, there=there) as summing] if only_sums(there.steps):
+            return summing
+    return None
 
 
 def comes_late(program: Program, steps: Sequence[Step]) -> bool:
@@ -40,17 +36,15 @@ def comes_late(program: Program, steps: Sequence[Step]) -> bool:
     return program.num_runs == 1 and only_sums(steps) and not program.loss.consumers
 
 
-def late(compute: Call, local: LocalProgram, index: int) -> Call:
-    """Return the call of instruction `index`, which sums the loss: `compute`, unless the run takes the value late."""
-    instruction = local.instructions[index]
-    given, there, back = instruction.args
-    (output,) = instruction.outputs
+def late(compute: Call, summing: Reshard) -> Call:
+    """Return the call of the instruction that sums the loss: `compute`, unless the run takes the value late."""
+    source, result, there, back = summing.source, summing.result, summing.there, summing.back
 
-    def call(env: dict[int, Any], state: Any) -> None:
+    def call(env: dict[int, Any], state: RunState) -> None:
         if state.late is None:
             compute(env, state)
         else:
-            env[output] = _LateSum.apply(env[given.value], there, back, state.late)
+            env[result] = _LateSum.apply(env[source], there, back, state.late)
 
     return call
 

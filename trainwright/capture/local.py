@@ -1,24 +1,25 @@
-"""Program + layouts → one rank's local program: plain ops on plain tensors, and a reshard where a layout changes.
+"""One rank's local program, built from a program and a plan's decisions: ops on local tensors, reshards between layouts.
 
-The planner simulates it on fake tensors, the runtime runs it on real ones.
+The planner simulates it on fake tensors, the runtime runs it on real ones; `instructions` has the kinds of instruction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
 
 from ..ops import find
-from .buckets import Bucket
 from .groups import Group, Split
+from .instructions import Borrow, Compute, Instruction, Open, Ref, Reshard, Value
 from .layout import REPLICATE, Layout, local_shape, slot_range
 from .program import Op, Program, Tensor
-from .reshard import Axes, Communicator, Nothing, Route, reshard, tensors_in
-from .schedule import Overlap, in_buckets
+from .reshard import Axes, Communicator, Nothing, Route, tensors_in
+from .schedule import in_buckets
 from .transition import gradient_layout, transition
+from .travel import Overlap
 
 _ANY_REGION = -2
 
@@ -41,73 +42,10 @@ class Decisions:
     in_flight_bytes: int = 0
     """Of what is offloaded, how much may stand on the device while it leaves, and again before it is asked for."""
     overlap: Overlap = "none"
-    """How far parameters travel ahead of their use, see `schedule`."""
+    """How far parameters travel ahead of their use, see `travel`."""
     shared: set[tuple[Tensor, Layout]] = field(default_factory=set)
     """Parameters, with a layout in which one gathered copy serves their readers in all regions; their gradients are summed
     before they are brought back. A parameter that is read as it rests is always read so."""
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A value in the arguments of an instruction."""
-
-    value: int
-
-
-@dataclass(eq=False)
-class Value:
-    """One local tensor of the step."""
-
-    index: int
-    key: str
-    tensor: Tensor
-    layout: Layout
-    recomputed: bool = False
-    offloaded: bool = False
-
-
-@dataclass(eq=False)
-class Instruction:
-    """One local call: an op of the program, or a reshard."""
-
-    index: int
-    key: str
-    path: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    region: int
-    """Index of the region, -1 for what belongs to none (constants, the loss's sum)."""
-    op: Op | None
-    """None for a reshard."""
-    axes: tuple[int, ...] = ()
-    """Mesh axes that split the op's loops: its random numbers differ along these alone."""
-    internal_recomputed: bool = False
-    internal_offloaded: bool = False
-    many: bool = False
-    """Gives a tuple."""
-    bucket: Bucket | None = None
-    """Of an instruction that opens a bucket, or closes it for one parameter."""
-    replay: Instruction | None = None
-    """What the backward runs in its place: a borrowed copy is gathered anew, so that the lent one need not be kept; what
-    wrote buffers gives the same and leaves them as they are."""
-
-    @property
-    def is_borrowed(self) -> bool:
-        """Whether it is a change of layout whose result another region has made."""
-        return self.op is None and self.replay is not None
-
-    @property
-    def result(self) -> int:
-        """The first of its outputs; -1 where it has none."""
-        return self.outputs[0] if self.outputs else -1
-
-    @property
-    def again(self) -> Instruction:
-        """What rederives the outputs in the backward."""
-        return self.replay or self
 
 
 @dataclass(eq=False)
@@ -127,7 +65,12 @@ class LocalProgram:
     """Value of the whole loss."""
 
     def travelling(self) -> set[Tensor]:
-        """Return the parameters that one bucket opens and nothing else reads."""
+        """Return the parameters that one bucket opens and nothing else reads, in a step of one run.
+
+        A step of several runs gives each of them the rank's parts, whose gradients add up (`accumulate`).
+        """
+        if self.program.num_runs > 1:
+            return set()
         readers: dict[int, list[Instruction]] = {}
         for instruction in self.instructions:
             for value in {*instruction.inputs, *instruction.again.inputs}:
@@ -136,7 +79,7 @@ class LocalProgram:
         found = set()
         for tensor, value in self.sources.items():
             first, *others = readers.get(value, [None])
-            alone = first is not None and first.bucket is not None and first.many and not others
+            alone = isinstance(first, Open) and not others
             if tensor.role == "param" and alone and value not in held:
                 found.add(tensor)
         return found
@@ -192,11 +135,6 @@ class _Builder:
         self.values.append(value)
         return value
 
-    def _emit(self, **fields: Any) -> Instruction:
-        instruction = Instruction(index=len(self.instructions), **fields)
-        self.instructions.append(instruction)
-        return instruction
-
     def _constant(self, op: Op) -> None:
         inputs = [
             self._wanted(tensor, self.replicated, self.replicated, -1, f"{op.key}.in{i}")
@@ -233,18 +171,15 @@ class _Builder:
 
     def _emit_op(self, op: Op, function: Any, args: Any, kwargs: Any, inputs: list[Value], outputs: list[Value], region: int,
                  axes: tuple[int, ...]) -> None:  # fmt: skip
-        internal = f"{op.key}.internal"
-        made = self._emit(
-            key=op.key, path=op.path, function=function, args=args, kwargs=kwargs,
-            inputs=tuple(value.index for value in inputs), outputs=tuple(value.index for value in outputs),
-            region=region, op=op, axes=axes,
+        internal, scratch = f"{op.key}.internal", find(op.name).scratch
+        self.instructions.append(Compute(
+            index=len(self.instructions), key=op.key, path=op.path, region=region, op=op,
+            function=function, args=args, kwargs=kwargs,
+            inputs=tuple(value.index for value in inputs), outputs=tuple(value.index for value in outputs), axes=axes,
             internal_recomputed=internal in self.decisions.recomputed,
             internal_offloaded=internal in self.decisions.offloaded,
-            many=isinstance(op.node.meta["val"], (tuple, list)),
-        )  # fmt: skip
-        if op.writes and find(op.name).scratch:
-            again = replace(made, function=_on_copies(function, find(op.name).scratch))
-            self.instructions[-1] = replace(made, replay=again)
+            rerun=_on_copies(function, scratch) if op.writes and scratch else None,
+        ))  # fmt: skip
 
     def _wanted(self, tensor: Tensor, forward: Layout, gradient: Layout, region: int, key: str) -> Value:
         """Return the value of `tensor` in the layout that a consumer wants, shared by all that want the same."""
@@ -282,15 +217,11 @@ class _Builder:
         back = Route(transition(gradient, due), tensor.shape, tensor.slots, self.communicator)
         copy = self._value(key, tensor, forward)
         copy.recomputed &= region >= 0  # one that serves several blocks is kept
-        function = reshard if tensor.requires_grad else _run_route
-        change = self._emit(
-            key=key, path=key.rpartition(":")[0], function=function, args=(Ref(held.index), there, back), kwargs={},
-            inputs=(held.index,), outputs=(copy.index,), region=region, op=None,
+        change = Reshard(
+            index=len(self.instructions), key=key, path=key.rpartition(":")[0], region=region,
+            source=held.index, result=copy.index, there=there, back=back, differentiable=tensor.requires_grad,
         )  # fmt: skip
-        if lent is not None:
-            inputs = (held.index, lent.index)
-            args = tuple(Ref(index) for index in inputs)
-            self.instructions[-1] = replace(change, function=_second, args=args, inputs=inputs, replay=change)
+        self.instructions.append(change if lent is None else Borrow(**vars(change), lent=lent.index))
         return copy
 
     def _whole(self, tensor: Tensor) -> Value:
@@ -319,15 +250,6 @@ def _on_copies(function: Callable[..., Any], places: Sequence[int]) -> Callable[
         return function(*own, **kwargs)
 
     return again
-
-
-def _second(held: Any, lent: Any) -> Any:
-    """A borrowed copy; `held`, from which the backward gathers it anew, only has to be there."""
-    return lent
-
-
-def _run_route(x: Any, forward: Route, backward: Route) -> Any:
-    return forward.run(x)
 
 
 def _fill(node: fx.Node, inputs: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -39,10 +39,6 @@ WHOLE_SUM, WHOLE_MEAN = "whole-sum", "whole-mean"
 Corrections = dict[str, float | str]
 """By an op's key: what its result is multiplied by, `weighted`, `whole-sum` or `whole-mean`."""
 Kind = Literal["same", "part", "mean"]
-_LINEAR = {"add", "sub", "neg", "rsub", "sum", "mean", "_to_copy", "to", "type_as", "clone", "alias", "contiguous", "stack",
-           "cat", "detach", "lift_fresh_copy"}  # fmt: skip
-_UNIFORM = {"full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor", "fill",
-            "full_like", "zeros_like", "ones_like", "expand", "expand_as", "broadcast_to"}  # fmt: skip
 
 
 def split_entries(batch: Any, num: int) -> Any:
@@ -124,7 +120,7 @@ class _State:
 
 
 def _moves_only(op: Op) -> bool:
-    return len(op.outputs) == 1 and len(op.inputs) > 0 and (op.kind == "view" or op.name in ("clone", "contiguous"))
+    return len(op.outputs) == 1 and len(op.inputs) > 0 and (op.kind == "view" or find(op.name).copies)
 
 
 def _alike(op: Op, other: Op) -> bool:
@@ -263,7 +259,7 @@ class _Comparison:
         if tensor.shape == twin.shape:
             return _State("same", from_batch=known)
         dims = [k for k, (a, b) in enumerate(zip(tensor.shape, twin.shape)) if a != b]
-        if op.name in _UNIFORM and len(dims) == 1:
+        if find(op.name).uniform and len(dims) == 1:
             return _State("part", self._slot_of_dim(tensor, dims[0]), known)
         self._refuse("rows that do not know their place in the batch", f"{op.key} numbers the examples")
         raise AssertionError
@@ -286,7 +282,7 @@ class _Comparison:
 
     def _is_linear(self, op: Op) -> bool:
         kinds = [self.states[tensor].kind for tensor in op.inputs]
-        if op.kind == "view" or op.name in _LINEAR:
+        if op.kind == "view" or find(op.name).linear:
             return True
         if op.name == "mul":
             return kinds.count("mean") == 1
@@ -360,7 +356,7 @@ def _literals(ours: Any, theirs: Any, depth: int = 0) -> Iterator[tuple[Any, Any
 
 
 def _takes_sizes(op: Op) -> bool:
-    return op.kind == "view" or op.name in _UNIFORM or find(op.name).localize is not None
+    return op.kind == "view" or find(op.name).uniform or find(op.name).localize is not None
 
 
 def as_runs(part: Captured, num: int, corrections: Corrections) -> Program:

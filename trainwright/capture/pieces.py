@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from .execute import Executor
-from .local import Instruction, Ref
+from .instructions import Compute, Instruction, Ref
 from .randomness import needs_state
 
 
@@ -49,15 +49,15 @@ def pieces(executor: Executor) -> list[Piece | range]:
 
 
 def _computes(instruction: Instruction) -> bool:
-    """Whether an instruction is a plain op on plain tensors: no collective inside, no state of the run, no effect."""
-    op = instruction.op
-    if op is None or op.writes or op.runs_once:
-        return False
-    return instruction.function is op.node.target and not needs_state(op)
+    """Tell whether an instruction is a plain op on plain tensors: no collective inside, no state of the run, no effect."""
+    match instruction:
+        case Compute(op=op, function=function):
+            return function is op.node.target and not (op.writes or op.runs_once or needs_state(op))
+    return False
 
 
 def _piece(executor: Executor, start: int, stop: int) -> Piece:
-    instructions = executor.local.instructions[start:stop]
+    instructions = [found for found in executor.local.instructions[start:stop] if isinstance(found, Compute)]
     made = {value for instruction in instructions for value in instruction.outputs}
     inputs = tuple(dict.fromkeys(v for i in instructions for v in i.inputs if v not in made))
     dead = {value for index in range(start, stop) for value in executor.frees[index]}
@@ -65,7 +65,7 @@ def _piece(executor: Executor, start: int, stop: int) -> Piece:
     return Piece(start, stop, inputs, outputs, _graph(instructions, inputs, outputs))
 
 
-def _graph(instructions: Sequence[Instruction], inputs: Sequence[int], outputs: Sequence[int]) -> fx.GraphModule:
+def _graph(instructions: Sequence[Compute], inputs: Sequence[int], outputs: Sequence[int]) -> fx.GraphModule:
     graph = fx.Graph()
     nodes = {value: graph.placeholder(f"v{value}") for value in inputs}
 
@@ -79,7 +79,7 @@ def _graph(instructions: Sequence[Instruction], inputs: Sequence[int], outputs: 
     for instruction in instructions:
         made = graph.call_function(instruction.function, tuple(filled(instruction.args)), filled(instruction.kwargs))
         for place, value in enumerate(instruction.outputs):
-            nodes[value] = graph.call_function(_item, (made, place)) if instruction.many else made
+            nodes[value] = graph.call_function(_item, (made, place)) if instruction.gives_several else made
     graph.output([nodes[value] for value in outputs])
     return fx.GraphModule(torch.nn.Module(), graph)
 

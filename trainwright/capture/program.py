@@ -21,25 +21,6 @@ from .factors import Factor, leaves, unify, whole
 from .groups import Group, build_groups
 from .layout import Layout, Slot
 
-UNDIFFERENTIABLE = frozenset(
-    [
-        "detach",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "bernoulli",
-        "one_hot",
-    ]
-)
-"""Ops whose results autograd does not follow."""
-
 
 @dataclass(eq=False)
 class Tensor:
@@ -250,7 +231,7 @@ class _Builder:
         else:
             signature = signature_of(call)
         if not signature.known and find(call.name).kind == "heavy" and not node.meta.get("constant"):
-            wanted = [tensor.requires_grad and call.name not in UNDIFFERENTIABLE for tensor in inputs]
+            wanted = [tensor.requires_grad and find(call.name).differentiable for tensor in inputs]
             signature = discovered(node.target, call, wanted) or signature
         loops = {name: [Factor(size)] for name, size in signature.sizes.items()}
         for tensor, dims in zip(inputs, signature.inputs):
@@ -267,7 +248,7 @@ class _Builder:
         ]
         op = Op(node.meta["key"], call.name, node.meta["path"], node, call, signature, inputs, outputs, loops)
         op.constant = bool(node.meta.get("constant", False))
-        differentiable = call.name not in UNDIFFERENTIABLE and any(tensor.requires_grad for tensor in inputs)
+        differentiable = find(call.name).differentiable and any(tensor.requires_grad for tensor in inputs)
         for tensor in outputs:
             tensor.producer = op
             tensor.requires_grad = differentiable and tensor.dtype.is_floating_point

@@ -8,31 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..ops import find
 from ..ops.local import replace_arg
 from . import _torch_private as private
-
-if TYPE_CHECKING:
-    from .execute import RunState
-    from .local import Instruction
-    from .program import Op
+from .instructions import Compute
+from .program import Op
+from .run_state import RunState
 
 WithState = Callable[..., Any]
-_OFF: dict[str, tuple[str, Any]] = {
-    "scaled_dot_product_attention": ("dropout_p", 0.0),
-    "feature_dropout": ("train", False),
-    "alpha_dropout": ("train", False),
-    "feature_alpha_dropout": ("train", False),
-    "lstm": ("dropout", 0.0),
-    "gru": ("dropout", 0.0),
-    "rnn_tanh": ("dropout", 0.0),
-    "rnn_relu": ("dropout", 0.0),
-}
-"""The argument that switches an op's dropout off, and its value then."""
 _OWN_NAMESPACES = ("aten", "prims", "autograd_functions")
 """Of ops that say by a tag whether they draw numbers."""
 
@@ -49,8 +37,9 @@ def derived_seed(*parts: Any) -> int:
 def draws(op: Op) -> bool:
     """Tell whether an op draws random numbers."""
     target = op.node.target
-    if op.name in ("lstm", "gru", "rnn_tanh", "rnn_relu") or op.name == "scaled_dot_product_attention":
-        name, off = _OFF[op.name]
+    rule = find(op.name)
+    if rule.draws_by_dropout and rule.dropout is not None:
+        name, off = rule.dropout
         return bool(op.call.arg(_place(target, name), name, off))
     return private.is_random(target)
 
@@ -60,29 +49,23 @@ def needs_state(op: Op) -> bool:
     return draws(op) or bool(op.writes)
 
 
-def with_state(instruction: Instruction, coords: Sequence[int]) -> WithState | None:
+def with_state(instruction: Compute, coords: Sequence[int]) -> WithState | None:
     """Return the instruction's function with the run's state in front, for ops that draw numbers or know modes.
 
     An op of the user's may draw numbers and not say so: it runs as one that does.
     """
     op, function = instruction.op, instruction.function
-    if op is None:
-        return None
     place = (instruction.key, tuple(coords[axis] for axis in instruction.axes))
     if not needs_state(op):
         return _drawing(function, place) if _is_foreign(op) else None
-    match op.name:
-        case "dropout" | "native_dropout":
-            return _dropout(place)
-        case "batch_norm":
-            return _switched(_plain(function), "training", (op.node.target, "training", False))
-        case "instance_norm":
-            return _switched(_plain(function), "training", (op.node.target, "use_input_stats", False))
-        case "rrelu":
-            return _switched(_drawing(function, place), "training", (op.node.target, "training", False))
-    if op.name in _OFF:
-        return _switched(_drawing(function, place), "dropout", (op.node.target, *_OFF[op.name]))
+    rule = find(op.name)
+    if rule.masks:
+        return _dropout(place)
     drawing = _drawing(function, place) if draws(op) or _is_foreign(op) else _plain(function)
+    if rule.training is not None:
+        return _switched(drawing, "training", (op.node.target, *rule.training))
+    if rule.dropout is not None:
+        return _switched(drawing, "dropout", (op.node.target, *rule.dropout))
     return _writing(drawing, op.node.target) if op.writes else drawing
 
 

@@ -9,18 +9,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .local import Instruction
+from .instructions import Compute, Instruction
+from .local import LocalProgram
 from .offload import OffloadedStorage, OffloadRun
 from .reruns import Rerun
+from .run_state import Call, RunState
 
-if TYPE_CHECKING:
-    from .execute import Executor, RunState
+
+class Reruns(Protocol):
+    """What a region's memory asks of the executor that it belongs to."""
+
+    local: LocalProgram
+    released: set[tuple[int, int]]
+
+    def again(self, index: int) -> Call:
+        """Return what the backward runs to rederive what instruction `index` makes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +48,7 @@ class _Saved:
 class RegionMemory:
     """One run of one region: which storages are not kept, and their rederived contents while the backward needs them."""
 
-    def __init__(self, executor: Executor, rerun: Rerun, state: RunState, offload: OffloadRun | None = None) -> None:
+    def __init__(self, executor: Reruns, rerun: Rerun, state: RunState, offload: OffloadRun | None = None) -> None:
         self.executor, self.rerun, self.state, self.offload = executor, rerun, state, offload
         self.before: RegionMemory | None = None
         """Of the region whose backward comes next, if that gathers parameters again."""
@@ -81,7 +90,7 @@ class RegionMemory:
             if entry is not None and not entry[0].expired():
                 self._release(saved, (entry[1], -1))
                 continue
-            if instruction.internal_recomputed or instruction.internal_offloaded:
+            if isinstance(instruction, Compute) and (instruction.internal_recomputed or instruction.internal_offloaded):
                 if known is None:
                     known = {_storage(env[v]) for v in (*instruction.inputs, *instruction.outputs)}
                 if key not in known:
@@ -107,7 +116,7 @@ class RegionMemory:
         self._send_away(saved)
         self.sources[value] = saved
 
-    def _release_internal(self, saved: _Saved, instruction: Instruction, index: int) -> None:
+    def _release_internal(self, saved: _Saved, instruction: Compute, index: int) -> None:
         assert saved.tensor is not None
         if instruction.internal_recomputed:
             self._release(saved, (instruction.index, index))

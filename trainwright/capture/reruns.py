@@ -1,4 +1,4 @@
-"""Which part of a region the backward runs once more: the pure sub-graph that rederives what the plan does not keep."""
+"""The instructions of a region that its backward runs again, to rematerialise what the plan does not keep."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .buckets import Bucket
-from .local import Instruction, LocalProgram, Ref
-from .reshard import Route
+from .instructions import Borrow, Close, Compute, Instruction, Open, Ref, Reshard
+from .local import LocalProgram
 
 Producers = Mapping[int, Instruction]
 
 
 @dataclass(eq=False)
 class Rerun:
-    """The sub-graph that rederives what one region does not keep."""
+    """The instructions that rematerialise what one region does not keep."""
 
     wanted: set[int] = field(default_factory=set)
-    """Values that are not kept."""
+    """The values to rematerialise."""
     internals: set[int] = field(default_factory=set)
-    """Instructions whose saved internals are not kept."""
+    """The instructions whose saved internals are rematerialised."""
     instructions: list[int] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
-    """Values from which the sub-graph starts."""
+    """The kept values that the rerun starts from."""
     last_use: dict[int, int] = field(default_factory=dict)
     ends: dict[int, list[int]] = field(default_factory=dict)
-    """Where the sub-graph communicates: the instructions that make the region's results, and those results."""
+    """The instructions that make the region's results, with those results; empty unless the rerun communicates."""
     gathers: dict[Bucket, dict[int, int]] = field(default_factory=dict)
-    """The parameters that the sub-graph gathers again: by bucket, index → value to start from."""
+    """The parameters that the rerun gathers again: by bucket, the member → the token to gather from."""
 
 
 def reruns_of(local: LocalProgram) -> dict[int, Rerun]:
-    """Return what the backward of each region reruns; nothing is wanted of a region that keeps everything."""
+    """Return the rerun of each region; it is empty where the region keeps everything."""
     producers = {value: instruction for instruction in local.instructions for value in instruction.outputs}
     reruns: dict[int, Rerun] = {}
     for instruction in local.instructions:
         rerun = reruns.setdefault(instruction.region, Rerun())
         rerun.wanted |= {value for value in instruction.outputs if local.values[value].recomputed}
-        if instruction.internal_recomputed:
+        if isinstance(instruction, Compute) and instruction.internal_recomputed:
             rerun.internals.add(instruction.index)
     for region, rerun in reruns.items():
         _trace_back(local, producers, region, rerun)
@@ -47,15 +47,16 @@ def reruns_of(local: LocalProgram) -> dict[int, Rerun]:
 
 
 def _communicates(instruction: Instruction) -> bool:
-    """Whether the ranks meet in what the backward runs again of it."""
-    if instruction.is_borrowed:
-        instruction = instruction.again
-    if instruction.bucket is not None:
-        index = instruction.args[0]
-        return isinstance(index, int) and instruction.bucket.members[index].there.moves
-    if instruction.op is None:
-        return any(isinstance(arg, Route) and arg.moves for arg in instruction.args[1:2])
-    return instruction.function is not instruction.op.node.target
+    """Tell whether a rerun of the instruction makes the ranks meet."""
+    match instruction:
+        case Compute(function=function, op=op):
+            return function is not op.node.target
+        case Reshard(there=there) | Borrow(there=there):
+            return there.moves
+        case Close():
+            return instruction.member.there.moves
+        case Open():
+            return False
 
 
 def _results(local: LocalProgram, region: int) -> dict[int, list[int]]:
@@ -80,8 +81,8 @@ def _trace_back(local: LocalProgram, producers: Producers, region: int, rerun: R
         if not asked:
             continue
         rerun.instructions.insert(0, instruction.index)
-        if instruction.bucket is not None and _communicates(instruction):
-            rerun.gathers.setdefault(instruction.bucket, {})[instruction.args[0]] = instruction.inputs[0]
+        if isinstance(instruction, Close) and _communicates(instruction):
+            rerun.gathers.setdefault(instruction.bucket, {})[instruction.place] = instruction.token
         for value in instruction.again.inputs:
             if local.values[value].recomputed or _is_view(local, producers, value, region):
                 needed.add(value)
@@ -97,7 +98,7 @@ def _trace_back(local: LocalProgram, producers: Producers, region: int, rerun: R
 def _is_view(local: LocalProgram, producers: Producers, value: int, region: int) -> bool:
     """Whether `value` is a view made inside the region of something that is itself rederived."""
     producer = producers.get(value)
-    if producer is None or producer.region != region or producer.op is None or producer.op.kind != "view":
+    if not isinstance(producer, Compute) or producer.region != region or producer.op.kind != "view":
         return False
     return any(local.values[v].recomputed or _is_view(local, producers, v, region) for v in producer.inputs)
 

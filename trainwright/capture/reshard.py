@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .layout import Slot, chunk, local_shape, local_sizes
 from .transition import Step
+from .travel import issued_step
 
 
 class Pending(Protocol):
@@ -82,12 +83,6 @@ class _Sum:
                 self.total = self.communicator.all_reduce(axis, self.total)
         assert self.total is not None
         return self.total
-
-
-def issued_step(steps: Sequence[Step]) -> int | None:
-    """Return which step of a way is under way while something else is done: its first collective, if that can be begun early."""
-    number = next((number for number, step in enumerate(steps) if step.kind != "slice"), None)
-    return None if number is None or steps[number].kind == "all_to_all" else number
 
 
 class Route:

@@ -1,71 +1,53 @@
-"""When parameters travel: the changes of layout of a region's parameters become one bucket, issued early, waited for late.
+"""Parameters' reshards put into buckets: one instruction opens a bucket early, one closes it where each parameter is read.
 
-none      every change of layout runs where it is asked for, one at a time
-buckets   gathers of a region are issued where it begins, its gradients are reduced together and waited for where its
-          backward ends
-ahead     besides, gathers are issued one region ahead, in the forward and where the backward gathers again, and
-          reductions are waited for one region later
-
-Each of them holds more memory than the one before: `buckets` a region's gradients before they are reduced, `ahead` the
-gathered parameters of two regions. Sums that stay whole are reduced in place, in the buffer that then is the gradients:
-not to wait for them holds nothing, so under either all of them are one bucket, waited for where the backward ends.
+Which reshards share a bucket, and where it opens, is the rule of `travel`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, get_args
 
-from .buckets import Bucket, Member, only_sums
+from ..ops import find
+from .buckets import Bucket, Member
+from .instructions import Close, Compute, Instruction, Open, Reshard, Value
 from .layout import local_shape
-from .reshard import Route
+from .travel import Overlap, opening_region, regions_ahead
 
-if TYPE_CHECKING:
-    from .local import Instruction, Value
-
-Overlap = Literal["none", "buckets", "ahead"]
-OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
-
-Readers = dict[int, "list[tuple[Instruction, int]]"]
-_WEIGHT_OF = {"linear": 1, "linear_io": 1, "embedding": 0, "convolution": 1}
-"""Which operand is the weight of an op that makes its gradient anew; sums hand their operands what they were given."""
+Readers = dict[int, list[tuple[Instruction, int]]]
+Travels = list[tuple[Reshard, Member]]
 
 
 def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap: Overlap) -> list[Instruction]:
     """Return the instructions with the parameters' changes of layout in buckets; adds the values that this takes."""
-    travels = _travels(instructions, values)
-    if overlap == "none" or not travels:
+    travels = {} if overlap == "none" else _travels(instructions, values, _readers(instructions))
+    if not travels:
         return list(instructions)
-    starts, readers = _starts(instructions), _readers(instructions)
+    starts = _starts(instructions)
     opened_at: dict[int, list[Instruction]] = {}
-    closing: dict[int, Instruction] = {}
+    closing: dict[int, Close] = {}
     for region, found in travels.items():
-        opening, closed = _bucket(found, values, readers, ahead=overlap == "ahead")
-        opened_at.setdefault(_opening(starts, region, overlap), []).append(opening)
+        opening, closed = _bucket(found, values, ahead=regions_ahead(overlap) > 0)
+        opened_at.setdefault(starts[opening_region(list(starts), region, overlap)], []).append(opening)
         closing.update(closed)
     ordered: list[Instruction] = []
     for instruction in instructions:
         ordered += opened_at.get(instruction.index, [])
         ordered.append(closing.get(instruction.index, instruction))
-    return [_numbered(instruction, index) for index, instruction in enumerate(ordered)]
+    return [replace(instruction, index=index) for index, instruction in enumerate(ordered)]
 
 
-def _numbered(instruction: Instruction, index: int) -> Instruction:
-    replay = instruction.replay and replace(instruction.replay, index=index)
-    return replace(instruction, index=index, replay=replay)
-
-
-def _travels(instructions: Sequence[Instruction], values: Sequence[Value]) -> dict[int | None, list[Instruction]]:
-    """The changes of layout of parameters that move anything, in order, by region; by None those that only sum."""
-    found: dict[int | None, list[Instruction]] = {}
+def _travels(instructions: Sequence[Instruction], values: list[Value], readers: Readers) -> dict[int | None, Travels]:
+    """Return the parameters' reshards that move anything, in order, by region; by None those that only sum."""
+    found: dict[int | None, Travels] = {}
     for instruction in instructions:
-        changes = instruction.op is None and instruction.replay is None and instruction.region >= 0
-        if changes and values[instruction.inputs[0]].tensor.role == "param":
-            _, there, back = instruction.args
-            if there.moves or (back.moves and values[instruction.inputs[0]].tensor.requires_grad):
-                region = None if only_sums(back.steps) and not there.moves else instruction.region
-                found.setdefault(region, []).append(instruction)
+        if not isinstance(instruction, Reshard) or instruction.region < 0:
+            continue
+        if values[instruction.source].tensor.role == "param":
+            member = _member(instruction, values, readers)
+            if member.travel.moves:
+                region = None if member.travel.is_whole_sum else instruction.region
+                found.setdefault(region, []).append((instruction, member))
     return found
 
 
@@ -78,36 +60,25 @@ def _starts(instructions: Sequence[Instruction]) -> dict[int, int]:
     return starts
 
 
-def _opening(starts: dict[int, int], region: int | None, overlap: Overlap) -> int:
-    if region is None:
-        return min(starts.values())
-    order = list(starts)
-    place = order.index(region)
-    return starts[order[place - 1]] if overlap == "ahead" and place else starts[region]
-
-
-def _bucket(
-    found: Sequence[Instruction], values: list[Value], readers: Readers, ahead: bool
-) -> tuple[Instruction, dict[int, Instruction]]:
-    """The instruction that opens the bucket, and those that take the place of the changes of layout."""
-    first = found[0]
-    bucket = Bucket([_member(instruction, values, readers) for instruction in found], ahead)
-    held = [values[instruction.inputs[0]] for instruction in found]
+def _bucket(travels: Travels, values: list[Value], ahead: bool) -> tuple[Open, dict[int, Close]]:
+    """Return the instruction that opens the bucket, and those that take the place of the reshards."""
+    found = [reshard for reshard, _ in travels]
+    first, bucket = found[0], Bucket([member for _, member in travels], ahead)
     tokens = [
-        replace(value, index=len(values) + k, key=f"{i.key}.underway") for k, (value, i) in enumerate(zip(held, found))
+        replace(values[reshard.source], index=len(values) + place, key=f"{reshard.key}.underway")
+        for place, reshard in enumerate(found)
     ]
     values += tokens
-    opening = replace(
-        first, key=f"{first.path}:open", function=bucket.open, bucket=bucket, many=True,
-        args=tuple(type(first.args[0])(value.index) for value in held),
-        inputs=tuple(value.index for value in held), outputs=tuple(value.index for value in tokens),
+    opening = Open(
+        index=first.index, key=f"{first.path}:open", path=first.path, region=first.region, bucket=bucket,
+        params=tuple(reshard.source for reshard in found), tokens=tuple(token.index for token in tokens),
     )  # fmt: skip
     closed = {
-        instruction.index: replace(
-            instruction, function=bucket.close, bucket=bucket,
-            args=(place, type(first.args[0])(token.index)), inputs=(token.index,),
+        reshard.index: Close(
+            index=reshard.index, key=reshard.key, path=reshard.path, region=reshard.region, bucket=bucket,
+            place=place, token=token.index, result=reshard.result,
         )
-        for place, (instruction, token) in enumerate(zip(found, tokens))
+        for place, (reshard, token) in enumerate(zip(found, tokens))
     }  # fmt: skip
     return opening, closed
 
@@ -123,26 +94,15 @@ def _readers(instructions: Sequence[Instruction]) -> Readers:
 
 def _makes_gradient(instruction: Instruction, place: int) -> bool:
     """Whether the gradient of an operand is a product, and no view of what other operands' gradients share."""
-    return instruction.op is not None and _WEIGHT_OF.get(instruction.op.name) == place
+    return isinstance(instruction, Compute) and find(instruction.op.name).fresh_gradient == place
 
 
-def _member(instruction: Instruction, values: Sequence[Value], readers: Readers) -> Member:
-    _, there, back = instruction.args
-    assert isinstance(there, Route)
-    tensor, copy = values[instruction.inputs[0]].tensor, values[instruction.outputs[0]]
-    mesh, coords = there.communicator.mesh, there.communicator.coords
+def _member(reshard: Reshard, values: Sequence[Value], readers: Readers) -> Member:
+    tensor, copy = values[reshard.source].tensor, values[reshard.result]
+    mesh, coords = reshard.there.communicator.mesh, reshard.there.communicator.coords
     size = tensor.dtype.itemsize
     for entries in local_shape(tensor.shape, tensor.slots, copy.layout, mesh, coords):
         size *= entries
-    found = readers.get(instruction.outputs[0], [])  # nobody reads what is only handed out
+    found = readers.get(reshard.result, [])  # nobody reads what is only handed out
     is_new = bool(found) and all(_makes_gradient(*reader) for reader in found)
-    return Member(there, back, tensor.requires_grad, tensor.dtype, size, instruction.region, is_new)
-
-
-def wider(overlap: Overlap) -> Iterator[Overlap]:
-    """Yield the ways that hold no more memory than `overlap`, the fastest first.
-
-    >>> list(wider("buckets"))
-    ['buckets', 'none']
-    """
-    yield from reversed(OVERLAPS[: OVERLAPS.index(overlap) + 1])
+    return Member(reshard.there, reshard.back, tensor.requires_grad, tensor.dtype, size, reshard.region, is_new)

@@ -163,9 +163,9 @@ def compared_as_json(comparison: Mapping[str, Plan | Refusal], budget_bytes: int
 def _compared_row(found: Plan | Refusal) -> dict[str, Any]:
     names = ("step_s", "comm_s", "exposed_comm_s", "recompute_s", "peak_bytes")
     if not isinstance(found, Plan):
-        return {"feasible": False, **dict.fromkeys((*names, "plan_s"))}
+        return {"feasible": False, "fits_device": False, **dict.fromkeys((*names, "plan_s"))}
     predicted = {name: getattr(found.predicted, name) for name in names}
-    return {"feasible": True, **predicted, "plan_s": found.solver.plan_s}
+    return {"feasible": True, "fits_device": found.fits_device, **predicted, "plan_s": found.solver.plan_s}
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,11 @@ from . import (
     norms,
     recurrent,
     reductions,
+    traits,  # after the rules, whose entries it completes
     views,
 )
 from .registry import RULES, OpRule, find, rule, signature_of
 from .signature import Call, Dims, Signature, TensorSpec
 
 __all__ = ["RULES", "Call", "Dims", "OpRule", "Signature", "TensorSpec", "find", "rule", "signature_of"]
-del attention, convolution, elementwise, embedding, indexing, loss, matmul, norms, recurrent, reductions, views
+del attention, convolution, elementwise, embedding, indexing, loss, matmul, norms, recurrent, reductions, traits, views

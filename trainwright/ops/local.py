@@ -56,7 +56,11 @@ class WithSum:
         self.function, self.part, self.places, self.group = function, part, tuple(places), group
 
     def __call__(self, *args: Any) -> Any:
-        return self.function(self.group.all_reduce(self._own(args)), *args)
+        return self.function(self.total(args), *args)
+
+    def total(self, args: Sequence[Any]) -> Any:
+        """Return the sum, for which all ranks meet now."""
+        return self.group.all_reduce(self._own(args))
 
     def begin(self, args: Sequence[Any]) -> Any:
         """Begin the sum, given the arguments of which it is made (others may be missing)."""

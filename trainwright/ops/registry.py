@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .signature import Call, Signature, SignatureBuilder
@@ -41,6 +41,37 @@ class OpRule:
     """Places of arguments that the op writes and that its results do not depend on: a rerun is given copies of them."""
     weight: WeightRule | None = None
     """Of a mean that does not count all its entries alike; none: means over as many entries weigh the same."""
+    differentiable: bool = True
+    """Whether autograd follows its results."""
+    linear: bool = False
+    """Whether a mean of its operands gives the mean of its results."""
+    copies: bool = False
+    """Whether its result is its operand, in memory of its own."""
+    uniform: bool = False
+    """Whether its results repeat one value, or an operand, along the dims that its sizes name."""
+    fresh_gradient: int | None = None
+    """The operand whose gradient is a tensor made for it, which no other operand's gradient shares."""
+    reads_rows: bool = False
+    """Whether it reads of its first operand the rows that it returns, and no others."""
+    tensor_parallel: bool = False
+    """Whether Megatron's recipe says how to split it."""
+    dropout: tuple[str, Any] | None = None
+    """The argument that switches its dropout off, and its value then."""
+    draws_by_dropout: bool = False
+    """Whether it draws random numbers only where that argument has another value."""
+    masks: bool = False
+    """Whether it is dropout and nothing else: a multiplication by a random mask."""
+    training: tuple[str, Any] | None = None
+    """The argument that says whether the model trains, and its value in evaluation."""
+    fused_on_gpu: bool = False
+    """Whether a GPU runs it, dropout included, as one kernel that a CPU lacks."""
+    cpu_scratch: bool = False
+    """Whether its CPU kernels take scratch memory that varies beyond what is modelled."""
+
+    @property
+    def is_described(self) -> bool:
+        """Whether its loops are known."""
+        return self.signature is not unknown_signature
 
 
 RULES: dict[str, OpRule] = {}
@@ -63,6 +94,12 @@ def rule(
         return function
 
     return register
+
+
+def describe(*names: str, **facts: Any) -> None:
+    """Set fields of the entries of `names`; an op without a rule gets an entry whose loops nobody knows."""
+    for name in names:
+        RULES[name] = replace(find(name), **facts)
 
 
 def find(name: str) -> OpRule:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..capture.local import Decisions
-from ..capture.schedule import Overlap, wider
+from ..capture.travel import Overlap, wider
 from .deadline import Deadline
 from .decode import Choice
 from .milp import Model
@@ -48,7 +48,7 @@ class Answer:
         return replace(self, gap=max(0.0, 1 - bound_s / self.objective_s))
 
     def overlapped(self, simulate: Simulate, budget_bytes: int | None, furthest: Overlap) -> Answer:
-        """Return the answer with its parameters travelling as far ahead as the budget allows (`capture.schedule`)."""
+        """Return the answer with its parameters travelling as far ahead as the budget allows (`capture.travel`)."""
         for overlap in wider(furthest):
             if overlap == self.decisions.overlap:
                 break

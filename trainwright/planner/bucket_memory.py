@@ -1,27 +1,26 @@
-"""What parameters hold while they travel in buckets (`capture.buckets`), beyond what they hold when they travel one by one.
+"""Memory rows of parameters that travel in buckets (`capture.travel`): what they hold beyond what they hold one by one.
 
-    forward    Σ f · bytes of the copy                 of those that a later group of the region reads first
-    backward   Σ f · bytes before they are scattered   of the gradients that are there, until the region's backward ends;
-                                                       with the places of those that share a buffer and are not there yet
-               Σ f · bytes of sums that stay whole     the places of those that are not there yet
-    ahead      forward: the copies of the next region; backward: gradients of the region before that are on their way, and
-               the copies that the next region makes again
+    forward    Σ f · bytes of the copy                 copies gathered already for a later group of the region
+    backward   Σ f · bytes before they are scattered   gradients that are there and wait for the end of the region's backward;
+                                                       and the places in their buffer of gradients that are not there yet
+               Σ f · bytes of sums that stay whole     the places in their buffer of gradients that are not there yet
+    ahead      forward: the copies of the next region; backward: the gradients of the region before, which are in flight,
+               and the copies that the next region gathers again
 
-A buffer is made when its first gradient comes. How the others are shared out over buffers is known of small programs, whose
-gradients fit one; in larger ones the places not filled yet are counted by the share that a buffer has of all.
+A buffer is allocated when its first gradient comes. In small programs one buffer holds all gradients, so its places are known;
+in larger ones the rows count the share of all gradients that one buffer holds (`held_share`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..capture import buckets
 from ..capture.blocks import RegionClass
 from ..capture.layout import Layout
-from .joined import is_whole_sum, way_back
+from ..capture.travel import held_share, regions_ahead
+from .joined import travel_of
 from .milp import MIB, Model, Terms
 from .problem import Problem, Use, Want
 from .recompute import Recompute
@@ -33,7 +32,7 @@ AHEAD = "what is gathered a region ahead"
 
 @dataclass(frozen=True)
 class _Part:
-    """One change of layout's part of a bucket."""
+    """One reshard's part of a bucket."""
 
     use: Use
     column: int
@@ -43,12 +42,12 @@ class _Part:
 
     @cached_property
     def position(self) -> int:
-        """The group that reads it first, whose backward is the last to add to its gradient."""
+        """Return the group that reads the parameter first; its backward is the last to add to the gradient."""
         return min(demand.position for demand in self.use.demands)
 
     @cached_property
     def last_place(self) -> Place:
-        """The region and the group of it whose gradient is the first to come."""
+        """Return the region, and the group in it, where the backward makes the gradient first."""
         return max(self.use.region_class.members[member].index for member in self.use.members), self.position
 
 
@@ -57,7 +56,7 @@ class BucketMemory:
 
     def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
         self.model, self.problem = model, problem
-        self.ahead = sharding.joined.travel == "ahead"
+        self.ahead = regions_ahead(sharding.joined.travel) > 0
         self._next: dict[RegionClass, Terms] = {}
         self._region_shares: dict[RegionClass, float] = {}
         self._again: dict[RegionClass, Terms] = defaultdict(list)
@@ -78,7 +77,7 @@ class BucketMemory:
             if use.source.is_param:
                 size = problem.costs.local_bytes(use.source.tensor, want[0]) / MIB
                 self._again[use.region_class].append((column, size / use.count))
-        self._share = _share(buckets.ENOUGH_BYTES, [tensor.num_bytes for tensor in problem.program.params])
+        self._share = held_share([tensor.num_bytes for tensor in problem.program.params], one_region=False)
 
     def _add(self, use: Use, native: Layout, want: Want, column: int) -> None:
         tensor = use.source.tensor
@@ -89,30 +88,28 @@ class BucketMemory:
             self._add_back(use, native, want, column)
 
     def _add_back(self, use: Use, native: Layout, want: Want, column: int) -> None:
-        steps = way_back(native, want)
-        num_bytes = self.problem.costs.local_bytes(use.source.tensor, want[0])
-        is_small = num_bytes < buckets.BUFFER_BYTES
-        if buckets.joined_kinds(steps) is None:
+        travel = travel_of(self.problem, use, native, want)
+        if travel.reduction_key is None:
             return
-        part = _Part(use, column, num_bytes / MIB, is_small)
-        if is_small:
+        part = _Part(use, column, travel.num_bytes / MIB, not travel.fills_buffer)
+        if part.is_small:
             self._carried.add(column)
-        if is_whole_sum(steps, native, want):
+        if travel.is_whole_sum:
             self._sums.append(part)
         else:
             self._scattered[use.region_class].append(part)
 
     def carries(self, column: int) -> bool:
-        """Tell whether the gradients of a change of layout share a buffer, and are not brought back one by one."""
+        """Tell whether the gradient of a reshard shares a buffer with others."""
         return column in self._carried
 
     def forward(self, region_class: RegionClass, position: int) -> Terms:
-        """Return what has been gathered for later groups of the region while one runs."""
+        """Return the terms of the copies that are gathered already while a group runs, for later groups."""
         own = [(part.column, part.mib) for part in self._gathers[region_class] if part.position > position]
         return own + self._next_gathers(region_class) if self.ahead else own
 
     def _next_gathers(self, region_class: RegionClass) -> Terms:
-        """What is gathered for the region after one of a class: one of the same class, or the one behind them all."""
+        """Return the terms of the copies for the next region: one of the same class, or the one behind them all."""
         if region_class not in self._next:
             own = region_class if region_class.multiplicity > 1 else None
             classes = [own, self._beside(region_class.members[-1].index, 1)]
@@ -126,12 +123,12 @@ class BucketMemory:
         return self._next[region_class]
 
     def _beside(self, region: int, step: int) -> RegionClass | None:
-        """The class of the region that comes so many after this one, if there is one."""
+        """Return the class of the region `step` places after this one, if there is one."""
         regions = self.problem.program.regions
         return regions[region + step].region_class if 0 <= region + step < len(regions) else None
 
     def backward(self, region_class: RegionClass, region: int, position: int) -> Terms:
-        """Return what gradients hold while the backward of a group of a region runs, beyond those at rest."""
+        """Return the terms of gradients, beyond those at rest, while the backward of a group runs."""
         terms = [*self._of_region(region_class, position), *self._of_sums(region, position)]
         if not self.ahead:
             return terms
@@ -155,12 +152,12 @@ class BucketMemory:
         return terms
 
     def _region_share(self, region_class: RegionClass) -> float:
-        """Of a region's gradients, what one buffer holds: of each parameter the largest that may be wanted."""
+        """Return the share of a region's gradients that one buffer holds, each parameter's at its largest."""
         if region_class not in self._region_shares:
             largest: dict[Use, float] = defaultdict(float)
             for part in self._scattered[region_class]:
                 largest[part.use] = max(largest[part.use], part.mib * MIB)
-            self._region_shares[region_class] = _share(buckets.BUFFER_BYTES, largest.values())
+            self._region_shares[region_class] = held_share(largest.values(), one_region=True)
         return self._region_shares[region_class]
 
     def _of_sums(self, region: int, position: int) -> Terms:
@@ -175,8 +172,3 @@ class BucketMemory:
 
 def _whole(parts: list[_Part]) -> Terms:
     return [(part.column, part.mib) for part in parts]
-
-
-def _share(buffer_bytes: float, sizes: Iterable[float]) -> float:
-    """Of so many bytes, the share that one buffer holds."""
-    return min(1.0, buffer_bytes / max(1.0, sum(sizes)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..ops import find
+
 RESERVE_BYTES = 4096
 RESERVE_DIVISOR = 1000
 """A plan leaves 4 KiB, or a thousandth of the budget where that is more.
@@ -14,7 +16,6 @@ generators), and the measured peak is to stay under the budget always.
 SCRATCH_DIVISOR = 16
 """The same where a CPU runs convolutions or recurrent layers: their kernels' scratch was measured 1.6 to 4.5 % above its
 model, so a sixteenth is left."""
-_SCRATCH = ("conv", "lstm", "gru", "rnn")
 
 
 def divisor_for(op_names: Iterable[str], device_kind: str) -> int:
@@ -23,7 +24,7 @@ def divisor_for(op_names: Iterable[str], device_kind: str) -> int:
     >>> divisor_for(["linear", "conv2d"], "cpu"), divisor_for(["linear"], "cpu")
     (16, 1000)
     """
-    scratch = device_kind == "cpu" and any(name.startswith(_SCRATCH) for name in op_names)
+    scratch = device_kind == "cpu" and any(find(name).cpu_scratch for name in op_names)
     return SCRATCH_DIVISOR if scratch else RESERVE_DIVISOR
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -153,7 +153,7 @@ class CostModel:
         record = self.records[op]
         work = self.work_share(group, op, split)
         touched, written = self._byte_shares(group, op, split)
-        forward_share = written if op.name == "embedding" else touched
+        forward_share = written if find(op.name).reads_rows else touched
         forward = sum(call.seconds(self.device, work, forward_share) for call in record.forward)
         backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
         scale = self.num_passes * self.device.factors.get("compute", 1.0)
@@ -179,10 +179,15 @@ class CostModel:
         whole = sum(tensor.num_bytes for tensor, _ in tensors)
         return sum(self.local_bytes(tensor, layout) for tensor, layout in tensors) / whole if whole else 1.0
 
-    def inner_s(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
-        """Return the seconds (forward, backward) that `op` communicates inside itself, where its split makes it."""
+    def inner_s(self, group: Group, op: Op, split: Split, early: bool | None = None) -> tuple[float, float]:
+        """Return the seconds (forward, backward) that `op` communicates inside itself, where its split makes it.
+
+        early: whether a sum that it takes of the batch alone begins with the step, and is free; None, where the program is
+        not known yet: as if it did whenever no op stands in the way (`early_sums`).
+        """
         found = self._inner_of(group, op, split)
-        return self.num_passes * found.forward_s, self.num_passes * found.backward_s
+        sum_s = 0.0 if (found.may_be_early if early is None else early) else found.sum_s
+        return self.num_passes * (found.forward_s + sum_s), self.num_passes * found.backward_s
 
     def backward_bytes(self, group: Group, op: Op, split: Split, share: float) -> int:
         """Return the most that the backward of `op` holds beside what was saved and what it is given.
@@ -281,23 +286,21 @@ class TimedAxes:
             self.add(self.costs.collective_s("all_reduce", axis, tensor.numel() * tensor.element_size()))
         return tensor
 
-    def begin(self, tensor: torch.Tensor) -> _Begun:
-        """Return what waits for a reduction that was begun with the step: it is there when it is asked for."""
-        return _Begun(tensor)
-
-
-class _Begun(NamedTuple):
-    total: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.total
+    def begin(self, tensor: torch.Tensor) -> Any:
+        """Nothing is begun where it is only timed."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Inner:
     """What an op that communicates inside itself takes for that, and what its backward holds; None where it does not."""
 
+    sum_s: float = 0.0
+    """The seconds of a sum of what some operands alone say, which may begin with the step (`ops.local.WithSum`)."""
+    may_be_early: bool = False
+    """Whether no op stands in the way of that."""
     forward_s: float = 0.0
+    """The seconds of all else."""
     backward_s: float = 0.0
     backward_bytes: int | None = None
 
@@ -319,14 +322,17 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
     function, args, kwargs = rule(context, op.node.target, tuple(args), dict(kwargs))
     if not context.asked:
         return Inner()
-    if isinstance(function, WithSum) and said_by_the_batch(_summed(function, args, dict(zip(values, op.inputs)))):
-        function = partial(function.function, function.begin(args).wait())
+    sum_s, may_be_early = 0.0, False
+    if isinstance(function, WithSum):
+        may_be_early = said_by_the_batch(_summed(function, args, dict(zip(values, op.inputs))))
+        function = partial(function.function, function.total(args))
+        sum_s, context.total = context.total, 0.0
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _noted(tensor, saved), lambda tensor: tensor):
         out = function(*args, **kwargs)
     forward_s = context.total
     if not out.requires_grad:
-        return Inner(forward_s)
+        return Inner(sum_s, may_be_early, forward_s)
     tracker = MemoryTracker("cpu")
     tracker.watch([*values, *saved, out], "input")
     with tracker:
@@ -334,7 +340,7 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
         tracker.watch([given], "input")
         kept = torch.autograd.grad([out], [value for value in values if value.requires_grad], [given])
     del kept
-    return Inner(forward_s, context.total - forward_s, tracker.peak_bytes)
+    return Inner(sum_s, may_be_early, forward_s, context.total - forward_s, tracker.peak_bytes)
 
 
 def _summed(function: WithSum, args: Sequence[Any], tensors: Mapping[torch.Tensor, Tensor]) -> list[Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..artifacts import Plan
 from ..capture.decide import entries_of
 from ..capture.execute import Executor
+from ..capture.instructions import Compute
 from ..capture.program import Program
 
 NO_EFFECT = "these entries have no effect"
@@ -46,7 +47,9 @@ def _offloaded(executor: Executor) -> set[str]:
     """The keys of values that are there to be offloaded."""
     local = executor.local
     return {value.key for value in local.values if value.offloaded} | {
-        f"{instruction.key}.internal" for instruction in local.instructions if instruction.internal_offloaded
+        f"{instruction.key}.internal"
+        for instruction in local.instructions
+        if isinstance(instruction, Compute) and instruction.internal_offloaded
     }
 
 
@@ -58,7 +61,7 @@ def _idle_copies(plan: Plan, program: Program, executor: Executor) -> Iterator[s
             instruction.region
             for instruction in local.instructions
             for value in instruction.inputs
-            if instruction.op is not None
+            if isinstance(instruction, Compute)
             and local.values[value].tensor is tensor
             and local.values[value].layout == layout
         }

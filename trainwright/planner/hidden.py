@@ -1,23 +1,22 @@
-"""What computation hides of the ways of parameters, on devices that compute while something is on its way.
+"""How much of the parameters' communication computation hides, on devices that compute while they communicate.
 
     E ≥ P − ω · C          of the forward and of the backward, each
     seconds  δ · P + (1 − δ) · E    in place of P
 
-P are the seconds of what parameters travel in (`joined`), of each way the collective that is issued early; C those of
-computation, reruns included. The first region's parameters are not among P: nothing runs before they are there, nor after
-their gradients are on their way; nor is the last buffer of gradients that stay whole. ω < 1, since what is on its way is
-hidden by what runs at that moment, not by the whole phase (`overlap.Timeline`), and δ > 0, so that nothing travels for no
-reason.
+P are the seconds of the collectives that are issued early (`joined`), C those of computation, reruns included; E are the
+exposed seconds. P leaves out what nothing can hide (`capture.travel`): the parameters of the first region, before which and
+after whose gradients nothing is computed, and the last buffer of gradients that stay whole. ω < 1, since a collective is hidden
+by what runs at that moment, not by the whole phase (`overlap.Timeline`), and δ > 0, so that the solver moves nothing needlessly.
 
-In a long program E makes branch and bound slow, since reruns are C and gathers P, and any mixture of the two is good. There
-each phase's row gets a price λ in place of E: its dual in the relaxation with E, which every search solves first.
+In a long program E makes branch and bound slow: reruns add to C, gathers to P, and every mixture of the two is about as good.
+There a price λ replaces E in each phase: the dual of the row in the relaxation with E, which every search solves first.
 
     seconds  δ · P + (1 − δ) · λ · (P − ω · C),  0 ≤ λ ≤ 1,  in place of P
 
-which is no more than the seconds with E, for any λ: so what bounds it bounds those, by which solutions are compared.
+For any λ that is no more than the seconds with E, so a bound of it bounds those; solutions are compared by the seconds with E.
 
-What is on its way also holds up exchanges over the same link, of which the objective knows nothing. Where a plan's step shows
-it, `together` searches once more, with the δ that was seen.
+Collectives in flight also delay exchanges over the same link, which the objective ignores. Where the price of a plan shows such
+a delay, `together` searches once more, with the δ that the price showed.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ from .recompute import Recompute
 from .sharding import Sharding
 
 HIDES = 0.9
-"""ω: of computation, what there is something to hide behind."""
+"""ω: the share of computation that hides communication."""
 EXPOSED = 0.05
-"""δ: of what travels, what nothing hides however much is computed, where no plan shows another."""
+"""δ: the share of early communication that stays exposed however much is computed, unless a plan shows another."""
 HIDDEN = "what computation hides of what is on its way"
 
 
 @dataclass(eq=False)
 class Hidden:
-    """What is hidden in the model of a long program, where λ stands in place of E."""
+    """The rows of both phases in the model of a long program, where λ replaces E."""
 
     model: Model
     phases: tuple[_Phase, ...]
     delta: float
     """δ"""
     _costs: dict[int, float]
-    """Of the columns of all phases, where E counts."""
+    """The costs of the phases' columns with E."""
 
     def weigh(self, relaxation: Relaxation, time_limit_s: float) -> None:
-        """Price the rows by what they are worth in a relaxation of the model, and have both cost accordingly."""
+        """Set each λ to its row's dual in the relaxation with E, and charge model and relaxation by these λ."""
         self._charge(relaxation, {**self._costs, **{phase.exposed: 1 - self.delta for phase in self.phases}})
         if isinstance(relaxation.solve(time_limit_s=time_limit_s), Vertex):
             duals = relaxation.duals([phase.row for phase in self.phases])
@@ -69,7 +68,7 @@ class Hidden:
         relaxation.charge(costs)
 
     def in_full_s(self, values: np.ndarray) -> float:
-        """Return the seconds with E of a solution, whatever λ was when it was found."""
+        """Return the seconds with E of a solution, whichever λ it was found with."""
         objective_s = float(np.dot(self.model.cost, values))
         for phase in self.phases:
             beyond_s = sum(seconds * float(values[column]) for column, seconds in phase.terms)
@@ -93,7 +92,7 @@ class _Phase:
 def hide(
     model: Model, problem: Problem, sharding: Sharding, recompute: Recompute | None = None, delta: float | None = None
 ) -> None:
-    """Take what computation hides out of the objective; `delta` is δ, by default `EXPOSED`."""
+    """Take the hidden seconds out of the objective; `delta` is δ, by default `EXPOSED`."""
     if not sharding.joined.in_buckets or problem.costs.device.kind != "gpu":
         return
     delta = EXPOSED if delta is None else delta
@@ -112,7 +111,7 @@ def hide(
 
 
 def _computing(problem: Problem, sharding: Sharding, recompute: Recompute | None) -> tuple[Terms, Terms]:
-    """The seconds of computation in the forward and in the backward."""
+    """Return the terms of C in the forward and in the backward."""
     forward: Terms = []
     backward: Terms = []
     for decision in problem.groups:

@@ -1,14 +1,14 @@
-"""Latency that parameters share: what travels in one bucket (`capture.buckets`) pays it once for all, not each for itself.
+"""Columns and rows of shared latency: reshards of parameters that join one collective pay its latency once.
 
-    N[b] ≥ Σ f                        of the changes of layout that serve one want of one use by joining b: one of them does
-    N[b] ≥ Σ bytes / buffer · f       so many buffers do they fill
-    N[b] ≥ Σ C                        of the copies of one want that the backward makes again: in so many instances
-    seconds  Σ count · latency · N[b]  and of each f and C what is left without latency
+    N[b] ≥ Σ f                         f: the reshards that may serve one reader by joining b; one of them is chosen
+    N[b] ≥ Σ bytes / buffer · f        the reshards that are chosen fill so many buffers
+    N[b] ≥ Σ C                         C: in so many instances the backward gathers that copy again
+    seconds  Σ count · latency · N[b]  and of each f and C the seconds without latency
 
-b is a collective along the same axes, of one type: of small parameters that a region gathers, or gathers again, of gradients
-that a region scatters, or of all gradients that stay whole.
+b stands for a collective along given axes, of one type (`capture.travel`): the small parameters that a region gathers, or gathers
+again; the gradients that a region scatters; or all gradients that stay whole.
 
-What buckets hold stands in `bucket_memory`, what computation hides of them in `hidden`.
+`bucket_memory` says what buckets hold, `hidden` how much of them computation hides.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..capture import buckets
 from ..capture.layout import Layout
-from ..capture.reshard import issued_step
-from ..capture.schedule import Overlap
 from ..capture.transition import Step, gradient_layout, transition
+from ..capture.travel import BUFFER_BYTES, Overlap, Travel, issued_step, last_buffer_share, shared_buffer_bytes
 from .milp import Model
 from .problem import Problem, Source, Use, Want
 
@@ -33,67 +31,57 @@ _GATHER, _AGAIN = "gather", "again"
 
 @dataclass(frozen=True)
 class Join:
-    """One change of layout's part in a collective."""
+    """The part of one reshard in a collective that it joins."""
 
     key: tuple[Any, ...]
     count: int
-    """How many such collectives a step has."""
+    """The number of such collectives in a step."""
     latency_s: float
     share: float
-    """Of a buffer, what it fills."""
-    hides: float = 0.0
-    """Of the latency, the share that is issued before it is waited for."""
+    """The share of a buffer that the reshard fills."""
+    early_fraction: float = 0.0
+    """The share of the latency that is issued before it is waited for."""
 
 
-def way_back(native: Layout, want: Want) -> tuple[Step, ...]:
-    """Return the steps that bring a gradient back from where it is wanted to where its parameter rests."""
-    return transition(want[1], gradient_layout(native))
+def travel_of(problem: Problem, use: Use, native: Layout, want: Want) -> Travel:
+    """Return how a parameter travels that rests in `native` and is wanted as `want` says."""
+    tensor = use.source.tensor
+    back = transition(want[1], gradient_layout(native)) if use.tensor.requires_grad else ()
+    return Travel(transition(native, want[0]), back, problem.costs.local_bytes(tensor, want[0]), tensor.dtype)
 
 
-def is_whole_sum(steps: Sequence[Step], native: Layout, want: Want) -> bool:
-    """Whether a parameter is read as it rests and its gradient only summed: all such gradients are one bucket."""
-    return buckets.only_sums(steps) and native == want[0]
+def _there(problem: Problem, use: Use, travel: Travel, early: float) -> Iterator[Join]:
+    if travel.gather_key is not None:
+        latency_s = problem.costs.latency_s(travel.there, use.source.tensor.slots)
+        yield Join((_GATHER, use.region_class, *travel.gather_key), use.count, latency_s, 0.0, early)
 
 
-def _there(problem: Problem, use: Use, steps: Sequence[Step], wanted: Layout, hides: float) -> Iterator[Join]:
-    tensor, costs = use.source.tensor, problem.costs
-    if buckets.is_small_gather(steps, costs.local_bytes(tensor, wanted)):
-        key = (_GATHER, use.region_class, steps[0].axis, tensor.dtype)
-        yield Join(key, use.count, costs.latency_s(steps, tensor.slots), 0.0, hides)
-
-
-def _back(problem: Problem, use: Use, native: Layout, want: Want, hides: float) -> Iterator[Join]:
-    tensor, costs = use.source.tensor, problem.costs
-    steps = way_back(native, want)
-    kinds, num_bytes = buckets.joined_kinds(steps), costs.local_bytes(tensor, want[0])
-    if kinds is None or num_bytes >= buckets.BUFFER_BYTES:
+def _back(problem: Problem, use: Use, travel: Travel, early: float) -> Iterator[Join]:
+    if travel.reduction_key is None or travel.fills_buffer:
         return
-    latency_s = costs.latency_s(steps, tensor.slots)
-    if is_whole_sum(steps, native, want):
-        share = use.count * num_bytes / _whole_buffer_bytes(problem, use)
-        yield Join((kinds, tensor.dtype), 1, latency_s / costs.num_runs, share, hides)
+    latency_s = problem.costs.latency_s(travel.back, use.source.tensor.slots)
+    if travel.is_whole_sum:
+        share = use.count * travel.num_bytes / shared_buffer_bytes(_region_bytes(use))
+        yield Join(travel.reduction_key, 1, latency_s / problem.costs.num_runs, share, early)
     else:
-        share = num_bytes / buckets.BUFFER_BYTES
-        yield Join((kinds, use.region_class, tensor.dtype), use.count, latency_s, share, hides)
+        share = travel.num_bytes / BUFFER_BYTES
+        yield Join((use.region_class, *travel.reduction_key), use.count, latency_s, share, early)
 
 
-def _whole_buffer_bytes(problem: Problem, use: Use) -> int:
-    """Return what a buffer of gradients that stay whole holds: those of one region up to the most, of several up to enough."""
-    region_bytes = sum(
-        tensor.num_bytes for tensor in use.region_class.representative.externals if tensor.role == "param"
-    )
-    return max(1, min(buckets.BUFFER_BYTES, max(buckets.ENOUGH_BYTES, region_bytes)))
+def _region_bytes(use: Use) -> int:
+    """Return the bytes of the parameters that one region of the use's class reads."""
+    return sum(tensor.num_bytes for tensor in use.region_class.representative.externals if tensor.role == "param")
 
 
 @dataclass(frozen=True)
 class Way:
-    """One change of layout of a parameter, there and back: what it travels with, and its seconds without shared latencies."""
+    """One reshard of a parameter, there and back: the collectives that it joins, and its seconds without their latency."""
 
     joining: tuple[Join, ...]
     there_s: float
     back_s: float
-    hides: tuple[float, float] = (0.0, 0.0)
-    """Of the seconds there and back, the share that is issued before it is waited for."""
+    early_fractions: tuple[float, float] = (0.0, 0.0)
+    """The shares of the seconds there and back that are issued before they are waited for."""
 
     @property
     def seconds(self) -> float:
@@ -103,52 +91,49 @@ class Way:
 
 @dataclass(eq=False)
 class Joined:
-    """The changes of layout of parameters, by what they travel in; nothing where they go one by one."""
+    """The reshards of parameters, by the collective that they join; none where parameters travel one by one."""
 
     problem: Problem
     travel: Overlap
     found: dict[tuple[Any, ...], dict[Any, list[tuple[Join, int]]]] = field(default_factory=lambda: defaultdict(dict))
-    """Not written yet: by collective, by what is served, the ways to do so."""
+    """What `write` has yet to write: by collective and by reader, the reshards that may serve it."""
     shareable_s: float = 0.0
-    """What all would pay at most if none of them were shared."""
+    """The most that all latencies would take if none were shared."""
     travelling: dict[int, tuple[float, float]] = field(default_factory=dict)
     """By column, the seconds that computation may hide: in the forward, in the backward."""
 
     @property
     def in_buckets(self) -> bool:
-        """Whether anything is shared."""
+        """Whether parameters travel in buckets, hence share latencies."""
         return self.travel != "none"
 
     @property
     def is_weak(self) -> bool:
-        """Whether latencies and what is hidden make the relaxation weak; long programs have a price for the latter (`hidden`)."""
+        """Whether the relaxation is weak: counted latencies and hidden seconds make it so, but long programs price the latter."""
         return self.in_buckets and not self.problem.is_long
 
     def of(self, use: Use, native: Layout, want: Want, times: tuple[float, float]) -> Way:
-        """Return what a change of layout of these seconds, there and back, travels with."""
+        """Return how a reshard that takes `times` (there, back) by itself travels with others."""
         if not self.in_buckets or not use.source.is_param:
             return Way((), *times)
-        steps = transition(native, want[0])
-        hides_there = 0.0 if self._is_first(use.region_class) else self._issued(use, steps)
-        there = tuple(_there(self.problem, use, steps, want[0], hides_there))
-        back: tuple[Join, ...] = ()
-        hides_back = 0.0
-        if use.tensor.requires_grad:
-            hides_back = self._hides_back(use, native, want)
-            back = tuple(_back(self.problem, use, native, want, hides_back))
+        travel = travel_of(self.problem, use, native, want)
+        early_there = 0.0 if self._is_first(use.region_class) else self._issued(use, travel.there)
+        early_back = self._early_back(use, travel)
+        there = tuple(_there(self.problem, use, travel, early_there))
+        back = tuple(_back(self.problem, use, travel, early_back))
         there_s, back_s = (_without(each, found) for each, found in zip(times, (there, back)))
-        return Way((*there, *back), there_s, back_s, (hides_there, hides_back))
+        return Way((*there, *back), there_s, back_s, (early_there, early_back))
 
-    def _hides_back(self, use: Use, native: Layout, want: Want) -> float:
+    def _early_back(self, use: Use, travel: Travel) -> float:
         """Return the share of a gradient's way back that is issued while there is something left to compute."""
-        steps = way_back(native, want)
-        if is_whole_sum(steps, native, want):
+        issued = self._issued(use, travel.back)
+        if travel.is_whole_sum:
             # one bucket for all: a gradient is there when the last reader's backward is done, the last buffer at the end
-            return 0.0 if use.source in self._read_first else self._issued(use, steps) * (1 - self._last_share)
-        return 0.0 if self._is_first(use.region_class) else self._issued(use, steps)
+            return 0.0 if use.source in self._read_first else issued * (1 - self._last_share)
+        return 0.0 if self._is_first(use.region_class) else issued
 
     def _issued(self, use: Use, steps: Sequence[Step]) -> float:
-        """Return the share of the seconds of a way that is under way while something else is done (`reshard.issued_step`)."""
+        """Return the share of the seconds of a way that is under way while something else is done (`travel.issued_step`)."""
         number = issued_step(steps)
         if number is None:
             return 0.0
@@ -164,31 +149,33 @@ class Joined:
     @cached_property
     def _last_share(self) -> float:
         """Of the gradients that stay whole, the share of the last buffer, behind which nothing is left to compute."""
-        total = sum(decision.count * max(decision.rest_bytes) for decision in self.problem.params)
-        return min(1.0, buckets.ENOUGH_BYTES / max(1, total))
+        return last_buffer_share(sum(decision.count * max(decision.rest_bytes) for decision in self.problem.params))
 
     def again(self, use: Use, native: Layout, want: Want, seconds: float) -> Way:
-        """Return the same of a copy that the backward of one instance makes again."""
+        """Return how the gather that one instance's backward repeats travels with others."""
         if not self.in_buckets or not use.source.is_param:
             return Way((), 0.0, seconds)
-        there = _there(self.problem, use, transition(native, want[0]), want[0], 0.0)
+        there = _there(self.problem, use, travel_of(self.problem, use, native, want), 0.0)
         joining = tuple(replace(join, key=(_AGAIN, *join.key), count=1) for join in there)
         return Way(joining, 0.0, _without(seconds, joining))
 
     def add(self, way: Way, served: tuple[Any, Want], column: int, count: int = 1) -> None:
-        """Note that what `column` says, one of the ways to have `served`, goes this way, so many times a step."""
-        if any(way.hides):
-            self.travelling[column] = (count * way.hides[0] * way.there_s, count * way.hides[1] * way.back_s)
+        """Note that `column`, one of the ways to serve a reader, chooses this reshard, so many times a step."""
+        if any(way.early_fractions):
+            self.travelling[column] = (
+                count * way.early_fractions[0] * way.there_s,
+                count * way.early_fractions[1] * way.back_s,
+            )
         for join in way.joining:
             self.found[join.key].setdefault(served, []).append((join, column))
 
     def write(self, model: Model) -> None:
-        """Add the columns of how many collectives there are of what was noted since the last time, and their rows."""
+        """Add a column with the number of collectives, and its rows, for all reshards noted since the last call."""
         for key, served in self.found.items():
             members = [member for ways in served.values() for member in ways]
             seconds = max(join.count for join, _ in members) * members[0][0].latency_s
             num = model.column(cost=seconds)
-            hidden_s = seconds * max(join.hides for join, _ in members)
+            hidden_s = seconds * max(join.early_fraction for join, _ in members)
             if hidden_s:
                 self.travelling[num] = (hidden_s, 0.0) if key[0] == _GATHER else (0.0, hidden_s)
             for ways in served.values():
@@ -206,5 +193,5 @@ class Joined:
 
 
 def _without(seconds: float, joining: tuple[Join, ...]) -> float:
-    """What is left of the seconds of a change of layout without the latencies that are shared."""
+    """Return the seconds of a reshard without the latencies that it shares."""
     return max(0.0, seconds - sum(join.latency_s for join in joining))

@@ -13,7 +13,7 @@ from .stages import GAP
 from .task import Place, Task
 
 _SHARE = 8
-"""Other meshes than the first get one part in so many of the time limit, all together, however long the first one took."""
+"""Other meshes than the first get what it leaves of the time limit, and one part in so many, all together, however long it took."""
 _GROWTH = 12.0
 """By how much one more axis lengthens the solution."""
 
@@ -45,11 +45,12 @@ class MeshSearch:
         self.failures: list[tuple[Place, Infeasible]] = []
         self.slower: list[str] = []
         self.unseen: list[str] = []
+        self._began = time.perf_counter()
         self._others_began: float | None = None
         self._bound_of_found_s = math.inf
         """What no answer is below on the meshes that have one; the others are slower, or have none."""
         self._seconds: dict[int, float] = {}
-        """By number of axes, what it took to bound a mesh."""
+        """By number of axes, the processor seconds that the bound of a mesh took."""
 
     def look_at(self, place: Place) -> None:
         """Solve on `place`, unless it cannot win or would take too long."""
@@ -82,21 +83,22 @@ class MeshSearch:
         if not self.unseen:
             return ()
         return (
-            f"not searched: mesh {', '.join(self.unseen)}; other meshes than the first share an eighth of --time-limit, "
-            "and a larger one gives them more",
+            f"not searched: mesh {', '.join(self.unseen)}; other meshes than the first share what it leaves of --time-limit, "
+            "an eighth at least, and a larger one gives them more",
         )
 
     def _left_s(self) -> float:
-        """Return what is left for other meshes than the first."""
+        """Return what is left for other meshes than the first: of the time limit, or of their own share."""
         now = time.perf_counter()
         if self._others_began is None:
             self._others_began = now
-        return self.task.time_limit_s / _SHARE - (now - self._others_began)
+        limit_s = self.task.time_limit_s
+        return max(limit_s - (now - self._began), limit_s / _SHARE - (now - self._others_began))
 
     def _bound_s(self, place: Place) -> float:
-        began = time.perf_counter()
+        began = time.process_time()  # a busy machine does not make a mesh harder
         bound_s = place.solver.lower_bound_s()
-        self._seconds[len(place.axes)] = time.perf_counter() - began
+        self._seconds[len(place.axes)] = time.process_time() - began
         return bound_s
 
     def _expected_s(self, place: Place) -> float:

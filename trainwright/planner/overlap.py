@@ -1,16 +1,16 @@
-"""What parameters that travel in buckets cost, and what of it computation hides.
+"""The communication of parameters in buckets: what it costs, and how much of it computation hides.
 
-Collectives that are joined share one latency and add up their bytes; all others of a bucket are paid one by one. Of a way
-along several axes the first collective is under way while something else is done, the others follow when it is waited
-for. To see what is hidden, forward and backward are followed on a clock of computation, t, and one of each link, c:
+Collectives that are joined share one latency and add up their bytes; each of the others pays its own. A reshard along
+several axes issues its first collective early (`capture.travel.issued_step`); its other steps run when it is waited for.
+`Timeline` replays the forward and the backward on a clock of computation, t, and one clock of each link, c:
 
     compute d      t ← t + d
     issue d        c ← max(c, t) + d
-    wait           t ← max(t, c when the awaited one ends), then what follows
+    wait           t ← max(t, c when the awaited collective ends), then the remaining steps
     exchange d     t ← c ← max(c, t) + d
 
-What waits and exchanges add to t is exposed; the rest of the seconds of communication is hidden. Mesh axes that are laid over
-one link share its clock; those of different links have process groups, hence queues, of their own.
+Communication is exposed by as much as waits and exchanges add to t; the rest of it is hidden. Mesh axes over the same link
+share its clock; axes over different links have process groups, hence queues, of their own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..capture.buckets import Bucket
-from ..capture.local import Instruction
-from ..capture.reshard import Route, issued_step
+from ..capture.instructions import Borrow, Close, Compute, Instruction, Open, Reshard
+from ..capture.reshard import Route
 from ..capture.transition import Step
+from ..capture.travel import issued_step
 from .costs import CostModel
 
 Seconds = tuple[float, float]
@@ -32,7 +33,7 @@ Seconds = tuple[float, float]
 
 @dataclass(frozen=True)
 class Trip:
-    """What a way takes: seconds by step, and which of them is issued early."""
+    """The seconds of a reshard, step by step, and which step is issued early."""
 
     steps: tuple[tuple[int | None, float], ...]
     """Axis (none of a slice, which moves nothing), seconds."""
@@ -44,25 +45,24 @@ class Trip:
         return sum(seconds for _, seconds in self.steps)
 
 
-def bucket_s(instruction: Instruction, costs: CostModel) -> Seconds:
-    """Return the seconds that opening a bucket (the reductions) or closing it for one parameter (its gather) communicates."""
-    bucket = instruction.bucket
-    assert bucket is not None
-    place = instruction.args[0]
-    if isinstance(place, int):
-        return gather(bucket, place, costs).seconds, 0.0
-    return 0.0, sum(trip.seconds for trip in reductions(bucket, costs).values())
+def bucket_s(instruction: Open | Close, costs: CostModel) -> Seconds:
+    """Return the seconds that a bucket communicates: its reductions when it opens, one parameter's gather when it closes."""
+    match instruction:
+        case Close(bucket=bucket, place=place):
+            return gather(bucket, place, costs).seconds, 0.0
+        case Open(bucket=bucket):
+            return 0.0, sum(trip.seconds for trip in reductions(bucket, costs).values())
 
 
 def gather(bucket: Bucket, index: int, costs: CostModel, among: Sequence[int] | None = None) -> Trip:
-    """Return what brings one parameter of a bucket into the layout that is wanted; `among` those, by default all."""
+    """Return the gather of one parameter of a bucket, beside those of the members `among` (by default all)."""
     member = bucket.members[index]
     joined = next((found for found in bucket.joined_gathers(among) if index in found), ())
     return _trip([(member.there, member.dtype.itemsize)], costs, index in joined[1:])
 
 
 def reductions(bucket: Bucket, costs: CostModel) -> dict[Any, Trip]:
-    """Return every reduction of a bucket: the joined ones, and by index those that go alone."""
+    """Return every reduction of a bucket: by buffer where gradients share one, by index where a gradient goes alone."""
     found: dict[Any, Trip] = {}
     ways = [(member.back, member.dtype.itemsize) for member in bucket.members]
     for reduction in bucket.reductions:
@@ -74,7 +74,7 @@ def reductions(bucket: Bucket, costs: CostModel) -> dict[Any, Trip]:
 
 
 def _trip(members: Sequence[tuple[Route, int]], costs: CostModel, joins: bool = False) -> Trip:
-    """What tensors take that go the same steps together; without latency where they join what another one pays for."""
+    """Return the seconds of tensors that go the same steps together; `joins`: another tensor pays their latency."""
     first = members[0][0]
     steps = []
     for number, step in enumerate(first.steps):
@@ -89,7 +89,7 @@ def _axis(step: Step) -> int | None:
 
 
 class Timeline:
-    """One step on its clocks."""
+    """The instructions of one training step, replayed on the clocks."""
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
@@ -109,51 +109,54 @@ class Timeline:
         return forward.hidden_s + backward.hidden_s
 
     def _forward(self, clocks: _Clocks, instruction: Instruction, compute_s: float, comm_s: float) -> None:
-        bucket = instruction.bucket
-        if bucket is None:
-            clocks.run(compute_s, comm_s, self._axes(instruction, 1))
-        elif isinstance(instruction.args[0], int):
-            clocks.wait([(bucket, instruction.args[0])])
-        else:
-            for index in range(len(bucket.members)):
-                clocks.issue((bucket, index), gather(bucket, index, self.costs))
+        match instruction:
+            case Open(bucket=bucket):
+                for place in range(len(bucket.members)):
+                    clocks.issue((bucket, place), gather(bucket, place, self.costs))
+            case Close(bucket=bucket, place=place):
+                clocks.wait([(bucket, place)])
+            case Reshard(there=there):
+                clocks.run(compute_s, comm_s, map(_axis, there.steps))
+            case Compute() | Borrow():
+                clocks.run(compute_s, comm_s, self._all_axes)
 
     def _backward(self, clocks: _Clocks, instruction: Instruction, compute_s: float, comm_s: float) -> None:
-        bucket = instruction.bucket
-        if bucket is None:
-            clocks.run(compute_s, comm_s, self._axes(instruction, 2))
-            return
-        found = reductions(bucket, self.costs)
-        if not isinstance(instruction.args[0], int):
-            clocks.wait([(bucket, key) for key in found])
-            return
-        index = instruction.args[0]
-        reduction = bucket.reduction_of.get(index)
-        # Members are put in from the last read to the first: the first of a buffer completes it.
-        if reduction is None and index in found:
-            clocks.issue((bucket, index), found[index])
-        elif reduction is not None and index == min(reduction.members):
+        match instruction:
+            case Open(bucket=bucket):
+                clocks.wait([(bucket, key) for key in reductions(bucket, self.costs)])
+            case Close(bucket=bucket, place=place):
+                self._hand_in(clocks, bucket, place)
+            case Reshard(back=back):
+                clocks.run(compute_s, comm_s, map(_axis, back.steps))
+            case Compute() | Borrow():
+                clocks.run(compute_s, comm_s, self._all_axes)
+
+    def _hand_in(self, clocks: _Clocks, bucket: Bucket, place: int) -> None:
+        """One gradient is there. Members hand in from the last read to the first: the first of a buffer completes it."""
+        found, reduction = reductions(bucket, self.costs), bucket.reduction_of.get(place)
+        if reduction is None and place in found:
+            clocks.issue((bucket, place), found[place])
+        elif reduction is not None and place == min(reduction.members):
             clocks.issue((bucket, reduction), found[reduction])
 
-    def _axes(self, instruction: Instruction, way: int) -> Iterable[int | None]:
-        """The axes that a change of layout goes along, there (1) or back (2); all, of an op that communicates inside itself."""
-        if instruction.op is None and instruction.replay is None:
-            return map(_axis, instruction.args[way].steps)
+    @property
+    def _all_axes(self) -> Iterable[int]:
+        """The axes that an op which communicates inside itself may use."""
         return range(len(self.costs.axes))
 
 
 class _Clocks:
-    """Computation's, and one of each link."""
+    """The clock of computation, and one of each link."""
 
     def __init__(self, links: Sequence[int]) -> None:
         self.links = links
         self.compute_s = self.hidden_s = 0.0
         self.comm_s: dict[int, float] = defaultdict(float)
         self.under_way: dict[Any, tuple[float, Trip]] = {}
-        """When the step that is issued ends."""
+        """By what is waited for: when its early step ends, and the whole trip."""
 
     def run(self, compute_s: float, comm_s: float, axes: Iterable[int | None]) -> None:
-        """Computation, then an exchange that nothing hides."""
+        """Compute, then exchange with nothing to hide it."""
         self.compute_s += compute_s
         if comm_s:
             links = {self.links[axis] for axis in axes if axis is not None}

@@ -1,11 +1,12 @@
-"""The seconds of a plan, read off the local program that will run: op by op, conversion by conversion, rerun by rerun.
+"""The price of a plan: its seconds, added up over the instructions and the reruns of the local program that will run.
 
-No column of the solver enters here, so this is also the check that the solver's objective means what it says, for
-programs whose parameters travel one by one. Where they travel in buckets (`capture.schedule`) the collectives of a bucket
-share their latency, and what runs between issuing and waiting hides them on a device that computes and communicates at
-once; of that the solver's objective has a model (`hidden`), which on CPUs is exact: nothing is hidden there.
+The price uses no column of the solver, so it also checks the solver's objective: both agree where parameters travel one by
+one. Where they travel in buckets (`capture.travel`), the collectives of a bucket share their latency, and a device that
+computes while it communicates hides some of them; the objective only models that (`hidden`). CPUs hide nothing, so there the
+objective is exact.
 
-Sums for which nothing waits are free: those that begin with the step (`early_sums`), and the loss's own (`late_loss`).
+Two kinds of sums are free, since nothing waits for them: sums that begin with the step (`early_sums`), and the sum of the loss
+(`late_loss`). A sum over labels that other ranks have first cannot begin early, and is paid.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from dataclasses import dataclass, field
 from ..artifacts import Tier
 from ..capture.accumulate import shared_conversions
 from ..capture.execute import Executor
+from ..capture.instructions import Borrow, Close, Compute, Instruction, Open, Reshard
 from ..capture.late_loss import comes_late
-from ..capture.local import Instruction, LocalProgram
+from ..capture.local import LocalProgram
 from ..capture.micro_batches import WEIGHTED
 from ..capture.offload import CountingStore
+from ..capture.program import Op
 from ..capture.reruns import Rerun
 from .costs import CostModel, OptimizerCost
 from .offload_states import state_transfer_s
@@ -33,22 +36,22 @@ class Price:
     compute_s: float = 0.0
     """Forward, backward and update."""
     comm_s: float = 0.0
-    """Collectives and the copies that they take, those of reruns left out."""
+    """Collectives and the copies that they take; reruns do not count here."""
     recompute_s: float = 0.0
     """Reruns, with what they communicate."""
     forward_s: float = 0.0
-    """Of compute and communication, what runs in the forward: beside it things are moved out."""
+    """The part of compute and communication that runs in the forward, beside which values are offloaded."""
     update_s: float = 0.0
-    """Of compute, the optimizer's step."""
+    """The part of compute that is the optimizer's step."""
     transfer_s: float = 0.0
-    """What moving offloaded values and optimizer states out and back adds."""
+    """The seconds that offloading adds: values and optimizer states, out and back."""
     by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden_comm_s: float = 0.0
-    """What of `comm_s` runs beside computation."""
+    """The part of `comm_s` that runs beside computation."""
 
     @property
     def exposed_comm_s(self) -> float:
-        """What no computation hides."""
+        """Return the communication that no computation hides."""
         return self.comm_s - self.hidden_comm_s
 
     @property
@@ -68,10 +71,12 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     shared = shared_conversions(executor.local) if costs.num_runs > 1 else {}
     timeline = Timeline(costs)
     for instruction in executor.local.instructions:
-        first = shared.get(instruction.result)
-        if first is not None and first != instruction.result:
+        if (
+            isinstance(instruction, Reshard)
+            and shared.get(instruction.result, instruction.result) != instruction.result
+        ):
             continue  # made once, with its like
-        compute, comm = _instruction_s(executor.local, instruction, costs)
+        compute, comm = _instruction_s(executor, instruction, costs)
         total.compute_s += sum(compute)
         total.comm_s += sum(comm)
         total.forward_s += compute[0] + comm[0]
@@ -83,7 +88,7 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
         # On CPUs the cores that compute are the ones that communicate: nothing counts as hidden there.
         total.hidden_comm_s = timeline.hidden_s()
     for rerun in executor.reruns.values():
-        total.recompute_s += _rerun_s(executor.local, rerun, costs)
+        total.recompute_s += _rerun_s(executor, rerun, costs)
     for tensor, layout in executor.local.decisions.params.items():
         if tensor.requires_grad:
             total.update_s += costs.optimizer_s(tensor, layout, optimizer)
@@ -95,29 +100,29 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     return total
 
 
-def _rerun_s(local: LocalProgram, rerun: Rerun, costs: CostModel) -> float:
-    """The seconds of what the backward of a region runs again; what it gathers again is joined among itself."""
+def _rerun_s(executor: Executor, rerun: Rerun, costs: CostModel) -> float:
+    """Return the seconds that the backward of a region reruns; the parameters that it gathers again join one another."""
     total = 0.0
     for index in rerun.instructions:
-        instruction = local.instructions[index].again
-        if instruction.bucket is not None and instruction.bucket in rerun.gathers:
-            gathered = sorted(rerun.gathers[instruction.bucket])
-            total += gather(instruction.bucket, instruction.args[0], costs, gathered).seconds
-        else:
-            compute, comm = _instruction_s(local, instruction, costs)
-            total += compute[0] + comm[0]
+        instruction = executor.local.instructions[index].again
+        match instruction:
+            case Close(bucket=bucket, place=place) if bucket in rerun.gathers:
+                total += gather(bucket, place, costs, sorted(rerun.gathers[bucket])).seconds
+            case _:
+                compute, comm = _instruction_s(executor, instruction, costs)
+                total += compute[0] + comm[0]
     return total
 
 
 def _states_s(total: Price, local: LocalProgram, costs: CostModel, tier: Tier, optimizer: OptimizerCost) -> float:
-    """The seconds by which moving optimizer states, in and out by turns, outlasts the update."""
+    """Return the seconds by which the transfer of optimizer states outlasts the update beside it."""
     layouts = local.decisions.params
     sizes = [costs.leaving_state_bytes(t, layouts[t], optimizer) for t in local.decisions.offloaded_states]
     return tier.exposed_s(sum(state_transfer_s(tier, size) for size in sizes), total.update_s)
 
 
 def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: float) -> float:
-    """The seconds by which what was moved, out and back, outlasts what goes on beside it."""
+    """Return the seconds by which offloading outlasts the forward, and fetching back outlasts the backward."""
     backward_s = total.compute_s + total.comm_s - total.forward_s - total.update_s + total.recompute_s
     out_s, back_s = (
         num_passes * (store.num_bytes / rate + store.num_transfers * tier.latency_s)
@@ -127,10 +132,10 @@ def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: floa
 
 
 def _weights_s(local: LocalProgram, costs: CostModel) -> float:
-    """The seconds in which ranks learn once a step how many labels count in the whole batch: one number, where labels are split."""
+    """Return the seconds in which ranks count the labels of the whole batch, once a step: one number, where labels are split."""
     total = 0.0
     for instruction in local.instructions:
-        if local.program.corrections.get(instruction.key) == WEIGHTED and instruction.op is not None:
+        if isinstance(instruction, Compute) and local.program.corrections.get(instruction.key) == WEIGHTED:
             labels = local.values[instruction.inputs[1]]
             split = [axis for axis, place in enumerate(labels.layout) if place >= 0]
             total += sum(costs.collective_s("all_reduce", axis, 8) for axis in split)
@@ -141,29 +146,33 @@ Seconds = tuple[float, float]
 """Forward, backward."""
 
 
-def _instruction_s(local: LocalProgram, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:
-    """The seconds that an instruction computes, and that it communicates."""
-    op = instruction.op
-    if instruction.bucket is not None:
-        return (0.0, 0.0), bucket_s(instruction, costs)
-    if instruction.is_borrowed:
-        return (0.0, 0.0), (0.0, 0.0)  # a borrowed copy: whoever lends it has paid
-    if op is None:
-        return (0.0, 0.0), _conversion_s(local, instruction, costs)
+def _instruction_s(executor: Executor, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:
+    """Return the seconds that an instruction computes and those that it communicates, each forward and backward."""
+    match instruction:
+        case Open() | Close():
+            return (0.0, 0.0), bucket_s(instruction, costs)
+        case Reshard():
+            return (0.0, 0.0), _reshard_s(executor.local, instruction, costs)
+        case Borrow():
+            return (0.0, 0.0), (0.0, 0.0)  # whoever lends the copy has paid
+        case Compute(op=op):
+            return _op_s(executor.local, op, costs, early=instruction.index in executor.early)
+
+
+def _op_s(local: LocalProgram, op: Op, costs: CostModel, early: bool) -> tuple[Seconds, Seconds]:
     if op.constant or op.region is None:
         return (0.0, 0.0), (0.0, 0.0)
     region_class = op.region.region_class
     group, twin = region_class.group_at[op.position], region_class.representative.ops[op.position]
     split = local.decisions.splits[group]
-    return costs.op_s(group, twin, split), costs.inner_s(group, twin, split)
+    return costs.op_s(group, twin, split), costs.inner_s(group, twin, split, early)
 
 
-def _conversion_s(local: LocalProgram, instruction: Instruction, costs: CostModel) -> Seconds:
-    tensor = local.values[instruction.outputs[0]].tensor
+def _reshard_s(local: LocalProgram, instruction: Reshard, costs: CostModel) -> Seconds:
+    tensor, there, back = local.values[instruction.result].tensor, instruction.there, instruction.back
     free = tensor.role not in ("op", "param") or (tensor.producer is not None and tensor.producer.constant)
     if free:
         return 0.0, 0.0
-    _, there, back = instruction.args
     if tensor is local.program.loss and comes_late(local.program, there.steps):
         return 0.0, 0.0
     itemsize = tensor.dtype.itemsize

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 
 from ..capture.layout import PARTIAL, REPLICATE
 from ..capture.transition import gradient_layout, transition
+from ..ops import find
 from .problem import Decision, Problem, Use, Want
 from .strategies import batch_loop, is_busy, token_loops
 
 RECIPES = ("ddp", "fsdp", "megatron", "two-stage", "joint")
-_WITH_RULE = {"linear", "linear_io", "mm", "addmm", "bmm", "baddbmm", "matmul", "scaled_dot_product_attention"}
-"""The ops of the textbook: columns, rows, heads, experts."""
 
 
 @dataclass(eq=False)
@@ -113,8 +112,9 @@ def _tensor_parallel(problem: Problem, decision: Decision) -> list[int]:
     if not _is_busy(problem, decision):
         return fitting
     records = problem.costs.records
-    busy = {op.name for op in group.ops if any(call.flops for call in records[op].forward)}
-    return [k for k in fitting if decision.options[k][last] >= 0] if busy <= _WITH_RULE else []
+    busy = [op for op in group.ops if any(call.flops for call in records[op].forward)]
+    has_rule = all(find(op.name).tensor_parallel for op in busy)
+    return [k for k in fitting if decision.options[k][last] >= 0] if has_rule else []
 
 
 def _is_busy(problem: Problem, decision: Decision) -> bool:

@@ -28,8 +28,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..capture.layout import PARTIAL, REPLICATE, Layout
-from ..capture.schedule import Overlap
 from ..capture.transition import gradient_layout
+from ..capture.travel import Overlap
 from .joined import Joined
 from .milp import Model
 from .problem import Decision, Demand, Problem, Source, Use, Want

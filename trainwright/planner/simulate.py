@@ -21,14 +21,17 @@ from torch import nn
 from ..artifacts import MemoryPoint, UserError
 from ..capture._torch_private import VALUE_NEEDED
 from ..capture.accumulate import Accumulator
-from ..capture.execute import Call, Executor, RunState
+from ..capture.execute import Executor
 from ..capture.fakes import new_mode
+from ..capture.instructions import Compute
 from ..capture.layout import local_shape
 from ..capture.local import Decisions, LocalProgram, build_local
 from ..capture.offload import CountingStore
 from ..capture.offload_states import StateOffload
 from ..capture.program import Program, Tensor
 from ..capture.reshard import SimulatedCommunicator
+from ..capture.run_state import Call, RunState
+from ..ops import find
 from ..profiler.saved import run_state
 from ..profiler.tracker import MemoryTracker, Target
 from ..profiler.values import KnownValues
@@ -183,7 +186,7 @@ def _threads(num_threads: int | None) -> Iterator[None]:
 def _fuse_attention(executor: Executor, target: Target) -> None:
     """Let attention run as the fused kernel that a GPU would take."""
     for instruction in executor.local.instructions:
-        if instruction.op is not None and instruction.op.name == "scaled_dot_product_attention":
+        if isinstance(instruction, Compute) and find(instruction.op.name).fused_on_gpu:
             state = run_state(instruction.op, target)
             executor.calls[instruction.index] = _under(executor.calls[instruction.index], state)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..capture.schedule import Overlap
+from ..capture.travel import Overlap
 from .aim import UNBOUNDED
 from .answer import NOT_IN_TIME, Answer, Infeasible, Settings, Simulate
 from .decode import Choice, decisions_from, read_choice

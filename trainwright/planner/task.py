@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..artifacts import Cluster, MeshAxis, ModelRef, UserError
 from ..capture.local import Decisions
 from ..capture.program import Program
-from ..capture.schedule import Overlap
+from ..capture.travel import Overlap
 from ..hardware import machine, threads_each
 from ..profiler.saved import Records, record
 from .budget import divisor_for, usable_bytes

@@ -1,4 +1,4 @@
-"""Within a budget, a search for each way in which parameters travel (`capture.schedule`): one by one, in buckets, ahead.
+"""Within a budget, a search for each way in which parameters travel (`capture.travel`): one by one, in buckets, ahead.
 
 What travels together shares its latency, and holds more memory than what travels one by one. Each search has its own
 objective (`joined`, `hidden`), its own rows (`bucket_memory`) and simulations of its own; a later one looks only for what is
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..capture.schedule import Overlap
+from ..capture.travel import Overlap
 from .answer import Answer, Infeasible, Settings
 from .guard import OFF, PROVEN, Takes, no_slower_than_known, unproven
 from .hidden import EXPOSED

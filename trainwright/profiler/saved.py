@@ -13,12 +13,15 @@ import torch
 from torch import Tensor as Array
 
 from ..artifacts import Device
-from ..capture.execute import Executor, RunState
+from ..capture.execute import Executor
 from ..capture.fakes import new_mode
+from ..capture.instructions import Compute
 from ..capture.layout import REPLICATE
-from ..capture.local import Decisions, Instruction, LocalProgram, build_local
+from ..capture.local import Decisions, LocalProgram, build_local
 from ..capture.program import Op, Program, Tensor
 from ..capture.reshard import SimulatedCommunicator
+from ..capture.run_state import RunState
+from ..ops import find
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
 from ..ops.kernels import Kernel, kernel_of
 from .time import dtype_name, rate, table_of
@@ -97,7 +100,7 @@ def record(program: Program, target: Target = "cpu") -> Records:
     with new_mode():
         env: dict[int, Array] = {}
         for instruction in local.instructions:
-            if instruction.op in wanted:
+            if isinstance(instruction, Compute) and instruction.op in wanted:
                 inputs = [_operand(local, index, env) for index in instruction.inputs]
                 records.by_op[instruction.op] = _record_op(executor, instruction, inputs, env, target)
     return records
@@ -114,7 +117,7 @@ def whole_program(program: Program) -> LocalProgram:
 
 def run_state(op: Op | None, target: Target) -> RunState:
     """Return the state under which `op` runs on fakes as it would on `target`."""
-    fused = op is not None and op.name == "scaled_dot_product_attention" and target == "gpu"
+    fused = op is not None and find(op.name).fused_on_gpu and target == "gpu"
     return RunState(dropout=not fused)
 
 
@@ -126,10 +129,9 @@ def _operand(local: LocalProgram, index: int, env: dict[int, Array]) -> Array:
 
 
 def _record_op(
-    executor: Executor, instruction: Instruction, inputs: list[Array], env: dict[int, Array], target: Target
+    executor: Executor, instruction: Compute, inputs: list[Array], env: dict[int, Array], target: Target
 ) -> OpRecord:
     op = instruction.op
-    assert op is not None
     leaves = {
         index: value.detach().requires_grad_(executor.local.values[index].tensor.requires_grad)
         for index, value in zip(instruction.inputs, inputs)

@@ -45,6 +45,9 @@ def peaks_figure(plans: Mapping[str, Plan | Refusal], budget_bytes: int | None) 
     data.append(_infeasible_bar(plans, names, (budget_bytes or longest) / scale))
     if budget_bytes is not None:
         data.append(_across(names, budget_bytes, scale, "budget", BUDGET, dash="dash"))
+    too_large = [plan for plan in plans.values() if isinstance(plan, Plan) and not plan.fits_device]
+    if too_large:
+        data.append(_across(names, too_large[0].cluster.device.memory_bytes, scale, "memory of a device", BUDGET))
     return {"data": data, "layout": _bars_layout(unit, len(names))}
 
 

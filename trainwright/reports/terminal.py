@@ -27,14 +27,14 @@ def plan_table(plan: Plan) -> str:
 
 
 def compare_table(plans: Mapping[str, Plan | Refusal]) -> str:
-    """Return what each recipe reaches, one row a recipe; the fastest is marked."""
+    """Return what each recipe reaches, one row a recipe; marked are the fastest that fits, and what the device cannot hold."""
     table = plain_table("", "step", "compute", "comm exposed", "recompute", "peak", "planned in", "",
                         drop=("planned in", "compute", "recompute", "comm exposed"))  # fmt: skip
-    feasible = [found for found in plans.values() if isinstance(found, Plan)]
-    fastest = min((plan.predicted.step_s for plan in feasible), default=None)
-    for name, found in plans.items():
-        if isinstance(found, Plan):
-            table.add_row(*_compared(name, found, fastest))
+    found = [each for each in plans.values() if isinstance(each, Plan)]
+    fastest = min((plan.predicted.step_s for plan in found if plan.fits_device), default=None)
+    for name, plan in plans.items():
+        if isinstance(plan, Plan):
+            table.add_row(*_compared(name, plan, fastest))
         else:
             table.add_row(name, *["–"] * 6, Text("does not fit", style="red"))
     refused = [(name, found) for name, found in plans.items() if isinstance(found, Refusal)]
@@ -117,7 +117,9 @@ def _prediction_of(plan: Plan) -> Grid:
     spent = ", ".join(f"{name} {format_s(seconds)}" for name, seconds in parts if seconds)
     table.add_row("step", Text(format_s(predicted.step_s), style="bold"), spent)
     budget = f"of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else "no budget"
-    over = plan.budget_bytes is not None and predicted.peak_bytes > plan.budget_bytes
+    if not plan.fits_device:
+        budget += f", a device has {format_bytes(plan.cluster.device.memory_bytes)}"
+    over = not plan.fits_device or (plan.budget_bytes is not None and predicted.peak_bytes > plan.budget_bytes)
     peak = Text(format_bytes(predicted.peak_bytes), style="bold red" if over else "bold")
     verdict = f"{budget}: does NOT fit" if over else budget
     table.add_row("peak per device", peak, "; ".join(filter(None, (verdict, _largest(predicted.breakdown)))))
@@ -154,10 +156,16 @@ def _decision_table(rows: list[DecisionRow]) -> Grid:
 def _compared(name: str, plan: Plan, fastest: float | None) -> list[Text]:
     predicted = plan.predicted
     times = (predicted.step_s, predicted.compute_s, predicted.exposed_comm_s, predicted.recompute_s)
-    best = predicted.step_s == fastest
-    remark = "fastest" if best else format_ratio(predicted.step_s, fastest)
-    cells = [name, *map(format_s, times), format_bytes(predicted.peak_bytes), format_s(plan.solver.plan_s), remark]
-    return [Text(cell, style="bold green" if best else "") for cell in cells]
+    best = predicted.step_s == fastest and plan.fits_device
+    style = "bold green" if best else "" if plan.fits_device else "red"
+    cells = [name, *map(format_s, times), format_bytes(predicted.peak_bytes), format_s(plan.solver.plan_s)]
+    return [Text(cell, style=style) for cell in (*cells, _remark(plan, fastest, best))]
+
+
+def _remark(plan: Plan, fastest: float | None, best: bool) -> str:
+    if not plan.fits_device:
+        return f"does NOT fit: a device has {format_bytes(plan.cluster.device.memory_bytes)}"
+    return "fastest" if best else format_ratio(plan.predicted.step_s, fastest)
 
 
 def _error_table(report: Report) -> Grid:

@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 from ..artifacts import Plan, UserError
 from ..capture.call import LossFn, check_same_loss
 from ..capture.decide import decisions_of
-from ..capture.execute import RunState
 from ..capture.export import as_batch
-from ..capture.late_loss import Finish
+from ..capture.instructions import Ref
 from ..capture.layout import REPLICATE
-from ..capture.local import Decisions, Ref
+from ..capture.local import Decisions
 from ..capture.micro_batches import capture_step
 from ..capture.offload_states import StateOffload
 from ..capture.other_shapes import without_weights
 from ..capture.program import Program
 from ..capture.program import Tensor as ProgramTensor
 from ..capture.reshard import Route
+from ..capture.run_state import Finish, RunState
 from ..capture.transition import transition
 from ..launch import init, is_under_torchrun
 from ..profiler.step import DTYPES

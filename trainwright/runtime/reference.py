@@ -13,12 +13,13 @@ from torch.overrides import TorchFunctionMode
 from ..artifacts import Plan, UserError
 from ..capture._torch_private import flatten_batch
 from ..capture.call import call_model, loss_of
-from ..capture.execute import Executor, RunState
+from ..capture.execute import Executor
 from ..capture.export import as_batch, capture
 from ..capture.lift import lift_dtypes
 from ..capture.local import Decisions, build_local
 from ..capture.program import Program, build_program
 from ..capture.reshard import SimulatedCommunicator
+from ..capture.run_state import RunState
 from ..ops.local import replace_arg
 from ..profiler.step import DTYPES
 from .module import LossOutput, plan_batch

@@ -18,15 +18,17 @@ from torch import Tensor, nn
 from ..artifacts import Plan, UserError
 from ..capture.accumulate import Accumulator
 from ..capture.buckets import Plain
-from ..capture.execute import Executor, RunState
+from ..capture.execute import Executor
+from ..capture.instructions import Ref
 from ..capture.layout import REPLICATE
-from ..capture.local import Decisions, LocalProgram, Ref, build_local
+from ..capture.local import Decisions, LocalProgram, build_local
 from ..capture.micro_batches import capture_step
 from ..capture.offload import OffloadStore
 from ..capture.other_shapes import decisions_at
 from ..capture.program import Program
 from ..capture.program import Tensor as ProgramTensor
 from ..capture.reshard import Route
+from ..capture.run_state import RunState
 from ..capture.transition import transition
 from .batch import Cut, Shapes, checked_part, planned_shapes, rows_in
 from .communicator import MeshCommunicator

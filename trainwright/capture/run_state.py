@@ -1,0 +1,47 @@
+"""What one forward run of a local program is given besides its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .buckets import Flights, Plain
+from .reshard import Pending
+
+Finish = Callable[[], object]
+"""Waits for a loss's value, and puts it where the loss is."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The modes of one run, and what of it is under way."""
+
+    seed: int = 0
+    step: int = 0
+    training: bool = True
+    dropout: bool = True
+    """False: as if every dropout probability were zero, for comparisons."""
+    flights: Flights = field(default_factory=dict)
+    """The parameters that are under way in this run."""
+    rest: Plain = field(default_factory=Plain)
+    """How the parameters that a bucket alone reads are given."""
+    sums: dict[int, Pending] = field(default_factory=dict)
+    """The sums that were begun ahead, by the instruction that waits for each."""
+    late: list[Finish] | None = None
+    """Takes what waits for the loss's value, where nobody reads that before the step is done; None: it is waited for."""
+    micro: int = 0
+    """Which of the step's micro-batches this is: each draws its own numbers."""
+    known: Mapping[int, Any] = field(default_factory=dict)
+    """Values that are there before the run, where a step takes several (`accumulate`)."""
+    factors: Mapping[int, Any] = field(default_factory=dict)
+    """What makes sums over labels a share of the whole batch's mean, by the value that is multiplied."""
+
+    @property
+    def draw(self) -> tuple[int, ...]:
+        """Return what the random numbers of this run depend on, besides their place."""
+        return (self.seed, self.step, self.micro) if self.micro else (self.seed, self.step)
+
+
+Call = Callable[[dict[int, Any], RunState], None]
+"""An instruction made ready to run: it reads its inputs from the values that are there, and adds its outputs."""
