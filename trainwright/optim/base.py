@@ -52,6 +52,8 @@ class Method(torch.optim.Optimizer):
 
     updates_alone: bool = False
     """Whether each parameter's update reads nothing of any other: a run may then take parameters one at a time."""
+    forms: ClassVar[tuple[str, ...]] = ("fused", "foreach", "loop")
+    """The forms of the step that the method has, fastest first; one that has no `fused` form refuses the setting."""
     _state_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], **how: Any) -> None:

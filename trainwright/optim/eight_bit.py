@@ -77,7 +77,9 @@ def eight_bit_groups(model: nn.Module) -> list[dict[str, Any]]:
     >>> [(len(group["params"]), group.get("min_8bit_size")) for group in groups]
     [(2, None), (1, inf)]
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    }
     params = list(model.parameters())
     groups: list[dict[str, Any]] = [
         {"params": [param for param in params if id(param) not in embeddings]},

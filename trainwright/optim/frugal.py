@@ -21,6 +21,7 @@ from .base import Method, check_common, check_range, plain, working_dtype
 from .projection import Subspace
 
 Order = Literal["random", "ascending", "descending", "mirror"]
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 class FRUGAL(Method):
@@ -68,6 +69,8 @@ class FRUGAL(Method):
     are known beforehand), in counting steps by tensor, and in the tolerance.
     """
 
+    forms = ("loop",)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -105,15 +108,16 @@ class FRUGAL(Method):
     def groups(model: nn.Module, full: Iterable[str] = ("lm_head", "head", "classifier", "fc")) -> list[dict[str, Any]]:
         """Return two groups of a model's parameters: the weights of its linear layers to project, and all others.
 
+        A linear layer is any whose `weight` is a matrix and that is no embedding (transformers' `Conv1D`, say).
         full: last names of linear layers that are output heads, and keep their whole state.
         """
         heads = set(full)
         linear = {
             module.weight
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and name.split(".")[-1] not in heads
+            if _is_linear(module) and name.split(".")[-1] not in heads
         }
-        tied = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        tied = {module.weight for module in model.modules() if isinstance(module, _EMBEDDINGS)}
         params = [param for param in model.parameters() if param.requires_grad]
         inside = [param for param in params if param in linear and param not in tied]
         outside = [param for param in params if param not in linear or param in tied]
@@ -181,6 +185,11 @@ class FRUGAL(Method):
             state["projector"] = state["projector"].copy_(projector) if "projector" in state else projector
             shape = (local.shape[0], part.kept) if part.side == 1 else part.low_shape
             _restart(state, shape, grad, group["active"])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.ndim == 2 and not isinstance(module, _EMBEDDINGS)
 
 
 def _restart(state: dict[str, Any], shape: tuple[int, ...], grad: Tensor, active: str) -> None:

@@ -85,4 +85,5 @@ RECORD = OptimizerRecord(
     whole_state=True,
     paper="Zmushko et al. 2024, arXiv:2411.07837",
     departs="columns by default, whole tensors by projection='block'; steps counted by tensor",
+    groups=FRUGAL.groups,
 )

@@ -61,6 +61,8 @@ class GradNormSmoothNewton(Method):
     old step, or accepts untested); λ = ‖g‖_*/γ without the code's 1e-8.
     """
 
+    forms = ("loop",)
+
     def __init__(
         self, params: Iterable[Any], lr: float = 1.0, solver: str = "dense", metric: Tensor | None = None,
         gamma: float = 1.0, min_gamma: float = 1e-9, max_trials: int = 40, cg_rtol: float = 1e-8,

@@ -50,6 +50,7 @@ class MFAC(Method):
     learning rates; a parameter without a gradient counts as zeros in that row.
     """
 
+    forms = ("loop",)
     _coefficients: Tensor | None = None
     """Of the window's rows in the direction, while a step lasts."""
 

@@ -5,19 +5,23 @@ The planner prices it, tables and documentation print it, and the tests compare 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from ..artifacts import UserError
 from .batch import working_dtype
 
 Shape = tuple[int, ...]
 Options = Mapping[str, Any]
 Temporaries = Callable[[Shape, int, Options], int]
 Reads = Literal["element", "block", "row", "matrix", "model"]
+Groups = Callable[[nn.Module], list[dict[str, Any]]]
 _PASSES = {"forward": 1 / 3, "gradient": 1.0, "hessian_vector": 2.0}
 """What a pass costs, in forward and backward passes: a backward is two forwards, a product two gradients."""
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,6 +94,44 @@ class OptimizerRecord:
     """Where it departs from the paper."""
     not_on_shards: str = ""
     """Why it does not run on the sharded parameters of a plan; empty: it does."""
+    groups: Groups | None = None
+    """The parameter groups of a model that the method wants (embeddings not in 8 bits, say); `None`: all alike."""
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of the step that there are, fastest first: `fused`, `foreach`, `loop`.
+
+        `fused` is one pass over memory. `foreach` updates all parameters of a group together, which is faster than
+        `loop`, one after the other, on a GPU alone, and holds temporaries of the group's size.
+
+        >>> from trainwright.optim import record
+        >>> record("adamw").forms, record("adamax").forms, record("mfac").forms
+        (('fused', 'foreach', 'loop'), ('foreach', 'loop'), ('loop',))
+        """
+        own: tuple[str, ...] | None = getattr(self.cls, "forms", None)
+        if own is not None:
+            return own
+        accepted = inspect.signature(self.cls).parameters
+        return (*(form for form in ("fused", "foreach") if form in accepted), "loop")
+
+    @property
+    def form(self) -> str:
+        """The form that the record prices: `loop` unless `with_options` chose another."""
+        return next((form for form in ("fused", "foreach") if self.defaults.get(form)), "loop")
+
+    def with_options(self, form: str | None = None, **options: Any) -> OptimizerRecord:
+        """Return the record of the method under `options`, in one of `forms`: what it then keeps and allocates.
+
+        >>> from trainwright.optim import record
+        >>> record("adan").with_options("fused").step_temporary_bytes((10, 10))
+        0
+        >>> record("mfac").with_options(num_gradients=2).state_bytes((100,), "fp32") < 1000
+        True
+        """
+        if form is not None and form not in self.forms:
+            raise UserError(f"{self.name} has the forms {', '.join(self.forms)}; got {form!r}; choose one of those")
+        how = {} if form is None else {name: name == form for name in ("foreach", "fused") if name in self.forms}
+        return replace(self, defaults={**self.defaults, **options, **how})
 
     @property
     def needs_loss(self) -> bool:

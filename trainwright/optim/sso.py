@@ -96,6 +96,8 @@ class SSO(Method):
     and the authors' code. Departs: the code's surrogate lacks the ½ and is multiplied by its η: its η is twice this lr.
     """
 
+    forms = ("loop",)
+
     def __init__(
         self, params: Iterable[Any], lr: float | Tensor = 1.0, num_inner_steps: int = 5, search: str = "armijo",
         inner_step: float = 10.0, sufficient: float = 0.1, shrink: float = 0.9, growth: float = 2.0,
