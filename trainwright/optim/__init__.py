@@ -33,6 +33,7 @@ from .adahessian import AdaHessian
 from .adam8bit import Adam8bit, AdamW8bit, SGD8bit
 from .adan import Adan
 from .base import Method, how_keywords
+from .chosen import Chosen, choose, of_plan
 from .clipped import ClippedAdam, ClippedSGD
 from .diffgrad import DiffGrad
 from .eight_bit import eight_bit_groups
@@ -58,6 +59,7 @@ __all__ = [
     "Adam8bit",
     "AdamW8bit",
     "Adan",
+    "Chosen",
     "ClippedAdam",
     "ClippedSGD",
     "DiffGrad",
@@ -72,10 +74,12 @@ __all__ = [
     "SophiaH",
     "StateTensor",
     "check_plannable",
+    "choose",
     "create",
     "directional_sharpness",
     "eight_bit_groups",
     "names",
+    "of_plan",
     "pruning_stages",
     "record",
     "sampled_cross_entropy",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -132,6 +132,21 @@ class OptimizerRecord:
             raise UserError(f"{self.name} has the forms {', '.join(self.forms)}; got {form!r}; choose one of those")
         how = {} if form is None else {name: name == form for name in ("foreach", "fused") if name in self.forms}
         return replace(self, defaults={**self.defaults, **options, **how})
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What tells the record from others, the options under which it stands included."""
+        return self.name, *sorted((name, str(value)) for name, value in self.defaults.items())
+
+    def of(self, key: str) -> OptimizerRecord:
+        """Return the record for the parameter `key`: without groups, the same for all."""
+        return self
+
+    def on_fakes(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return what holds and allocates as the optimizer does, over parameters without values."""
+        from .chosen import on_fakes
+
+        return on_fakes(self, [{"params": list(params)}])
 
     @property
     def needs_loss(self) -> bool:

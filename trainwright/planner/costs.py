@@ -9,7 +9,7 @@ The share of the arithmetic is that of the op's loops on the fullest rank, the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +29,7 @@ from ..ops import find
 from ..ops.local import WithSum
 from ..profiler.saved import Records
 from ..profiler.tracker import MemoryTracker
+from .update import Updates
 
 LEAST_SHARE = 1 / 256
 """Optimizer states of a parameter that is smaller than so much of the largest one stay on the device."""
@@ -36,6 +37,24 @@ LEAST_SHARE = 1 / 256
 
 class OptimizerCost(Protocol):
     """What the planner asks of an optimizer: `trainwright.optim` records answer it."""
+
+    @property
+    def form(self) -> str:
+        """How its step runs: `fused`, one pass over memory; `loop`, op after op; `foreach`, so on all parameters at once."""
+
+    def of(self, key: str) -> OptimizerCost:
+        """Return its answers for one parameter, whose settings may be others."""
+
+    def on_fakes(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return what steps on parameters without values as it does."""
+
+    @property
+    def identity(self) -> Any:
+        """What tells it from others, settings included."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether its step cannot be followed without values."""
 
     @property
     def reads(self) -> str:
@@ -75,6 +94,8 @@ class CostModel:
     """Where tensors may be offloaded to; None: nowhere."""
     min_offload_bytes: int = MIN_BYTES
     """What is smaller stays."""
+    updates: Updates = field(default_factory=Updates)
+    """What optimizers' steps take."""
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -202,15 +223,12 @@ class CostModel:
         return self._inner[key]
 
     def optimizer_s(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> float:
-        """Return the seconds of the update of one parameter: it reads and writes parameter, gradient and state.
+        """Return the seconds of the update of one parameter, in the form that runs (`update`).
 
         Where the layout cuts pieces that the optimizer reads whole, each rank gathers and updates them whole.
         """
         pieces = whole_pieces(tensor, layout, optimizer.reads)
-        own = self.local_bytes(tensor, pieces)
-        state = optimizer.state_bytes(self.local_shape(tensor, pieces), tensor.dtype)
-        launches = 1 + 4 * (state > own // 2)
-        update_s = (3 * own + 2 * state) / self.device.bandwidth_bytes_per_s + launches * self.device.launch_s
+        update_s = self.updates.seconds(self.device, optimizer.of(tensor.key), self.local_shape(tensor, pieces), tensor.dtype)
         update_s *= self.device.factors.get("update", 1.0)
         gradient_bytes = 3 * self.local_bytes(tensor, layout)
         adding_s = gradient_bytes / self.device.bandwidth_bytes_per_s + self.device.launch_s
@@ -220,7 +238,7 @@ class CostModel:
     def state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the bytes of optimizer state that a rank keeps for a parameter."""
         kept = whole_pieces(tensor, layout, optimizer.reads) if optimizer.whole_state else layout
-        return optimizer.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
+        return optimizer.of(tensor.key).state_bytes(self.local_shape(tensor, kept), tensor.dtype)
 
     def leaving_state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return what of these can leave the device between updates: all but counters; 0 where it has to stay.
@@ -230,13 +248,13 @@ class CostModel:
         whole = optimizer.whole_state and whole_pieces(tensor, layout, optimizer.reads) != layout
         if not optimizer.updates_alone or whole:
             return 0
-        counters = optimizer.state_bytes((0,), tensor.dtype)
+        counters = optimizer.of(tensor.key).state_bytes((0,), tensor.dtype)
         return max(0, self.state_bytes(tensor, layout, optimizer) - counters)
 
     def step_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the peak bytes of a parameter's update: those of the step, and of what it gathers for it."""
         pieces = whole_pieces(tensor, layout, optimizer.reads)
-        held = optimizer.step_temporary_bytes(self.local_shape(tensor, pieces), tensor.dtype)
+        held = optimizer.of(tensor.key).step_temporary_bytes(self.local_shape(tensor, pieces), tensor.dtype)
         return held if pieces == layout else held + self.local_bytes(tensor, pieces)
 
     def local_shape(self, tensor: Tensor, layout: Layout) -> tuple[int, ...]:

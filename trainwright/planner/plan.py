@@ -192,7 +192,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         loss_fn=task.loss_fn,
         dtype=task.dtype,
         autocast=task.autocast,
-        optimizer=task.optimizer,
+        **task.optimizer_fields,
         cluster=task.cluster,
         budget_bytes=task.budget_bytes,
         mesh={axis.name: axis.size for axis in place.axes},

@@ -76,6 +76,12 @@ class Task:
             self.cluster.tier(self.offload)
 
     @property
+    def optimizer_fields(self) -> dict[str, Any]:
+        """What the plan says of its optimizer."""
+        fields = getattr(self.optimizer_cost, "fields", None)
+        return {"optimizer": self.optimizer} if fields is None else fields()
+
+    @property
     def tier_name(self) -> Literal["host", "disk"] | None:
         """The tier that may be offloaded to."""
         return self.offload if self.offload in ("host", "disk") else None  # type: ignore[return-value]

@@ -1,0 +1,165 @@
+"""`Chosen`: an optimizer as a plan prices it and a run makes it: its options, its groups, and the form of its step.
+
+choose               name, options, form, model → `Chosen`; the planner asks it for bytes and passes
+Chosen.make          parameters by name → the optimizer itself, on this rank's parts
+Chosen.on_fakes      the same for tensors without values: what it holds, where it cannot compute
+of_plan              what a plan says → `Chosen`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..artifacts import OptimizerGroup, Plan, UserError
+from .declared import DeclaredStep
+from .on_parts import on_parts
+from .options import FORMS, as_json, checked_options
+from .record import OptimizerRecord, Shape
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """An optimizer with its settings. It answers what the planner asks of an optimizer, for each parameter by its name.
+
+    options: those that were given; the record has them, too. groups: the parameters that are set apart, by name.
+    """
+
+    record: OptimizerRecord
+    options: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[OptimizerGroup, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "record":
+            raise AttributeError(name)
+        return getattr(self.record, name)
+
+    def of(self, key: str) -> OptimizerRecord:
+        """Return the record for the parameter `key`, with its group's options."""
+        return self._of_groups.get(key, self.record)
+
+    @cached_property
+    def _of_groups(self) -> dict[str, OptimizerRecord]:
+        """The records of the parameters that are set apart."""
+        found: dict[str, OptimizerRecord] = {}
+        for group in self.groups:
+            own = self.record.with_options(**checked_options(self.record, group.options))
+            found.update(dict.fromkeys(group.params, own))
+        return found
+
+    def make(self, params: Iterable[Any], lr: float | None = None) -> torch.optim.Optimizer:
+        """Return the optimizer over `params`: tensors, or pairs of name and tensor, by which they find their groups."""
+        return build(self.record, self._grouped(params), lr)
+
+    def on_fakes(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return what holds and allocates as the optimizer does, over parameters without values."""
+        return on_fakes(self.record, self._grouped(params))
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a plan keeps of this."""
+        return {
+            "optimizer": self.record.name,
+            "optimizer_options": as_json(self.options),
+            "optimizer_form": self.record.form,
+            "optimizer_groups": self.groups,
+        }
+
+    def _grouped(self, params: Iterable[Any]) -> list[dict[str, Any]]:
+        pairs = [each if isinstance(each, tuple) else ("", each) for each in params]
+        apart = {name: number for number, group in enumerate(self.groups) for name in group.params}
+        found = [
+            {
+                "params": [param for name, param in pairs if apart.get(name) == number],
+                **({} if number is None else checked_options(self.record, self.groups[number].options)),
+            }
+            for number in (None, *range(len(self.groups)))
+        ]
+        return [group for group in found if group["params"]]
+
+
+def choose(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    form: str | None = None,
+    model: nn.Module | None = None,
+) -> Chosen:
+    """Return the optimizer `name` under `options`, in the groups that it wants of `model`.
+
+    form: `fused`, `foreach` or `loop`; None: the fastest that holds no temporaries of the whole model's size, which is
+    `fused` where the method has it. Raises `UserError` for names, options, values and forms that there are not.
+
+    >>> choose("adamw", {"weight_decay": "0.1"}).fields()["optimizer_form"]
+    'fused'
+    """
+    from . import record
+
+    entry = record(name)
+    checked = checked_options(entry, options)
+    if form is not None and form not in FORMS:
+        raise UserError(f"a form of the optimizer's step is needed, one of {', '.join(FORMS)}; got {form!r}; try fused")
+    chosen = entry.with_options(form or default_form(entry), **checked)
+    return Chosen(chosen, checked, () if model is None else groups_of(chosen, model))
+
+
+def default_form(entry: OptimizerRecord) -> str:
+    """Return the form in which a plan runs an optimizer unless told: `foreach`, which holds the most, is never that.
+
+    >>> from trainwright.optim import record
+    >>> default_form(record("adamw")), default_form(record("adamax"))
+    ('fused', 'loop')
+    """
+    return next(form for form in entry.forms if form != "foreach")
+
+
+def groups_of(entry: OptimizerRecord, model: nn.Module) -> tuple[OptimizerGroup, ...]:
+    """Return the groups with settings of their own that the method's documentation asks for, by the parameters' names."""
+    if entry.groups is None:
+        return ()
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = []
+    for group in entry.groups(model):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        if settings:
+            own = tuple(names[id(param)] for param in group["params"])
+            found.append(OptimizerGroup(params=own, options=as_json(settings)))
+    return tuple(found)
+
+
+def of_plan(plan: Plan) -> Chosen:
+    """Return the optimizer that a plan priced.
+
+    Raises `UserError` where the plan's own words about it do not hold.
+    """
+    found = choose(plan.optimizer, plan.optimizer_options, plan.optimizer_form)
+    return replace(found, groups=plan.optimizer_groups)
+
+
+def build(entry: OptimizerRecord, groups: list[dict[str, Any]], lr: float | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer of a record over groups of parameters, on this rank's parts where those are `DTensor`s."""
+    params = [param for group in groups for param in group["params"]]
+    cls = entry.cls
+    if any(isinstance(param, DTensor) for param in params) and cls.__module__.startswith("torch."):
+        cls = on_parts(cls)
+    given = {} if lr is None else {"lr": lr}
+    try:
+        return cls(groups, **{**entry.defaults, **given})  # type: ignore[call-arg]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{entry.name} does not accept these settings: {error}; change them") from error
+
+
+def on_fakes(entry: OptimizerRecord, groups: Iterable[Any]) -> torch.optim.Optimizer:
+    """Return a record's optimizer over parameters without values, or what stands in for it where its step reads values."""
+    is_ours = not entry.cls.__module__.startswith("torch.")
+    if entry.needs_values or (is_ours and entry.form == "fused"):
+        return DeclaredStep(groups, entry)
+    return build(entry, list(groups) if not _is_params(groups) else [{"params": list(groups)}])
+
+
+def _is_params(groups: Iterable[Any]) -> bool:
+    return any(isinstance(each, Tensor) for each in groups)
