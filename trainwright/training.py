@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from .capture.targets import Loaded
     from .cli.saving import SavePolicy
+    from .optim.chosen import Chosen
     from .runtime import ParallelModule
     from .runtime.tracing import StepTrace
 
@@ -47,6 +48,8 @@ def train(
     loss_fn: LossFn | None = None,
     weights: str | os.PathLike[str] | None = None,
     optimizer: str | Callable[..., torch.optim.Optimizer] | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
+    optimizer_form: str | None = None,
     lr: float | None = None,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -69,8 +72,10 @@ def train(
     instead, in shuffled epochs. Neither: what `model` brings along, in the end its batch.
     steps: in all, those of a run that is resumed included.
     loss_fn: the one that the plan was made with, if any. weights: files of which each rank reads its part; see `parallelize`.
-    optimizer: a name (`"adamw"`; default: the plan's), or a function or class, called with the parameters and, where it is
-    given, `lr`.
+    optimizer: a name (`"adamw"`; default: the plan's, with the plan's options, groups and form), or a function or class, called
+    with the parameters and, where it is given, `lr`.
+    optimizer_options, optimizer_form: as for `plan`; what is given stands in place of the plan's, whose prediction is then of
+    something else: a note says so.
     seed: of dropout, of shuffling, and of weights made here.
     checkpoint: a directory; written after every `checkpoint_every` steps and after the last, the newest `keep` stay.
     resume: go on from the newest checkpoint.
@@ -90,20 +95,20 @@ def train(
     >>> len(run.losses), run.losses[2] < run.losses[0]
     (3, True)
     """
-    from . import optim
     from .cli.saving import SavePolicy
+    from .launch import emit, rank
     from .runtime.module import parallelize
 
     _check(steps, data, dataset, checkpoint, checkpoint_every, resume)
     loaded = _loaded(model, plan, data, dataset)
     loss_fn = loss_fn or loaded.loss_fn
-    make = optimizer or plan.optimizer
-    if isinstance(make, str):
-        optim.check_plannable(make, plan.offloads_states)
+    make, notes = _maker(plan, optimizer, optimizer_options, optimizer_form, loaded.model)
+    for note in notes if rank() == 0 else ():
+        emit({"kind": "note", "text": note})
     module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed)
     return run(
         module.train(),
-        _optimizer(make, module, lr),
+        make(module, lr),
         lambda first: batches(loaded, plan, first, seed),
         steps=steps,
         saving=SavePolicy(None if checkpoint is None else str(checkpoint), checkpoint_every, keep, resume=resume),
@@ -213,10 +218,61 @@ def _is_batch(data: Any) -> bool:
     return isinstance(data, Mapping | torch.Tensor) or (isinstance(data, tuple) and isinstance(data[0], torch.Tensor))
 
 
-def _optimizer(make: Any, module: ParallelModule, lr: float | None) -> torch.optim.Optimizer:
+def optimizer_of(
+    plan: Plan,
+    name: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    form: str | None = None,
+    model: nn.Module | None = None,
+) -> tuple[Chosen, list[str]]:
+    """Return the optimizer that a run takes, the plan's where nothing else is said, and what is not as the plan priced it.
+
+    model: whose parameters are grouped anew for an optimizer other than the plan's. Raises `UserError` for what cannot run.
+    """
     from . import optim
 
-    if isinstance(make, str):
-        return optim.create(make, module.parameters(), lr=lr)
-    chosen: torch.optim.Optimizer = make(module.parameters(), **({} if lr is None else {"lr": lr}))
-    return chosen
+    if name is None or optim.record(name).name == plan.optimizer:
+        merged = {**plan.optimizer_options, **(options or {})}
+        chosen = replace(
+            optim.choose(plan.optimizer, merged, form or plan.optimizer_form), groups=plan.optimizer_groups
+        )
+    else:
+        chosen = optim.choose(name, options, form, model)
+    optim.check_plannable(chosen.name, plan.offloads_states)
+    return chosen, _contradictions(plan, chosen)
+
+
+def _contradictions(plan: Plan, chosen: Chosen) -> list[str]:
+    own = chosen.fields()
+    if own["optimizer"] != plan.optimizer:
+        what = f"the plan was priced for {plan.optimizer}, and {own['optimizer']} runs"
+    else:
+        names = sorted({*own["optimizer_options"], *plan.optimizer_options})
+        told = [
+            f"{_said(plan.optimizer_options, name)}, and {_said(own['optimizer_options'], name)} runs"
+            for name in names
+            if own["optimizer_options"].get(name) != plan.optimizer_options.get(name)
+        ]
+        if own["optimizer_form"] != plan.optimizer_form:
+            told.append(f"the form {plan.optimizer_form}, and {own['optimizer_form']} runs")
+        what = f"the plan was priced for {plan.optimizer} with {'; '.join(told)}" if told else ""
+    return [f"{what}: its step and its peak are predicted for another update; plan with what is to run"] if what else []
+
+
+def _said(options: Mapping[str, Any], name: str) -> str:
+    return f"{name}={options[name]}" if name in options else f"{name} as by default"
+
+
+Maker = Callable[..., Any]
+
+
+def _maker(plan: Plan, optimizer: Any, options: Any, form: str | None, model: nn.Module) -> tuple[Maker, list[str]]:
+    """What makes the run's optimizer of a module and a learning rate, and what contradicts the plan."""
+    if optimizer is None or isinstance(optimizer, str):
+        chosen, notes = optimizer_of(plan, optimizer, options, form, model)
+        return lambda module, lr: chosen.make(module.named_parameters(), lr), notes
+    if options or form:
+        raise UserError(
+            "the name of an optimizer is needed for optimizer_options and optimizer_form; got a function; set them in it"
+        )
+    return lambda module, lr: optimizer(module.parameters(), **({} if lr is None else {"lr": lr})), []

@@ -19,6 +19,7 @@ from ..reports.terminal import compare_table
 from ..reports.units import format_s
 from .errors import FAILED, OK
 from .model import ModelOptions, takes_model
+from .optimizing import FormOption, OptionOption
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
 from .planned import named
 from .sizes import parse_bytes
@@ -41,6 +42,8 @@ def plan(
     optimizer: Annotated[
         str, typer.Option(metavar="NAME[,NAME]", help="With several, the fastest plan of all.")
     ] = "adamw",
+    optimizer_option: OptionOption = None,
+    optimizer_form: FormOption = None,
     solver: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(SOLVERS)}.")] = "joint",
     pin: Annotated[
         list[str] | None,
@@ -75,6 +78,9 @@ def plan(
     html_path: HtmlOption = None,
 ) -> int:
     """Choose layout, recomputation and offloading of every tensor so that a step is fastest within the memory."""
+    from ..optim.chosen import choose
+    from ..optim.options import parse_options
+
     question: dict[str, Any] = {
         "hardware": resolve(hardware),
         "memory": None if memory is None else parse_bytes(memory),
@@ -84,8 +90,12 @@ def plan(
         "time_limit_s": time_limit,
         "autocast": model.autocast,
         "micro_batches": parse_micro_batches(micro_batches),
+        "optimizer_options": parse_options(optimizer_option),
+        "optimizer_form": optimizer_form,
     }
     optimizers, solver = _names(optimizer), _solver(solver)
+    for name in optimizers:
+        choose(name, question["optimizer_options"], optimizer_form)
     if compare and frontier:
         raise UserError("one of --compare and --frontier is needed; got both; ask twice")
     if shapes and (compare or frontier):

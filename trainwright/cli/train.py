@@ -12,7 +12,8 @@ from ..artifacts import Plan, UserError
 from ..reports.units import format_bytes, format_s
 from .interruption import told_when_interrupted
 from .model import ModelOptions, as_planned, takes_model
-from .output import STDOUT, JsonOption, quiet_stdout, write_json
+from .optimizing import FormOption, OptionOption
+from .output import STDOUT, JsonOption, quiet_stdout, remarks, write_json
 from .places import check_file, check_readable, check_tensorboard
 from .progress import StepProgress, held_against, of_planned_shape
 from .ranks import NprocOption, is_first_rank, run_worker
@@ -46,6 +47,8 @@ def train(
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="In total, also with --resume.")] = 100,
     optimizer: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the plan's.")] = None,
+    optimizer_option: OptionOption = None,
+    optimizer_form: FormOption = None,
     lr: Annotated[float | None, typer.Option(metavar="X", help="Default: the optimizer's own.")] = None,
     checkpoint: CheckpointOption = None,
     checkpoint_every: CheckpointEveryOption = None,
@@ -69,8 +72,9 @@ def train(
     json_path: JsonOption = None,
 ) -> None:
     """Train the model as planned, on processes started here or on the ranks that torchrun started."""
-    from ..optim import check_plannable
+    from ..optim.options import parse_options
     from ..runtime.nonfinite import check_policy
+    from ..training import optimizer_of
 
     check_policy(on_nan)
     check_saving(checkpoint, checkpoint_every, resume, restarts)
@@ -83,13 +87,16 @@ def train(
         check_tensorboard(tensorboard)
         for option, path in (("--metrics", metrics), ("--trace", trace), ("--json", json_path)):
             check_file(option, path)
-    check_plannable(optimizer or plan.optimizer, plan.offloads_states)
+    stepping = {"name": optimizer, "options": parse_options(optimizer_option), "form": optimizer_form}
+    _, contradictions = optimizer_of(plan, **stepping)
+    if is_first_rank():
+        remarks(contradictions)
     model = as_planned(plan, model)
     payload = {
         "model": model.payload(),
         "plan": plan.to_json(),
         "steps": steps,
-        "optimizer": optimizer or plan.optimizer,
+        "optimizer": stepping,
         "lr": lr,
         "seed": model.seed or 0,
         "data": data or [],

@@ -21,9 +21,7 @@ def verify(model: dict[str, Any], plan: str, dtype: str, seed: int = 0) -> dict[
         loaded = _load(model)
         return loaded.model, loaded.batch, loaded.loss_fn
 
-    report = compare(
-        build, parsed, dtype=dtype, seed=seed, make_optimizer=lambda params: optim.create(parsed.optimizer, params)
-    )
+    report = compare(build, parsed, dtype=dtype, seed=seed, make_optimizer=optim.of_plan(parsed).make)
     return report.model_dump(mode="json")
 
 
@@ -31,7 +29,7 @@ def train(
     model: dict[str, Any],
     plan: str,
     steps: int,
-    optimizer: str,
+    optimizer: dict[str, Any],
     lr: float | None,
     seed: int,
     data: list[str],
@@ -45,9 +43,9 @@ def train(
 ) -> dict[str, Any]:
     """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the records.
 
-    saving: the fields of `SavePolicy`. trace: where to write a trace of some steps.
+    optimizer: name, options and form, None where the plan's stand. saving: the fields of `SavePolicy`. trace: where to write a trace of some steps.
     """
-    from .. import optim, training
+    from .. import training
     from ..launch import emit, rank
     from ..runtime.module import parallelize
     from ..runtime.tracing import StepTrace
@@ -58,7 +56,8 @@ def train(
     module.train()
     if rank() == 0:
         module.steps.notice = lambda text: emit({"kind": "note", "text": text})
-    chosen = optim.create(optimizer, module.parameters(), lr=lr)
+    stepping, _ = training.optimizer_of(parsed, **optimizer, model=loaded.model)
+    chosen = stepping.make(module.named_parameters(), lr)
     subset = None if select is None else selected(module, loaded, select, seed)
 
     def on_step(event: dict[str, Any]) -> None:

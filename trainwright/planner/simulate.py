@@ -34,7 +34,8 @@ from ..profiler.tracker import MemoryTracker, Target
 from ..profiler.values import KnownValues
 from .costs import OptimizerCost, whole_pieces
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+"""From parameters under their names to what steps on them."""
 
 
 @dataclass
@@ -101,7 +102,9 @@ def _simulate(
     tracker = MemoryTracker(target)
     # Calls alike in repeated blocks are followed once. What collectives and fetches bring is allocated, never written.
     with KnownValues(mode, fills_memory=False):
-        optimizer = make_optimizer([param for param in params if param.requires_grad])
+        optimizer = make_optimizer(
+            [(tensor.key, value) for tensor, value in sources.items() if tensor.role == "param" and value.requires_grad]
+        )
         with tracker:
             tracker.watch(params, "param")
             tracker.watch([value for tensor, value in sources.items() if tensor.role == "buffer"], "buffer")
