@@ -102,7 +102,7 @@ def train(
     _check(steps, data, dataset, checkpoint, checkpoint_every, resume)
     loaded = _loaded(model, plan, data, dataset)
     loss_fn = loss_fn or loaded.loss_fn
-    make, notes = _maker(plan, optimizer, optimizer_options, optimizer_form, loaded.model)
+    make, notes, take = _maker(plan, optimizer, optimizer_options, optimizer_form, loaded, loss_fn)
     for note in notes if rank() == 0 else ():
         emit({"kind": "note", "text": note})
     module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed)
@@ -112,6 +112,7 @@ def train(
         lambda first: batches(loaded, plan, first, seed),
         steps=steps,
         saving=SavePolicy(None if checkpoint is None else str(checkpoint), checkpoint_every, keep, resume=resume),
+        take=take,
         metrics=None if metrics is None else str(metrics),
         on_nan=on_nan,
         timeout_s=timeout_s,
@@ -132,12 +133,13 @@ def run(
     on_nan: str = "stop",
     timeout_s: float | None = None,
     trace: StepTrace | None = None,
+    take: Any = None,
     on_step: Callable[[Event], None] = lambda event: None,
 ) -> Trained:
     """Train a planned module up to step `steps` with checkpoints and records: what Python and the command line share.
 
     batches_from(first_step): the global batches from the step on at which a resumed run goes on. sampler: something with
-    `state_dict`, saved with the run.
+    `state_dict`, saved with the run. take: what runs a step, where gradients alone are not enough (`step_of`).
     """
     from .cli.records import Records
     from .cli.saving import Saving
@@ -159,6 +161,7 @@ def run(
         losses = train_loop(
             module, optimizer, batches_from(first), steps=steps, first_step=first, on_step=tell,
             after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s, trace=trace,
+            take=take,
         )  # fmt: skip
     return Trained(module, tuple(losses), first)
 
@@ -238,7 +241,7 @@ def optimizer_of(
         )
     else:
         chosen = optim.choose(name, options, form, model)
-    optim.check_plannable(chosen.name, plan.offloads_states)
+    optim.check_runs(chosen, plan)
     return chosen, _contradictions(plan, chosen)
 
 
@@ -266,13 +269,33 @@ def _said(options: Mapping[str, Any], name: str) -> str:
 Maker = Callable[..., Any]
 
 
-def _maker(plan: Plan, optimizer: Any, options: Any, form: str | None, model: nn.Module) -> tuple[Maker, list[str]]:
-    """What makes the run's optimizer of a module and a learning rate, and what contradicts the plan."""
+def step_of(chosen: Chosen, model: nn.Module, loss_fn: LossFn | None) -> Any:
+    """Return what runs one step of an optimizer that takes the loss with its graph; None for one that takes gradients."""
+    from .capture.call import loss_of
+    from .optim.chosen import WANTS
+    from .runtime.closures import ClosureStep
+
+    if not chosen.needs_loss:
+        return None
+    twice = any(extra.kind == "hessian_vector" for extra in chosen.extra_passes)
+    wants: Any = WANTS.get(chosen.name, "loss")
+    return ClosureStep(wants, twice, lambda batch, output: loss_of(model, batch, loss_fn, output))
+
+
+def _maker(
+    plan: Plan, optimizer: Any, options: Any, form: str | None, loaded: Loaded, loss_fn: LossFn | None
+) -> tuple[Maker, list[str], Any]:
+    """What makes the run's optimizer of a module and a learning rate, what contradicts the plan, and what runs a step."""
     if optimizer is None or isinstance(optimizer, str):
-        chosen, notes = optimizer_of(plan, optimizer, options, form, model)
-        return lambda module, lr: chosen.make(module.named_parameters(), lr), notes
+        chosen, notes = optimizer_of(plan, optimizer, options, form, loaded.model)
+        return (lambda module, lr: made(chosen, module, lr)), notes, step_of(chosen, loaded.model, loss_fn)
     if options or form:
         raise UserError(
             "the name of an optimizer is needed for optimizer_options and optimizer_form; got a function; set them in it"
         )
-    return lambda module, lr: optimizer(module.parameters(), **({} if lr is None else {"lr": lr})), []
+    return (lambda module, lr: optimizer(module.parameters(), **({} if lr is None else {"lr": lr}))), [], None
+
+
+def made(chosen: Chosen, module: ParallelModule, lr: float | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer over the parameters of a planned module."""
+    return chosen.make(module.named_parameters(), lr, module.user_shapes)

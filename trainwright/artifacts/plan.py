@@ -22,7 +22,7 @@ from .cluster import Cluster
 from .record import Artifact, Record, UserError, as_text
 
 FORMAT_VERSION = 1
-_SINCE_FIRST = ("optimizer_options", "optimizer_form", "optimizer_groups")
+_SINCE_FIRST = ("optimizer_options", "optimizer_form", "optimizer_groups", "optimizer_owned")
 EDITED = "edited"
 """The status of a plan whose decisions are not its planner's."""
 
@@ -78,10 +78,11 @@ class OpPlan(Record):
 
 
 class OptimizerGroup(Record):
-    """Parameters, by name, for which an optimizer has settings of their own."""
+    """Parameters, by name, for which an optimizer has settings of their own, or which are another optimizer's."""
 
     params: tuple[str, ...]
-    options: dict[str, Any]
+    options: dict[str, Any] = {}
+    optimizer: str | None = None
 
 
 class OffloadPlan(Record):
@@ -155,6 +156,8 @@ class Plan(Artifact):
     """How its step runs: one pass over memory, lists of all parameters at once, or one parameter after the other."""
     optimizer_groups: tuple[OptimizerGroup, ...] = ()
     """The parameters for which it has settings of their own; all others have `optimizer_options`."""
+    optimizer_owned: tuple[str, ...] = ()
+    """The parameters that it reads whole and that one rank steps on, for all; other such ones, every rank does."""
     cluster: Cluster
     budget_bytes: int | None
     mesh: dict[str, int] = Field(min_length=1)

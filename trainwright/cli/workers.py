@@ -57,7 +57,7 @@ def train(
     if rank() == 0:
         module.steps.notice = lambda text: emit({"kind": "note", "text": text})
     stepping, _ = training.optimizer_of(parsed, **optimizer, model=loaded.model)
-    chosen = stepping.make(module.named_parameters(), lr)
+    chosen = training.made(stepping, module, lr)
     subset = None if select is None else selected(module, loaded, select, seed)
 
     def on_step(event: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def train(
     run = training.run(
         module, chosen, lambda first: subset or _batches(loaded, parsed, data, first, seed), steps=steps,
         saving=SavePolicy(**saving or {}), sampler=subset, metrics=metrics, tensorboard=tensorboard, on_nan=on_nan,
-        timeout_s=timeout_s, trace=tracing, on_step=on_step,
+        timeout_s=timeout_s, trace=tracing, on_step=on_step, take=training.step_of(stepping, loaded.model, loaded.loss_fn),
     )  # fmt: skip
     if tracing is not None and trace is not None:
         tracing.write(trace)

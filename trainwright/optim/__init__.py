@@ -33,7 +33,7 @@ from .adahessian import AdaHessian
 from .adam8bit import Adam8bit, AdamW8bit, SGD8bit
 from .adan import Adan
 from .base import Method, how_keywords
-from .chosen import Chosen, choose, of_plan
+from .chosen import Chosen, check_runs, choose, of_plan
 from .clipped import ClippedAdam, ClippedSGD
 from .diffgrad import DiffGrad
 from .eight_bit import eight_bit_groups
@@ -74,6 +74,7 @@ __all__ = [
     "SophiaH",
     "StateTensor",
     "check_plannable",
+    "check_runs",
     "choose",
     "create",
     "directional_sharpness",
@@ -152,25 +153,13 @@ def record(name: str) -> OptimizerRecord:
 
 
 def check_plannable(name: str, alone: bool = False) -> None:
-    """Raise `UserError` where the optimizer `name` cannot train a planned model: its step takes more than gradients.
+    """Raise `UserError` where the optimizer `name` cannot train a planned model.
 
     alone: the plan keeps optimizer states off the device, so parameters have to be updated one by one.
 
     >>> check_plannable("adamw")
     """
     entry = record(name)
-    if entry.not_on_shards:
-        raise UserError(
-            f"an optimizer that steps on shards is needed to run a plan; {entry.name}, as torch has it, "
-            f"{entry.not_on_shards}; take adamw, adagrad or sgd"
-        )
-    if entry.needs_loss:
-        passes = " and ".join(map(str, entry.extra_passes))
-        raise UserError(
-            f"an optimizer that steps on gradients alone is needed to run a plan; {entry.name} takes the loss with its graph "
-            f"({passes}), and the collectives of a planned model have no second derivative; take adamw, or call "
-            "its step(closure) in a loop of your own"
-        )
     if alone and not entry.updates_alone:
         raise UserError(
             f"an optimizer that updates each parameter by itself is needed where a plan keeps its states off the device; "

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from ..artifacts import OptimizerGroup, Plan, UserError
 from .declared import DeclaredStep
-from .on_parts import on_parts
+from .on_parts import OnParts, on_parts
+from .on_wholes import OnWholes, Together
 from .options import FORMS, as_json, checked_options
-from .record import OptimizerRecord, Shape
+from .record import OptimizerRecord
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,8 @@ class Chosen:
     record: OptimizerRecord
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[OptimizerGroup, ...] = ()
+    owned: tuple[str, ...] = ()
+    """The parameters that one rank steps on for all."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "record":
@@ -44,22 +47,55 @@ class Chosen:
         """Return the record for the parameter `key`, with its group's options."""
         return self._of_groups.get(key, self.record)
 
-    @cached_property
-    def _of_groups(self) -> dict[str, OptimizerRecord]:
-        """The records of the parameters that are set apart."""
-        found: dict[str, OptimizerRecord] = {}
-        for group in self.groups:
-            own = self.record.with_options(**checked_options(self.record, group.options))
-            found.update(dict.fromkeys(group.params, own))
-        return found
+    def make(
+        self, params: Iterable[Any], lr: float | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer over `params`: tensors, or pairs of name and tensor, by which they find their groups.
 
-    def make(self, params: Iterable[Any], lr: float | None = None) -> torch.optim.Optimizer:
-        """Return the optimizer over `params`: tensors, or pairs of name and tensor, by which they find their groups."""
-        return build(self.record, self._grouped(params), lr)
+        shapes: of the whole parameters, by name, where shards are stored in others.
+        """
+        pairs = _named(params)
+        made = [build(entry, groups, lr) for entry, groups in self._members(pairs)]
+        own_shapes = {param: tuple(shape) for name, param in pairs if (shape := (shapes or {}).get(name)) is not None}
+        for each in made:
+            if isinstance(each, OnWholes):
+                each.place(own_shapes, {param for name, param in pairs if name in self.owned and _is_in(param, each)})
+        return made[0] if len(made) == 1 else Together(made)
 
     def on_fakes(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """Return what holds and allocates as the optimizer does, over parameters without values."""
-        return on_fakes(self.record, self._grouped(params))
+        made = [on_fakes(entry, groups) for entry, groups in self._members(_named(params))]
+        return made[0] if len(made) == 1 else Together(made)
+
+    @cached_property
+    def _of_groups(self) -> dict[str, OptimizerRecord]:
+        """The records of the parameters that are set apart."""
+        return {name: entry for group, entry in zip(self.groups, self._entries) for name in group.params}
+
+    @cached_property
+    def _entries(self) -> list[OptimizerRecord]:
+        """The record of each group."""
+        return [
+            choose(group.optimizer, group.options).record
+            if group.optimizer is not None
+            else self.record.with_options(**checked_options(self.record, group.options))
+            for group in self.groups
+        ]
+
+    def _members(self, pairs: list[tuple[str, Tensor]]) -> list[tuple[OptimizerRecord, list[dict[str, Any]]]]:
+        """The optimizers, each with its groups: one, unless some parameters are another's."""
+        apart = {name: number for number, group in enumerate(self.groups) for name in group.params}
+        members: dict[str, tuple[OptimizerRecord, list[dict[str, Any]]]] = {}
+        for number in (None, *range(len(self.groups))):
+            params = [param for name, param in pairs if apart.get(name) == number]
+            group = None if number is None else self.groups[number]
+            entry = self.record if number is None or group is None else self._entries[number]
+            if params:
+                is_other = group is not None and group.optimizer is not None
+                own = {} if group is None or is_other else checked_options(self.record, group.options)
+                member = members.setdefault(entry.name, (entry if is_other else self.record, []))
+                member[1].append({"params": params, **own})
+        return list(members.values())
 
     def fields(self) -> dict[str, Any]:
         """Return what a plan keeps of this."""
@@ -70,17 +106,13 @@ class Chosen:
             "optimizer_groups": self.groups,
         }
 
-    def _grouped(self, params: Iterable[Any]) -> list[dict[str, Any]]:
-        pairs = [each if isinstance(each, tuple) else ("", each) for each in params]
-        apart = {name: number for number, group in enumerate(self.groups) for name in group.params}
-        found = [
-            {
-                "params": [param for name, param in pairs if apart.get(name) == number],
-                **({} if number is None else checked_options(self.record, self.groups[number].options)),
-            }
-            for number in (None, *range(len(self.groups)))
-        ]
-        return [group for group in found if group["params"]]
+
+def _named(params: Iterable[Any]) -> list[tuple[str, Tensor]]:
+    return [each if isinstance(each, tuple) else ("", each) for each in params]
+
+
+def _is_in(param: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    return any(param is each for group in optimizer.param_groups for each in group["params"])
 
 
 def choose(
@@ -124,10 +156,10 @@ def groups_of(entry: OptimizerRecord, model: nn.Module) -> tuple[OptimizerGroup,
     names = {id(param): name for name, param in model.named_parameters()}
     found = []
     for group in entry.groups(model):
-        settings = {key: value for key, value in group.items() if key != "params"}
-        if settings:
+        settings = {key: value for key, value in group.items() if key not in ("params", "optimizer")}
+        if settings or "optimizer" in group:
             own = tuple(names[id(param)] for param in group["params"])
-            found.append(OptimizerGroup(params=own, options=as_json(settings)))
+            found.append(OptimizerGroup(params=own, options=as_json(settings), optimizer=group.get("optimizer")))
     return tuple(found)
 
 
@@ -137,7 +169,38 @@ def of_plan(plan: Plan) -> Chosen:
     Raises `UserError` where the plan's own words about it do not hold.
     """
     found = choose(plan.optimizer, plan.optimizer_options, plan.optimizer_form)
-    return replace(found, groups=plan.optimizer_groups)
+    return replace(found, groups=plan.optimizer_groups, owned=plan.optimizer_owned)
+
+
+def check_runs(chosen: Chosen, plan: Plan) -> None:
+    """Raise `UserError` where the optimizer cannot run under `plan`, with the reason and what to do.
+
+    One that takes the loss with its graph goes through that more than once, which what a plan recomputes, offloads, sends in
+    buckets or runs in micro-batches allows once. A plan that was made for such an optimizer has none of it.
+    """
+    from . import check_plannable
+
+    check_plannable(chosen.name, plan.offloads_states)
+    if not chosen.needs_loss:
+        return
+    away = next((f"recomputes {key}" for key, op in plan.modules.items() if op.recomputed), None)
+    away = away or next((f"offloads {key}" for key, op in plan.modules.items() if op.offloaded), None)
+    away = away or ("sends gradients in buckets" if plan.overlap != "none" else None)
+    away = away or (f"runs {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else None)
+    if away is not None:
+        raise UserError(
+            f"a plan that keeps everything is needed for {chosen.name}, which goes through the graph of the loss more than "
+            f"once; this one {away}; plan with --optimizer {chosen.name}, whose plans keep everything, or take adamw"
+        )
+    if chosen.name == "sso" and not plan.loss_fn:
+        raise UserError(
+            "a loss_fn beside the model is needed for sso, which asks for the loss of targets of its own; this plan's loss "
+            "is the model's; return (model, batch, loss_fn), or take sophiah"
+        )
+
+
+WANTS = {"sophiag": "logits", "sso": "targets"}
+"""What the closures of methods return that want more than the loss."""
 
 
 def build(entry: OptimizerRecord, groups: list[dict[str, Any]], lr: float | None = None) -> torch.optim.Optimizer:
@@ -145,7 +208,7 @@ def build(entry: OptimizerRecord, groups: list[dict[str, Any]], lr: float | None
     params = [param for group in groups for param in group["params"]]
     cls = entry.cls
     if any(isinstance(param, DTensor) for param in params) and cls.__module__.startswith("torch."):
-        cls = on_parts(cls)
+        cls = on_parts(cls, OnWholes if entry.reads == "tensor" else OnParts)
     given = {} if lr is None else {"lr": lr}
     try:
         return cls(groups, **{**entry.defaults, **given})  # type: ignore[call-arg]

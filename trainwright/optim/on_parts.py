@@ -27,7 +27,9 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 class OnParts(torch.optim.Optimizer):
     """Mixed into an elementwise optimizer of torch's: its step on what this rank holds. Made by `on_parts`."""
 
-    updates_alone = True
+    updates_alone: bool | property = True
+    of_torch: Any
+    """The class of torch's that it was made from."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -36,42 +38,50 @@ class OnParts(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        view, parts = self._view()
-        of_torch(type(self)).step(view)
-        for param, part in parts.items():
-            _keep(self.state[param], view.state[part], param, part)
+        self._step_on_parts()
         return loss
 
-    def _view(self) -> tuple[Any, dict[Tensor, Tensor]]:
-        """An optimizer of torch's with the same settings, on the parts of the parameters that have a gradient."""
+    def _step_on_parts(self) -> None:
         parts: dict[Tensor, Tensor] = {}
-        states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         groups = []
         for group in self.param_groups:
-            own = []
-            for param in group["params"]:
-                if param.grad is not None:
-                    part = parts[param] = local(param).detach()
-                    part.grad = local(placed_like(param.grad, param))
-                    states[part].update({name: local(value) for name, value in self.state.get(param, {}).items()})
-                    own.append(part)
-            groups.append({**group, "params": own})
-        view: Any = object.__new__(of_torch(type(self)))
+            own = {param: _part(param) for param in group["params"] if param.grad is not None}
+            parts.update(own)
+            groups.append({**group, "params": list(own.values())})
+        self._run(groups, parts)
+
+    def _run(self, groups: list[Group], parts: dict[Tensor, Tensor]) -> None:
+        """Let torch's step run on plain tensors in place of parameters, and take over the states that it leaves."""
+        cls = self.of_torch
+        states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for param, part in parts.items():
+            states[part].update({name: local(value) for name, value in self.state.get(param, {}).items()})
+        view: Any = object.__new__(cls)
         view.__dict__.update(self.__dict__, param_groups=groups, state=states, **{name: OrderedDict() for name in _HOOKS})
-        return view, parts
+        cls.step(view)
+        for param, part in parts.items():
+            self._keep(param, part, states[part])
+
+    def _keep(self, param: Tensor, part: Tensor, found: dict[str, Any]) -> None:
+        """Take over a state: what was changed in place is there, what is new is laid out like the parameter."""
+        state = self.state[param]
+        for name, value in found.items():
+            if local(state.get(name)) is not value:
+                alike = isinstance(value, Tensor) and value.shape == part.shape and value.dim() > 0
+                state[name] = like(param, value) if alike else value
+
+
+def _part(param: Tensor) -> Tensor:
+    """What this rank holds of a parameter, with its gradient."""
+    assert param.grad is not None
+    part: Tensor = local(param).detach()
+    part.grad = local(placed_like(param.grad, param))
+    return part
 
 
 def local(value: Any) -> Any:
     """Return what this rank holds of a `DTensor`, sharing its memory; anything else as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _keep(state: dict[str, Any], found: dict[str, Any], param: Tensor, part: Tensor) -> None:
-    """Take over a state: what was changed in place is there, what is new is laid out like the parameter."""
-    for name, value in found.items():
-        if local(state.get(name)) is not value:
-            alike = isinstance(value, Tensor) and value.shape == part.shape and value.dim() > 0
-            state[name] = like(param, value) if alike else value
 
 
 def like(param: Tensor, value: Tensor) -> Tensor:
@@ -83,11 +93,6 @@ def like(param: Tensor, value: Tensor) -> Tensor:
     )
 
 
-def of_torch(cls: type) -> Any:
-    """Return torch's class that `cls` was made from."""
-    return cls.__mro__[2]
-
-
 @functools.cache
 def on_parts(cls: type[torch.optim.Optimizer], base: type[OnParts] = OnParts) -> type[torch.optim.Optimizer]:
     """Return torch's `cls` with a step on this rank's parts; the same class and name for everything that asks.
@@ -95,4 +100,5 @@ def on_parts(cls: type[torch.optim.Optimizer], base: type[OnParts] = OnParts) ->
     >>> on_parts(torch.optim.Adagrad).__name__, issubclass(on_parts(torch.optim.Adagrad), torch.optim.Adagrad)
     ('Adagrad', True)
     """
-    return type(cls.__name__, (base, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "of_torch": cls}
+    return type(cls.__name__, (base, cls), own)

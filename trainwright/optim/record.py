@@ -20,7 +20,7 @@ from .batch import working_dtype
 Shape = tuple[int, ...]
 Options = Mapping[str, Any]
 Temporaries = Callable[[Shape, int, Options], int]
-Reads = Literal["element", "block", "row", "matrix", "model"]
+Reads = Literal["element", "block", "row", "matrix", "tensor", "model"]
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 _PASSES = {"forward": 1 / 3, "gradient": 1.0, "hessian_vector": 2.0}
 """What a pass costs, in forward and backward passes: a backward is two forwards, a product two gradients."""
@@ -73,7 +73,7 @@ class OptimizerRecord:
 
     `reads` is the largest piece of a parameter that one updated element depends on, hence where a shard may be cut:
     `element` anywhere, `block` between blocks of 256 consecutive elements, `row` between rows, `matrix` not within the
-    last two dims, `model` not at all. A number summed or counted over the whole model is no such piece: the method adds
+    last two dims, `tensor` not within a parameter, `model` not at all. A number summed or counted over the whole model is no such piece: the method adds
     it up over the ranks itself.
     """
 
@@ -94,6 +94,8 @@ class OptimizerRecord:
     """Where it departs from the paper."""
     not_on_shards: str = ""
     """Why it does not run on the sharded parameters of a plan; empty: it does."""
+    reads_numbers: bool = False
+    """Whether its step reads numbers off its tensors, as norms."""
     groups: Groups | None = None
     """The parameter groups of a model that the method wants (embeddings not in 8 bits, say); `None`: all alike."""
 
@@ -161,12 +163,12 @@ class OptimizerRecord:
         >>> record("adamw").updates_alone, record("clippedadam").updates_alone
         (True, False)
         """
-        return bool(getattr(self.cls, "updates_alone", True))  # of torch's own, those with a record do
+        return self.reads != "tensor" and bool(getattr(self.cls, "updates_alone", True))  # of torch's own, the others do
 
     @property
     def needs_values(self) -> bool:
         """Whether a step cannot be followed on shapes alone: it takes the loss, or reads numbers of the whole model."""
-        return self.needs_loss or self.reads == "model"
+        return self.needs_loss or self.reads == "model" or self.reads_numbers
 
     @property
     def num_passes(self) -> float:

@@ -158,15 +158,16 @@ class _Gathered:
         mesh, coords = local.communicator.mesh, local.communicator.coords
         state = step = 0
         for tensor, index in local.sources.items():
-            own = local.values[index].layout
-            whole = whole_pieces(tensor, own, cost.reads)
+            own, each = local.values[index].layout, cost.of(tensor.key)
+            whole = whole_pieces(tensor, own, each.reads)
             if tensor.role != "param" or not tensor.requires_grad or whole == own:
                 continue
             shapes = [local_shape(tensor.shape, tensor.slots, layout, mesh, coords) for layout in (whole, own)]
-            if cost.whole_state:
-                state += cost.state_bytes(shapes[0], tensor.dtype) - cost.state_bytes(shapes[1], tensor.dtype)
-            more, less = (cost.step_temporary_bytes(shape, tensor.dtype) for shape in shapes)
-            step = max(step, math.prod(shapes[0]) * tensor.dtype.itemsize + more - less)
+            if each.whole_state:
+                state += each.state_bytes(shapes[0], tensor.dtype) - each.state_bytes(shapes[1], tensor.dtype)
+            more, less = (each.step_temporary_bytes(shape, tensor.dtype) for shape in shapes)
+            copies = 2 if each.reads == "tensor" else 1
+            step = max(step, copies * math.prod(shapes[0]) * tensor.dtype.itemsize + more - less)
         return cls(max(0, state), max(0, step))
 
 

@@ -96,9 +96,11 @@ class Task:
         """How far ahead parameters may travel, where it is known what that holds and worth it.
 
         On CPUs nothing is hidden, since the cores that compute are those that communicate, and what is under way is let go
-        when the transport has it, not when the program says so. What buckets hold over several runs is not known.
+        when the transport has it, not when the program says so. What buckets hold over several runs is not known. An optimizer that
+        takes the loss with its graph goes through it more than once: what travels in buckets, is rederived or comes back from
+        elsewhere does so once, so such a plan has none of it.
         """
-        if self.program.num_runs > 1:
+        if self.program.num_runs > 1 or self.optimizer_cost.needs_loss:
             return "none"
         return "buckets" if self.cluster.device.kind == "cpu" else "ahead"
 
@@ -192,6 +194,8 @@ class Place:
     def restriction(self, solver: str) -> Restriction:
         """Return what the recipe and the user's pins leave to choose."""
         found = restriction(self.problem, solver)
+        if self.task.optimizer_cost.needs_loss:
+            found.recompute = found.offload = False
         apply_pins(self.problem, self.task.pins, found)
         return found
 

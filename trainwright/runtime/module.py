@@ -27,7 +27,7 @@ from ..capture.offload_states import StateOffload
 from ..capture.other_shapes import without_weights
 from ..capture.program import Program
 from ..capture.program import Tensor as ProgramTensor
-from ..capture.reshard import Route
+from ..capture.reshard import Route, reshard
 from ..capture.transition import transition
 from ..launch import init, is_under_torchrun
 from ..profiler.step import DTYPES
@@ -151,7 +151,8 @@ class ParallelModule(nn.Module):
         """The rank's step of every batch shape that has come so far."""
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
-        self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
+        self.user_shapes = {tensor.key: tuple(tensor.shape) for tensor in program.params}
+        """Of every parameter, as the model has it: a shard may be stored with a dim taken apart."""
         self.regions: dict[str, Region] = {}
         """Of every parameter, under its first name: which entries of it this rank holds."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
@@ -294,7 +295,11 @@ class ParallelModule(nn.Module):
         if storage.shape == tensor.shape:
             return as_dtensor(value, storage, self.device_mesh, communicator.mesh, communicator.coords)
         whole = (REPLICATE,) * len(communicator.mesh)
-        return Route(transition(held.layout, whole), tensor.shape, tensor.slots, communicator).run(value.detach())
+        there, back = (
+            Route(transition(*pair), tensor.shape, tensor.slots, communicator)
+            for pair in ((held.layout, whole), (whole, held.layout))
+        )
+        return reshard(value, there, back)
 
     def extra_repr(self) -> str:
         return f"plan={self.plan.solver.name}, mesh={self.plan.mesh}"
@@ -331,7 +336,7 @@ def full_state_dict(
 def _user_tensor(model: ParallelModule, name: str, value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         first = model.program.captured.aliases.get(name, name)
-        value = value.full_tensor().reshape(model._user_shapes.get(first, value.shape))
+        value = value.full_tensor().reshape(model.user_shapes.get(first, value.shape))
     return value.detach()
 
 
@@ -341,5 +346,5 @@ def full_gradients(model: ParallelModule) -> Mapping[str, Tensor]:
     for name, param in model.named_parameters():
         if param.grad is not None:
             grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-            found[name] = grad.reshape(model._user_shapes.get(name, grad.shape))
+            found[name] = grad.reshape(model.user_shapes.get(name, grad.shape))
     return found

@@ -65,6 +65,7 @@ def train_loop(
     on_nan: str = "stop",
     timeout_s: float | None = None,
     trace: StepTrace | None = None,
+    take: Any = None,
 ) -> list[float]:
     """Train for the steps `first_step` … `steps − 1` on global `batches` and return the losses; every rank calls this.
 
@@ -73,7 +74,8 @@ def train_loop(
     from the allocator's own records. `after_step(step)` runs when a
     step is done (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
-    and the op. None: no limit but the process group's. trace: records some of the steps.
+    and the op. None: no limit but the process group's. trace: records some of the steps. take: what runs one step, in place of
+    `train_step`: a `ClosureStep`, say.
 
     Raises `Refusal` when the loss is not finite, unless such steps are to be skipped, and `UserError` when data ends early.
     """
@@ -84,10 +86,12 @@ def train_loop(
         for step in range(first_step, steps):
             activity.step = step
             with activity.doing("the data"):
-                part = module.plan.shard_batch(_next(source, step), rows="all")
+                batch = _next(source, step)
+                part = module.plan.shard_batch(batch, rows="all")
             comm_s, num_bytes, skipped = activity.comm_s, activity.num_bytes.copy(), gate.num_skipped
             update_s = activity.update_s
-            run = _Step(module, optimizer, part, partial(gate.lets_pass, module, step))
+            taking = _by_gradients if take is None else take
+            run = _Step(partial(taking, module, optimizer, part, partial(gate.lets_pass, module, step), batch), module, optimizer)
             with trace.step(step - first_step) if trace is not None else nullcontext():
                 peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
             losses.append(run.loss)
@@ -103,19 +107,21 @@ def train_loop(
     return losses
 
 
+def _by_gradients(module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: MayUpdate, batch: Any
+                  ) -> Tensor:  # fmt: skip
+    return train_step(module, optimizer, part, may_update)
+
+
 class _Step:
     """One step that is still to be run, so that the allocator can be watched while it is."""
 
-    def __init__(
-        self, module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: MayUpdate
-    ) -> None:
-        self.module, self.optimizer = module, optimizer
-        self.part, self.may_update = part, may_update
+    def __init__(self, take: Callable[[], Tensor], module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+        self.take, self.module, self.optimizer = take, module, optimizer
         self.loss = self.step_s = math.nan
 
     def __call__(self) -> None:
         started = time.perf_counter()
-        self.loss = float(train_step(self.module, self.optimizer, self.part, self.may_update))
+        self.loss = float(self.take())
         self.step_s = time.perf_counter() - started
 
 
