@@ -40,7 +40,7 @@ def build(model: str) -> tuple[nn.Module, Any, Any]:
 
 def drawn(model: str, mesh: list[int], seed: int) -> tuple[Plan, Any]:
     """A plan from the whole space of layouts in which everything is kept and every parameter travels by itself."""
-    net, batch, loss_fn = build(model)
+    net, batch, loss_fn = build(model) if model == "normed" else (*zoo.build(model, device="meta"), None)
     program = build_program(capture(net.to("meta"), batch, loss_fn))
     decisions = random_decisions(program, tuple(mesh), seed, recompute=0.0)
     decisions.overlap = "none"
@@ -86,3 +86,67 @@ def _probe(name: str, param: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Words(nn.Module):
+    """Embedding, two layers, a norm and a head, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.norm = nn.Embedding(12, 8), nn.Linear(8, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.inner(self.embed(x).mean(1)))))
+
+
+def words() -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(2)
+    return Words().double(), (torch.randint(12, (8, 5)), torch.arange(8) % 6), nn.CrossEntropyLoss()
+
+
+def trains_like_one_process(plan: str, lr: float, steps: int = 3) -> dict[str, float]:
+    """Train as `train` does beside a loop that anybody would write; the largest difference of a weight, and how far they went."""
+    import trainwright as tw
+    from trainwright.training import made, optimizer_of, step_of
+
+    parsed = Plan.parse(plan)
+    (model, batch, loss_fn), (alone, _, _) = words(), words()
+    module = tw.parallelize(model, parsed, loss_fn=loss_fn).train()
+    chosen, _ = optimizer_of(parsed)
+    optimizer, single = made(chosen, module, lr), chosen.make(alone.named_parameters(), lr)
+    before = {name: value.clone() for name, value in alone.state_dict().items()}
+    take, part = step_of(chosen, model, loss_fn), parsed.shard_batch(batch, rows="all")
+    worst = 0.0
+    for _ in range(steps):
+        if take is None:
+            from trainwright.runtime.train import train_step
+
+            loss = train_step(module, optimizer, part)
+        else:
+            loss = take(module, optimizer, part, None, batch)
+        worst = max(worst, abs(float(loss) - _step_alone(chosen.name, single, alone, batch, loss_fn)))
+    weights = tw.full_state_dict(module)
+    found = {name: float((weights[name] - value).abs().max()) for name, value in alone.state_dict().items()}
+    moved = max(float((value - before[name]).abs().max()) for name, value in alone.state_dict().items())
+    return {"worst": max(worst, *found.values()), "moved": moved, "num_steps": module.num_steps}
+
+
+def _step_alone(name: str, optimizer: Any, model: nn.Module, batch: Any, loss_fn: Any) -> float:
+    x, y = batch
+    optimizer.zero_grad()
+    if name == "sso":
+        return float(optimizer.step(lambda: model(x), lambda logits: loss_fn(logits, y)))
+    if name in ("sophiah", "adahessian", "gradnormsmoothnewton"):
+        return float(optimizer.step(lambda: loss_fn(model(x), y)))
+    if name == "sophiag":
+
+        def closure() -> tuple[Tensor, Tensor]:
+            logits = model(x)
+            return loss_fn(logits, y), logits
+
+        return float(optimizer.step(closure))
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())

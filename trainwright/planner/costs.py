@@ -42,6 +42,12 @@ class OptimizerCost(Protocol):
     def form(self) -> str:
         """How its step runs: `fused`, one pass over memory; `loop`, op after op; `foreach`, so on all parameters at once."""
 
+    def form_for(self, shape: tuple[int, ...]) -> str:
+        """Return the form for a parameter of `shape`: what the form of the whole does not take, runs in another."""
+
+    def with_options(self, form: str | None = None) -> OptimizerCost:
+        """Return its answers in another form."""
+
     def of(self, key: str) -> OptimizerCost:
         """Return its answers for one parameter, whose settings may be others."""
 

@@ -108,7 +108,7 @@ def whole_logits(output: Any) -> Tensor:
     found = output.output if isinstance(output, LossOutput) else output
     if not isinstance(found, Tensor):
         found = found.get("logits") if isinstance(found, dict) else getattr(found, "logits", None)
-    if not isinstance(found, Tensor) or not found.requires_grad:
+    if not isinstance(found, Tensor) or found.requires_grad != torch.is_grad_enabled():
         raise UserError(
             "a model whose output is, or has, its logits is needed by this optimizer; got "
             f"{type(output).__name__}; return them, or take sophiah, which needs the loss alone"
