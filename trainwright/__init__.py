@@ -179,6 +179,7 @@ def plan(
     solver: str = "joint",
     pins: str | Sequence[str] = (),
     offload: str = "auto",
+    keep_graph: bool = False,
     time_limit_s: float = 30.0,
     autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
@@ -200,6 +201,8 @@ def plan(
     pins: decisions that are not left to the solver, as text; one or several (docs/planning.md).
     offload: `"host"`, `"disk"`, `"none"`, or `"auto"`: to the host, for GPUs, where nothing fits without (`frontier` and the
         other solvers then offload nothing).
+    keep_graph: keep all that a second backward through the loss needs, which nothing that is recomputed, offloaded or sent in
+        buckets is; for the schedule `lanczos`. Optimizers that take the loss have it anyway.
     micro_batches: into how many parts a step cuts the batch, one after the other, with the whole batch's loss and
         gradients; `"auto"` chooses.
     time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
@@ -221,9 +224,9 @@ def plan(
 
     if shapes:
         batch, others = _by_size(model, [batch, *shapes], loss_fn, as_dtype_name(autocast), micro_batches)
-        return make_plan_for(others, **_question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, offload,
+        return make_plan_for(others, **_question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph),
                                                  time_limit_s, autocast, model_ref, progress, 1), solver=solver)  # fmt: skip
-    return make_plan(**_question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, offload, time_limit_s,
+    return make_plan(**_question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
                                  autocast, model_ref, progress, micro_batches), solver=solver)  # fmt: skip
 
 
@@ -241,6 +244,7 @@ def compare(
     mesh: int | str | Sequence[int] | None = None,
     pins: str | Sequence[str] = (),
     offload: str = "auto",
+    keep_graph: bool = False,
     time_limit_s: float = 30.0,
     autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
@@ -258,7 +262,7 @@ def compare(
     """
     from .planner import compare as run
 
-    question = _question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, offload, time_limit_s, autocast,
+    question = _question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s, autocast,
                          model_ref, progress, micro_batches)  # fmt: skip
     if memory is None:
         question["budget_bytes"] = None
@@ -279,6 +283,7 @@ def frontier(
     mesh: int | str | Sequence[int] | None = None,
     pins: str | Sequence[str] = (),
     offload: str = "auto",
+    keep_graph: bool = False,
     time_limit_s: float = 30.0,
     autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
@@ -298,7 +303,7 @@ def frontier(
     """
     from .planner import frontier as run
 
-    return run(**_question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, offload, time_limit_s,
+    return run(**_question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
                            autocast, model_ref, progress, micro_batches), num_points=num_points)  # fmt: skip
 
 
@@ -496,7 +501,7 @@ def __dir__() -> list[str]:
 
 
 def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: Any, loss_fn: Any, mesh: Any, pins: Any,
-              offload: str, time_limit_s: float, autocast: Any, model_ref: ModelRef | None, progress: Any,
+              offload: tuple[str, bool], time_limit_s: float, autocast: Any, model_ref: ModelRef | None, progress: Any,
               micro_batches: int | str) -> dict[str, Any]:  # fmt: skip
     from .capture.call import name_of_loss
 
@@ -505,6 +510,7 @@ def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: Any
     sizes, pins = as_mesh(mesh), as_pins(pins)
     budget = parse_bytes(memory) if memory is not None else int(MEMORY_SHARE * cluster.device.memory_bytes)
     chosen = as_chosen(*optimizer, model)
+    micro_batches = _runs_of(micro_batches, chosen.name if chosen.needs_loss else "keep_graph" if offload[1] else None)
     program, variants = _programs(model, batch, loss_fn, autocast, micro_batches)
     return {
         "program": program,
@@ -521,10 +527,21 @@ def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: Any
         "dtype": _dtype_name(model),
         "autocast": autocast,
         "pins": pins,
-        "offload": offload,
+        "offload": offload[0],
+        "keep_graph": offload[1],
         "time_limit_s": time_limit_s,
         "progress": progress,
     }
+
+
+def _runs_of(micro_batches: int | str, goes_again: str | None) -> int | str:
+    """The number of micro-batches; 1 where the loss is differentiated more than once, for their graphs are gone by then."""
+    if goes_again is None or micro_batches in ("auto", 1):
+        return micro_batches if goes_again is None else 1
+    raise UserError(
+        f"one micro-batch is needed for {goes_again}, for the graph of the loss is gone through more than once; got "
+        f"{micro_batches}; leave micro_batches out, or take adamw"
+    )
 
 
 def _programs(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None, micro_batches: int | str) -> Any:

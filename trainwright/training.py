@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from .capture.targets import Loaded
     from .cli.saving import SavePolicy
     from .optim.chosen import Chosen
-    from .runtime import ParallelModule
+    from .growing import GrowthOptions
+    from .runtime import HeldOut, ParallelModule
     from .runtime.tracing import StepTrace
+    from .scheduling import ScheduleOptions
 
     LossFn = Callable[[Any, Any], Tensor]
     Event = dict[str, Any]
@@ -51,6 +53,15 @@ def train(
     optimizer_options: Mapping[str, Any] | None = None,
     optimizer_form: str | None = None,
     lr: float | None = None,
+    schedule: str = "constant",
+    warmup_steps: int = 0,
+    decay_steps: int | None = None,
+    norms: str | os.PathLike[str] | None = None,
+    eval_data: Any = None,
+    eval_every: int | None = None,
+    grow_batch: int | None = None,
+    grow_every: int = 10,
+    grow_eta: float = 0.5,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
@@ -76,6 +87,13 @@ def train(
     with the parameters and, where it is given, `lr`.
     optimizer_options, optimizer_form: as for `plan`; what is given stands in place of the plan's, whose prediction is then of
     something else: a note says so.
+    schedule: of the learning rate, whose peak is `lr`: `"constant"`, `"linear"` (the one to begin with), `"cosine"`, `"wsd"`
+    (constant, then linear in the last `decay_steps`, a fifth by default), `"refined"` by the gradient norms of an earlier run,
+    whose metrics file `norms` is, or `"lanczos"` by the curvature, for SGD. warmup_steps: over which the rate rises first.
+    eval_data: a global batch, or several, that are not trained on (default: the model's `eval_batch`); the mean of their losses
+    is told after every `eval_every` steps and after the last.
+    grow_batch: up to so many planned batches to a step, as the noise of the gradient asks for: every `grow_every` steps the
+    gradient of each example is measured, and the noise is to be at most `grow_eta` of the gradient (for AdAdaGrad).
     seed: of dropout, of shuffling, and of weights made here.
     checkpoint: a directory; written after every `checkpoint_every` steps and after the last, the newest `keep` stay.
     resume: go on from the newest checkpoint.
@@ -96,8 +114,10 @@ def train(
     (3, True)
     """
     from .cli.saving import SavePolicy
+    from .growing import GrowthOptions
     from .launch import emit, rank
     from .runtime.module import parallelize
+    from .scheduling import ScheduleOptions
 
     _check(steps, data, dataset, checkpoint, checkpoint_every, resume)
     loaded = _loaded(model, plan, data, dataset)
@@ -105,6 +125,12 @@ def train(
     make, notes, take = _maker(plan, optimizer, optimizer_options, optimizer_form, loaded, loss_fn)
     for note in notes if rank() == 0 else ():
         emit({"kind": "note", "text": note})
+    extras = Extras(
+        ScheduleOptions(schedule, warmup_steps, decay_steps, None if norms is None else str(norms)),
+        None if eval_every is None and eval_data is None else held_out(loaded, eval_data, eval_every),
+        None if grow_batch is None else GrowthOptions(grow_batch, grow_every, grow_eta),
+    )
+    extras.check(plan, steps, optimizer if isinstance(optimizer, str) else None, take)
     module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed)
     return run(
         module.train(),
@@ -113,6 +139,7 @@ def train(
         steps=steps,
         saving=SavePolicy(None if checkpoint is None else str(checkpoint), checkpoint_every, keep, resume=resume),
         take=take,
+        extras=extras,
         metrics=None if metrics is None else str(metrics),
         on_nan=on_nan,
         timeout_s=timeout_s,
@@ -134,19 +161,22 @@ def run(
     timeout_s: float | None = None,
     trace: StepTrace | None = None,
     take: Any = None,
+    extras: Extras | None = None,
     on_step: Callable[[Event], None] = lambda event: None,
 ) -> Trained:
     """Train a planned module up to step `steps` with checkpoints and records: what Python and the command line share.
 
     batches_from(first_step): the global batches from the step on at which a resumed run goes on. sampler: something with
-    `state_dict`, saved with the run. take: what runs a step, where gradients alone are not enough (`step_of`).
+    `state_dict`, saved with the run. extras: schedule, held-out loss and growth. take: what runs a step, where gradients alone are not enough (`step_of`).
     """
     from .cli.records import Records
     from .cli.saving import Saving
     from .launch import emit, rank
     from .runtime.train import train_loop
 
-    checkpoints = Saving(saving, module, optimizer, steps, sampler)
+    extras = extras or Extras()
+    schedule, growth = extras.schedule_of(optimizer, module.plan, steps), extras.growth_of(module)
+    checkpoints = Saving(saving, module, optimizer, steps, sampler or growth, schedule)
     first = checkpoints.first_step
     records = Records(metrics, tensorboard, first) if rank() == 0 else None
     if rank() == 0 and first > 0:
@@ -159,11 +189,108 @@ def run(
 
     with checkpoints:
         losses = train_loop(
-            module, optimizer, batches_from(first), steps=steps, first_step=first, on_step=tell,
+            module, optimizer, batches_from(first if growth is None else growth.num_batches), steps=steps, first_step=first, on_step=tell,
             after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s, trace=trace,
-            take=take,
+            take=take, schedule=schedule, growth=growth, held_out=extras.held_out,
+            norms=gradient_norms if metrics is not None or tensorboard is not None else None,
         )  # fmt: skip
     return Trained(module, tuple(losses), first)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a run does beside its steps."""
+
+    schedule: ScheduleOptions | None = None
+    held_out: HeldOut | None = None
+    growth: GrowthOptions | None = None
+
+    def check(self, plan: Plan, steps: int, optimizer: str | None, take: Any = None) -> None:
+        """Raise `UserError` for what cannot be done under a plan, before anything runs."""
+        from .scheduling import check_schedule
+
+        if self.schedule is not None:
+            check_schedule(self.schedule, plan, steps, optimizer or plan.optimizer)
+        if self.growth is not None and take is not None:
+            raise UserError(
+                "an optimizer that steps on gradients is needed for batches that grow; this one takes the loss itself; take "
+                "adadagrad or adamw"
+            )
+        for batch in self.held_out.batches if self.held_out is not None else ():
+            _check_fits(plan, batch)
+
+    def schedule_of(self, optimizer: torch.optim.Optimizer, plan: Plan, steps: int) -> Any:
+        """Return what the loop calls around each step; None for a constant rate."""
+        from .scheduling import Schedule
+
+        options = self.schedule
+        if options is None or (options.name == "constant" and not options.warmup_steps):
+            return None
+        return Schedule(options, optimizer, steps, _name_of(optimizer, plan))
+
+    def growth_of(self, module: ParallelModule) -> Any:
+        """Return what says how many batches a step takes; None where it is always one."""
+        from .artifacts.plan import names_of_batch
+        from .growing import Growth
+
+        if self.growth is None:
+            return None
+        shapes = {name: entry.shape for name, entry in module.plan.batch.items()}
+        return Growth(self.growth, module, next(shapes[name][0] for name in names_of_batch(shapes)))
+
+
+def held_out(loaded: Loaded, data: Any, every: int | None) -> HeldOut:
+    """Return the held-out loss of a run, on `data` or on the model's own `eval_batch`; `UserError` where there is neither."""
+    from .runtime.train import HeldOut
+
+    if every is None:
+        raise UserError("the number of steps between held-out losses is needed; got none; give eval_every=N")
+    if not isinstance(every, int) or every < 1:
+        raise UserError(f"a number of steps between held-out losses is needed, 1 or more; got {every!r}; try 100")
+    if data is None:
+        data = loaded.eval_batch
+    if data is None:
+        raise UserError(
+            "data that is not trained on is needed for a held-out loss; got none; return an eval_batch with the model, or give "
+            "eval_data"
+        )
+    found = (data,) if _is_batch(data) else tuple(data)
+    if not found:
+        raise UserError("at least one batch is needed for a held-out loss; got none; give some")
+    return HeldOut(found, every)
+
+
+def gradient_norms(gradients: list[Tensor]) -> dict[str, float]:
+    """Return the ℓ2 and the ℓ1 norm of all gradients together, by the names that metrics give them; a collective call."""
+    from .numerics.norms import total_norm
+    from .scheduling import NORMS
+
+    return {name: float(total_norm(gradients, order)) for order, name in NORMS.items()}
+
+
+def _name_of(optimizer: torch.optim.Optimizer, plan: Plan) -> str:
+    """The name of an optimizer's record; the plan's for one without."""
+    from .arguments import as_optimizer_name
+
+    try:
+        return as_optimizer_name(optimizer)
+    except UserError:
+        return plan.optimizer
+
+
+def _check_fits(plan: Plan, batch: Any) -> None:
+    """Raise `UserError` for a held-out batch that the plan cannot run."""
+    from .capture._torch_private import flatten_batch
+    from .capture.export import as_batch
+    from .runtime.entries import check_within
+
+    shapes = {name: tuple(leaf.shape) for name, leaf in flatten_batch(as_batch(batch))[0] if hasattr(leaf, "shape")}
+    if shapes.keys() != plan.batch.keys():
+        raise UserError(
+            f"a held-out batch with the entries of the plan's, {', '.join(plan.batch)}, is needed; got {', '.join(shapes)}; make it "
+            "like the batch"
+        )
+    check_within(plan, shapes)
 
 
 def batches(loaded: Loaded, plan: Plan, first: int, seed: int) -> Iterator[Any]:

@@ -57,6 +57,9 @@ def plan(
         str,
         typer.Option(metavar="TIER", help="host, disk or none; auto: to the host of GPUs where nothing fits without."),
     ] = "auto",
+    keep_graph: Annotated[
+        bool, typer.Option("--keep-graph", help="Keep what a second backward needs, for --schedule lanczos.")
+    ] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Show what every solver reaches.")] = False,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Plans from the smallest to the fastest; -o names a folder for them.")
@@ -92,6 +95,7 @@ def plan(
         "micro_batches": parse_micro_batches(micro_batches),
         "optimizer_options": parse_options(optimizer_option),
         "optimizer_form": optimizer_form,
+        "keep_graph": keep_graph,
     }
     optimizers, solver = _names(optimizer), _solver(solver)
     for name in optimizers:

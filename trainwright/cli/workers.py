@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..artifacts import Plan
+from .learning import extras_of
 from .saving import SavePolicy
 from .selecting import selected
 
@@ -40,10 +41,12 @@ def train(
     timeout_s: float | None = None,
     select: dict[str, Any] | None = None,
     trace: str | None = None,
+    learning: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the records.
 
-    optimizer: name, options and form, None where the plan's stand. saving: the fields of `SavePolicy`. trace: where to write a trace of some steps.
+    optimizer: name, options and form, None where the plan's stand. saving: the fields of `SavePolicy`. trace: where to write a trace of some steps. learning: the
+    options of `cli.learning`.
     """
     from .. import training
     from ..launch import emit, rank
@@ -52,6 +55,9 @@ def train(
 
     parsed = Plan.parse(plan, where="the plan")
     loaded = _load(model)
+    extras = None if learning is None else extras_of(learning, loaded, parsed)
+    if extras is not None:
+        extras.check(parsed, steps, optimizer["name"])
     module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed)
     module.train()
     if rank() == 0:
@@ -70,7 +76,7 @@ def train(
     run = training.run(
         module, chosen, lambda first: subset or _batches(loaded, parsed, data, first, seed), steps=steps,
         saving=SavePolicy(**saving or {}), sampler=subset, metrics=metrics, tensorboard=tensorboard, on_nan=on_nan,
-        timeout_s=timeout_s, trace=tracing, on_step=on_step, take=training.step_of(stepping, loaded.model, loaded.loss_fn),
+        timeout_s=timeout_s, trace=tracing, on_step=on_step, extras=extras, take=training.step_of(stepping, loaded.model, loaded.loss_fn),
     )  # fmt: skip
     if tracing is not None and trace is not None:
         tracing.write(trace)

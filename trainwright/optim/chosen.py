@@ -183,10 +183,7 @@ def check_runs(chosen: Chosen, plan: Plan) -> None:
     check_plannable(chosen.name, plan.offloads_states)
     if not chosen.needs_loss:
         return
-    away = next((f"recomputes {key}" for key, op in plan.modules.items() if op.recomputed), None)
-    away = away or next((f"offloads {key}" for key, op in plan.modules.items() if op.offloaded), None)
-    away = away or ("sends gradients in buckets" if plan.overlap != "none" else None)
-    away = away or (f"runs {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else None)
+    away = what_goes_once(plan)
     if away is not None:
         raise UserError(
             f"a plan that keeps everything is needed for {chosen.name}, which goes through the graph of the loss more than "
@@ -197,6 +194,14 @@ def check_runs(chosen: Chosen, plan: Plan) -> None:
             "a loss_fn beside the model is needed for sso, which asks for the loss of targets of its own; this plan's loss "
             "is the model's; return (model, batch, loss_fn), or take sophiah"
         )
+
+
+def what_goes_once(plan: Plan) -> str | None:
+    """Return what of a plan makes its graph one that a backward goes through once; None where nothing does."""
+    away = next((f"recomputes {key}" for key, op in plan.modules.items() if op.recomputed), None)
+    away = away or next((f"offloads {key}" for key, op in plan.modules.items() if op.offloaded), None)
+    away = away or ("sends gradients in buckets" if plan.overlap != "none" else None)
+    return away or (f"runs {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else None)
 
 
 WANTS = {"sophiag": "logits", "sso": "targets"}

@@ -58,6 +58,8 @@ class Task:
     time_limit_s: float = 30.0
     """What one search may take, and from its beginning, until `deadline`, all of them together."""
     deadline: Deadline = field(default_factory=Deadline)
+    keep_graph: bool = False
+    """Whether the loss is differentiated more than once, as an optimizer that takes it with its graph does anyway."""
     variants: Variants | None = None
     """The same batch in several micro-batches, where their number is to be chosen."""
     progress: Callable[[str], None] | None = None
@@ -74,6 +76,11 @@ class Task:
             )
         if self.offload in ("host", "disk"):
             self.cluster.tier(self.offload)
+
+    @property
+    def goes_again(self) -> bool:
+        """Whether a backward goes through the graph more than once, so that everything has to stay in it."""
+        return self.keep_graph or self.optimizer_cost.needs_loss
 
     @property
     def optimizer_fields(self) -> dict[str, Any]:
@@ -100,7 +107,7 @@ class Task:
         takes the loss with its graph goes through it more than once: what travels in buckets, is rederived or comes back from
         elsewhere does so once, so such a plan has none of it.
         """
-        if self.program.num_runs > 1 or self.optimizer_cost.needs_loss:
+        if self.program.num_runs > 1 or self.goes_again:
             return "none"
         return "buckets" if self.cluster.device.kind == "cpu" else "ahead"
 
@@ -194,7 +201,7 @@ class Place:
     def restriction(self, solver: str) -> Restriction:
         """Return what the recipe and the user's pins leave to choose."""
         found = restriction(self.problem, solver)
-        if self.task.optimizer_cost.needs_loss:
+        if self.task.goes_again:
             found.recompute = found.offload = False
         apply_pins(self.problem, self.task.pins, found)
         return found

@@ -6,8 +6,8 @@ called again              draws the same random numbers, and what it writes into
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,6 +100,28 @@ class _Closure:
         self.module.num_steps = self._num_steps + 1
         with torch.no_grad():
             for buffer, before in zip(self.module.buffers(), self._buffers or ()):
+                buffer.copy_(before)
+
+
+@contextmanager
+def measuring(module: ParallelModule, part: Any) -> Iterator[Callable[[], Tensor]]:
+    """Give a function that returns the loss of a batch with its graph, to be differentiated twice, and leave no trace.
+
+    Random numbers are those of the step to come.
+    """
+    num_steps, buffers = module.num_steps, [buffer.detach().clone() for buffer in module.buffers()]
+
+    def loss() -> Tensor:
+        module.num_steps = num_steps
+        return find_loss(module(**part) if isinstance(part, dict) else module(*part))
+
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield loss
+    finally:
+        module.num_steps = num_steps
+        with torch.no_grad():
+            for buffer, before in zip(module.buffers(), buffers):
                 buffer.copy_(before)
 
 
