@@ -224,9 +224,11 @@ def plan(
 
     if shapes:
         batch, others = _by_size(model, [batch, *shapes], loss_fn, as_dtype_name(autocast), micro_batches)
-        return make_plan_for(others, **_question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph),
+        return make_plan_for(others, **_question(model, batch, hardware, memory,
+        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph),
                                                  time_limit_s, autocast, model_ref, progress, 1), solver=solver)  # fmt: skip
-    return make_plan(**_question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
+    return make_plan(**_question(model, batch, hardware, memory,
+        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
                                  autocast, model_ref, progress, micro_batches), solver=solver)  # fmt: skip
 
 
@@ -262,7 +264,8 @@ def compare(
     """
     from .planner import compare as run
 
-    question = _question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s, autocast,
+    question = _question(model, batch, hardware, memory,
+        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s, autocast,
                          model_ref, progress, micro_batches)  # fmt: skip
     if memory is None:
         question["budget_bytes"] = None
@@ -303,7 +306,8 @@ def frontier(
     """
     from .planner import frontier as run
 
-    return run(**_question(model, batch, hardware, memory, (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
+    return run(**_question(model, batch, hardware, memory,
+        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
                            autocast, model_ref, progress, micro_batches), num_points=num_points)  # fmt: skip
 
 

@@ -89,7 +89,12 @@ def noise_of(module: ParallelModule, batch: Any) -> GradientNoise:
         raise UserError(f"at least 2 examples are needed to see their noise; got {count}; plan for a larger batch")
     params = dict(module.named_parameters())
     square, spread = (
-        float(_total({name: values[name].sum() if values is spreads else values[name].square().sum() for name in values}, params))
+        float(
+            _total(
+                {name: values[name].sum() if values is spreads else values[name].square().sum() for name in values},
+                params,
+            )
+        )
         for values in (means, spreads)
     )
     return GradientNoise(count, square, spread / (count - 1))

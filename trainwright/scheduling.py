@@ -86,12 +86,14 @@ def norms_of(path: str, order: int) -> list[float]:
         lines = Path(path).read_text(encoding="utf8").splitlines()
         found = [json.loads(line).get(NORMS[order]) for line in lines if line.strip()]
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"a metrics file of an earlier run is needed; {path} is none ({error}); check the path") from None
+        raise UserError(
+            f"a metrics file of an earlier run is needed; {path} is none ({error}); check the path"
+        ) from None
     norms = [float(value) for value in found if value is not None]
     if len(norms) < 2:
         raise UserError(
-            f"gradient norms of at least 2 steps are needed; {path} has {len(norms)}; log a run with --metrics, by an optimizer that "
-            "steps on gradients"
+            f"gradient norms of at least 2 steps are needed; {path} has {len(norms)}; log a run with --metrics, by an "
+            "optimizer that steps on gradients"
         )
     return norms
 

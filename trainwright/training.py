@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from .capture.targets import Loaded
     from .cli.saving import SavePolicy
-    from .optim.chosen import Chosen
     from .growing import GrowthOptions
+    from .optim.chosen import Chosen
     from .runtime import HeldOut, ParallelModule
     from .runtime.tracing import StepTrace
     from .scheduling import ScheduleOptions
@@ -167,7 +167,8 @@ def run(
     """Train a planned module up to step `steps` with checkpoints and records: what Python and the command line share.
 
     batches_from(first_step): the global batches from the step on at which a resumed run goes on. sampler: something with
-    `state_dict`, saved with the run. extras: schedule, held-out loss and growth. take: what runs a step, where gradients alone are not enough (`step_of`).
+    `state_dict`, saved with the run. extras: schedule, held-out loss and growth. take: what runs a step, where gradients
+    alone are not enough (`step_of`).
     """
     from .cli.records import Records
     from .cli.saving import Saving
@@ -189,7 +190,8 @@ def run(
 
     with checkpoints:
         losses = train_loop(
-            module, optimizer, batches_from(first if growth is None else growth.num_batches), steps=steps, first_step=first, on_step=tell,
+            module, optimizer, batches_from(first if growth is None else growth.num_batches),
+            steps=steps, first_step=first, on_step=tell,
             after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s, trace=trace,
             take=take, schedule=schedule, growth=growth, held_out=extras.held_out,
             norms=gradient_norms if metrics is not None or tensorboard is not None else None,
@@ -287,8 +289,8 @@ def _check_fits(plan: Plan, batch: Any) -> None:
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten_batch(as_batch(batch))[0] if hasattr(leaf, "shape")}
     if shapes.keys() != plan.batch.keys():
         raise UserError(
-            f"a held-out batch with the entries of the plan's, {', '.join(plan.batch)}, is needed; got {', '.join(shapes)}; make it "
-            "like the batch"
+            f"a held-out batch with the entries of the plan's, {', '.join(plan.batch)}, is needed; got {', '.join(shapes)}; "
+            "make it like the batch"
         )
     check_within(plan, shapes)
 

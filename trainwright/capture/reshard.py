@@ -276,7 +276,11 @@ class Nothing(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # what is differentiated again goes through these zeros, as it does on other ranks
             shapes = [shape for shape, _, _ in ctx.like]
-            return None, None, *(zero if want else None for want, zero in zip(wanted, Nothing.apply(shapes, wanted, *grads)))
+            return (
+                None,
+                None,
+                *(zero if want else None for want, zero in zip(wanted, Nothing.apply(shapes, wanted, *grads))),
+            )
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
         return None, None, *(zero if want else None for zero, want in zip(zeros, wanted))
 

@@ -33,7 +33,9 @@ DecayOption = Annotated[
 ]
 NormsOption = Annotated[
     str | None,
-    typer.Option("--norms", metavar="F.jsonl", rich_help_panel=PANEL, help="The --metrics of an earlier run, for refined."),
+    typer.Option(
+        "--norms", metavar="F.jsonl", rich_help_panel=PANEL, help="The --metrics of an earlier run, for refined."
+    ),
 ]
 EvalEveryOption = Annotated[
     int | None,
@@ -60,7 +62,8 @@ GrowEveryOption = Annotated[
     int, typer.Option("--grow-every", metavar="N", rich_help_panel=PANEL, help="Steps between measurements.")
 ]
 GrowEtaOption = Annotated[
-    float, typer.Option("--grow-eta", metavar="X", rich_help_panel=PANEL, help="Largest noise, as a share of the gradient.")
+    float,
+    typer.Option("--grow-eta", metavar="X", rich_help_panel=PANEL, help="Largest noise, as a share of the gradient."),
 ]
 
 

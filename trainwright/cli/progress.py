@@ -68,7 +68,11 @@ class StepProgress:
             self._say(f"note: step {event['step'] + 1} is left out: loss or gradients were not finite")
         if self._bar is not None:
             self._bar.advance_to(event["step"] + 1, [*self._losses(event), *_pace(event, self._plan)])
-        elif event["step"] + 1 == self._num_steps or event.get("eval_loss") is not None or time.monotonic() - self._said_at_s > _LINE_EVERY_S:
+        elif (
+            event["step"] + 1 == self._num_steps
+            or event.get("eval_loss") is not None
+            or time.monotonic() - self._said_at_s > _LINE_EVERY_S
+        ):
             self._said_at_s = time.monotonic()
             parts = [f"step {event['step'] + 1}/{self._num_steps}", *self._losses(event)]
             remark("  ".join([*parts, *_pace(event, self._plan)]))

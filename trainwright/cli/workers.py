@@ -45,8 +45,9 @@ def train(
 ) -> dict[str, Any]:
     """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the records.
 
-    optimizer: name, options and form, None where the plan's stand. saving: the fields of `SavePolicy`. trace: where to write a trace of some steps. learning: the
-    options of `cli.learning`.
+    optimizer: name, options and form, None where the plan's stand.
+    saving: the fields of `SavePolicy`. trace: where to write a trace of some steps.
+    learning: the options of `cli.learning`.
     """
     from .. import training
     from ..launch import emit, rank
@@ -76,7 +77,8 @@ def train(
     run = training.run(
         module, chosen, lambda first: subset or _batches(loaded, parsed, data, first, seed), steps=steps,
         saving=SavePolicy(**saving or {}), sampler=subset, metrics=metrics, tensorboard=tensorboard, on_nan=on_nan,
-        timeout_s=timeout_s, trace=tracing, on_step=on_step, extras=extras, take=training.step_of(stepping, loaded.model, loaded.loss_fn),
+        timeout_s=timeout_s, trace=tracing, on_step=on_step, extras=extras,
+        take=training.step_of(stepping, loaded.model, loaded.loss_fn),
     )  # fmt: skip
     if tracing is not None and trace is not None:
         tracing.write(trace)

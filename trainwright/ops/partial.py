@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .local import AxisGroup
 
-
 Map = Callable[[Tensor], Tensor]
 
 

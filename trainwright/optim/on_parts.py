@@ -57,7 +57,9 @@ class OnParts(torch.optim.Optimizer):
         for param, part in parts.items():
             states[part].update({name: local(value) for name, value in self.state.get(param, {}).items()})
         view: Any = object.__new__(cls)
-        view.__dict__.update(self.__dict__, param_groups=groups, state=states, **{name: OrderedDict() for name in _HOOKS})
+        view.__dict__.update(
+            self.__dict__, param_groups=groups, state=states, **{name: OrderedDict() for name in _HOOKS}
+        )
         cls.step(view)
         for param, part in parts.items():
             self._keep(param, part, states[part])

@@ -69,7 +69,7 @@ def option_defaults(entry: OptimizerRecord) -> dict[str, tuple[Any, str]]:
         if each.kind in named
     }
     if issubclass(entry.cls, Method):
-        found |= {name: (False, "bool") for name in how_keywords()}
+        found |= dict.fromkeys(how_keywords(), (False, "bool"))
     return {name: value for name, value in found.items() if name not in _NOT_OFFERED}
 
 
@@ -97,15 +97,17 @@ def _value(entry: OptimizerRecord, name: str, value: Any, own: Mapping[str, tupl
         raise UserError(f"{entry.name} has no option {name}; its options are {', '.join(own)}; {advice}")
     default, annotation = own[name]
     kinds = _kinds(default, annotation)
-    if value is None or (isinstance(value, str) and value.lower() == "none" and str not in kinds):
-        if default is None or "None" in annotation:
-            return None
+    is_none = value is None or (isinstance(value, str) and value.lower() == "none" and str not in kinds)
+    if is_none and (default is None or "None" in annotation):
+        return None
     for kind in kinds:
         if (found := _as_kind(kind, value, default)) is not None:
             return found
     needed = " or ".join(_needed(kind, default) for kind in kinds)
     shown = value if isinstance(value, str) else repr(value)
-    raise UserError(f"{entry.name}'s {name} needs {needed}; got {shown}; write for example {name}={_example(kinds[0], default)}")
+    raise UserError(
+        f"{entry.name}'s {name} needs {needed}; got {shown}; write for example {name}={_example(kinds[0], default)}"
+    )
 
 
 def _kinds(default: Any, annotation: str) -> tuple[type, ...]:
@@ -127,7 +129,9 @@ def _as_kind(kind: type, value: Any, default: Any) -> Any:
     if kind is tuple:
         return _as_numbers(value, default)
     if kind is bool:
-        return _WORDS.get(value.strip().lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
+        return (
+            _WORDS.get(value.strip().lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
+        )
     if kind is str:
         return value if isinstance(value, str) and value else None
     if isinstance(value, bool):

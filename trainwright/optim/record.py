@@ -73,8 +73,8 @@ class OptimizerRecord:
 
     `reads` is the largest piece of a parameter that one updated element depends on, hence where a shard may be cut:
     `element` anywhere, `block` between blocks of 256 consecutive elements, `row` between rows, `matrix` not within the
-    last two dims, `tensor` not within a parameter, `model` not at all. A number summed or counted over the whole model is no such piece: the method adds
-    it up over the ranks itself.
+    last two dims, `tensor` not within a parameter, `model` not at all. A number summed or counted over the whole model is
+    no such piece: the method adds it up over the ranks itself.
     """
 
     name: str
@@ -174,7 +174,9 @@ class OptimizerRecord:
         >>> record("adamw").updates_alone, record("clippedadam").updates_alone
         (True, False)
         """
-        return self.reads != "tensor" and bool(getattr(self.cls, "updates_alone", True))  # of torch's own, the others do
+        return self.reads != "tensor" and bool(
+            getattr(self.cls, "updates_alone", True)
+        )  # of torch's own, the others do
 
     @property
     def needs_values(self) -> bool:

@@ -42,7 +42,12 @@ class ClosureStep:
     loss_of: LossOf | None = None
 
     def __call__(
-        self, module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: Any = None, batch: Any = None
+        self,
+        module: ParallelModule,
+        optimizer: torch.optim.Optimizer,
+        part: Any,
+        may_update: Any = None,
+        batch: Any = None,
     ) -> Tensor:
         """Run one step on the rank's part of a batch and return the loss of the whole batch before it."""
         optimizer.zero_grad(set_to_none=True)

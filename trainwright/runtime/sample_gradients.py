@@ -62,7 +62,8 @@ def _check_apart(module: ParallelModule) -> None:
     size = next(iter(sizes), 1)
     if capturing is None or size == 1:
         return
+    num = next(num for num in range(2, size + 1) if size % num == 0)  # as two or more examples, some layers refuse one
     try:
-        capture_step(capturing.model, batch_like(plan, shapes), capturing.loss_fn, capturing.autocast, size)
+        capture_step(capturing.model, batch_like(plan, shapes), capturing.loss_fn, capturing.autocast, num)
     except UserError as error:
         raise UserError(f"examples that do not act on one another are needed for their gradients; {error}") from None

@@ -76,9 +76,9 @@ def train_loop(
     """Train for the steps `first_step` … `steps − 1` on global `batches` and return the losses; every rank calls this.
 
     `on_step` gets {step, steps, loss, step_s, samples_per_s, tokens_per_s, peak_bytes, comm_s, update_s, comm_bytes, planned,
-    skipped, lr, and what `norms` and `held_out` found} on every rank (`planned`: whether the batch had the planned shape); the peak is the largest rank's since the start,
-    from the allocator's own records. `after_step(step)` runs when a
-    step is done (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
+    skipped, lr, and what `norms` and `held_out` found} on every rank (`planned`: whether the batch had the planned shape); the
+    peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a step is done
+    (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
     and the op. None: no limit but the process group's. trace: records some of the steps. take: what runs one step, in place of
     `train_step`: a `ClosureStep`, say. schedule: its `before(module, part)` and `after()` are called around each step. norms:
@@ -179,7 +179,12 @@ def _by_gradients(module: ParallelModule, optimizer: torch.optim.Optimizer, part
 
 
 def _adding_up(
-    parts: Sequence[Any], module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: MayUpdate, batch: Any
+    parts: Sequence[Any],
+    module: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    part: Any,
+    may_update: MayUpdate,
+    batch: Any,
 ) -> Tensor:
     """Run one step on several batches, whose gradients add up to that of their mean."""
     optimizer.zero_grad(set_to_none=True)

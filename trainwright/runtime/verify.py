@@ -56,7 +56,7 @@ def verify(
     model_fn: returns `(model, batch)` or `(model, batch, loss_fn)`, real and the same on every rank; called anew for each run.
     dtype: `float64` (bar 1e-9; a model's own casts to fp32 are lifted, in both runs) or `fp32` (bar: the larger of 1e-5 and
     five times the same tensor's single-process error of fp32 against float64; the reference is the model itself).
-    make_optimizer: parameters and their names → optimizer; with it the update is compared, and the peak of two whole steps measured.
+    make_optimizer: names and parameters → optimizer; with it the update is compared, and the peak of two steps measured.
 
     Raises `UserError` when the plan is not the model's.
     """

@@ -58,7 +58,11 @@ class NamedSchedule(ScheduledFactors):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
-        self.last_epoch, self.base_lrs, self._step_count = state["last_epoch"], list(state["base_lrs"]), state["step_count"]
+        self.last_epoch, self.base_lrs, self._step_count = (
+            state["last_epoch"],
+            list(state["base_lrs"]),
+            state["step_count"],
+        )
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = rate
@@ -72,8 +76,8 @@ def _decay(name: str, num_steps: int, num_warmup_steps: int, num_decay_steps: in
     decay = max(1, num_steps // 5) if num_decay_steps is None else num_decay_steps
     if not 1 <= decay <= num_steps - num_warmup_steps:
         raise UserError(
-            f"wsd needs at least 1 decay step, and no more than the {num_steps - num_warmup_steps} behind its warm-up; got {decay}; "
-            "change the number"
+            f"wsd needs at least 1 decay step, and no more than the {num_steps - num_warmup_steps} behind its warm-up; "
+            f"got {decay}; change the number"
         )
     return decay
 
