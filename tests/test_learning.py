@@ -110,7 +110,7 @@ def test_a_curvature_schedule_sets_the_rate_of_a_plan_that_keeps_its_graph() -> 
     assert all(0 < rate <= 1 for rate in rates)
     assert run.losses[-1] < run.losses[0] * 1.5
     with pytest.raises(UserError, match=r"lanczos, which differentiates the loss twice; this one .*--keep-graph"):
-        tw.train(build, plan.model_copy(update={"overlap": "buckets"}), steps=6, schedule="lanczos")
+        tw.train(build, planned(2).model_copy(update={"overlap": "buckets"}), steps=6, schedule="lanczos")
 
 
 @pytest.mark.parametrize("name", NAMED)

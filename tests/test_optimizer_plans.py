@@ -241,7 +241,7 @@ def test_an_owner_is_chosen_where_it_is_quicker() -> None:
             link.model_copy(update={"bandwidth_bytes_per_s": 1e6}),
         )
     ]
-    assert [plan.optimizer_owned for plan in plans] == [("0.weight",), ()]
+    assert [plan.optimizer_owned for plan in plans] == [("0.weight", "1.weight"), ()]
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -279,9 +279,15 @@ def test_a_plan_for_a_method_that_takes_the_loss_keeps_everything() -> None:
     [({"overlap": "buckets"}, "sends gradients in buckets"), ({"micro_batches": 2}, "runs 2 micro-batches")],
 )
 def test_another_plan_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
-    plan = planned(optimizer="adamw").model_copy(update=change)
+    plan = planned(2, optimizer="adamw").model_copy(update={"overlap": "none", **change})
     with pytest.raises(UserError, match=rf"{reason}; plan with --optimizer sophiah"):
         optimizer_of(plan, "sophiah")
+
+
+def test_on_one_rank_nothing_travels_and_nothing_is_refused() -> None:
+    plan = planned(optimizer="adamw")
+    run = tw.train(words, plan, steps=2, optimizer="sophiah", optimizer_options={"update_period": 1}, lr=0.01)
+    assert run.losses[1] != run.losses[0]
 
 
 def test_a_plan_that_recomputes_is_refused() -> None:

@@ -200,7 +200,7 @@ def what_goes_once(plan: Plan) -> str | None:
     """Return what of a plan makes its graph one that a backward goes through once; None where nothing does."""
     away = next((f"recomputes {key}" for key, op in plan.modules.items() if op.recomputed), None)
     away = away or next((f"offloads {key}" for key, op in plan.modules.items() if op.offloaded), None)
-    away = away or ("sends gradients in buckets" if plan.overlap != "none" else None)
+    away = away or ("sends gradients in buckets" if plan.overlap != "none" and plan.num_ranks > 1 else None)
     return away or (f"runs {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else None)
 
 
