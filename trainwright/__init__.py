@@ -417,6 +417,8 @@ def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64
     model_fn: a function that builds and returns `(model, batch)` or `(model, batch, loss_fn)`, the same on every rank.
     plan: a `Plan`, or the path of its file. dtype: `"float64"`, or `"fp32"`, the model as it is. Every rank calls this.
 
+    Of an optimizer that takes the loss itself, update and peak are not compared: both need its own closure.
+
     >>> import torch
     >>> def build():
     ...     torch.manual_seed(0)
@@ -434,8 +436,9 @@ def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64
             f"a function that builds (model, batch, loss_fn) is needed to verify; got a {type(model_fn).__name__}; each run "
             "starts from the same values: try lambda: (Model(), batch, loss_fn)"
         )
-    optim.check_plannable(plan.optimizer)
-    return run(model_fn, plan, dtype=dtype, seed=seed, make_optimizer=optim.of_plan(plan).make)  # fmt: skip
+    chosen = optim.of_plan(plan)
+    make = None if chosen.needs_loss else chosen.make
+    return run(model_fn, plan, dtype=dtype, seed=seed, make_optimizer=make)  # fmt: skip
 
 
 def calibrate(

@@ -427,4 +427,4 @@ def _maker(
 
 def made(chosen: Chosen, module: ParallelModule, lr: float | None = None) -> torch.optim.Optimizer:
     """Return the optimizer over the parameters of a planned module."""
-    return chosen.make(module.named_parameters(), lr, module.user_shapes)
+    return chosen.make(module.named_parameters(), lr)

@@ -22,7 +22,9 @@ def verify(model: dict[str, Any], plan: str, dtype: str, seed: int = 0) -> dict[
         loaded = _load(model)
         return loaded.model, loaded.batch, loaded.loss_fn
 
-    report = compare(build, parsed, dtype=dtype, seed=seed, make_optimizer=optim.of_plan(parsed).make)
+    chosen = optim.of_plan(parsed)
+    make = None if chosen.needs_loss else chosen.make
+    report = compare(build, parsed, dtype=dtype, seed=seed, make_optimizer=make)
     return report.model_dump(mode="json")
 
 

@@ -33,7 +33,7 @@ from .adahessian import AdaHessian
 from .adam8bit import Adam8bit, AdamW8bit, SGD8bit
 from .adan import Adan
 from .base import Method, how_keywords
-from .chosen import Chosen, check_runs, choose, of_plan
+from .chosen import Chosen, check_runs, choose, class_for, of_plan
 from .clipped import ClippedAdam, ClippedSGD
 from .diffgrad import DiffGrad
 from .eight_bit import eight_bit_groups
@@ -128,8 +128,9 @@ def create(name: str, params: Iterable[Any], lr: float | None = None, **options:
         raise UserError(f"{entry.name} has no option {', '.join(unknown)}; its options are {known}; choose among those")
     one_by_one: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in accepted}
     given = {} if lr is None else {"lr": lr}
+    params = list(params)
     try:
-        return entry.cls(params, **{**one_by_one, **entry.defaults, **given, **options})
+        return class_for(entry, _tensors_in(params))(params, **{**one_by_one, **entry.defaults, **given, **options})  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise UserError(f"{entry.name} does not accept these settings: {error}; change them") from error
 
@@ -190,6 +191,13 @@ def table() -> list[dict[str, str]]:
         }
         for entry in _RECORDS.values()
     ]
+
+
+def _tensors_in(params: list[Any]) -> list[Any]:
+    """The parameters in groups, in pairs with their names, or as they are."""
+    groups = [each["params"] if isinstance(each, dict) else [each] for each in params]
+    flat = [each for group in groups for each in ([group] if isinstance(group, torch.Tensor) else group)]
+    return [each[1] if isinstance(each, tuple) else each for each in flat]
 
 
 def _accepted(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:

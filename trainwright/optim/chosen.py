@@ -47,19 +47,13 @@ class Chosen:
         """Return the record for the parameter `key`, with its group's options."""
         return self._of_groups.get(key, self.record)
 
-    def make(
-        self, params: Iterable[Any], lr: float | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
-    ) -> torch.optim.Optimizer:
-        """Return the optimizer over `params`: tensors, or pairs of name and tensor, by which they find their groups.
-
-        shapes: of the whole parameters, by name, where shards are stored in others.
-        """
+    def make(self, params: Iterable[Any], lr: float | None = None) -> torch.optim.Optimizer:
+        """Return the optimizer over `params`: tensors, or pairs of name and tensor, by which they find their groups."""
         pairs = _named(params)
         made = [build(entry, groups, lr) for entry, groups in self._members(pairs)]
-        own_shapes = {param: tuple(shape) for name, param in pairs if (shape := (shapes or {}).get(name)) is not None}
         for each in made:
             if isinstance(each, OnWholes):
-                each.place(own_shapes, {param for name, param in pairs if name in self.owned and _is_in(param, each)})
+                each.own({param for name, param in pairs if name in self.owned and _is_in(param, each)})
         return made[0] if len(made) == 1 else Together(made)
 
     def on_fakes(self, params: Iterable[Any]) -> torch.optim.Optimizer:
@@ -210,15 +204,19 @@ WANTS = {"sophiag": "logits", "sso": "targets"}
 
 def build(entry: OptimizerRecord, groups: list[dict[str, Any]], lr: float | None = None) -> torch.optim.Optimizer:
     """Return the optimizer of a record over groups of parameters, on this rank's parts where those are `DTensor`s."""
-    params = [param for group in groups for param in group["params"]]
-    cls = entry.cls
-    if any(isinstance(param, DTensor) for param in params) and cls.__module__.startswith("torch."):
-        cls = on_parts(cls, OnWholes if entry.reads == "tensor" else OnParts)
+    cls = class_for(entry, [param for group in groups for param in group["params"]])
     given = {} if lr is None else {"lr": lr}
     try:
         return cls(groups, **{**entry.defaults, **given})  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise UserError(f"{entry.name} does not accept these settings: {error}; change them") from error
+
+
+def class_for(entry: OptimizerRecord, params: Iterable[Any]) -> type[torch.optim.Optimizer]:
+    """Return the class of an optimizer over these parameters: torch's own step on this rank's parts of `DTensor`s."""
+    if entry.cls.__module__.startswith("torch.") and any(isinstance(param, DTensor) for param in params):
+        return on_parts(entry.cls, OnWholes if entry.reads == "tensor" else OnParts)
+    return entry.cls
 
 
 def on_fakes(entry: OptimizerRecord, groups: Iterable[Any]) -> torch.optim.Optimizer:

@@ -21,26 +21,24 @@ from .on_parts import OnParts, local
 
 
 class OnWholes(OnParts):
-    """Mixed into an optimizer of torch's that reads whole parameters. Made by `on_parts`; `place` says where it stands."""
+    """Mixed into an optimizer of torch's that reads whole parameters. Made by `on_parts`; `own` names those of one owner."""
 
     updates_alone = False
-    shapes: Mapping[Tensor, tuple[int, ...]] = {}
-    """Of parameters, as the user has them: a shard may be stored with a dim taken apart."""
     owners: Mapping[Tensor, int] = {}
     """The rank that steps on a parameter, where it is one."""
 
-    def place(self, shapes: Mapping[Tensor, tuple[int, ...]], owned: set[Tensor]) -> None:
-        """Say the user's shapes, and which parameters have one owner: the largest first, each to the rank with the least."""
-        self.shapes = shapes
-        self.owners = {}
+    def own(self, owned: set[Tensor]) -> None:
+        """Say which parameters have one owner: the largest first, each goes to the rank with the least."""
+        owners: dict[Tensor, int] = {}
         load = [0] * (dist.get_world_size() if dist.is_initialized() else 1)
         for param in sorted(owned, key=lambda each: -each.numel()):
             rank = load.index(min(load))
-            self.owners[param] = rank
+            owners[param] = rank
             load[rank] += param.numel()
+        self.owners = owners
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key not in ("shapes", "owners")}
+        return {key: value for key, value in super().__getstate__().items() if key != "owners"}
 
     def _step_on_parts(self) -> None:
         for owned in self._rounds():
@@ -74,7 +72,7 @@ class OnWholes(OnParts):
 
     def _whole(self, param: Tensor) -> Tensor:
         """The parameter with its gradient, in the user's shape, as a tensor that may be written to."""
-        shape = self.shapes.get(param, tuple(param.shape))
+        shape = getattr(param, "user_shape", tuple(param.shape))
         assert param.grad is not None
         whole = _gathered(param).detach().reshape(shape)
         whole.grad = _gathered(placed_like(param.grad, param)).reshape(shape)

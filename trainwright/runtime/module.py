@@ -151,8 +151,7 @@ class ParallelModule(nn.Module):
         """The rank's step of every batch shape that has come so far."""
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
-        self.user_shapes = {tensor.key: tuple(tensor.shape) for tensor in program.params}
-        """Of every parameter, as the model has it: a shard may be stored with a dim taken apart."""
+        self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
         self.regions: dict[str, Region] = {}
         """Of every parameter, under its first name: which entries of it this rank holds."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
@@ -197,6 +196,7 @@ class ParallelModule(nn.Module):
             self.regions[name] = region_of(tensor.shape, tensor.slots, layout, mesh, coords)
             local = read(name, self.regions[name]).to(self.device, original.dtype)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
+            made[name].user_shape = tuple(tensor.shape)  # type: ignore[union-attr]  # a shard may have a dim taken apart
             self._local_shapes[made[name]] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():
             made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
@@ -336,7 +336,7 @@ def full_state_dict(
 def _user_tensor(model: ParallelModule, name: str, value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         first = model.program.captured.aliases.get(name, name)
-        value = value.full_tensor().reshape(model.user_shapes.get(first, value.shape))
+        value = value.full_tensor().reshape(model._user_shapes.get(first, value.shape))
     return value.detach()
 
 
@@ -346,5 +346,5 @@ def full_gradients(model: ParallelModule) -> Mapping[str, Tensor]:
     for name, param in model.named_parameters():
         if param.grad is not None:
             grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-            found[name] = grad.reshape(model.user_shapes.get(name, grad.shape))
+            found[name] = grad.reshape(model._user_shapes.get(name, grad.shape))
     return found
