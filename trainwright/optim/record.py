@@ -39,6 +39,8 @@ class StateTensor:
     number: bool = False
     wide: bool = False
     """Kept in fp32 where the parameter is bf16 or fp16."""
+    once: bool = False
+    """Kept once for all parameters together, in the state of the first one."""
 
     def num_bytes(self, shape: Shape, dtype: torch.dtype, options: Options) -> int:
         """Return the bytes kept for one parameter."""
@@ -164,14 +166,24 @@ class OptimizerRecord:
         return 1.0 + sum(_PASSES[extra.kind] * extra.count / extra.every for extra in self.extra_passes)
 
     def state_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
-        """Return the bytes that the optimizer keeps for a parameter of `shape`, from its first step on.
+        """Return the bytes that the optimizer keeps for a parameter of `shape`, from its first step on (see `once_bytes`).
 
         >>> from trainwright.optim import record
         >>> record("adamw").state_bytes((10, 10), "bf16")
         404
         """
         kind, merged = as_dtype(dtype), {**self.defaults, **options}
-        return sum(state.num_bytes(tuple(shape), kind, merged) for state in self.states)
+        return sum(state.num_bytes(tuple(shape), kind, merged) for state in self.states if not state.once)
+
+    def once_bytes(self, **options: Any) -> int:
+        """Return the bytes that the optimizer keeps once, beside those of each parameter.
+
+        >>> from trainwright.optim import record
+        >>> record("mfac").once_bytes(num_gradients=32), record("adamw").once_bytes()
+        (8200, 0)
+        """
+        merged = {**self.defaults, **options}
+        return sum(state.num_bytes((), torch.float32, merged) for state in self.states if state.once)
 
     def step_temporary_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
         """Return the peak of what a step (`foreach=False`) allocates and frees again for a parameter of `shape`.
