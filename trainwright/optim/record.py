@@ -228,13 +228,15 @@ def list_temporaries(num_copies: int | Callable[[Options], int]) -> Temporaries:
     """Temporaries of a method of ours whose update holds `num_copies` of the parameter at once.
 
     Beside them: of a parameter in bf16 or fp16 the working copies of itself and its gradient, of any other the negated
-    gradient where it is maximised.
+    gradient where it is maximised. One pass over memory (`fused`) holds none of these.
 
-    >>> list_temporaries(2)((10,), 4, {}), list_temporaries(2)((10,), 2, {})
-    (80, 160)
+    >>> list_temporaries(2)((10,), 4, {}), list_temporaries(2)((10,), 2, {}), list_temporaries(2)((10,), 2, {"fused": True})
+    (80, 160, 0)
     """
 
     def temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
+        if options.get("fused"):
+            return 0
         copies = num_copies(options) if callable(num_copies) else num_copies
         copies += 2 if element_bytes < 4 else int(bool(options.get("maximize")))
         return copies * math.prod(shape) * max(element_bytes, 4)

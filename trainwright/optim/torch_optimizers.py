@@ -166,6 +166,8 @@ def _elementwise(num_copies: int, decoupled: bool = False) -> Temporaries:
     """Temporaries of an update that needs `num_copies` of the parameter at once, beside its changed gradient if any."""
 
     def temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
+        if options.get("fused"):
+            return 0
         copies = num_copies + _gradient_copies(options, decoupled)
         return max(copies, _copies_while_changing(options, decoupled)) * math.prod(shape) * element_bytes
 
