@@ -41,6 +41,7 @@ from .grad_norm_newton import GradNormSmoothNewton
 from .lamb8bit import LAMB8bit
 from .mfac import MFAC
 from .mfac_inverse import MFACInverse, pruning_stages
+from .mfac_pruning import Pruned, prune_model
 from .record import ExtraPass, OptimizerRecord, StateTensor
 from .sgdsai import SGDSaI
 from .sharpness import directional_sharpness
@@ -66,6 +67,7 @@ __all__ = [
     "LAMB8bit",
     "MFACInverse",
     "OptimizerRecord",
+    "Pruned",
     "SGD8bit",
     "SGDSaI",
     "SophiaG",
@@ -76,6 +78,7 @@ __all__ = [
     "directional_sharpness",
     "eight_bit_groups",
     "names",
+    "prune_model",
     "pruning_stages",
     "record",
     "sampled_cross_entropy",

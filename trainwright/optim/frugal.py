@@ -29,7 +29,7 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 class FRUGAL(Method):
     r"""Keep Adam's state for a share of each matrix only, and step by the sign of the gradient everywhere else.
 
-    Every `update_gap` steps a part is chosen anew and its moments start from zero (`reset_moments`). Each step, with g↓ the gradient's part
+    Every `update_gap` steps a part is chosen anew and its moments start from zero. Each step, with g↓ the gradient's part
     and r the rest of it:
 
         θ ← θ (1 − lr·λ) − s·lr · up(Adam(g↓)) − s·i·lr · sign(r)
