@@ -42,6 +42,7 @@ from .grad_norm_newton import GradNormSmoothNewton
 from .lamb8bit import LAMB8bit
 from .mfac import MFAC
 from .mfac_inverse import MFACInverse, pruning_stages
+from .mfac_pruning import Pruned, prune_model
 from .record import ExtraPass, OptimizerRecord, StateTensor
 from .sgdsai import SGDSaI
 from .sharpness import directional_sharpness
@@ -68,6 +69,7 @@ __all__ = [
     "LAMB8bit",
     "MFACInverse",
     "OptimizerRecord",
+    "Pruned",
     "SGD8bit",
     "SGDSaI",
     "SophiaG",
@@ -81,6 +83,7 @@ __all__ = [
     "eight_bit_groups",
     "names",
     "of_plan",
+    "prune_model",
     "pruning_stages",
     "record",
     "sampled_cross_entropy",

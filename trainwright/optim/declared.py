@@ -43,9 +43,10 @@ class DeclaredStep(torch.optim.Optimizer):
     def _hold(self, param: Tensor, entry: OptimizerRecord) -> None:
         shape = tuple(param.shape)
         if not self.state[param]:
+            first = not any(self.state[other] for other in self.state if other is not param)
             for index, state in enumerate(entry.states):
-                own = state.shape(shape, entry.defaults)
-                if own is None:
+                own = state.shape(() if state.once else shape, entry.defaults)
+                if own is None or (state.once and not first):
                     continue
                 # Counts and other numbers are kept on the host.
                 device = "cpu" if own == () != shape else param.device

@@ -39,6 +39,8 @@ class StateTensor:
     number: bool = False
     wide: bool = False
     """Kept in fp32 where the parameter is bf16 or fp16."""
+    once: bool = False
+    """Kept once for all parameters together, in the state of the first one."""
 
     def num_bytes(self, shape: Shape, dtype: torch.dtype, options: Options) -> int:
         """Return the bytes kept for one parameter."""
@@ -192,14 +194,24 @@ class OptimizerRecord:
         return 1.0 + sum(_PASSES[extra.kind] * extra.count / extra.every for extra in self.extra_passes)
 
     def state_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
-        """Return the bytes that the optimizer keeps for a parameter of `shape`, from its first step on.
+        """Return the bytes that the optimizer keeps for a parameter of `shape`, from its first step on (see `once_bytes`).
 
         >>> from trainwright.optim import record
         >>> record("adamw").state_bytes((10, 10), "bf16")
         404
         """
         kind, merged = as_dtype(dtype), {**self.defaults, **options}
-        return sum(state.num_bytes(tuple(shape), kind, merged) for state in self.states)
+        return sum(state.num_bytes(tuple(shape), kind, merged) for state in self.states if not state.once)
+
+    def once_bytes(self, **options: Any) -> int:
+        """Return the bytes that the optimizer keeps once, beside those of each parameter.
+
+        >>> from trainwright.optim import record
+        >>> record("mfac").once_bytes(num_gradients=32), record("adamw").once_bytes()
+        (8200, 0)
+        """
+        merged = {**self.defaults, **options}
+        return sum(state.num_bytes((), torch.float32, merged) for state in self.states if state.once)
 
     def step_temporary_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
         """Return the peak of what a step (`foreach=False`) allocates and frees again for a parameter of `shape`.
@@ -244,13 +256,15 @@ def list_temporaries(num_copies: int | Callable[[Options], int]) -> Temporaries:
     """Temporaries of a method of ours whose update holds `num_copies` of the parameter at once.
 
     Beside them: of a parameter in bf16 or fp16 the working copies of itself and its gradient, of any other the negated
-    gradient where it is maximised.
+    gradient where it is maximised. One pass over memory (`fused`) holds none of these.
 
-    >>> list_temporaries(2)((10,), 4, {}), list_temporaries(2)((10,), 2, {})
-    (80, 160)
+    >>> list_temporaries(2)((10,), 4, {}), list_temporaries(2)((10,), 2, {}), list_temporaries(2)((10,), 2, {"fused": True})
+    (80, 160, 0)
     """
 
     def temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
+        if options.get("fused"):
+            return 0
         copies = num_copies(options) if callable(num_copies) else num_copies
         copies += 2 if element_bytes < 4 else int(bool(options.get("maximize")))
         return copies * math.prod(shape) * max(element_bytes, 4)

@@ -85,6 +85,9 @@ class OptimizerCost(Protocol):
     def state_bytes(self, shape: Sequence[int], dtype: Any) -> int:
         """Bytes that it keeps for a parameter of `shape`."""
 
+    def once_bytes(self) -> int:
+        """Bytes that it keeps once, beside those."""
+
     def step_temporary_bytes(self, shape: Sequence[int], dtype: Any) -> int:
         """Peak bytes that its step allocates and frees again for one parameter."""
 
