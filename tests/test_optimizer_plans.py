@@ -125,6 +125,13 @@ def test_settings_inside_a_partial_are_the_plans() -> None:
     assert (plan.optimizer, plan.optimizer_options, plan.optimizer_form) == ("adamw", {"betas": [0.8, 0.9]}, "foreach")
 
 
+def test_a_setting_that_takes_more_memory_is_priced() -> None:
+    plans = [planned(optimizer=functools.partial(torch.optim.AdamW, amsgrad=value)) for value in (False, True)]
+    sizes = [plan.predicted.breakdown["optimizer"] for plan in plans]
+    assert plans[1].optimizer_options == {"amsgrad": True}
+    assert sizes[1] == pytest.approx(1.5 * sizes[0], rel=0.05)
+
+
 def test_a_plan_of_an_earlier_release_has_the_digest_that_it_had() -> None:
     data = json.loads(planned(optimizer_form="loop").to_json())
     for name in ("optimizer_options", "optimizer_form", "optimizer_groups", "optimizer_owned"):

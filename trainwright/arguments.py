@@ -173,24 +173,26 @@ def as_optimizer_name(optimizer: Any) -> str:
     )
 
 
-def as_chosen(optimizer: Any, options: Mapping[str, Any] | None, form: str | None, model: Any) -> Chosen:
+def as_chosen(
+    optimizer: Any, options: Mapping[str, Any] | None, form: str | None, model: Any = None, device: str = "cpu"
+) -> Chosen:
     """Return the optimizer that a plan is priced by: a name, or what `as_optimizer_name` takes with the settings in it.
 
     >>> import torch
-    >>> as_chosen(functools.partial(torch.optim.AdamW, amsgrad=True), {"eps": 1e-6}, None, None).options
+    >>> as_chosen(functools.partial(torch.optim.AdamW, amsgrad=True), {"eps": 1e-6}, None).options
     {'amsgrad': True, 'eps': 1e-06}
     """
     from . import optim
     from .optim.options import option_defaults
 
-    name = as_optimizer_name(optimizer)
+    name = _name_by_class(optimizer) or as_optimizer_name(optimizer)
     own: dict[str, Any] = {}
     if not isinstance(optimizer, str):
         entry, (_, given) = optim.record(name), _class_and_options(optimizer)
         defaults = option_defaults(entry)
         own = {key: value for key, value in given.items() if key in defaults and value != defaults[key][0]}
         form = form or next((each for each in ("fused", "foreach") if given.get(each)), None)
-    return optim.choose(name, {**own, **(options or {})}, form, model)
+    return optim.choose(name, {**own, **(options or {})}, form, model, device)
 
 
 def _class_and_options(optimizer: Any) -> tuple[type | None, Mapping[str, Any]]:
@@ -204,6 +206,16 @@ def _class_and_options(optimizer: Any) -> tuple[type | None, Mapping[str, Any]]:
         return type(optimizer), {**optimizer.defaults, **options}
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     return (optimizer if is_class else None), options
+
+
+def _name_by_class(optimizer: Any) -> str | None:
+    """The record of a class whatever its settings, which the plan keeps; None where `optimizer` is none, or has several."""
+    from . import optim
+
+    cls, options = _class_and_options(optimizer)
+    if cls is None or _record_of(cls, options) is not None:
+        return None
+    return next((name for name in optim.names() if optim.record(name).cls is cls), None)
 
 
 def _has_record(cls: type) -> bool:

@@ -369,7 +369,7 @@ def optimizer_of(
             optim.choose(plan.optimizer, merged, form or plan.optimizer_form), groups=plan.optimizer_groups
         )
     else:
-        chosen = optim.choose(name, options, form, model)
+        chosen = optim.choose(name, options, form, model, plan.cluster.device.kind)
     optim.check_runs(chosen, plan)
     return chosen, _contradictions(plan, chosen)
 

@@ -112,7 +112,7 @@ def train(
         check_tensorboard(tensorboard)
         for option, path in (("--metrics", metrics), ("--trace", trace), ("--json", json_path)):
             check_file(option, path)
-    stepping = {"name": optimizer, "options": parse_options(optimizer_option), "form": optimizer_form}
+    stepping: dict[str, Any] = {"name": optimizer, "options": parse_options(optimizer_option), "form": optimizer_form}
     chosen, contradictions = optimizer_of(plan, **stepping)
     learning = {
         "schedule": schedule, "warmup_steps": warmup_steps, "decay_steps": decay_steps, "norms": norms,

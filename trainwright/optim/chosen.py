@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from ..artifacts import OptimizerGroup, Plan, UserError
 from .declared import DeclaredStep
+from .eight_bit import EightBit
+from .frugal import FRUGAL
 from .on_parts import OnParts, on_parts
 from .on_wholes import OnWholes, Together
 from .options import FORMS, as_json, checked_options
@@ -43,7 +45,7 @@ class Chosen:
             raise AttributeError(name)
         return getattr(self.record, name)
 
-    def of(self, key: str) -> OptimizerRecord:
+    def of(self, key: str) -> Any:
         """Return the record for the parameter `key`, with its group's options."""
         return self._of_groups.get(key, self.record)
 
@@ -114,8 +116,9 @@ def choose(
     options: Mapping[str, Any] | None = None,
     form: str | None = None,
     model: nn.Module | None = None,
+    device: str = "cpu",
 ) -> Chosen:
-    """Return the optimizer `name` under `options`, in the groups that it wants of `model`.
+    """Return the optimizer `name` under `options`, in the groups that it wants of `model`, for a device of a kind.
 
     form: `fused`, `foreach` or `loop`; None: the fastest that holds no temporaries of the whole model's size, which is
     `fused` where the method has it. Raises `UserError` for names, options, values and forms that there are not.
@@ -129,17 +132,21 @@ def choose(
     checked = checked_options(entry, options)
     if form is not None and form not in FORMS:
         raise UserError(f"a form of the optimizer's step is needed, one of {', '.join(FORMS)}; got {form!r}; try fused")
-    chosen = entry.with_options(form or default_form(entry), **checked)
+    chosen = entry.with_options(form or default_form(entry, device), **checked)
     return Chosen(chosen, checked, () if model is None else groups_of(chosen, model))
 
 
-def default_form(entry: OptimizerRecord) -> str:
-    """Return the form in which a plan runs an optimizer unless told: `foreach`, which holds the most, is never that.
+def default_form(entry: OptimizerRecord, device: str = "cpu") -> str:
+    """Return the form in which a plan runs an optimizer unless told: `foreach`, which holds the most, is not that.
+
+    8-bit methods and FRUGAL have their single pass on CPUs alone; on a GPU they take the next form.
 
     >>> from trainwright.optim import record
-    >>> default_form(record("adamw")), default_form(record("adamax"))
-    ('fused', 'loop')
+    >>> default_form(record("adamw")), default_form(record("adamax")), default_form(record("frugal"), "gpu")
+    ('fused', 'loop', 'loop')
     """
+    if device == "gpu" and issubclass(entry.cls, EightBit | FRUGAL):
+        return entry.forms[-1]
     return next(form for form in entry.forms if form != "foreach")
 
 
@@ -215,7 +222,7 @@ def build(entry: OptimizerRecord, groups: list[dict[str, Any]], lr: float | None
 def class_for(entry: OptimizerRecord, params: Iterable[Any]) -> type[torch.optim.Optimizer]:
     """Return the class of an optimizer over these parameters: torch's own step on this rank's parts of `DTensor`s."""
     if entry.cls.__module__.startswith("torch.") and any(isinstance(param, DTensor) for param in params):
-        return on_parts(entry.cls, OnWholes if entry.reads == "tensor" else OnParts)
+        return on_parts(entry.cls, OnWholes if entry.reads == "tensor" else OnParts)  # type: ignore[arg-type]  # a class
     return entry.cls
 
 

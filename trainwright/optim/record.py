@@ -143,7 +143,9 @@ class OptimizerRecord:
         """
         if form is not None and form not in self.forms:
             raise UserError(f"{self.name} has the forms {', '.join(self.forms)}; got {form!r}; choose one of those")
-        how = {} if form is None else {name: name == form for name in ("foreach", "fused") if name in self.forms}
+        how: dict[str, Any] = (
+            {} if form is None else {name: name == form for name in ("foreach", "fused") if name in self.forms}
+        )
         return replace(self, defaults={**self.defaults, **options, **how})
 
     @property

@@ -68,7 +68,7 @@ class ClosureStep:
             return
         loss_of = self.loss_of
         assert loss_of is not None
-        optimizer.step(closure, lambda targets: loss_of(batch, targets))  # type: ignore[call-arg]
+        optimizer.step(closure, lambda targets: loss_of(batch, targets))  # type: ignore[call-overload]
 
     def _attention(self) -> AbstractContextManager[Any]:
         return sdpa_kernel(SDPBackend.MATH) if self.twice else nullcontext()

@@ -28,7 +28,7 @@ def factors_of(name: str, num_steps: int, num_warmup_steps: int = 0, num_decay_s
     >>> factors_of("linear", 4, 1)
     [0.5, 1.0, 0.6666666666666667, 0.33333333333333337]
     >>> factors_of("wsd", 5, 1, 2)
-    [0.5, 1.0, 1.0, 1.0, 0.5]
+    [0.5, 1.0, 1.0, 0.6666666666666666, 0.3333333333333333]
     """
     if name not in NAMED:
         raise UserError(f"a schedule is one of {', '.join(NAMED)}; got {name!r}; choose one of these")
