@@ -76,7 +76,6 @@ def test_what_is_clear_is_accepted(plain: Plan, options: dict[str, Any]) -> None
         ({"autocast": "bfloat"}, ("a dtype for autocast", "'bfloat'", "autocast='bf16'")),
         ({"autocast": True}, ("a dtype for autocast", "True")),
         ({"optimizer": of_own_making}, ("the name or the class", "trainwright optimizers")),
-        ({"optimizer": functools.partial(torch.optim.AdamW, amsgrad=True)}, ("AdamW with amsgrad=True",)),
         ({"optimizer": torch.optim.LBFGS}, ("declared cost", "LBFGS")),
         ({"pins": [3]}, ("pins as text", "3")),
         ({"model": "gpt2"}, ("a torch.nn.Module is needed", "'gpt2'", "tw.load_model")),

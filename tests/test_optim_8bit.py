@@ -163,15 +163,20 @@ def test_embeddings_keep_wide_moments_in_groups_made_for_it() -> None:
 @pytest.mark.parametrize("name", ["adam8bit", "adamw8bit", "sgd8bit"])
 @pytest.mark.parametrize("shape", [(64, 64), (33, 257), (4, 3, 40, 40), (5000,)])
 @pytest.mark.parametrize("block_size", [256, 2048, 100])
-def test_the_compiled_pass_equals_the_loop(name: str, shape: tuple[int, ...], block_size: int) -> None:
+@pytest.mark.parametrize(("dtype", "maximize"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_the_compiled_pass_equals_the_loop(
+    name: str, shape: tuple[int, ...], block_size: int, dtype: torch.dtype, maximize: bool
+) -> None:
     """Up to a code where rounding decides: the pass finds codes by arithmetic, the loop by a table."""
     results = []
     for fused in (False, True):
         draw = torch.Generator().manual_seed(5)
-        weight = nn.Parameter(torch.randn(shape, generator=draw))
-        optimizer = optim.create(name, [weight], lr=0.01, weight_decay=0.1, block_size=block_size, fused=fused)
+        weight = nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
+        how = {"fused": fused, "maximize": maximize}
+        optimizer = optim.create(name, [weight], lr=0.01, weight_decay=0.1, block_size=block_size, **how)
         for step in range(4):
-            weight.grad = torch.randn(shape, generator=draw) * (2 * torch.randn(shape, generator=draw)).exp()
+            grad = torch.randn(shape, generator=draw) * (2 * torch.randn(shape, generator=draw)).exp()
+            weight.grad = grad.to(dtype)
             weight.grad.view(-1)[3 * step] = (math.nan, math.inf, -math.inf, 0.0)[step]
             before = weight.grad.clone()
             optimizer.step()
@@ -211,6 +216,19 @@ def test_the_compiled_pass_on_many_threads_and_other_dtypes() -> None:
         results.append([weight.detach() for weight in weights])
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     assert all(weight.isfinite().all() for weight in results[0])
+
+
+def test_one_pass_is_refused_elsewhere_than_on_the_cpu_before_anything_changes() -> None:
+    weights = [nn.Parameter(torch.ones(70, 70)), nn.Parameter(torch.ones(70, 70, device="meta"))]
+    optimizer = optim.AdamW8bit(weights, fused=True)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(
+        UserError, match="fused form is a kernel for CPUs; got a parameter on meta; take its form foreach"
+    ):
+        optimizer.step()
+    assert not optimizer.state
+    assert torch.equal(weights[0], torch.ones(70, 70))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86-64")

@@ -273,6 +273,70 @@ def test_a_nan_gradient_stays_where_the_method_reads(name: str) -> None:
         assert_same(found[1:], clean[1:])
 
 
+KINDS = ("bf16", "fp16", "complex", "mixed", "missing", "first missing", "none", "frozen", "zero", "large", "empty")
+
+
+def hard(kind: str) -> Problem:
+    """A problem of a kind on which a step may fail, under whatever settings are a method's own."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "complex": torch.complex64}
+    shapes = ((5, 3), (0,), (2, 3, 2, 3), (0, 4)) if kind == "empty" else ((5, 3), (7,), (2, 3, 2, 3), (33,))
+    problem = Problem(shapes, dtypes.get(kind, torch.float32), seed=8)
+    if kind == "mixed":
+        problem.params[1] = nn.Parameter(problem.params[1].detach().to(torch.bfloat16))
+        problem.curvature[1] = problem.curvature[1].to(torch.bfloat16)
+    if kind == "frozen":
+        problem.params[1].requires_grad_(False)
+    return problem
+
+
+def hard_step(case: Case, problem: Problem, optimizer: Any, kind: str) -> None:
+    """Draw gradients alike but for a little, as late in a run, and step."""
+    problem.advance()
+    scale = {"zero": 0.0, "large": 300.0, "fp16": 0.1}.get(kind, 1.0)
+    noise = {"zero": 0.0}.get(kind, 1e-3)
+    problem.slopes = [scale * (torch.ones_like(slope) + noise * slope) for slope in problem.slopes]
+    if kind == "zero":
+        problem.curvature = [torch.zeros_like(curve) for curve in problem.curvature]
+    left_out = {"missing": (1, 3), "first missing": (0,), "none": (0, 1, 2, 3), "frozen": (1,)}.get(kind, ())
+    if case.drive is not by_gradient:
+        whole = problem.params
+        used = [index for index in range(len(whole)) if index not in left_out]
+        part = copy.copy(problem)
+        part.params, part.slopes, part.curvature = (
+            [tensors[index] for index in used] for tensors in (whole, problem.slopes, problem.curvature)
+        )
+        if used:
+            case.drive(optimizer, part)
+        return
+    problem.set_gradients()
+    for index in left_out:
+        problem.params[index].grad = None
+    optimizer.step()
+
+
+@every
+def test_any_gradients_are_taken_or_refused_before_anything_changes(name: str) -> None:
+    case, entry = CASES[name], optim.record(name)
+    own = {"num_gradients": 3} if name == "mfac" else {}
+    for kind, form in itertools.product(KINDS, set(entry.forms) & {"loop", "foreach"}):
+        problem = hard(kind)
+        optimizer = optim.create(name, problem.params, **own, **({form: True} if form == "foreach" else {}))
+        start = problem.values()
+        for _ in range(5):
+            before, state = problem.values(), flat_state(optimizer)
+            try:
+                hard_step(case, problem, optimizer, kind)
+            except UserError:
+                assert_same(problem.values(), before)
+                assert_same(flat_state(optimizer), state)
+        for index, (now, then) in enumerate(zip(problem.values(), start, strict=True)):
+            assert torch.isfinite(torch.view_as_real(now) if now.is_complex() else now).all(), (kind, form, index)
+            stays = kind == "none" or (kind in ("missing", "frozen") and index == 1) or now.numel() == 0
+            assert not stays or torch.equal(now, then), (kind, form, index)
+            moves = not stays and kind in ("complex", "large", "empty", "frozen")
+            assert not moves or not torch.equal(now, then), (kind, form, index)
+
+
 # What it keeps
 
 
@@ -365,7 +429,12 @@ def test_bytes_declared_are_bytes_allocated(name: str) -> None:
         train(case, problem, optimizer, 2)
         kept = [value for value in optimizer.state[problem.params[0]].values() if torch.is_tensor(value)]
         allocated = sum(value.untyped_storage().nbytes() for value in kept)
-        assert entry.state_bytes(shape, dtype, **{**case.settings, **variant}) == allocated, (shape, dtype, variant)
+        chosen = {**case.settings, **variant}
+        assert entry.state_bytes(shape, dtype, **chosen) + entry.once_bytes(**chosen) == allocated, (
+            shape,
+            dtype,
+            variant,
+        )
 
 
 @every
@@ -546,7 +615,8 @@ def test_a_profile_holds_the_declared_bytes(name: str) -> None:
     model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 257, bias=False))  # 8-bit above 4096
     found = tw.profile(model, (torch.ones(3, 33),), loss_fn=lambda out, batch: out.square().mean(), optimizer=name)
     entry = optim.record(name)
-    assert found.optimizer_bytes == sum(entry.state_bytes(tuple(param.shape)) for param in model.parameters())
+    per_parameter = sum(entry.state_bytes(tuple(param.shape)) for param in model.parameters())
+    assert found.optimizer_bytes == per_parameter + entry.once_bytes()
 
 
 @every

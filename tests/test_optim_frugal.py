@@ -251,6 +251,71 @@ def test_a_nan_gradient_moves_nothing_outside_the_part_and_stays_inside_it() -> 
     assert not weight.detach()[:, ~inside].any()
 
 
+@pytest.mark.parametrize("projection", ["columns", "rows", "entries", "randperm", "block"])
+@pytest.mark.parametrize(("dtype", "maximize"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_one_pass_over_memory_equals_the_loop(projection: str, dtype: torch.dtype, maximize: bool) -> None:
+    shapes = ((33, 130), (130, 33), (3, 5, 7), (41,), (1, 5), (300, 200))
+    for own in (
+        {},
+        {"inactive": "sgd", "active": "sgdm"},
+        {"inactive": "none", "reset_moments": False},
+        {"density": 0.0},
+    ):
+        results = []
+        for fused in (False, True):
+            params = [
+                nn.Parameter(gradient(index, shape, torch.float32).to(dtype)) for index, shape in enumerate(shapes)
+            ]
+            how: dict[str, Any] = {
+                "projection": projection,
+                "update_gap": 3,
+                "weight_decay": 0.1,
+                "inactive_scale": 0.3,
+            }
+            optimizer = FRUGAL(params, lr=0.01, fused=fused, maximize=maximize, **{**how, **own})
+            results.append((trained(optimizer, 5), [optimizer.state[param] for param in params]))
+        (loop, states), (one_pass, found) = results
+        for index in range(len(shapes)):
+            apart = 1e-5 if dtype == torch.float32 else 1e-2
+            torch.testing.assert_close(one_pass[index], loop[index], rtol=apart, atol=apart)
+            assert (one_pass[index] == loop[index]).float().mean() > (0.0 if dtype == torch.float32 else 0.97)
+            torch.testing.assert_close(found[index], states[index], rtol=1e-5, atol=1e-6)
+
+
+def test_one_pass_uses_threads_and_leaves_what_it_cannot_take_to_the_loop() -> None:
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            strided = nn.Parameter(torch.ones(6, 4, 5, 5).to(memory_format=torch.channels_last))
+            params = [nn.Parameter(torch.ones(700, 300)), nn.Parameter(torch.ones(70, 30).double()), strided]
+            optimizer = FRUGAL(params, fused=True, update_gap=2)
+            results.append(trained(optimizer, 3))
+        finally:
+            torch.set_num_threads(before)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    with pytest.raises(
+        UserError, match="one pass over memory for coordinates alone; got fused=True and projection='svd'"
+    ):
+        FRUGAL([nn.Parameter(torch.ones(2, 2))], projection="svd", fused=True)
+
+
+def test_blocks_that_stay_keep_their_moments_and_their_count() -> None:
+    """Of four tensors two are active, in turns of two steps and in order: none stays; of three, one does now and then."""
+    params = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(3)]
+    how: dict[str, Any] = {"projection": "block", "density": 2 / 3, "block_order": "ascending", "update_gap": 1}
+    optimizer = FRUGAL(params, lr=1.0, reset_moments=False, betas=(0.5, 0.75), eps=0.0, **how)
+    for value in (1.0, 3.0):  # active: the first and the second, then the third and the first
+        for param in params:
+            param.grad = torch.full((2, 2), value, dtype=torch.float64)
+        optimizer.step()
+    first, second = 0.5 * (0.5 * 1.0) + 0.5 * 3.0, 0.75 * (0.25 * 1.0) + 0.25 * 9.0
+    stayed = first / (1 - 0.5**2) / math.sqrt(second / (1 - 0.75**2))
+    assert [param[0, 0].item() for param in params] == pytest.approx([-1.0 - stayed, -2.0, -2.0])
+    assert "exp_avg" not in optimizer.state[params[1]]
+
+
 def test_groups_of_a_model_project_its_linear_layers_only() -> None:
     model = nn.ModuleDict(
         {"embed": nn.Embedding(7, 4), "mlp": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "lm_head": nn.Linear(4, 7)}

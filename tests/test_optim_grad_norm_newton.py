@@ -206,7 +206,47 @@ def test_a_search_that_fails_leaves_everything_but_the_count() -> None:
     noise = iter(float(value) for value in range(100))
     optimizer.step(lambda: (x**2).sum() + 10 * next(noise))
     assert x.tolist() == [1.0, 1.0]
-    assert (optimizer.state[x]["rejected"], optimizer.state[x]["gamma"]) == (3, 1.0)
+    assert (optimizer.state[x]["rejected"], optimizer.state[x]["gamma"]) == (3, 1 / 8)
+    assert optimizer.status == "rejected"
+
+
+def test_at_rounding_error_it_says_that_it_stalled_and_tries_no_more() -> None:
+    x = vector(-2.0, 2.0)
+    optimizer, calls = GradNormSmoothNewton([x]), [0]
+    assert optimizer.status == "new"
+
+    def loss() -> Tensor:
+        calls[0] += 1
+        return rosenbrock(x) + 1e6
+
+    seen = []
+    for _ in range(120):
+        optimizer.step(loss)
+        seen.append(optimizer.status)
+    assert seen[0] == "accepted"
+    assert seen[-1] == "stalled"
+    assert seen.count("rejected") <= 3
+    before, point = calls[0], x.tolist()
+    optimizer.step(loss)
+    assert calls[0] == before + 1
+    assert x.tolist() == point
+    with torch.no_grad():
+        x.copy_(torch.tensor([-1.0, 2.0]))
+    optimizer.step(loss)
+    assert optimizer.status == "accepted"
+    assert rosenbrock(x) < 104
+
+
+def test_frozen_parameters_count_and_stay() -> None:
+    x, frozen = vector(-2.0, 2.0), nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+    alone = vector(-2.0, 2.0)
+    for solver in ("dense", "cg", "gradient"):
+        first, second = GradNormSmoothNewton([frozen, x], solver=solver), GradNormSmoothNewton([alone], solver=solver)
+        for _ in range(5):
+            first.step(lambda: rosenbrock(x) * frozen[0])
+            second.step(lambda: rosenbrock(alone))
+        torch.testing.assert_close(x, alone, rtol=1e-9, atol=1e-9)
+        assert frozen.tolist() == [1.0, 1.0]
 
 
 def test_a_closure_that_raises_leaves_the_parameters() -> None:

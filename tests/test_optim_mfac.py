@@ -204,6 +204,39 @@ def test_narrow_and_complex_parameters() -> None:
     torch.testing.assert_close(narrow.double(), pair.flatten(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
+def test_large_gradients_that_are_nearly_alike_need_no_digits_of_fp32(dtype: torch.dtype) -> None:
+    """Their Gram matrix is of rank one but for what the damping adds: rounded to fp32, it has negative eigenvalues."""
+    params = [nn.Parameter(torch.randn(400, 30, generator=seeded(index)).to(dtype)) for index in range(2)]
+    same = [torch.randn(400, 30, generator=seeded(9 + index)) * 30 for index in range(2)]
+    wide = [
+        nn.Parameter(torch.view_as_real(p.detach()).double() if p.is_complex() else p.detach().double()) for p in params
+    ]
+    optimizers = [MFAC(own, num_gradients=6, lr=1e-3) for own in (params, wide)]
+    for step in range(14):
+        for index, (param, twin) in enumerate(zip(params, wide)):
+            param.grad = (same[index] + 1e-3 * torch.randn(400, 30, generator=seeded(step, index))).to(dtype)
+            twin.grad = (torch.view_as_real(param.grad) if param.is_complex() else param.grad).double()
+        for optimizer in optimizers:
+            optimizer.step()
+    for param, twin in zip(params, wide):
+        found = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
+        torch.testing.assert_close(found.double(), twin.detach(), rtol=0.02, atol=1e-3)
+
+
+def test_a_gram_matrix_that_rounding_made_indefinite_is_cut_at_zero() -> None:
+    params, optimizer = made(((3,),), num_gradients=2, damping=1e-3)
+    give(params, torch.ones(3).double())
+    optimizer.step()
+    state = optimizer.state[params[0]]
+    state["gram"].copy_(torch.tensor([[3.0, 3.1], [3.1, 3.0]]))
+    state["pushes"].fill_(2)
+    values, vectors = torch.linalg.eigh(state["gram"])
+    right = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    expected = vectors @ ((vectors.mT @ right) / (values.clamp(min=0.0) + 2e-3)[:, None])
+    torch.testing.assert_close(optimizer._solve(right), expected)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize(("shape", "size"), [((96, 512), 8), ((64,), 128)])
 def test_temporaries_are_within_what_is_declared(

@@ -131,6 +131,50 @@ def test_create_is_torchs_own_class_one_parameter_at_a_time(name: str) -> None:
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", optim.names())
+def test_every_form_that_a_record_names_is_made_and_no_other(name: str) -> None:
+    entry = optim.record(name)
+    assert entry.forms[-1] == "loop"
+    assert entry.form == "loop"
+    for form in ("fused", "foreach", "loop"):
+        if form not in entry.forms:
+            with pytest.raises(UserError, match=f"has the forms {', '.join(entry.forms)}; got '{form}'"):
+                entry.with_options(form)
+            continue
+        chosen = entry.with_options(form)
+        assert chosen.form == form
+        how = {key: value for key, value in chosen.defaults.items() if key in ("foreach", "fused")}
+        made = optim.create(name, [torch.nn.Parameter(torch.ones(2, 2))], **how)
+        assert [key for key in ("fused", "foreach") if made.defaults.get(key)] == ([] if form == "loop" else [form])
+    if "fused" not in entry.forms:
+        with pytest.raises(UserError, match="fused"):
+            optim.create(name, [torch.nn.Parameter(torch.ones(2, 2))], fused=True)
+
+
+def test_options_are_part_of_what_a_record_prices() -> None:
+    entry = optim.record("mfac").with_options(num_gradients=3)
+    assert entry.state_bytes((5,)) < optim.record("mfac").state_bytes((5,))
+    assert optim.record("sgd").with_options(momentum=0.9).state_bytes((5,)) == 20
+
+
+def test_recommended_groups_are_reached_from_the_record() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(90, 64), torch.nn.Linear(64, 80))
+    with_groups = {name for name in optim.names() if optim.record(name).groups is not None}
+    assert with_groups == {"adam8bit", "adamw8bit", "sgd8bit", "lamb8bit", "frugal"}
+    for name in with_groups:
+        groups = optim.record(name).groups
+        assert groups is not None
+        optimizer = optim.create(name, groups(model))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        moment = "momentum_buffer" if name == "sgd8bit" else "exp_avg"
+        embedding, linear = (optimizer.state[module.weight][moment] for module in model)
+        assert embedding.dtype == torch.float32
+        assert embedding.shape == (90, 64)
+        assert linear.dtype == torch.uint8 or linear.shape == (80, 16)
+
+
 def test_names_forgive_case_and_hyphens() -> None:
     assert optim.record("Adam-W") is optim.record("adamw") is optim.record("ADAM_W")
     assert optim.create("SGDMomentum", [torch.nn.Parameter(torch.ones(1))]).defaults["momentum"] == 0.9

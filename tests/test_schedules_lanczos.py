@@ -249,6 +249,16 @@ def test_the_accumulated_step_of_the_heavy_ball_is_the_plain_one() -> None:
     assert group["lr"] / (1 - group["momentum"]) == pytest.approx(0.4)
 
 
+def test_the_plain_rule_counts_the_optimizers_own_momentum() -> None:
+    weight, loss = quadratic(torch.tensor([1.0, 4.0], dtype=torch.float64))
+    groups = [{"params": [weight]}, {"params": [nn.Parameter(torch.ones(1).double())], "dampening": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    schedule = LanczosLR(optimizer, lower="smallest", safety=1.0, num_warmup_steps=0)
+    schedule.measure(loss)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.04, 0.08])
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
+
+
 @pytest.mark.parametrize("rule", ["plain", "heavy-ball"])
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_it_converges_on_least_squares_with_small_batches(rule: str, batch_size: int) -> None:
@@ -275,18 +285,18 @@ def least_squares(batch_size: int, num_steps: int = 500, **settings: Any) -> flo
     return float(weight.detach().norm()) / 10
 
 
-@pytest.mark.parametrize("batch_size", [8, 256])
-def test_a_network_learns_digits_with_the_defaults(batch_size: int) -> None:
+@pytest.mark.parametrize(("batch_size", "momentum"), [(8, 0.0), (256, 0.0), (32, 0.9)])
+def test_a_network_learns_digits_with_the_defaults(batch_size: int, momentum: float) -> None:
     """No rate is chosen by hand, and the result is that of a rate out of {0.03, 0.1, 0.3, 1} that works."""
-    assert digits_accuracy(batch_size) > 0.8
+    assert digits_accuracy(batch_size, momentum) > 0.8
 
 
-def digits_accuracy(batch_size: int, num_steps: int = 200) -> float:
+def digits_accuracy(batch_size: int, momentum: float, num_steps: int = 200) -> float:
     data = load_digits()
     inputs, labels = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     schedule, generator = LanczosLR(optimizer), draws(6)
     for _ in range(num_steps):
         rows = torch.randint(0, 1500, (batch_size,), generator=generator)

@@ -21,6 +21,8 @@ from trainwright.schedules import (
     GradientNormLog,
     LinearDecay,
     RefinedSchedule,
+    bound_factors,
+    last_iterate_bound,
     refined_weights,
     schedule_of_weights,
 )
@@ -222,6 +224,61 @@ def test_sharded_gradients_have_the_norm_of_the_whole(pool2: Pool, order: int) -
     values = [float(v) for v in range(15)] * 4 + [1.0] * 4
     expected = sum(v**order for v in values) ** (1 / order)
     assert pool2.run("tests.test_schedules_refined:sharded_norms", order=order) == pytest.approx([expected] * 2)
+
+
+def bound_by_hand(lrs: Any, norms: Any, distance: float) -> float:
+    """Written from the formula, a sum at a time."""
+    num_steps, total = len(lrs), sum(lrs)
+    found = distance**2 / (2 * total) + sum((lr * norm) ** 2 for lr, norm in zip(lrs, norms)) / (2 * total)
+    for k in range(num_steps - 1):
+        squares = sum((lrs[t] * norms[t]) ** 2 for t in range(k, num_steps))
+        found += 0.5 * lrs[k] / sum(lrs[k + 1 :]) * squares / sum(lrs[k:])
+    return float(found)
+
+
+def test_the_bound_of_the_last_iterate_holds_and_equals_its_formula() -> None:
+    for seed in range(60):
+        draw = np.random.default_rng(seed)
+        slopes, offsets = draw.normal(size=(6, 4)), draw.normal(size=6)
+        lrs = draw.uniform(0.01, 0.5, size=25)
+        point = start = draw.normal(size=4)
+        norms, values, points = [], [], []
+        for lr in lrs:
+            active = int(np.argmax(slopes @ point + offsets))
+            values.append(float((slopes @ point + offsets)[active]))
+            norms.append(float(np.linalg.norm(slopes[active])))
+            points.append(point)
+            point = point - lr * slopes[active]
+        # Against the best point seen, and any other: the bound is of f(x_T) - f(u) with D = |x_1 - u|.
+        for other in (points[int(np.argmin(values))], draw.normal(size=4)):
+            below = values[-1] - float((slopes @ other + offsets).max())
+            bound = last_iterate_bound(lrs.tolist(), norms, float(np.linalg.norm(start - other)))
+            assert below <= bound + 1e-12
+        assert bound == pytest.approx(bound_by_hand(lrs, norms, float(np.linalg.norm(start - other))), rel=1e-12)
+
+
+@pytest.mark.parametrize("norms", [[1.0] * 20, list(np.linspace(5, 1, 20)), list(np.linspace(1, 4, 20))])
+def test_no_other_schedule_has_a_lower_bound(norms: list[float]) -> None:
+    def best(factors: Any) -> float:
+        """The bound with the best multiple of a schedule at D = 1."""
+        rest = bound_by_hand(factors, norms, 0.0)
+        return 2 * (0.5 / sum(factors) * rest) ** 0.5
+
+    factors = bound_factors(norms)
+    assert factors.max() == 1.0
+    formula = RefinedSchedule(sgd(), norms, smoothing=0.0, latest_peak=None).factors
+    assert best(factors) < best(formula)
+    assert best(factors) < best(np.linspace(1, 1 / 20, 20))
+    draw = np.random.default_rng(0)
+    for size in (1e-3, 1e-2, 0.1):
+        for _ in range(10):
+            assert best(factors * np.exp(size * draw.normal(size=20))) >= best(factors) * (1 - 1e-9)
+    minimised = RefinedSchedule(sgd(), norms, smoothing=0.0, latest_peak=None, minimise=True).factors
+    np.testing.assert_allclose(minimised, factors, rtol=1e-3, atol=1e-4)
+    with pytest.raises(UserError, match="got order=1; leave out minimise=True"):
+        RefinedSchedule(sgd(), norms, order=1, minimise=True)
+    with pytest.raises(UserError, match="learning rates above 0 and as many finite norms"):
+        last_iterate_bound([0.1, 0.0], [1.0, 1.0], 1.0)
 
 
 def test_bad_settings_are_named() -> None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import hardware as _hardware  # imported before the verb of that name, which then stands in its place
-from .arguments import as_cluster, as_dtype_name, as_maker, as_mesh, as_optimizer_name, as_pins, as_plan, check_model
+from .arguments import as_chosen, as_cluster, as_dtype_name, as_maker, as_mesh, as_pins, as_plan, check_model
 from .artifacts import Cluster, Difference, Explanation, ModelRef, Plan, Profile, Refusal, Report, UserError, diff
 from .cli.sizes import parse_bytes
 from .training import Trained, train
@@ -172,11 +172,14 @@ def plan(
     hardware: HardwareLike,
     memory: float | str | None = None,
     optimizer: OptimizerLike = "adamw",
+    optimizer_options: Mapping[str, Any] | None = None,
+    optimizer_form: str | None = None,
     loss_fn: LossFn | None = None,
     mesh: int | str | Sequence[int] | None = None,
     solver: str = "joint",
     pins: str | Sequence[str] = (),
     offload: str = "auto",
+    keep_graph: bool = False,
     time_limit_s: float = 30.0,
     autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
@@ -189,12 +192,17 @@ def plan(
     model, batch, loss_fn, autocast: as for `profile`; the batch is the whole one, of all devices together.
     hardware: as for `hardware()`: `"8xh100"`, `"cpu:2"`, `2`, the path of a file from `calibrate`.
     memory: per device, the batch excluded: `"20GiB"`, or bytes; default 90 % of the device's.
-    optimizer: a name, or a class, an instance or a `functools.partial` of one that has a name.
+    optimizer: a name, or a class, an instance or a `functools.partial` of one that has a name, whose settings count too.
+    optimizer_options: its settings by name, but for the learning rate: `{"betas": (0.9, 0.95)}`; the plan keeps them, and
+        the parameter groups that the method's documentation asks for.
+    optimizer_form: how its step runs: `"fused"`, `"foreach"` or `"loop"`; default: fused where the method has that.
     mesh: sizes of its axes, outermost first: `(2, 4)`, `"2x4"`, `8`; default: the factorisations are searched.
     solver: `"joint"`, `"two-stage"`, `"ddp"`, `"fsdp"` or `"megatron"`.
     pins: decisions that are not left to the solver, as text; one or several (docs/planning.md).
     offload: `"host"`, `"disk"`, `"none"`, or `"auto"`: to the host, for GPUs, where nothing fits without (`frontier` and the
         other solvers then offload nothing).
+    keep_graph: keep all that a second backward through the loss needs, which nothing that is recomputed, offloaded or sent in
+        buckets is; for the schedule `lanczos`. Optimizers that take the loss have it anyway.
     micro_batches: into how many parts a step cuts the batch, one after the other, with the whole batch's loss and
         gradients; `"auto"` chooses.
     time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
@@ -216,9 +224,11 @@ def plan(
 
     if shapes:
         batch, others = _by_size(model, [batch, *shapes], loss_fn, as_dtype_name(autocast), micro_batches)
-        return make_plan_for(others, **_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload,
+        return make_plan_for(others, **_question(model, batch, hardware, memory,
+        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph),
                                                  time_limit_s, autocast, model_ref, progress, 1), solver=solver)  # fmt: skip
-    return make_plan(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s,
+    return make_plan(**_question(model, batch, hardware, memory,
+        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
                                  autocast, model_ref, progress, micro_batches), solver=solver)  # fmt: skip
 
 
@@ -230,10 +240,13 @@ def compare(
     hardware: HardwareLike,
     memory: float | str | None = None,
     optimizer: OptimizerLike = "adamw",
+    optimizer_options: Mapping[str, Any] | None = None,
+    optimizer_form: str | None = None,
     loss_fn: LossFn | None = None,
     mesh: int | str | Sequence[int] | None = None,
     pins: str | Sequence[str] = (),
     offload: str = "auto",
+    keep_graph: bool = False,
     time_limit_s: float = 30.0,
     autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
@@ -251,7 +264,8 @@ def compare(
     """
     from .planner import compare as run
 
-    question = _question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s, autocast,
+    question = _question(model, batch, hardware, memory,
+        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s, autocast,
                          model_ref, progress, micro_batches)  # fmt: skip
     if memory is None:
         question["budget_bytes"] = None
@@ -266,10 +280,13 @@ def frontier(
     hardware: HardwareLike,
     memory: float | str | None = None,
     optimizer: OptimizerLike = "adamw",
+    optimizer_options: Mapping[str, Any] | None = None,
+    optimizer_form: str | None = None,
     loss_fn: LossFn | None = None,
     mesh: int | str | Sequence[int] | None = None,
     pins: str | Sequence[str] = (),
     offload: str = "auto",
+    keep_graph: bool = False,
     time_limit_s: float = 30.0,
     autocast: DtypeLike | None = None,
     micro_batches: int | str = 1,
@@ -289,7 +306,8 @@ def frontier(
     """
     from .planner import frontier as run
 
-    return run(**_question(model, batch, hardware, memory, optimizer, loss_fn, mesh, pins, offload, time_limit_s,
+    return run(**_question(model, batch, hardware, memory,
+        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
                            autocast, model_ref, progress, micro_batches), num_points=num_points)  # fmt: skip
 
 
@@ -307,14 +325,15 @@ def check(
     >>> check(made, net, batch, loss_fn=loss_fn).predicted.peak_bytes == made.predicted.peak_bytes
     True
     """
+    from . import optim
     from .planner import Shaped, check_shapes
     from .planner import check as run
     from .runtime.steps import batch_like
 
     plan = as_plan(plan)
     budget = parse_bytes(memory) if memory is not None else plan.budget_bytes
-    make, _ = as_maker(plan.optimizer)
-    cost, program = _optimizer_cost(plan.optimizer), _program_of(plan, model, batch, loss_fn)
+    chosen, program = optim.of_plan(plan), _program_of(plan, model, batch, loss_fn)
+    cost, make = chosen, chosen.on_fakes
     checked = run(plan, program, budget, cost, make)
     others = [
         Shaped(_program_of(plan, model, batch_like(plan, each.batch), loss_fn), each.batch) for each in plan.shapes
@@ -339,23 +358,25 @@ def explain(
     >>> len(explain(made, net, batch, ":linear", loss_fn=loss_fn).rows)
     1
     """
+    from . import optim
     from .planner import explain as run
 
     plan = as_plan(plan)
-    make, _ = as_maker(plan.optimizer)
-    return run(plan, _program_of(plan, model, batch, loss_fn), key, _optimizer_cost(plan.optimizer), make)
+    chosen = optim.of_plan(plan)
+    return run(plan, _program_of(plan, model, batch, loss_fn), key, chosen, chosen.on_fakes)
 
 
 def simulate_plan(plan: PlanLike, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:
     """Return one rank's memory over a step of `plan`, moment by moment; the arguments are those of `check`."""
+    from . import optim
     from .capture.decide import decisions_of
     from .planner import simulate
 
     plan = as_plan(plan)
     program = _program_of(plan, model, batch, loss_fn)
-    make, _ = as_maker(plan.optimizer)
-    return simulate(program, decisions_of(program, plan), make, target=plan.cluster.device.kind, timeline=True,
-                    optimizer_cost=_optimizer_cost(plan.optimizer))  # fmt: skip
+    chosen = optim.of_plan(plan)
+    return simulate(program, decisions_of(program, plan), chosen.on_fakes, target=plan.cluster.device.kind, timeline=True,
+                    optimizer_cost=chosen)  # fmt: skip
 
 
 def init(device: str | None = None) -> None:
@@ -400,6 +421,8 @@ def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64
     model_fn: a function that builds and returns `(model, batch)` or `(model, batch, loss_fn)`, the same on every rank.
     plan: a `Plan`, or the path of its file. dtype: `"float64"`, or `"fp32"`, the model as it is. Every rank calls this.
 
+    Of an optimizer that takes the loss itself, update and peak are not compared: both need its own closure.
+
     >>> import torch
     >>> def build():
     ...     torch.manual_seed(0)
@@ -417,9 +440,9 @@ def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64
             f"a function that builds (model, batch, loss_fn) is needed to verify; got a {type(model_fn).__name__}; each run "
             "starts from the same values: try lambda: (Model(), batch, loss_fn)"
         )
-    optim.check_plannable(plan.optimizer)
-    return run(model_fn, plan, dtype=dtype, seed=seed,
-               make_optimizer=lambda params: optim.create(plan.optimizer, params))  # fmt: skip
+    chosen = optim.of_plan(plan)
+    make = None if chosen.needs_loss else chosen.make
+    return run(model_fn, plan, dtype=dtype, seed=seed, make_optimizer=make)  # fmt: skip
 
 
 def calibrate(
@@ -489,15 +512,16 @@ def __dir__() -> list[str]:
 
 
 def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: Any, loss_fn: Any, mesh: Any, pins: Any,
-              offload: str, time_limit_s: float, autocast: Any, model_ref: ModelRef | None, progress: Any,
+              offload: tuple[str, bool], time_limit_s: float, autocast: Any, model_ref: ModelRef | None, progress: Any,
               micro_batches: int | str) -> dict[str, Any]:  # fmt: skip
     from .capture.call import name_of_loss
 
     check_model(model)
-    cluster, optimizer, autocast = as_cluster(hardware), as_optimizer_name(optimizer), as_dtype_name(autocast)
+    cluster, autocast = as_cluster(hardware), as_dtype_name(autocast)
     sizes, pins = as_mesh(mesh), as_pins(pins)
     budget = parse_bytes(memory) if memory is not None else int(MEMORY_SHARE * cluster.device.memory_bytes)
-    make, label = as_maker(optimizer)
+    chosen = as_chosen(*optimizer, model, cluster.device.kind)
+    micro_batches = _runs_of(micro_batches, chosen.name if chosen.needs_loss else "keep_graph" if offload[1] else None)
     program, variants = _programs(model, batch, loss_fn, autocast, micro_batches)
     return {
         "program": program,
@@ -506,18 +530,29 @@ def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: Any
         "cluster": cluster,
         "budget_bytes": budget,
         "mesh": sizes,
-        "optimizer": label,
-        "optimizer_cost": _optimizer_cost(optimizer),
-        "make_optimizer": make,
+        "optimizer": chosen.name,
+        "optimizer_cost": chosen,
+        "make_optimizer": chosen.on_fakes,
         "literals": _literals(batch),
         "loss_fn": name_of_loss(loss_fn),
         "dtype": _dtype_name(model),
         "autocast": autocast,
         "pins": pins,
-        "offload": offload,
+        "offload": offload[0],
+        "keep_graph": offload[1],
         "time_limit_s": time_limit_s,
         "progress": progress,
     }
+
+
+def _runs_of(micro_batches: int | str, goes_again: str | None) -> int | str:
+    """The number of micro-batches; 1 where the loss is differentiated more than once, for their graphs are gone by then."""
+    if goes_again is None or micro_batches in ("auto", 1):
+        return micro_batches if goes_again is None else 1
+    raise UserError(
+        f"one micro-batch is needed for {goes_again}, for the graph of the loss is gone through more than once; got "
+        f"{micro_batches}; leave micro_batches out, or take adamw"
+    )
 
 
 def _programs(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None, micro_batches: int | str) -> Any:
@@ -600,12 +635,6 @@ def _with_extra_passes(found: Profile, cluster: Cluster | None) -> Profile:
         update_s = moved / cluster.device.bandwidth_bytes_per_s
         update["step_s"] = found.step_s + (entry.num_passes - 1) * pass_s + update_s
     return found.model_copy(update=update)
-
-
-def _optimizer_cost(name: str) -> Any:
-    from . import optim
-
-    return optim.record(name)
 
 
 def _literals(batch: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 hardware    a Cluster, `8xh100`, a file's path, or a number of this machine's CPU processes      as_cluster
 mesh        sizes of its axes, one size, or `2x4`                                               as_mesh
 autocast    `bf16`, or torch.bfloat16                                                           as_dtype_name
-optimizer   a name, a class of torch's or ours, an optimizer, a functools.partial of a class    as_optimizer_name
+optimizer   a name, a class of torch's or ours, an optimizer, a functools.partial of a class    as_optimizer_name, as_chosen
 plan        a Plan, or the path of its file                                                     as_plan
 """
 
@@ -14,10 +14,13 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import hardware as _hardware
 from .artifacts import Cluster, Plan, UserError
+
+if TYPE_CHECKING:
+    from .optim.chosen import Chosen
 
 _SHAPE = (16, 16)
 """Of the parameter by which records of one class are told apart."""
@@ -170,6 +173,28 @@ def as_optimizer_name(optimizer: Any) -> str:
     )
 
 
+def as_chosen(
+    optimizer: Any, options: Mapping[str, Any] | None, form: str | None, model: Any = None, device: str = "cpu"
+) -> Chosen:
+    """Return the optimizer that a plan is priced by: a name, or what `as_optimizer_name` takes with the settings in it.
+
+    >>> import torch
+    >>> as_chosen(functools.partial(torch.optim.AdamW, amsgrad=True), {"eps": 1e-6}, None).options
+    {'amsgrad': True, 'eps': 1e-06}
+    """
+    from . import optim
+    from .optim.options import option_defaults
+
+    name = _name_by_class(optimizer) or as_optimizer_name(optimizer)
+    own: dict[str, Any] = {}
+    if not isinstance(optimizer, str):
+        entry, (_, given) = optim.record(name), _class_and_options(optimizer)
+        defaults = option_defaults(entry)
+        own = {key: value for key, value in given.items() if key in defaults and value != defaults[key][0]}
+        form = form or next((each for each in ("fused", "foreach") if given.get(each)), None)
+    return optim.choose(name, {**own, **(options or {})}, form, model, device)
+
+
 def _class_and_options(optimizer: Any) -> tuple[type | None, Mapping[str, Any]]:
     import torch
 
@@ -181,6 +206,16 @@ def _class_and_options(optimizer: Any) -> tuple[type | None, Mapping[str, Any]]:
         return type(optimizer), {**optimizer.defaults, **options}
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     return (optimizer if is_class else None), options
+
+
+def _name_by_class(optimizer: Any) -> str | None:
+    """The record of a class whatever its settings, which the plan keeps; None where `optimizer` is none, or has several."""
+    from . import optim
+
+    cls, options = _class_and_options(optimizer)
+    if cls is None or _record_of(cls, options) is not None:
+        return None
+    return next((name for name in optim.names() if optim.record(name).cls is cls), None)
 
 
 def _has_record(cls: type) -> bool:

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
     from .capture.targets import Loaded
     from .cli.saving import SavePolicy
-    from .runtime import ParallelModule
+    from .growing import GrowthOptions
+    from .optim.chosen import Chosen
+    from .runtime import HeldOut, ParallelModule
     from .runtime.tracing import StepTrace
+    from .scheduling import ScheduleOptions
 
     LossFn = Callable[[Any, Any], Tensor]
     Event = dict[str, Any]
@@ -47,7 +50,18 @@ def train(
     loss_fn: LossFn | None = None,
     weights: str | os.PathLike[str] | None = None,
     optimizer: str | Callable[..., torch.optim.Optimizer] | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
+    optimizer_form: str | None = None,
     lr: float | None = None,
+    schedule: str = "constant",
+    warmup_steps: int = 0,
+    decay_steps: int | None = None,
+    norms: str | os.PathLike[str] | None = None,
+    eval_data: Any = None,
+    eval_every: int | None = None,
+    grow_batch: int | None = None,
+    grow_every: int = 10,
+    grow_eta: float = 0.5,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
@@ -69,8 +83,17 @@ def train(
     instead, in shuffled epochs. Neither: what `model` brings along, in the end its batch.
     steps: in all, those of a run that is resumed included.
     loss_fn: the one that the plan was made with, if any. weights: files of which each rank reads its part; see `parallelize`.
-    optimizer: a name (`"adamw"`; default: the plan's), or a function or class, called with the parameters and, where it is
-    given, `lr`.
+    optimizer: a name (`"adamw"`; default: the plan's, with the plan's options, groups and form), or a function or class, called
+    with the parameters and, where it is given, `lr`.
+    optimizer_options, optimizer_form: as for `plan`; what is given stands in place of the plan's, whose prediction is then of
+    something else: a note says so.
+    schedule: of the learning rate, whose peak is `lr`: `"constant"`, `"linear"` (the one to begin with), `"cosine"`, `"wsd"`
+    (constant, then linear in the last `decay_steps`, a fifth by default), `"refined"` by the gradient norms of an earlier run,
+    whose metrics file `norms` is, or `"lanczos"` by the curvature, for SGD. warmup_steps: over which the rate rises first.
+    eval_data: a global batch, or several, that are not trained on (default: the model's `eval_batch`); the mean of their losses
+    is told after every `eval_every` steps and after the last.
+    grow_batch: up to so many planned batches to a step, as the noise of the gradient asks for: every `grow_every` steps the
+    gradient of each example is measured, and the noise is to be at most `grow_eta` of the gradient (for AdAdaGrad).
     seed: of dropout, of shuffling, and of weights made here.
     checkpoint: a directory; written after every `checkpoint_every` steps and after the last, the newest `keep` stay.
     resume: go on from the newest checkpoint.
@@ -90,23 +113,33 @@ def train(
     >>> len(run.losses), run.losses[2] < run.losses[0]
     (3, True)
     """
-    from . import optim
     from .cli.saving import SavePolicy
+    from .growing import GrowthOptions
+    from .launch import emit, rank
     from .runtime.module import parallelize
+    from .scheduling import ScheduleOptions
 
     _check(steps, data, dataset, checkpoint, checkpoint_every, resume)
     loaded = _loaded(model, plan, data, dataset)
     loss_fn = loss_fn or loaded.loss_fn
-    make = optimizer or plan.optimizer
-    if isinstance(make, str):
-        optim.check_plannable(make, plan.offloads_states)
+    make, notes, take = _maker(plan, optimizer, optimizer_options, optimizer_form, loaded, loss_fn)
+    for note in notes if rank() == 0 else ():
+        emit({"kind": "note", "text": note})
+    extras = Extras(
+        ScheduleOptions(schedule, warmup_steps, decay_steps, None if norms is None else str(norms)),
+        None if eval_every is None and eval_data is None else held_out(loaded, eval_data, eval_every),
+        None if grow_batch is None else GrowthOptions(grow_batch, grow_every, grow_eta),
+    )
+    extras.check(plan, steps, optimizer if isinstance(optimizer, str) else None, take)
     module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed)
     return run(
         module.train(),
-        _optimizer(make, module, lr),
+        make(module, lr),
         lambda first: batches(loaded, plan, first, seed),
         steps=steps,
         saving=SavePolicy(None if checkpoint is None else str(checkpoint), checkpoint_every, keep, resume=resume),
+        take=take,
+        extras=extras,
         metrics=None if metrics is None else str(metrics),
         on_nan=on_nan,
         timeout_s=timeout_s,
@@ -127,19 +160,24 @@ def run(
     on_nan: str = "stop",
     timeout_s: float | None = None,
     trace: StepTrace | None = None,
+    take: Any = None,
+    extras: Extras | None = None,
     on_step: Callable[[Event], None] = lambda event: None,
 ) -> Trained:
     """Train a planned module up to step `steps` with checkpoints and records: what Python and the command line share.
 
     batches_from(first_step): the global batches from the step on at which a resumed run goes on. sampler: something with
-    `state_dict`, saved with the run.
+    `state_dict`, saved with the run. extras: schedule, held-out loss and growth. take: what runs a step, where gradients
+    alone are not enough (`step_of`).
     """
     from .cli.records import Records
     from .cli.saving import Saving
     from .launch import emit, rank
     from .runtime.train import train_loop
 
-    checkpoints = Saving(saving, module, optimizer, steps, sampler)
+    extras = extras or Extras()
+    schedule, growth = extras.schedule_of(optimizer, module.plan, steps), extras.growth_of(module)
+    checkpoints = Saving(saving, module, optimizer, steps, sampler or growth, schedule)
     first = checkpoints.first_step
     records = Records(metrics, tensorboard, first) if rank() == 0 else None
     if rank() == 0 and first > 0:
@@ -152,10 +190,109 @@ def run(
 
     with checkpoints:
         losses = train_loop(
-            module, optimizer, batches_from(first), steps=steps, first_step=first, on_step=tell,
+            module, optimizer, batches_from(first if growth is None else growth.num_batches),
+            steps=steps, first_step=first, on_step=tell,
             after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s, trace=trace,
+            take=take, schedule=schedule, growth=growth, held_out=extras.held_out,
+            norms=gradient_norms if metrics is not None or tensorboard is not None else None,
         )  # fmt: skip
     return Trained(module, tuple(losses), first)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a run does beside its steps."""
+
+    schedule: ScheduleOptions | None = None
+    held_out: HeldOut | None = None
+    growth: GrowthOptions | None = None
+
+    def check(self, plan: Plan, steps: int, optimizer: str | None, take: Any = None) -> None:
+        """Raise `UserError` for what cannot be done under a plan, before anything runs."""
+        from .scheduling import check_schedule
+
+        if self.schedule is not None:
+            check_schedule(self.schedule, plan, steps, optimizer or plan.optimizer)
+        if self.growth is not None and take is not None:
+            raise UserError(
+                "an optimizer that steps on gradients is needed for batches that grow; this one takes the loss itself; take "
+                "adadagrad or adamw"
+            )
+        for batch in self.held_out.batches if self.held_out is not None else ():
+            _check_fits(plan, batch)
+
+    def schedule_of(self, optimizer: torch.optim.Optimizer, plan: Plan, steps: int) -> Any:
+        """Return what the loop calls around each step; None for a constant rate."""
+        from .scheduling import Schedule
+
+        options = self.schedule
+        if options is None or (options.name == "constant" and not options.warmup_steps):
+            return None
+        return Schedule(options, optimizer, steps, _name_of(optimizer, plan))
+
+    def growth_of(self, module: ParallelModule) -> Any:
+        """Return what says how many batches a step takes; None where it is always one."""
+        from .artifacts.plan import names_of_batch
+        from .growing import Growth
+
+        if self.growth is None:
+            return None
+        shapes = {name: entry.shape for name, entry in module.plan.batch.items()}
+        return Growth(self.growth, module, next(shapes[name][0] for name in names_of_batch(shapes)))
+
+
+def held_out(loaded: Loaded, data: Any, every: int | None) -> HeldOut:
+    """Return the held-out loss of a run, on `data` or on the model's own `eval_batch`; `UserError` where there is neither."""
+    from .runtime.train import HeldOut
+
+    if every is None:
+        raise UserError("the number of steps between held-out losses is needed; got none; give eval_every=N")
+    if not isinstance(every, int) or every < 1:
+        raise UserError(f"a number of steps between held-out losses is needed, 1 or more; got {every!r}; try 100")
+    if data is None:
+        data = loaded.eval_batch
+    if data is None:
+        raise UserError(
+            "data that is not trained on is needed for a held-out loss; got none; return an eval_batch with the model, or give "
+            "eval_data"
+        )
+    found = (data,) if _is_batch(data) else tuple(data)
+    if not found:
+        raise UserError("at least one batch is needed for a held-out loss; got none; give some")
+    return HeldOut(found, every)
+
+
+def gradient_norms(gradients: list[Tensor]) -> dict[str, float]:
+    """Return the ℓ2 and the ℓ1 norm of all gradients together, by the names that metrics give them; a collective call."""
+    from .numerics.norms import total_norm
+    from .scheduling import NORMS
+
+    return {name: float(total_norm(gradients, order)) for order, name in NORMS.items()}
+
+
+def _name_of(optimizer: torch.optim.Optimizer, plan: Plan) -> str:
+    """The name of an optimizer's record; the plan's for one without."""
+    from .arguments import as_optimizer_name
+
+    try:
+        return as_optimizer_name(optimizer)
+    except UserError:
+        return plan.optimizer
+
+
+def _check_fits(plan: Plan, batch: Any) -> None:
+    """Raise `UserError` for a held-out batch that the plan cannot run."""
+    from .capture._torch_private import flatten_batch
+    from .capture.export import as_batch
+    from .runtime.entries import check_within
+
+    shapes = {name: tuple(leaf.shape) for name, leaf in flatten_batch(as_batch(batch))[0] if hasattr(leaf, "shape")}
+    if shapes.keys() != plan.batch.keys():
+        raise UserError(
+            f"a held-out batch with the entries of the plan's, {', '.join(plan.batch)}, is needed; got {', '.join(shapes)}; "
+            "make it like the batch"
+        )
+    check_within(plan, shapes)
 
 
 def batches(loaded: Loaded, plan: Plan, first: int, seed: int) -> Iterator[Any]:
@@ -213,10 +350,81 @@ def _is_batch(data: Any) -> bool:
     return isinstance(data, Mapping | torch.Tensor) or (isinstance(data, tuple) and isinstance(data[0], torch.Tensor))
 
 
-def _optimizer(make: Any, module: ParallelModule, lr: float | None) -> torch.optim.Optimizer:
+def optimizer_of(
+    plan: Plan,
+    name: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    form: str | None = None,
+    model: nn.Module | None = None,
+) -> tuple[Chosen, list[str]]:
+    """Return the optimizer that a run takes, the plan's where nothing else is said, and what is not as the plan priced it.
+
+    model: whose parameters are grouped anew for an optimizer other than the plan's. Raises `UserError` for what cannot run.
+    """
     from . import optim
 
-    if isinstance(make, str):
-        return optim.create(make, module.parameters(), lr=lr)
-    chosen: torch.optim.Optimizer = make(module.parameters(), **({} if lr is None else {"lr": lr}))
-    return chosen
+    if name is None or optim.record(name).name == plan.optimizer:
+        merged = {**plan.optimizer_options, **(options or {})}
+        chosen = replace(
+            optim.choose(plan.optimizer, merged, form or plan.optimizer_form), groups=plan.optimizer_groups
+        )
+    else:
+        chosen = optim.choose(name, options, form, model, plan.cluster.device.kind)
+    optim.check_runs(chosen, plan)
+    return chosen, _contradictions(plan, chosen)
+
+
+def _contradictions(plan: Plan, chosen: Chosen) -> list[str]:
+    own = chosen.fields()
+    if own["optimizer"] != plan.optimizer:
+        what = f"the plan was priced for {plan.optimizer}, and {own['optimizer']} runs"
+    else:
+        names = sorted({*own["optimizer_options"], *plan.optimizer_options})
+        told = [
+            f"{_said(plan.optimizer_options, name)}, and {_said(own['optimizer_options'], name)} runs"
+            for name in names
+            if own["optimizer_options"].get(name) != plan.optimizer_options.get(name)
+        ]
+        if own["optimizer_form"] != plan.optimizer_form:
+            told.append(f"the form {plan.optimizer_form}, and {own['optimizer_form']} runs")
+        what = f"the plan was priced for {plan.optimizer} with {'; '.join(told)}" if told else ""
+    return [f"{what}: its step and its peak are predicted for another update; plan with what is to run"] if what else []
+
+
+def _said(options: Mapping[str, Any], name: str) -> str:
+    return f"{name}={options[name]}" if name in options else f"{name} as by default"
+
+
+Maker = Callable[..., Any]
+
+
+def step_of(chosen: Chosen, model: nn.Module, loss_fn: LossFn | None) -> Any:
+    """Return what runs one step of an optimizer that takes the loss with its graph; None for one that takes gradients."""
+    from .capture.call import loss_of
+    from .optim.chosen import WANTS
+    from .runtime.closures import ClosureStep
+
+    if not chosen.needs_loss:
+        return None
+    twice = any(extra.kind == "hessian_vector" for extra in chosen.extra_passes)
+    wants: Any = WANTS.get(chosen.name, "loss")
+    return ClosureStep(wants, twice, lambda batch, output: loss_of(model, batch, loss_fn, output))
+
+
+def _maker(
+    plan: Plan, optimizer: Any, options: Any, form: str | None, loaded: Loaded, loss_fn: LossFn | None
+) -> tuple[Maker, list[str], Any]:
+    """What makes the run's optimizer of a module and a learning rate, what contradicts the plan, and what runs a step."""
+    if optimizer is None or isinstance(optimizer, str):
+        chosen, notes = optimizer_of(plan, optimizer, options, form, loaded.model)
+        return (lambda module, lr: made(chosen, module, lr)), notes, step_of(chosen, loaded.model, loss_fn)
+    if options or form:
+        raise UserError(
+            "the name of an optimizer is needed for optimizer_options and optimizer_form; got a function; set them in it"
+        )
+    return (lambda module, lr: optimizer(module.parameters(), **({} if lr is None else {"lr": lr}))), [], None
+
+
+def made(chosen: Chosen, module: ParallelModule, lr: float | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer over the parameters of a planned module."""
+    return chosen.make(module.named_parameters(), lr)

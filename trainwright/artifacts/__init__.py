@@ -5,7 +5,19 @@ from .difference import Difference, diff
 from .estimator import Estimator
 from .explanation import Alternative, ExplainedDecision, Explanation
 from .packages import is_installed, need, needed
-from .plan import EDITED, BatchEntry, ModelRef, OffloadPlan, OpPlan, ParamPlan, Plan, Predicted, ShapePlan, SolverInfo
+from .plan import (
+    EDITED,
+    BatchEntry,
+    ModelRef,
+    OffloadPlan,
+    OpPlan,
+    OptimizerGroup,
+    ParamPlan,
+    Plan,
+    Predicted,
+    ShapePlan,
+    SolverInfo,
+)
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
@@ -33,6 +45,7 @@ __all__ = [
     "OffloadPlan",
     "OpCost",
     "OpPlan",
+    "OptimizerGroup",
     "Overheads",
     "ParamPlan",
     "Plan",

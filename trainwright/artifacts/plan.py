@@ -22,6 +22,7 @@ from .cluster import Cluster
 from .record import Artifact, Record, UserError, as_text
 
 FORMAT_VERSION = 1
+_SINCE_FIRST = ("optimizer_options", "optimizer_form", "optimizer_groups", "optimizer_owned")
 EDITED = "edited"
 """The status of a plan whose decisions are not its planner's."""
 
@@ -74,6 +75,14 @@ class OpPlan(Record):
     split: tuple[str, ...]
     recomputed: dict[str, str] = {}
     offloaded: dict[str, str] = {}
+
+
+class OptimizerGroup(Record):
+    """Parameters, by name, for which an optimizer has settings of their own, or which are another optimizer's."""
+
+    params: tuple[str, ...]
+    options: dict[str, Any] = {}
+    optimizer: str | None = None
 
 
 class OffloadPlan(Record):
@@ -141,6 +150,14 @@ class Plan(Artifact):
     dtype: str = "fp32"
     autocast: str | None = None
     optimizer: str = "adamw"
+    optimizer_options: dict[str, Any] = {}
+    """What differs from its defaults, but for the learning rate; text stands for numbers that are not finite."""
+    optimizer_form: Literal["fused", "foreach", "loop"] = "loop"
+    """How its step runs: one pass over memory, lists of all parameters at once, or one parameter after the other."""
+    optimizer_groups: tuple[OptimizerGroup, ...] = ()
+    """The parameters for which it has settings of their own; all others have `optimizer_options`."""
+    optimizer_owned: tuple[str, ...] = ()
+    """The parameters that it reads whole and that one rank steps on, for all; other such ones, every rank does."""
     cluster: Cluster
     budget_bytes: int | None
     mesh: dict[str, int] = Field(min_length=1)
@@ -178,6 +195,9 @@ class Plan(Artifact):
     def digest(self) -> str:
         """Return a hash of the question and the decisions; predictions, notes and how the plan was found do not count."""
         data = self.model_dump(mode="json", exclude={"predicted", "notes", "solver", "format_version", "torch_version"})
+        for name in _SINCE_FIRST:  # of plans that were signed before there were these
+            if getattr(self, name) == type(self).model_fields[name].default:
+                del data[name]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def signed(self) -> Plan:

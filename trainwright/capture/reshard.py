@@ -227,14 +227,21 @@ def _with(sizes: Sequence[int], at: int, size: int) -> list[int]:
 
 
 class _Reshard(torch.autograd.Function):
+    """A way and the way back of the gradient. What a gradient is to a value, the way back is to the way: it is one itself.
+
+    So a gradient that is differentiated again gets its own gradient, laid out like the value, by the first way.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Route, backward: Route) -> Tensor:
-        ctx.route = backward
+        ctx.routes = backward, forward
         return forward.run(x) if forward.steps else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.route.run(grads[0]), None, None
+        if torch.is_grad_enabled():
+            return reshard(grads[0], *ctx.routes), None, None
+        return ctx.routes[0].run(grads[0]), None, None
 
 
 def reshard(x: Tensor, forward: Route, backward: Route) -> Tensor:
@@ -262,6 +269,13 @@ class Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():  # what is differentiated again goes through these zeros, as it does on other ranks
+            shapes = [shape for shape, _, _ in ctx.like]
+            return (
+                None,
+                None,
+                *(zero if want else None for want, zero in zip(wanted, Nothing.apply(shapes, wanted, *grads))),
+            )
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
         return None, None, *(zero if want else None for zero, want in zip(zeros, wanted))
 

@@ -19,6 +19,7 @@ from ..reports.terminal import compare_table
 from ..reports.units import format_s
 from .errors import FAILED, OK
 from .model import ModelOptions, takes_model
+from .optimizing import FormOption, OptionOption
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
 from .planned import named
 from .sizes import parse_bytes
@@ -41,6 +42,8 @@ def plan(
     optimizer: Annotated[
         str, typer.Option(metavar="NAME[,NAME]", help="With several, the fastest plan of all.")
     ] = "adamw",
+    optimizer_option: OptionOption = None,
+    optimizer_form: FormOption = None,
     solver: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(SOLVERS)}.")] = "joint",
     pin: Annotated[
         list[str] | None,
@@ -54,6 +57,9 @@ def plan(
         str,
         typer.Option(metavar="TIER", help="host, disk or none; auto: to the host of GPUs where nothing fits without."),
     ] = "auto",
+    keep_graph: Annotated[
+        bool, typer.Option("--keep-graph", help="Keep what a second backward needs, for --schedule lanczos.")
+    ] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Show what every solver reaches.")] = False,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Plans from the smallest to the fastest; -o names a folder for them.")
@@ -75,6 +81,9 @@ def plan(
     html_path: HtmlOption = None,
 ) -> int:
     """Choose layout, recomputation and offloading of every tensor so that a step is fastest within the memory."""
+    from ..optim.chosen import choose
+    from ..optim.options import parse_options
+
     question: dict[str, Any] = {
         "hardware": resolve(hardware),
         "memory": None if memory is None else parse_bytes(memory),
@@ -84,8 +93,13 @@ def plan(
         "time_limit_s": time_limit,
         "autocast": model.autocast,
         "micro_batches": parse_micro_batches(micro_batches),
+        "optimizer_options": parse_options(optimizer_option),
+        "optimizer_form": optimizer_form,
+        "keep_graph": keep_graph,
     }
     optimizers, solver = _names(optimizer), _solver(solver)
+    for name in optimizers:
+        choose(name, question["optimizer_options"], optimizer_form)
     if compare and frontier:
         raise UserError("one of --compare and --frontier is needed; got both; ask twice")
     if shapes and (compare or frontier):

@@ -39,6 +39,7 @@ class StepProgress:
         self._bar = _Bar(num_steps, text) if sys.stderr.isatty() else None
         self._said_at_s = float("-inf")
         self._compared = False
+        self._held_out: list[str] = []
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Take an event of rank 0; its steps count from 0."""
@@ -66,11 +67,21 @@ class StepProgress:
         if event.get("skipped"):
             self._say(f"note: step {event['step'] + 1} is left out: loss or gradients were not finite")
         if self._bar is not None:
-            self._bar.advance_to(event["step"] + 1, [f"loss {event['loss']:.4f}", *_pace(event, self._plan)])
-        elif event["step"] + 1 == self._num_steps or time.monotonic() - self._said_at_s > _LINE_EVERY_S:
+            self._bar.advance_to(event["step"] + 1, [*self._losses(event), *_pace(event, self._plan)])
+        elif (
+            event["step"] + 1 == self._num_steps
+            or event.get("eval_loss") is not None
+            or time.monotonic() - self._said_at_s > _LINE_EVERY_S
+        ):
             self._said_at_s = time.monotonic()
-            parts = [f"step {event['step'] + 1}/{self._num_steps}", f"loss {event['loss']:.4f}"]
+            parts = [f"step {event['step'] + 1}/{self._num_steps}", *self._losses(event)]
             remark("  ".join([*parts, *_pace(event, self._plan)]))
+
+    def _losses(self, event: dict[str, Any]) -> list[str]:
+        """The loss, and the latest one on data that is held out."""
+        if event.get("eval_loss") is not None:
+            self._held_out = [f"held out {event['eval_loss']:.4f}"]
+        return [f"loss {event['loss']:.4f}", *self._held_out]
 
     def _compare(self) -> None:
         if not self._compared and len(of_planned_shape(self.steps)) == COMPARED_AFTER:

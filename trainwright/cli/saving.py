@@ -51,18 +51,20 @@ class Saving:
 
     def __init__(
         self, policy: SavePolicy, module: ParallelModule, optimizer: torch.optim.Optimizer, num_steps: int,
-        sampler: Any = None,
+        sampler: Any = None, schedule: Any = None,
     ) -> None:  # fmt: skip
         from ..launch import emit, rank
         from ..runtime import Checkpointer
 
-        self._policy, self._module, self._num_steps = policy, module, num_steps
+        self._policy, self._module, self._num_steps, self._sampler = policy, module, num_steps, sampler
+        self._has_schedule = schedule is not None
         self._checkpointer = None
         if policy.folder is not None:
             self._checkpointer = Checkpointer(
                 policy.folder,
                 module,
                 optimizer,
+                scheduler=schedule,
                 sampler=sampler,
                 keep=policy.keep,
                 asynchronous=policy.asynchronous,
@@ -92,7 +94,7 @@ class Saving:
 
     def _save(self, step: int) -> None:
         if self._checkpointer is not None:
-            self._checkpointer.save(step)
+            self._checkpointer.save(step, getattr(self._sampler, "num_batches", None))
             self._last_saved = step
 
     def _resume(self) -> int:
@@ -106,6 +108,10 @@ class Saving:
         step = self._checkpointer.load_latest()
         if step is None and policy.resume:
             raise _has_none(policy.folder)
+        if step is not None and self._checkpointer.has_schedule and not self._has_schedule:
+            raise UserError(
+                f"the schedule of the run in {policy.folder} is needed to go on with it; got none; give --schedule as before"
+            )
         return 0 if step is None else step + 1
 
 

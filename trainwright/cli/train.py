@@ -11,8 +11,21 @@ import typer
 from ..artifacts import Plan, UserError
 from ..reports.units import format_bytes, format_s
 from .interruption import told_when_interrupted
+from .learning import (
+    DecayOption,
+    EvalDataOption,
+    EvalEveryOption,
+    GrowEtaOption,
+    GrowEveryOption,
+    GrowOption,
+    NormsOption,
+    ScheduleOption,
+    WarmupOption,
+    check_learning,
+)
 from .model import ModelOptions, as_planned, takes_model
-from .output import STDOUT, JsonOption, quiet_stdout, write_json
+from .optimizing import FormOption, OptionOption
+from .output import STDOUT, JsonOption, quiet_stdout, remarks, write_json
 from .places import check_file, check_readable, check_tensorboard
 from .progress import StepProgress, held_against, of_planned_shape
 from .ranks import NprocOption, is_first_rank, run_worker
@@ -44,9 +57,22 @@ def train(
         list[str] | None,
         typer.Option(metavar="FILE", help="Bytes to learn, for causal language models; repeatable. None: the batch."),
     ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="In total, also with --resume.")] = 100,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="In total, also with --resume. Default: 100.")
+    ] = None,
     optimizer: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the plan's.")] = None,
+    optimizer_option: OptionOption = None,
+    optimizer_form: FormOption = None,
     lr: Annotated[float | None, typer.Option(metavar="X", help="Default: the optimizer's own.")] = None,
+    schedule: ScheduleOption = "constant",
+    warmup_steps: WarmupOption = 0,
+    decay_steps: DecayOption = None,
+    norms: NormsOption = None,
+    eval_every: EvalEveryOption = None,
+    eval_data: EvalDataOption = None,
+    grow_batch: GrowOption = None,
+    grow_every: GrowEveryOption = 10,
+    grow_eta: GrowEtaOption = 0.5,
     checkpoint: CheckpointOption = None,
     checkpoint_every: CheckpointEveryOption = None,
     keep: KeepOption = KEEP,
@@ -69,27 +95,41 @@ def train(
     json_path: JsonOption = None,
 ) -> None:
     """Train the model as planned, on processes started here or on the ranks that torchrun started."""
-    from ..optim import check_plannable
+    from ..optim.options import parse_options
     from ..runtime.nonfinite import check_policy
+    from ..training import optimizer_of
 
     check_policy(on_nan)
     check_saving(checkpoint, checkpoint_every, resume, restarts)
+    given_steps, steps = steps, 100 if steps is None else steps
     if trace is not None and steps < NUM_UNTRACED + 1:
         raise UserError(f"at least {NUM_UNTRACED + 1} steps are needed for --trace; there are {steps}; take more")
     selecting = check_select(select, select_fraction, select_every, data)
     plan = Plan.from_json(plan_path)
     check_readable("--data", data or [])
+    check_readable("--eval-data", eval_data or [])
     if is_first_rank():
         check_tensorboard(tensorboard)
         for option, path in (("--metrics", metrics), ("--trace", trace), ("--json", json_path)):
             check_file(option, path)
-    check_plannable(optimizer or plan.optimizer, plan.offloads_states)
+    stepping: dict[str, Any] = {"name": optimizer, "options": parse_options(optimizer_option), "form": optimizer_form}
+    chosen, contradictions = optimizer_of(plan, **stepping)
+    learning = {
+        "schedule": schedule, "warmup_steps": warmup_steps, "decay_steps": decay_steps, "norms": norms,
+        "eval_every": eval_every, "eval_data": eval_data, "grow_batch": grow_batch, "grow_every": grow_every,
+        "grow_eta": grow_eta,
+    }  # fmt: skip
+    check_learning(learning, plan, given_steps, chosen.name, chosen.needs_loss)
+    if selecting is not None and grow_batch is not None:
+        raise UserError("--select and --grow-batch both choose the examples of a step; got both; leave one of them out")
+    if is_first_rank():
+        remarks(contradictions)
     model = as_planned(plan, model)
     payload = {
         "model": model.payload(),
         "plan": plan.to_json(),
         "steps": steps,
-        "optimizer": optimizer or plan.optimizer,
+        "optimizer": stepping,
         "lr": lr,
         "seed": model.seed or 0,
         "data": data or [],
@@ -98,6 +138,7 @@ def train(
         "on_nan": on_nan,
         "timeout_s": timeout_s,
         "select": selecting,
+        "learning": learning,
         "trace": trace,
     }
     saving = SavePolicy(checkpoint, checkpoint_every, keep, not sync_checkpoints, resume)
@@ -139,6 +180,9 @@ def summary(steps: list[dict[str, Any]], plan: Plan) -> str:
         f"{len(steps)} steps on {plan.num_ranks} ranks: loss {losses[0]:.4f} → {losses[-1]:.4f}",
         f"step   {format_s(step_s)} (median), predicted {format_s(plan.predicted.step_s)}",
     ]
+    held_out = [step["eval_loss"] for step in steps if step.get("eval_loss") is not None]
+    if held_out:
+        lines.insert(1, f"held-out loss {held_out[0]:.4f} → {held_out[-1]:.4f}")
     if peak_bytes:
         lines.append(f"peak   {format_bytes(peak_bytes)}, predicted {format_bytes(plan.predicted.peak_bytes)}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..artifacts import Plan
+from .learning import extras_of
 from .saving import SavePolicy
 from .selecting import selected
 
@@ -21,9 +22,9 @@ def verify(model: dict[str, Any], plan: str, dtype: str, seed: int = 0) -> dict[
         loaded = _load(model)
         return loaded.model, loaded.batch, loaded.loss_fn
 
-    report = compare(
-        build, parsed, dtype=dtype, seed=seed, make_optimizer=lambda params: optim.create(parsed.optimizer, params)
-    )
+    chosen = optim.of_plan(parsed)
+    make = None if chosen.needs_loss else chosen.make
+    report = compare(build, parsed, dtype=dtype, seed=seed, make_optimizer=make)
     return report.model_dump(mode="json")
 
 
@@ -31,7 +32,7 @@ def train(
     model: dict[str, Any],
     plan: str,
     steps: int,
-    optimizer: str,
+    optimizer: dict[str, Any],
     lr: float | None,
     seed: int,
     data: list[str],
@@ -42,23 +43,30 @@ def train(
     timeout_s: float | None = None,
     select: dict[str, Any] | None = None,
     trace: str | None = None,
+    learning: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the records.
 
+    optimizer: name, options and form, None where the plan's stand.
     saving: the fields of `SavePolicy`. trace: where to write a trace of some steps.
+    learning: the options of `cli.learning`.
     """
-    from .. import optim, training
+    from .. import training
     from ..launch import emit, rank
     from ..runtime.module import parallelize
     from ..runtime.tracing import StepTrace
 
     parsed = Plan.parse(plan, where="the plan")
     loaded = _load(model)
+    extras = None if learning is None else extras_of(learning, loaded, parsed)
+    if extras is not None:
+        extras.check(parsed, steps, optimizer["name"])
     module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed)
     module.train()
     if rank() == 0:
         module.steps.notice = lambda text: emit({"kind": "note", "text": text})
-    chosen = optim.create(optimizer, module.parameters(), lr=lr)
+    stepping, _ = training.optimizer_of(parsed, **optimizer, model=loaded.model)
+    chosen = training.made(stepping, module, lr)
     subset = None if select is None else selected(module, loaded, select, seed)
 
     def on_step(event: dict[str, Any]) -> None:
@@ -71,7 +79,8 @@ def train(
     run = training.run(
         module, chosen, lambda first: subset or _batches(loaded, parsed, data, first, seed), steps=steps,
         saving=SavePolicy(**saving or {}), sampler=subset, metrics=metrics, tensorboard=tensorboard, on_nan=on_nan,
-        timeout_s=timeout_s, trace=tracing, on_step=on_step,
+        timeout_s=timeout_s, trace=tracing, on_step=on_step, extras=extras,
+        take=training.step_of(stepping, loaded.model, loaded.loss_fn),
     )  # fmt: skip
     if tracing is not None and trace is not None:
         tracing.write(trace)

@@ -31,6 +31,7 @@ static const int64_t AHEAD = 1024;     // elements between what is fetched and w
 
 extern "C" struct Settings {
     float decay, beta1, fresh1, beta2, fresh2, step_size, root, eps;  // fresh: 1 - beta, rounded once
+    float sign;  // of the gradient: -1 where it is climbed
 };
 
 struct Table {
@@ -208,9 +209,25 @@ template <bool SIGNED> static inline void encode(Floats x, const Map& map, uint8
     write_signed(select(negative, -2 - code, code), codes);
 }
 
-struct Operands {
-    float* param;
-    const float* grad;
+// Parameters and gradients are fp32, or bf16: the upper half of an fp32, rounded to even.
+typedef uint16_t Half;
+typedef Half Halves __attribute__((vector_size(2 * LANES)));
+
+static inline Floats read(const float* from) { return load<Floats>(from); }
+static inline Floats read(const Half* from) {
+    return (Floats)(__builtin_convertvector(load<Halves>(from), Ints) << 16);
+}
+static inline void write(Floats x, float* to) { store(to, x); }
+static inline void write(Floats x, Half* to) {
+    Ints bits = (Ints)x, odd = (bits >> 16) & 1;
+    Ints rounded = (bits + 0x7fff + odd) >> 16;
+    Ints is_nan = x != x;
+    store(to, __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), Halves));
+}
+
+template <typename T> struct Operands {
+    T* param;
+    const T* grad;
     uint8_t *first, *second;
     float *first_scale, *second_scale;
 };
@@ -224,7 +241,7 @@ struct Tops {
     Floats first, second;
 };
 
-template <bool ADAM> static inline void fetch(const Operands& at, int64_t i) {
+template <bool ADAM, typename T> static inline void fetch(const Operands<T>& at, int64_t i) {
     __builtin_prefetch(at.param + i + AHEAD, 1);
     __builtin_prefetch(at.grad + i + AHEAD);
     if (i % 64) return;
@@ -233,11 +250,11 @@ template <bool ADAM> static inline void fetch(const Operands& at, int64_t i) {
 }
 
 // Elements with a gradient that is not finite stay, and their moments become 0; those are looked for if CHECKED.
-template <bool ADAM, bool CHECKED>
-static inline void update(const Operands& at, int64_t i, Room room, const Decoder& first, const Decoder& second,
+template <bool ADAM, bool CHECKED, typename T>
+static inline void update(const Operands<T>& at, int64_t i, Room room, const Decoder& first, const Decoder& second,
                           const Settings& s, Tops& tops) {
     fetch<ADAM>(at, i);
-    Floats param = load<Floats>(at.param + i), grad = load<Floats>(at.grad + i), moved;
+    Floats param = read(at.param + i), grad = read(at.grad + i) * s.sign, moved;
     Mask finite = is_finite(grad);
     if (CHECKED) grad = select(finite, grad, Floats{});
     Floats m = decode<true>(read_codes(at.first + i), first);
@@ -255,17 +272,17 @@ static inline void update(const Operands& at, int64_t i, Room room, const Decode
     if (CHECKED) m = select(finite, m, Floats{});
     store(room.first + i, m);
     tops.first = larger_magnitude(m, tops.first);
-    store(at.param + i, CHECKED ? select(finite, moved, param) : moved);
+    write(CHECKED ? select(finite, moved, param) : moved, at.param + i);
 }
 
-static inline bool all_finite(const float* values, int64_t length) {
+template <typename T> static inline bool all_finite(const T* values, int64_t length) {
     Floats even = {}, odd = {};  // sums of zeros, or NaN: two, for each waits on itself
     int64_t i = 0;
     for (; i + 2 * LANES <= length; i += 2 * LANES) {
-        even += load<Floats>(values + i) * 0.0f;
-        odd += load<Floats>(values + i + LANES) * 0.0f;
+        even += read(values + i) * 0.0f;
+        odd += read(values + i + LANES) * 0.0f;
     }
-    if (i < length) even += load<Floats>(values + i) * 0.0f;
+    if (i < length) even += read(values + i) * 0.0f;
     return everywhere(is_finite(even + odd));
 }
 
@@ -278,8 +295,8 @@ static inline void encode_block(float top, float* scale, const float* wide, uint
 }
 
 // A block whose length is a multiple of LANES.
-template <bool ADAM>
-__attribute__((always_inline)) static inline void whole_block(const Operands& at, int64_t length, Room room,
+template <bool ADAM, typename T>
+__attribute__((always_inline)) static inline void whole_block(const Operands<T>& at, int64_t length, Room room,
                                                               const Map& first, const Map& second, const Settings& s) {
     Decoder decoder1(first, *at.first_scale * s.beta1), decoder2(second, ADAM ? *at.second_scale * s.beta2 : 0.0f);
     Tops tops = {};
@@ -293,26 +310,26 @@ __attribute__((always_inline)) static inline void whole_block(const Operands& at
 }
 
 // A block of any length, through copies padded with zeros: the signed map's zero is code 127.
-template <bool ADAM>
-static void short_block(const Operands& at, int64_t length, Room room, const Map& first, const Map& second,
+template <bool ADAM, typename T>
+static void short_block(const Operands<T>& at, int64_t length, Room room, const Map& first, const Map& second,
                         const Settings& settings) {
     int64_t padded = (length + LANES - 1) / LANES * LANES;
-    std::vector<float> param(padded), grad(padded);
+    std::vector<T> param(padded), grad(padded);
     std::vector<uint8_t> first_codes(padded, 127), second_codes(padded);
-    std::memcpy(param.data(), at.param, length * sizeof(float));
-    std::memcpy(grad.data(), at.grad, length * sizeof(float));
+    std::memcpy(param.data(), at.param, length * sizeof(T));
+    std::memcpy(grad.data(), at.grad, length * sizeof(T));
     std::memcpy(first_codes.data(), at.first, length);
     if (ADAM) std::memcpy(second_codes.data(), at.second, length);
-    Operands copy = {param.data(),        grad.data(),    first_codes.data(),
+    Operands<T> copy = {param.data(),        grad.data(),    first_codes.data(),
                      second_codes.data(), at.first_scale, at.second_scale};
     whole_block<ADAM>(copy, padded, room, first, second, settings);
-    std::memcpy(at.param, param.data(), length * sizeof(float));
+    std::memcpy(at.param, param.data(), length * sizeof(T));
     std::memcpy(at.first, first_codes.data(), length);
     if (ADAM) std::memcpy(at.second, second_codes.data(), length);
 }
 
-template <bool ADAM>
-static void some_blocks(int64_t begin, int64_t end, int64_t num_elements, int64_t block_size, const Operands& whole,
+template <bool ADAM, typename T>
+static void some_blocks(int64_t begin, int64_t end, int64_t num_elements, int64_t block_size, const Operands<T>& whole,
                         const float* tables, const Settings settings) {
     const Map signed_map = read_map(tables, 126), unsigned_map = read_map(tables + 6 * DECADES, 127);
     std::vector<float> space(2 * (block_size + LANES));
@@ -320,15 +337,15 @@ static void some_blocks(int64_t begin, int64_t end, int64_t num_elements, int64_
     for (int64_t block = begin; block < end; ++block) {
         int64_t start = block * block_size;
         int64_t length = num_elements - start < block_size ? num_elements - start : block_size;
-        Operands at = {whole.param + start, whole.grad + start, whole.first + start, whole.second + ADAM * start,
+        Operands<T> at = {whole.param + start, whole.grad + start, whole.first + start, whole.second + ADAM * start,
                        whole.first_scale + block, whole.second_scale + ADAM * block};
         if (length % LANES) short_block<ADAM>(at, length, room, signed_map, unsigned_map, settings);
         else whole_block<ADAM>(at, length, room, signed_map, unsigned_map, settings);
     }
 }
 
-template <bool ADAM>
-static void all_blocks(int64_t num_threads, int64_t num_elements, int64_t block_size, const Operands& whole,
+template <bool ADAM, typename T>
+static void all_blocks(int64_t num_threads, int64_t num_elements, int64_t block_size, const Operands<T>& whole,
                        const float* tables, const Settings& settings) {
     int64_t num_blocks = (num_elements + block_size - 1) / block_size;
 #pragma omp parallel num_threads(num_threads)
@@ -339,16 +356,24 @@ static void all_blocks(int64_t num_threads, int64_t num_elements, int64_t block_
     }
 }
 
-extern "C" void adam_blocks(int64_t num_threads, int64_t num_elements, int64_t block_size, float* param,
-                            const float* grad, uint8_t* first, float* first_scales, uint8_t* second,
-                            float* second_scales, const float* tables, const Settings* settings) {
-    Operands whole = {param, grad, first, second, first_scales, second_scales};
-    all_blocks<true>(num_threads, num_elements, block_size, whole, tables, *settings);
+template <bool ADAM, typename T>
+static void blocks(int64_t num_threads, int64_t num_elements, int64_t block_size, void* param, const void* grad,
+                   uint8_t* first, float* first_scales, uint8_t* second, float* second_scales, const float* tables,
+                   const Settings& settings) {
+    Operands<T> whole = {(T*)param, (const T*)grad, first, second, first_scales, second_scales};
+    all_blocks<ADAM>(num_threads, num_elements, block_size, whole, tables, settings);
 }
 
-extern "C" void momentum_blocks(int64_t num_threads, int64_t num_elements, int64_t block_size, float* param,
-                                const float* grad, uint8_t* first, float* first_scales, const float* tables,
-                                const Settings* settings) {
-    Operands whole = {param, grad, first, first, first_scales, first_scales};
-    all_blocks<false>(num_threads, num_elements, block_size, whole, tables, *settings);
+extern "C" void adam_blocks(int64_t num_threads, int64_t num_elements, int64_t block_size, int64_t narrow, void* param,
+                            const void* grad, uint8_t* first, float* first_scales, uint8_t* second,
+                            float* second_scales, const float* tables, const Settings* settings) {
+    (narrow ? blocks<true, Half> : blocks<true, float>)(num_threads, num_elements, block_size, param, grad, first,
+                                                        first_scales, second, second_scales, tables, *settings);
+}
+
+extern "C" void momentum_blocks(int64_t num_threads, int64_t num_elements, int64_t block_size, int64_t narrow,
+                                void* param, const void* grad, uint8_t* first, float* first_scales,
+                                const float* tables, const Settings* settings) {
+    (narrow ? blocks<false, Half> : blocks<false, float>)(num_threads, num_elements, block_size, param, grad, first,
+                                                          first_scales, first, first_scales, tables, *settings);
 }

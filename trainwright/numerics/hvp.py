@@ -25,7 +25,7 @@ _DELAYED_ERROR = "torch::autograd::Error"
 def gradients(
     loss: Tensor, params: Sequence[Tensor], *, create_graph: bool = True, keep_graph: bool = False
 ) -> list[Tensor | None]:
-    """Return ∂loss/∂p for each of `params`, with their graph; `None` for a parameter that the loss does not use.
+    """Return ∂loss/∂p for each of `params`, with their graph; `None` for one that the loss does not use, or that is frozen.
 
     `keep_graph`: the loss will be differentiated again, as it also may with `create_graph`. Raises `ValueError` where
     `loss` is not one real number, has no graph, or its graph was already used up.
@@ -36,8 +36,11 @@ def gradients(
     """
     _check_loss(loss)
     try:
-        found = torch.autograd.grad(
-            loss, list(params), retain_graph=create_graph or keep_graph, create_graph=create_graph, allow_unused=True
+        found = _where_wanted(
+            params,
+            lambda wanted: torch.autograd.grad(
+                loss, wanted, retain_graph=create_graph or keep_graph, create_graph=create_graph, allow_unused=True
+            ),
         )
     except RuntimeError as error:
         if "second time" not in str(error):
@@ -69,12 +72,18 @@ def hessian_vector(
     outputs, weights = zip(*curved, strict=True)
     _check_twice_differentiable(outputs)
     try:
-        found = torch.autograd.grad(
-            outputs, list(params), weights, retain_graph=keep_graph, allow_unused=True, materialize_grads=True
+        found = _where_wanted(
+            params,
+            lambda wanted: torch.autograd.grad(
+                outputs, wanted, weights, retain_graph=keep_graph, allow_unused=True, materialize_grads=True
+            ),
         )
     except RuntimeError as error:  # NotImplementedError is one
         raise _explained(error) from error
-    return [placed_like(product.detach(), param) for product, param in zip(found, params, strict=True)]
+    return [
+        torch.zeros_like(param) if product is None else placed_like(product.detach(), param)
+        for product, param in zip(found, params, strict=True)
+    ]
 
 
 class HessianOperator:
@@ -169,6 +178,15 @@ def placed_like(grad: Tensor, param: Tensor) -> Tensor:
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements == param.placements:
         return grad
     return grad.redistribute(placements=param.placements)
+
+
+def _where_wanted(
+    params: Sequence[Tensor], derivative: Callable[[list[Tensor]], Sequence[Tensor | None]]
+) -> list[Tensor | None]:
+    """Return the derivatives in those of `params` that are not frozen, and `None` for the others."""
+    wanted = [param for param in params if param.requires_grad]
+    found = iter(derivative(wanted) if wanted else ())
+    return [next(found) if param.requires_grad else None for param in params]
 
 
 def _shaped(part: Tensor, like: Tensor) -> Tensor:

@@ -77,9 +77,16 @@ def bytes_moved(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return 2 * written
     if packet in _FILLS:
         return written
+    if _is_list_in_place(packet):
+        written = sum(_num_bytes(tensor) for tensor in _tensors(args[0]))  # such calls return nothing
     if packet in _OVERWRITES:
         return written + sum(_num_bytes(tensor) for tensor in _tensors(args[1:]))
     return written + sum(_num_bytes(tensor) for tensor in _tensors(args))
+
+
+def _is_list_in_place(packet: Any) -> bool:
+    name = str(packet.__name__)
+    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def moves_nothing(func: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,21 +11,41 @@ from torch import Tensor
 
 from .local import AxisGroup
 
+Map = Callable[[Tensor], Tensor]
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, is_owner: bool) -> Tensor:
-        return value.view_as(value) if is_owner else torch.zeros_like(value)
+
+class _Pair(torch.autograd.Function):
+    """A linear map between the ranks' parts, and what maps gradients back, itself a map whose gradients the first one takes."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # The output is a partial sum, so every rank already holds its whole gradient.
-        return grads[0], None
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.pair = back, there
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Pair.apply(grads[0], *ctx.pair), None, None
 
 
 def once(value: Tensor, is_owner: bool) -> Tensor:
     """Return `value` on the owner and zeros elsewhere, so that a sum over the ranks counts it once."""
-    return _Once.apply(value, is_owner)
+    # The output is a partial sum, so every rank already holds its whole gradient.
+    return _Pair.apply(value, _same if is_owner else torch.zeros_like, _same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum_for_parts(group: AxisGroup, part: Tensor) -> Tensor:
+    """Return the sum over the ranks, as an operand of ops of which each rank runs a part."""
+    summed = lambda x: group.all_reduce(x.clone())  # noqa: E731 - both directions are the same
+    return _Pair.apply(part, summed, summed)
+
+
+def _for_parts(group: AxisGroup, whole: Tensor) -> Tensor:
+    """Return what every rank holds, as an operand of ops of which each rank runs a part."""
+    return _Pair.apply(whole, _same, lambda x: group.all_reduce(x.clone()))
 
 
 def mean_of_whole(x: Tensor, axes: tuple[int, ...], keepdim: bool, count: int, dtype: torch.dtype | None) -> Tensor:
@@ -58,7 +79,7 @@ def cross_entropy_over(
     `vocabulary` the ranks of that group hold different classes and all get the same result.
     """
     if vocabulary is not None:
-        loss = _VocabCrossEntropy.apply(logits, labels, vocabulary, vocab_range[0], vocab_range[1], ignore_index)
+        loss, _ = _VocabCrossEntropy.apply(logits, labels, vocabulary, vocab_range[0], vocab_range[1], ignore_index)
         return loss.sum() if reduction else loss
     name = "sum" if reduction else "none"
     return F.cross_entropy(logits, labels, weight, None, ignore_index, None, name, label_smoothing)
@@ -81,12 +102,15 @@ def label_weight(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Te
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
-    """Per-sample cross-entropy of logits whose classes are split: three small reductions, no gather."""
+    """Per-sample cross-entropy of logits whose classes are split: three small reductions, no gather.
+
+    It returns the probabilities p too, though nobody reads them: a gradient that is differentiated again does.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, group: AxisGroup, start: int, stop: int, ignore: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         if stop > start:
             peak = logits.amax(dim=-1)
         else:
@@ -104,15 +128,25 @@ class _VocabCrossEntropy(torch.autograd.Function):
         chosen = group.all_reduce(chosen)
         ignored = labels == ignore
         ctx.save_for_backward(probabilities, rows, inside, ignored)
-        return (total.log() + peak - chosen).masked_fill_(ignored, 0.0)
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return (total.log() + peak - chosen).masked_fill_(ignored, 0.0), probabilities
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """∂/∂logits = (p - e) ∂loss + p ∘ (∂p - Σ p ∂p), e the label's unit vector; the sum is over all ranks' classes."""
         probabilities, rows, inside, ignored = ctx.saved_tensors
-        scale = grads[0].masked_fill(ignored, 0.0).unsqueeze(-1)
-        grad = probabilities * scale
-        if grad.shape[-1]:
-            grad.scatter_add_(-1, rows.unsqueeze(-1), -(scale * inside.unsqueeze(-1)))
+        grad = None
+        if grads[0] is not None:
+            given = _for_parts(ctx.group, grads[0]) if torch.is_grad_enabled() else grads[0]
+            scale = given.masked_fill(ignored, 0.0).unsqueeze(-1)
+            grad = probabilities * scale
+            if grad.shape[-1]:
+                grad = grad.scatter_add_(-1, rows.unsqueeze(-1), -(scale * inside.unsqueeze(-1)))
+        if grads[1] is not None:
+            inner = _sum_for_parts(ctx.group, (probabilities * grads[1]).sum(-1, keepdim=True))
+            own = probabilities * (grads[1] - inner)
+            grad = own if grad is None else grad + own
         return grad, None, None, None, None, None
 
 
@@ -149,12 +183,14 @@ class _BatchNorm(torch.autograd.Function):
         if bias is not None:
             out = out.add_(bias.view(shape)) if weight is not None else out + bias.view(shape)
         ctx.save_for_backward(x, weight, mean, inverse)
-        ctx.group, ctx.count, ctx.has_bias = group, count, bias is not None
+        ctx.group, ctx.count, ctx.has_bias, ctx.eps = group, count, bias is not None, eps
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_batch_norm_gradients(ctx, x, weight, grads[0]), None, None, None, None, None, None
         axes, shape = _channel_layout(x)
         grad = grads[0]
         normal = (x - mean.view(shape)).mul_(inverse.view(shape))
@@ -165,6 +201,20 @@ class _BatchNorm(torch.autograd.Function):
         grad_x = normal.mul_(whole[1].view(shape)).add_(whole[0].view(shape)).neg_().add_(grad).mul_(scale.view(shape))
         grad_weight = own[1].clone() if weight is not None else None
         return grad_x, grad_weight, own[0].clone() if ctx.has_bias else None, None, None, None, None, None, None
+
+
+def _batch_norm_gradients(ctx: Any, x: Tensor, weight: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The same gradients, out of place and with the statistics as functions of `x`: they are differentiated again."""
+    axes, shape = _channel_layout(x)
+    mean = _sum_for_parts(ctx.group, x.sum(axes)) / ctx.count
+    centred = x - mean.view(shape)
+    inverse = (_sum_for_parts(ctx.group, (centred * centred).sum(axes)) / ctx.count + ctx.eps).rsqrt()
+    normal = centred * inverse.view(shape)
+    own = torch.stack([grad.sum(axes), (grad * normal).sum(axes)])
+    whole = _sum_for_parts(ctx.group, own) / ctx.count
+    scale = inverse if weight is None else inverse * weight
+    grad_x = (grad - whole[0].view(shape) - normal * whole[1].view(shape)) * scale.view(shape)
+    return grad_x, own[1] if weight is not None else None, own[0] if ctx.has_bias else None
 
 
 def _channel_layout(x: Tensor) -> tuple[list[int], list[int]]:

@@ -33,6 +33,7 @@ from .adahessian import AdaHessian
 from .adam8bit import Adam8bit, AdamW8bit, SGD8bit
 from .adan import Adan
 from .base import Method, how_keywords
+from .chosen import Chosen, check_runs, choose, class_for, of_plan
 from .clipped import ClippedAdam, ClippedSGD
 from .diffgrad import DiffGrad
 from .eight_bit import eight_bit_groups
@@ -41,6 +42,7 @@ from .grad_norm_newton import GradNormSmoothNewton
 from .lamb8bit import LAMB8bit
 from .mfac import MFAC
 from .mfac_inverse import MFACInverse, pruning_stages
+from .mfac_pruning import Pruned, prune_model
 from .record import ExtraPass, OptimizerRecord, StateTensor
 from .sgdsai import SGDSaI
 from .sharpness import directional_sharpness
@@ -58,6 +60,7 @@ __all__ = [
     "Adam8bit",
     "AdamW8bit",
     "Adan",
+    "Chosen",
     "ClippedAdam",
     "ClippedSGD",
     "DiffGrad",
@@ -66,16 +69,21 @@ __all__ = [
     "LAMB8bit",
     "MFACInverse",
     "OptimizerRecord",
+    "Pruned",
     "SGD8bit",
     "SGDSaI",
     "SophiaG",
     "SophiaH",
     "StateTensor",
     "check_plannable",
+    "check_runs",
+    "choose",
     "create",
     "directional_sharpness",
     "eight_bit_groups",
     "names",
+    "of_plan",
+    "prune_model",
     "pruning_stages",
     "record",
     "sampled_cross_entropy",
@@ -123,8 +131,9 @@ def create(name: str, params: Iterable[Any], lr: float | None = None, **options:
         raise UserError(f"{entry.name} has no option {', '.join(unknown)}; its options are {known}; choose among those")
     one_by_one: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in accepted}
     given = {} if lr is None else {"lr": lr}
+    params = list(params)
     try:
-        return entry.cls(params, **{**one_by_one, **entry.defaults, **given, **options})
+        return class_for(entry, _tensors_in(params))(params, **{**one_by_one, **entry.defaults, **given, **options})  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise UserError(f"{entry.name} does not accept these settings: {error}; change them") from error
 
@@ -148,25 +157,13 @@ def record(name: str) -> OptimizerRecord:
 
 
 def check_plannable(name: str, alone: bool = False) -> None:
-    """Raise `UserError` where the optimizer `name` cannot train a planned model: its step takes more than gradients.
+    """Raise `UserError` where the optimizer `name` cannot train a planned model.
 
     alone: the plan keeps optimizer states off the device, so parameters have to be updated one by one.
 
     >>> check_plannable("adamw")
     """
     entry = record(name)
-    if entry.not_on_shards:
-        raise UserError(
-            f"an optimizer that steps on shards is needed to run a plan; {entry.name}, as torch has it, "
-            f"{entry.not_on_shards}; take adamw, adagrad or sgd"
-        )
-    if entry.needs_loss:
-        passes = " and ".join(map(str, entry.extra_passes))
-        raise UserError(
-            f"an optimizer that steps on gradients alone is needed to run a plan; {entry.name} takes the loss with its graph "
-            f"({passes}), and the collectives of a planned model have no second derivative; take adamw, or call "
-            "its step(closure) in a loop of your own"
-        )
     if alone and not entry.updates_alone:
         raise UserError(
             f"an optimizer that updates each parameter by itself is needed where a plan keeps its states off the device; "
@@ -197,6 +194,13 @@ def table() -> list[dict[str, str]]:
         }
         for entry in _RECORDS.values()
     ]
+
+
+def _tensors_in(params: list[Any]) -> list[Any]:
+    """The parameters in groups, in pairs with their names, or as they are."""
+    groups = [each["params"] if isinstance(each, dict) else [each] for each in params]
+    flat = [each for group in groups for each in ([group] if isinstance(group, torch.Tensor) else group)]
+    return [each[1] if isinstance(each, tuple) else each for each in flat]
 
 
 def _accepted(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from .base import Lists, add_quotients, check_common, check_range
-from .eight_bit import BLOCK_SIZE, MIN_8BIT_SIZE, EightBit, eight_bit_states, in_eight_bits, part_temporaries
+from .eight_bit import (
+    BLOCK_SIZE,
+    MIN_8BIT_SIZE,
+    EightBit,
+    eight_bit_groups,
+    eight_bit_states,
+    in_eight_bits,
+    part_temporaries,
+)
 from .record import OptimizerRecord
 
 ADAM_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -162,6 +170,7 @@ def _record(name: str, cls: type[EightBit], summary: str, num_copies: float) -> 
         reads="block",
         paper=_PAPER,
         departs="weight decay before the update",
+        groups=eight_bit_groups,
     )
 
 

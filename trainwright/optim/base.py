@@ -52,6 +52,8 @@ class Method(torch.optim.Optimizer):
 
     updates_alone: bool = False
     """Whether each parameter's update reads nothing of any other: a run may then take parameters one at a time."""
+    forms: ClassVar[tuple[str, ...]] = ("fused", "foreach", "loop")
+    """The forms of the step that the method has, fastest first; one that has no `fused` form refuses the setting."""
     _state_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], **how: Any) -> None:
@@ -113,12 +115,13 @@ class Method(torch.optim.Optimizer):
     def _step_group(self, group: dict[str, Any]) -> None:
         options = self._options(group)
         update = self._fused_update() if group["fused"] else type(self)._update
+        how = {"maximize": group["maximize"]} if group["fused"] else {}
         for batch in self._batches(group):
             step, lr = _scalars(batch.step, group)
             found = self._step_numbers(step, lr, options)
             if group["fused"]:
                 step, lr, found = _as_tensor(step), _as_tensor(lr), {key: _as_tensor(found[key]) for key in found}
-            update(batch.params, batch.grads, batch.states, step, lr, {**options, **found})
+            update(batch.params, batch.grads, batch.states, step, lr, {**options, **found, **how})
             batch.write_back()
             del batch  # its working copies go before the next ones come
 
@@ -131,7 +134,7 @@ class Method(torch.optim.Optimizer):
         return {}
 
     def _fused_update(self) -> Update:
-        """Return `_update` as a single pass over memory."""
+        """Return `_update` as a single pass over memory, for what `compiled.taking_any` takes."""
         return compiled(type(self)._update)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +153,7 @@ class Method(torch.optim.Optimizer):
                 key = (param.device, param.dtype, step, names)
                 together.setdefault(key, Batch(step)).add(param, self.state[param], names, group)
             else:
-                alone = Batch(step)
+                alone = Batch(step, as_they_are=group["fused"])
                 alone.add(param, self.state[param], names, group)
                 yield alone
                 del alone

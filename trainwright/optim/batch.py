@@ -26,19 +26,18 @@ class Batch:
     states: Lists = field(default_factory=dict)
     owners: list[Tensor] = field(default_factory=list)
     """The parameters themselves: of `DTensor`s, `params` holds the shards."""
+    as_they_are: bool = False
+    """The update takes bf16 and fp16 and turns gradients around by itself (`compiled.taking_any`)."""
 
     def add(self, param: Tensor, state: dict[str, Tensor], names: tuple[str, ...], group: dict[str, Any]) -> None:
         """Add a parameter with its gradient (negated where the group maximises) and those states."""
         assert param.grad is not None
         own, grad = real(plain(param)), real(plain(placed_like(param.grad, param)))
-        dtype = working_dtype(own.dtype)
-        if grad.dtype != dtype:
-            grad = grad.to(dtype)
-            grad = grad.neg_() if group["maximize"] else grad
-        elif group["maximize"]:
-            grad = grad.neg()
+        if not self.as_they_are:
+            own = own.to(working_dtype(own.dtype))
+            grad = turned(grad, own.dtype, group["maximize"])
         self.owners.append(param)
-        self.params.append(own.to(dtype))
+        self.params.append(own)
         self.grads.append(grad)
         for name in names:
             self.states.setdefault(name, []).append(real(plain(state[name])))
@@ -46,8 +45,16 @@ class Batch:
     def write_back(self) -> None:
         """Round what was updated in a copy into the parameters."""
         for owner, updated in zip(self.owners, self.params, strict=True):
-            if owner.dtype in _NARROW:
+            if owner.dtype in _NARROW and not self.as_they_are:
                 plain(owner).copy_(updated)
+
+
+def turned(grad: Tensor, dtype: torch.dtype, maximize: bool) -> Tensor:
+    """Return a gradient in `dtype`, negated to climb: itself or a copy, never changed."""
+    if grad.dtype == dtype:
+        return grad.neg() if maximize else grad
+    grad = grad.to(dtype)
+    return grad.neg_() if maximize else grad
 
 
 def plain(tensor: Tensor) -> Tensor:

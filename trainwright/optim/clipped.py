@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..artifacts import UserError
 from ..numerics.hvp import placed_like, real_view
 from ..numerics.select import kth_largest_magnitude, selection_bytes
 from ..numerics.shards import sum_over_shards
@@ -122,6 +123,11 @@ class ClippedAdam(Method):
     def _check_settings(self, settings: dict[str, Any]) -> None:
         check_common("ClippedAdam", settings["lr"], settings["betas"], settings["eps"], settings["weight_decay"])
         _check_clipping("ClippedAdam", settings)
+        if settings["clip_update"] and settings["fused"]:
+            raise UserError(
+                "ClippedAdam finds the bound of its updates between two passes; got clip_update=True and fused=True; "
+                "leave one out"
+            )
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         threshold = None if group["clip_update"] else _gradient_threshold(group)
@@ -219,7 +225,7 @@ def _temporaries(num_copies: int) -> Callable[[Shape, int, Options], int]:
     """Those of the update, or of the threshold's selection before it, whichever is more."""
 
     def temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
-        update = list_temporaries(num_copies)(shape, element_bytes, options)
+        update = list_temporaries(num_copies)(shape, element_bytes, options)  # none if fused
         selection = selection_bytes(math.prod(shape)) if 0 < options["clip"] < 1 else 0
         if options.get("clip_update"):
             selection += list_temporaries(1)(shape, element_bytes, options)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .batch import Lists
+from .batch import Lists, turned, working_dtype
 
 
 class Update(Protocol):
@@ -19,17 +19,41 @@ class Update(Protocol):
     ) -> None: ...
 
 
+def taking_any(update: Update) -> Update:
+    """Return `update`, which works in fp32 at least and descends, for what its caller holds.
+
+    Parameters and gradients may be bf16 or fp16: the update is then of copies, rounded back (compiled, of registers).
+    `options["maximize"]` turns the gradients around.
+    """
+
+    def run(
+        params: list[Tensor], grads: list[Tensor], states: Lists, step: Any, lr: Any, options: dict[str, Any]
+    ) -> None:
+        wide = [param.to(working_dtype(param.dtype)) for param in params]
+        used = [turned(grad, own.dtype, options["maximize"]) for grad, own in zip(grads, wide)]
+        update(wide, used, states, step, lr, options)
+        for param, own in zip(params, wide):
+            if own is not param:
+                param.copy_(own)
+
+    return run
+
+
 @functools.cache
 def compiled(update: Update) -> Update:
-    """Return `update` compiled for one parameter at a time; single elements and odd strides go to `update` itself."""
-    program = torch.compile(update, dynamic=True)
+    """Return `update` compiled for one parameter at a time; single elements and odd strides are updated uncompiled.
+
+    Takes what `taking_any` does.
+    """
+    general = taking_any(update)
+    program = torch.compile(general, dynamic=True)
 
     def run(
         params: list[Tensor], grads: list[Tensor], states: Lists, step: Any, lr: Any, options: dict[str, Any]
     ) -> None:
         flat = _flat(params, grads, states)
         if flat is None:
-            update(params, grads, states, step, lr, options)
+            general(params, grads, states, step, lr, options)
         else:
             program(*flat, step, lr, options)
 

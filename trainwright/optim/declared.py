@@ -36,15 +36,17 @@ class DeclaredStep(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._hold(param)
+                    own = {name: value for name, value in group.items() if name != "params"}
+                    self._hold(param, self._entry.with_options(**own))
         return None if closure is None else closure()
 
-    def _hold(self, param: Tensor) -> None:
-        shape, entry = tuple(param.shape), self._entry
+    def _hold(self, param: Tensor, entry: OptimizerRecord) -> None:
+        shape = tuple(param.shape)
         if not self.state[param]:
+            first = not any(self.state[other] for other in self.state if other is not param)
             for index, state in enumerate(entry.states):
-                own = state.shape(shape, entry.defaults)
-                if own is None:
+                own = state.shape(() if state.once else shape, entry.defaults)
+                if own is None or (state.once and not first):
                     continue
                 # Counts and other numbers are kept on the host.
                 device = "cpu" if own == () != shape else param.device

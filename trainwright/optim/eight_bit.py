@@ -18,7 +18,7 @@ from ..numerics.quantise import dequantise, dynamic_codebook, num_blocks, quanti
 from .base import Lists, Method, check_range
 from .batch import real, working_dtype
 from .compiled import Update, flat_views
-from .fused_8bit import fused
+from .fused_8bit import check_on_cpu, fused
 from .record import STEP, Options, Shape, StateTensor, Temporaries
 
 SCALE = "_absmax"
@@ -53,6 +53,9 @@ class EightBit(Method):
             return tuple(self._moments)
         return (*self._moments, *(name + SCALE for name in self._moments))
 
+    def _prepare(self) -> None:
+        check_on_cpu(self)
+
     def _fused_update(self) -> Update:
         return fused(type(self)._update)
 
@@ -77,7 +80,9 @@ def eight_bit_groups(model: nn.Module) -> list[dict[str, Any]]:
     >>> [(len(group["params"]), group.get("min_8bit_size")) for group in groups]
     [(2, None), (1, inf)]
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    }
     params = list(model.parameters())
     groups: list[dict[str, Any]] = [
         {"params": [param for param in params if id(param) not in embeddings]},
@@ -218,6 +223,8 @@ def part_temporaries(num_copies: float, num_whole: int = 0) -> Temporaries:
 
     def temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
         num_elements, bytes_each = math.prod(shape), max(element_bytes, 4)
+        if options.get("fused") and _is_quantised(num_elements, options) and element_bytes <= 4:
+            return 0  # of fp16, as much as in a loop; the record does not tell it from bf16
         whole = num_whole + (2 if element_bytes < 4 else int(bool(options.get("maximize"))))
         part, block_size = num_elements, options.get("block_size", BLOCK_SIZE)
         if _is_quantised(num_elements, options):

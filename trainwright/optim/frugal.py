@@ -18,9 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..artifacts import UserError
 from ..numerics.seeds import seeded
 from .base import Method, check_common, check_range, plain, working_dtype
+from .fused_8bit import check_on_cpu
+from .fused_subspace import step_in_subspace
 from .projection import Subspace
 
 Order = Literal["random", "ascending", "descending", "mirror"]
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 class FRUGAL(Method):
@@ -46,13 +49,16 @@ class FRUGAL(Method):
         AdamW in full, with the unscaled learning rate.
     block_order: of `block`: `random`, `ascending`, `descending`, or `mirror` (from both ends to the middle).
     tolerance: of `svd` and `random`, the share of the largest gradient below which the rest counts as rounding.
+    reset_moments: whether the moments and their count start anew with each choice. `False` leaves them as they are, and the
+        new part goes on with them; of `block`, those of tensors that stay in.
     seed: of all choices, which depend on it, the parameter's place in its group and its step alone.
 
     The choice is made by each tensor's own step. Shards (`DTensor`) keep their rows where columns are projected;
     otherwise the gradient is gathered, and the state is whole on every rank. `foreach` changes nothing: tensors go one by
     one. A NaN gradient makes its element NaN for good within the part, and moves nothing outside it,
-    where its sign counts as 0. Raises `UserError` for
-    settings out of range, and for `fused` and `capturable`, which it lacks.
+    where its sign counts as 0. `fused` is one pass over memory in C++, on CPUs and for coordinates: not for `svd` and
+    `random`, whose step is two matrix products. Raises `UserError` for settings out of range, and for `capturable`, which
+    it lacks.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2, 4))
     >>> weight.grad = torch.full((2, 4), -2.0)
@@ -67,6 +73,8 @@ class FRUGAL(Method):
     Scalable Training*, 2024. It departs in its default projection (theirs is `block`; of columns the bytes of each tensor
     are known beforehand), in counting steps by tensor, and in the tolerance.
     """
+
+    forms = ("fused", "loop")
 
     def __init__(
         self,
@@ -86,13 +94,15 @@ class FRUGAL(Method):
         projected: bool | None = None,
         block_order: Order = "random",
         tolerance: float = 1e-5,
+        reset_moments: bool = True,
         seed: int = 0,
         **how: Any,
     ) -> None:
         own = {
             "projection": projection, "density": density, "update_gap": update_gap, "inactive": inactive,
             "inactive_scale": inactive_scale, "projected_scale": projected_scale, "active": active,
-            "projected": projected, "block_order": block_order, "tolerance": tolerance, "seed": seed,
+            "projected": projected, "block_order": block_order, "tolerance": tolerance,
+            "reset_moments": reset_moments, "seed": seed,
         }  # fmt: skip
         common = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**common, **own}, **how)
@@ -101,19 +111,23 @@ class FRUGAL(Method):
         check_common("FRUGAL", *(settings[name] for name in ("lr", "betas", "eps", "weight_decay")))
         _check(settings)
 
+    def _prepare(self) -> None:
+        check_on_cpu(self)
+
     @staticmethod
     def groups(model: nn.Module, full: Iterable[str] = ("lm_head", "head", "classifier", "fc")) -> list[dict[str, Any]]:
         """Return two groups of a model's parameters: the weights of its linear layers to project, and all others.
 
+        A linear layer is any whose `weight` is a matrix and that is no embedding (transformers' `Conv1D`, say).
         full: last names of linear layers that are output heads, and keep their whole state.
         """
         heads = set(full)
         linear = {
             module.weight
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and name.split(".")[-1] not in heads
+            if _is_linear(module) and name.split(".")[-1] not in heads
         }
-        tied = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        tied = {module.weight for module in model.modules() if isinstance(module, _EMBEDDINGS)}
         params = [param for param in model.parameters() if param.requires_grad]
         inside = [param for param in params if param in linear and param not in tied]
         outside = [param for param in params if param not in linear or param in tied]
@@ -136,21 +150,34 @@ class FRUGAL(Method):
             if param.grad is None:
                 continue
             step = int(self._advance(param, group))
-            grad = param.grad.to(working_dtype(param.dtype))
-            grad = -grad if group["maximize"] else grad
             if _is_projected(param, group):
-                self._update_projected(param, grad, index, step, group)
-            else:
+                self._update_projected(param, index, step, group)
+            elif not (group["fused"] and self._in_one_pass(param, param.grad, None, step, group, "adam")):
+                grad = _turned(param.grad, param, group)
                 change = _direction(_real(grad), _reals(self.state[param]), step, group, "adam").mul_(-group["lr"])
                 _move(param, change, group)
 
-    def _update_projected(self, param: Tensor, grad: Tensor, index: int, step: int, group: dict[str, Any]) -> None:
-        state, since = self.state[param], (step - 1) % group["update_gap"] + 1
-        placed = _gathered(grad, rows_stay=group["projection"] == "columns")
-        matrix = _matrix(plain(placed))
+    def _in_one_pass(
+        self, param: Tensor, grad: Tensor, part: Subspace | None, since: int, group: dict[str, Any], active: str
+    ) -> bool:
+        """Take the fused step; false where the memory does not lie as that needs."""
+        projected, scales = _is_projected(param, group), (1.0, 0.0)
+        if projected:
+            scales = (group["projected_scale"], group["projected_scale"] * group["inactive_scale"])
+        return step_in_subspace(param, grad, part, self.state[param], since, group, scales, active)
+
+    def _update_projected(self, param: Tensor, index: int, step: int, group: dict[str, Any]) -> None:
+        assert param.grad is not None
+        state, turn = self.state[param], (step - 1) // group["update_gap"]
         part = _subspace(param, group)
-        if since == 1:
-            self._choose(param, placed, part, (index, (step - 1) // group["update_gap"]), group)
+        raw = _gathered(param.grad, rows_stay=group["projection"] == "columns")
+        if (step - 1) % group["update_gap"] == 0:
+            self._choose(param, raw, part, (index, turn), group)
+        since = self._count_since(index, step, group)
+        if group["fused"] and self._in_one_pass(param, raw, part, since, group, group["active"]):
+            return
+        placed = _turned(raw, param, group)
+        matrix = _matrix(plain(placed))
         lr = group["lr"] * group["projected_scale"]
         if "exp_avg" not in state:
             change = _outside_(matrix.clone(), group["inactive"]).mul_(-lr * group["inactive_scale"])
@@ -166,6 +193,18 @@ class FRUGAL(Method):
             del direction
         _move(param, _placed_like(change, placed, param), group)
 
+    def _count_since(self, index: int, step: int, group: dict[str, Any]) -> int:
+        """Return how many gradients the moments have taken with this step's."""
+        if group["reset_moments"]:
+            return (step - 1) % group["update_gap"] + 1
+        if group["projection"] != "block":
+            return step
+        turn = (step - 1) // group["update_gap"]
+        first = turn
+        while first and index in _active_tensors(group, first - 1):
+            first -= 1
+        return step - first * group["update_gap"]
+
     def _choose(
         self, param: Tensor, grad: Tensor, part: Subspace | None, place: tuple[int, int], group: dict[str, Any]
     ) -> None:
@@ -173,20 +212,34 @@ class FRUGAL(Method):
         state, local = self.state[param], _matrix(plain(grad))
         if part is None:
             if place[0] in _active_tensors(group, place[1]):
-                _restart(state, local.shape, grad, group["active"])
+                _restart(state, local.shape, grad, group)
             else:
                 _forget(state)
         elif part.kept:
-            projector = part.choose(local, seeded(group["seed"], *place))
+            directions = _turned(local, param, group) if part.dense else local
+            projector = part.choose(directions, seeded(group["seed"], *place))
             state["projector"] = state["projector"].copy_(projector) if "projector" in state else projector
             shape = (local.shape[0], part.kept) if part.side == 1 else part.low_shape
-            _restart(state, shape, grad, group["active"])
+            _restart(state, shape, grad, group)
 
 
-def _restart(state: dict[str, Any], shape: tuple[int, ...], grad: Tensor, active: str) -> None:
-    """Set the moments to zero, in place where they are there already."""
-    for name in _moments(active):
-        state[name] = state[name].zero_() if name in state else _zeros(shape, grad)
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.ndim == 2 and not isinstance(module, _EMBEDDINGS)
+
+
+def _restart(state: dict[str, Any], shape: tuple[int, ...], grad: Tensor, group: dict[str, Any]) -> None:
+    """Make the moments, of zeros; those that are there already become zero, in place, if they are to."""
+    for name in _moments(group["active"]):
+        if name not in state:
+            state[name] = _zeros(shape, grad)
+        elif group["reset_moments"]:
+            state[name].zero_()
+
+
+def _turned(grad: Tensor, param: Tensor, group: dict[str, Any]) -> Tensor:
+    grad = grad.to(working_dtype(param.dtype))
+    return -grad if group["maximize"] else grad
 
 
 def _forget(state: dict[str, Any]) -> None:
@@ -283,7 +336,7 @@ def _gathered(grad: Tensor, rows_stay: bool) -> Tensor:
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Moments [local rows, …], as a `DTensor` sharded like the gradient's rows where that is one."""
-    local = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    local = torch.zeros(shape, dtype=working_dtype(like.dtype), device=like.device)
     if not isinstance(like, DTensor):
         return local
     whole = (like.shape[0], *shape[1:]) if any(isinstance(each, Shard) for each in like.placements) else tuple(shape)
@@ -322,6 +375,10 @@ def _check(own: dict[str, Any]) -> None:
     )
     if own["projection"] != "block":
         Subspace.of(own["projection"], (1, 1), own["density"])
-    for name in ("fused", "capturable"):
-        if own[name]:
-            raise UserError(f"FRUGAL needs {name}=False: each tensor has its own part and step; got True; leave it out")
+    if own["capturable"]:
+        raise UserError("FRUGAL needs capturable=False: each tensor has its own part and step; got True; leave it out")
+    if own["fused"] and own["projection"] in ("svd", "random"):
+        raise UserError(
+            f"FRUGAL has one pass over memory for coordinates alone; got fused=True and projection={own['projection']!r}, "
+            "whose step is two matrix products; leave one out"
+        )

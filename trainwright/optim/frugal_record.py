@@ -51,6 +51,11 @@ def _matrix_shape(shape: Shape) -> tuple[int, int]:
 
 def _temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
     """Its change, beside the part of the gradient and the direction in it while they are taken; then a working copy."""
+    if options.get("fused") and element_bytes <= 4:
+        drawn = _takes_part(shape, options) and options["projection"] != "block"
+        return (
+            8 * _num_choices(shape, options) + 4 * math.prod(_projector_shape(shape, options) or (0,)) if drawn else 4
+        )
     whole = math.prod(shape) * max(element_bytes, 4)
     copies = 1 if element_bytes < 4 else int(bool(options.get("maximize")))
     moving = (copies + 1 + (element_bytes < 4)) * whole
@@ -85,4 +90,5 @@ RECORD = OptimizerRecord(
     whole_state=True,
     paper="Zmushko et al. 2024, arXiv:2411.07837",
     departs="columns by default, whole tensors by projection='block'; steps counted by tensor",
+    groups=FRUGAL.groups,
 )

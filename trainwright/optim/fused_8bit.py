@@ -14,15 +14,16 @@ from .. import numerics
 from ..artifacts import UserError
 from ..numerics.native import library
 from .batch import Lists
-from .compiled import Update, flat_views
+from .compiled import Update, flat_views, taking_any
 
 _NUM_DECADES = 7
 _LEAST_ELEMENTS = 1 << 15
 """Of a thread: fewer take less time than waking it."""
+_DTYPES = (torch.float32, torch.bfloat16)
 _SOURCE = Path(numerics.__file__).with_name("blockwise.cpp")
 
 
-_SETTINGS = ("decay", "beta1", "fresh1", "beta2", "fresh2", "step_size", "root", "eps")
+_SETTINGS = ("decay", "beta1", "fresh1", "beta2", "fresh2", "step_size", "root", "eps", "sign")
 
 
 class _Settings(ctypes.Structure):
@@ -32,6 +33,7 @@ class _Settings(ctypes.Structure):
 def fused(update: Update) -> Update:
     """Return the one-pass form of an 8-bit `update`; what it cannot take (fp64, wide moments, gaps) goes to `update`."""
     _load()
+    general = taking_any(update)
 
     def run(
         params: list[Tensor], grads: list[Tensor], states: Lists, step: Any, lr: Any, options: dict[str, Any]
@@ -40,16 +42,28 @@ def fused(update: Update) -> Update:
         moments = [name for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in states]
         views = flat_views([param, grad, *(states[name][0] for name in moments)])
         scales = [states[f"{name}_absmax"][0] for name in moments if f"{name}_absmax" in states]
-        if views is None or not scales or param.dtype != torch.float32 or param.device.type != "cpu":
-            return update(params, grads, states, step, lr, options)
+        if views is None or not scales or param.dtype not in _DTYPES or grad.dtype != param.dtype:
+            return general(params, grads, states, step, lr, options)
         codes = [tensor for pair in zip(views[2:], scales) for tensor in pair]
         settings = _settings(step, lr, options)
         num_threads = max(1, min(torch.get_num_threads(), param.numel() // _LEAST_ELEMENTS))
         pointers = [tensor.data_ptr() for tensor in (views[0], views[1], *codes, _tables())]
-        _call(len(moments))(num_threads, param.numel(), options["block_size"], *pointers, ctypes.byref(settings))
+        sizes = num_threads, param.numel(), options["block_size"], param.dtype == torch.bfloat16
+        _call(len(moments))(*sizes, *pointers, ctypes.byref(settings))
         return None
 
     return run
+
+
+def check_on_cpu(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UserError` where a form that is C++ is to step parameters elsewhere."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["fused"] else ():
+            if param.grad is not None and param.device.type != "cpu":
+                raise UserError(
+                    f"{type(optimizer).__name__}'s fused form is a kernel for CPUs; got a parameter on {param.device}; "
+                    f"take its form {type(optimizer).forms[1]} there"  # type: ignore[attr-defined]
+                )
 
 
 @functools.cache
@@ -63,18 +77,18 @@ def _load() -> ctypes.CDLL:
 @functools.cache
 def _call(num_moments: int) -> Any:
     function = _load().adam_blocks if num_moments == 2 else _load().momentum_blocks
-    function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * (3 + 2 * num_moments), ctypes.POINTER(_Settings)]
+    function.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_void_p] * (3 + 2 * num_moments), ctypes.POINTER(_Settings)]
     function.restype = None
     return function
 
 
 def _settings(step: Any, lr: Any, options: dict[str, Any]) -> _Settings:
-    step, lr = float(step), float(lr)
+    step, lr, sign = float(step), float(lr), -1.0 if options["maximize"] else 1.0
     if "betas" not in options:
-        return _Settings(decay=options["weight_decay"], beta1=options["momentum"], step_size=lr)
+        return _Settings(decay=options["weight_decay"], beta1=options["momentum"], step_size=lr, sign=sign)
     beta1, beta2 = options["betas"]
     decay, root = 1 - lr * options["weight_decay"], (1 - beta2**step) ** -0.5
-    return _Settings(decay, beta1, 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step), root, options["eps"])
+    return _Settings(decay, beta1, 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step), root, options["eps"], sign)
 
 
 @functools.cache

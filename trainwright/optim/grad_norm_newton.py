@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from ..artifacts import UserError
 from ..numerics import hvp
-from .base import Method, check_common, check_range, working_dtype
+from .base import Method, check_common, check_range, plain, working_dtype
 from .record import STEP, ExtraPass, OptimizerRecord, Options, Shape, StateTensor
 from .second_order import gradients
 from .shifted_systems import Dense, FirstOrder, LowRank, MatrixFree, Metric, ShiftedSystem
 
 _SOLVERS = ("dense", "low_rank", "cg", "gradient")
+_ONCE = ("gamma", "rejected", "value", "norm")
 Closure = Callable[[], Tensor]
 
 
@@ -39,13 +40,16 @@ class GradNormSmoothNewton(Method):
         "low_rank"  U [d, r] with H = UUᵀ: a Fisher or Gauss-Newton factor; O(dr)
         "cg"        a product v ↦ Hv on flat vectors; without it exact Hessian-vector products; a few vectors
         "gradient"  nothing: H = 0, a gradient method with the same test
+    `status` says how the last step ended: "accepted"; "stationary", the gradient is zero; "rejected", max_trials radii in
+    vain, and the next step goes on with smaller ones; or "stalled", no radius that is left moves the parameters: at
+    rounding error, where f - f⁺ is noise. Then a step costs one gradient, until loss or gradient are others.
+
     d counts all parameters of the group in order (complex ones as pairs). A shift under which H + λB is not positive
     definite is a rejected trial.
 
     lr: shortens the accepted step (below 1) or is 1. metric: B, `None` (identity), [d] or [d, d] positive definite. gamma,
     min_gamma: the first radius and the least after a success. max_trials: rejections in one step after which the
-    parameters are left where they were (`rejected` in the state is then max_trials): near rounding error f - f⁺ is
-    noise, so stop on the gradient's norm before. cg_rtol, cg_max_steps: of "cg". Raises `UserError` for settings out of
+    parameters are left where they were. cg_rtol, cg_max_steps: of "cg". Raises `UserError` for settings out of
     range, several groups, a missing closure or Hessian, a loss without a graph, and a NaN loss or gradient at the start.
     Not for minibatch noise, which the test mistakes for curvature.
 
@@ -60,6 +64,8 @@ class GradNormSmoothNewton(Method):
     the authors' code. Departs: a failed factorisation and the last of max_trials are rejections (the code re-applies an
     old step, or accepts untested); λ = ‖g‖_*/γ without the code's 1e-8.
     """
+
+    forms = ("loop",)
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1.0, solver: str = "dense", metric: Tensor | None = None,
@@ -105,17 +111,51 @@ class GradNormSmoothNewton(Method):
             )
         params, (loss, exact) = group["params"], self._at_start(closure, group)
         metric = Metric(group["metric"], len(exact.gradient))
-        norm = metric.dual_norm(exact.gradient)
-        system = _system(group, exact, metric, hessian) if norm > 0.0 else None
+        value, norm = _signed(loss, group), metric.dual_norm(exact.gradient)
+        system = _system(group, exact, metric, hessian) if norm > 0.0 and not self._stalled_at(value, norm) else None
         self._count(group, 1)
+        self._state["value"].fill_(value)
+        self._state["norm"].fill_(norm)
         if system is not None:
             start = [param.detach().clone() for param in params]
             try:
-                self._search(closure, system, metric, start, _signed(loss, group), norm)
+                self._search(closure, system, metric, start, value, norm)
             except BaseException:
                 _move(params, start, None)
                 raise
         return loss
+
+    @property
+    def status(self) -> str:
+        """How the last step ended: `accepted`, `stationary`, `rejected` or `stalled`; `new` before the first.
+
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = GradNormSmoothNewton([weight])
+        >>> loss = optimizer.step(lambda: (weight**2).sum())
+        >>> optimizer.status
+        'stationary'
+        """
+        if math.isnan(float(self._state.get("norm", math.nan))):
+            return "new"
+        if float(self._state["norm"]) == 0.0:
+            return "stationary"
+        if float(self._state["gamma"]) == 0.0:
+            return "stalled"
+        return "rejected" if self._state["rejected"] >= self.param_groups[0]["max_trials"] else "accepted"
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        """What is kept once, with the first parameter."""
+        return self.state[self.param_groups[0]["params"][0]]
+
+    def _stalled_at(self, value: float, norm: float) -> bool:
+        """Whether this is where the last search ended without any radius left; elsewhere, begin with the first again."""
+        if not self._state or float(self._state["gamma"]) > 0.0:
+            return False
+        if (float(self._state["value"]), float(self._state["norm"])) == (value, norm):
+            return True
+        self._state["gamma"].fill_(self.param_groups[0]["gamma"])
+        return False
 
     def _at_start(self, closure: Closure, group: dict[str, Any]) -> tuple[Tensor, _Exact]:
         """Return the loss, and its gradient and Hessian at the parameters; `UserError` where they are not finite."""
@@ -130,13 +170,18 @@ class GradNormSmoothNewton(Method):
     def _search(
         self, closure: Closure, system: ShiftedSystem, metric: Metric, start: list[Tensor], value: float, norm: float
     ) -> None:
-        """Halve γ until a trial is accepted; leave the parameters at the accepted point, else at the start."""
-        group = self.param_groups[0]
-        params, state = group["params"], self.state[group["params"][0]]
-        gamma = float(state["gamma"])
+        """Halve γ until a trial is accepted; leave the parameters at the accepted point, else at the start.
+
+        γ stays where a search in vain has left it, and is 0 where it has become too small to move anything.
+        """
+        group, state = self.param_groups[0], self._state
+        params, gamma = group["params"], float(state["gamma"])
         for trial in range(int(group["max_trials"])):
             shift = norm / gamma
             change = system.solve(shift)
+            if change is not None and not _moves(start, change):
+                gamma = 0.0
+                break
             if change is not None and self._accepts(closure, metric, start, change, value, shift):
                 _move(params, start, float(group["lr"]) * change)
                 state["gamma"].fill_(max(2 * gamma, group["min_gamma"]))
@@ -145,6 +190,7 @@ class GradNormSmoothNewton(Method):
             gamma /= 2
             _move(params, start, None)
             system.restart()
+        state["gamma"].fill_(gamma)
         state["rejected"].fill_(int(group["max_trials"]))
 
     def _accepts(
@@ -165,11 +211,11 @@ class GradNormSmoothNewton(Method):
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if param is not group["params"][0]:
             return {}
-        gamma = torch.tensor(float(group["gamma"]), dtype=torch.float64)
-        return {"gamma": gamma, "rejected": torch.zeros((), dtype=torch.float32)}
+        first = {"gamma": float(group["gamma"]), "rejected": 0.0, "value": math.nan, "norm": math.nan}
+        return {name: torch.tensor(first[name], dtype=torch.float64) for name in _ONCE}
 
     def _state_keys(self) -> tuple[str, ...]:
-        return ("gamma", "rejected")
+        return _ONCE
 
 
 class _Exact:
@@ -253,6 +299,12 @@ def _move(params: list[Tensor], start: list[Tensor], change: Tensor | None) -> N
         param.copy_(old + part)
 
 
+def _moves(start: list[Tensor], change: Tensor) -> bool:
+    """Whether start + change is another point than start, in the parameters' precision."""
+    pairs = zip(start, hvp.unflatten(change, start), strict=True)
+    return any(not torch.equal(plain(old + part), plain(old)) for old, part in pairs)
+
+
 def _temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
     """Flat vectors of the step, and for the dense solver the Hessian, its shift and its factor."""
     num = math.prod(shape)
@@ -266,13 +318,12 @@ RECORD = OptimizerRecord(
     summary="Newton steps regularised by the gradient's norm, each checked against the decrease it promises",
     states=(
         STEP,
-        StateTensor("gamma", lambda shape, options: (), dtype=torch.float64),
-        StateTensor("rejected", lambda shape, options: (), dtype=torch.float32),
+        *(StateTensor(name, lambda shape, options: (), dtype=torch.float64, once=True) for name in _ONCE),
     ),
     temporaries=_temporaries,
     defaults={"solver": "cg"},
     reads="model",
     extra_passes=(ExtraPass("gradient", count=2), ExtraPass("hessian_vector", count=20)),
     paper="Semenov, Jaggi & Doikov 2025, Gradient-Normalized Smoothness",
-    departs="failed factorisations and the last trial are rejections; gamma and rejected are kept once, not a parameter",
+    departs="failed factorisations and the last trial are rejections",
 )

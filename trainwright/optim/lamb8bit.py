@@ -13,7 +13,15 @@ from ..numerics.shards import sum_over_shards
 from .adam8bit import ADAM_MOMENTS, adam_roots, update_moments
 from .base import Lists, check_common, check_range
 from .batch import Batch
-from .eight_bit import BLOCK_SIZE, MIN_8BIT_SIZE, EightBit, eight_bit_states, in_eight_bits, part_temporaries
+from .eight_bit import (
+    BLOCK_SIZE,
+    MIN_8BIT_SIZE,
+    EightBit,
+    eight_bit_groups,
+    eight_bit_states,
+    in_eight_bits,
+    part_temporaries,
+)
 from .record import OptimizerRecord
 
 
@@ -48,6 +56,7 @@ class LAMB8bit(EightBit):
     Source: You et al., *Large Batch Optimization for Deep Learning*, ICLR 2020; in 8 bits as Dettmers et al. 2022.
     """
 
+    forms = ("foreach", "loop")
     _moments = ADAM_MOMENTS
     _update = staticmethod(in_eight_bits(_directions, ADAM_MOMENTS))
 
@@ -104,4 +113,5 @@ RECORD = OptimizerRecord(
     reads="block",  # and norms, which ranks sum,
     paper="You et al. 2020, arXiv:1904.00962; Dettmers et al. 2022, arXiv:2110.02861",
     departs="moments in 8 bits",
+    groups=eight_bit_groups,
 )

@@ -24,6 +24,8 @@ from ..numerics.shards import sum_over_shards
 from .base import Lists, Method, check_common, check_range, plain, working_dtype
 from .record import STEP, OptimizerRecord, Options, Shape, StateTensor
 
+_PART_ELEMENTS = 1 << 16
+
 
 class MFAC(Method):
     r"""Natural-gradient descent with the Fisher matrix of the last `num_gradients` minibatch gradients.
@@ -50,6 +52,7 @@ class MFAC(Method):
     learning rates; a parameter without a gradient counts as zeros in that row.
     """
 
+    forms = ("loop",)
     _coefficients: Tensor | None = None
     """Of the window's rows in the direction, while a step lasts."""
 
@@ -144,11 +147,10 @@ class MFAC(Method):
 
     def _summed(self, known: Sequence[tuple[Tensor, Tensor]], vectors: Sequence[Tensor]) -> Tensor:
         """Return G x in float64 [m] for x given by the local parts of each parameter."""
-        parts = []
-        for (param, window), vector in zip(known, vectors, strict=True):
-            local = real_view(plain(window)).reshape(len(window), -1)
-            parts.append(((local @ vector.reshape(-1).to(local.dtype)).double(), param))
-        return sum_over_shards(parts)
+        pairs = zip(known, vectors, strict=True)
+        return sum_over_shards(
+            [(_products(real_view(plain(window)), vector), param) for (param, window), vector in pairs]
+        )
 
     def _solve(self, right: Tensor) -> Tensor:
         """Return (mλI + S)⁻¹ right, [m, 1]; rows that are still empty have no part in it."""
@@ -159,7 +161,13 @@ class MFAC(Method):
         shifted = gram[:filled, :filled].clone()
         shifted.diagonal().add_(self._divisor() * self._damping)
         solution = torch.zeros_like(right)
-        solution[:filled] = torch.cholesky_solve(right[:filled], torch.linalg.cholesky(shifted))
+        factor, failed = torch.linalg.cholesky_ex(shifted)
+        if failed:  # S has no negative eigenvalue but by rounding, here of more than mλ
+            values, vectors = torch.linalg.eigh(shifted)
+            values.clamp_(min=self._divisor() * self._damping)
+            solution[:filled] = vectors @ ((vectors.mT @ right[:filled]) / values[:, None])
+        else:
+            solution[:filled] = torch.cholesky_solve(right[:filled], factor)
         return solution
 
     @property
@@ -210,6 +218,17 @@ class MFAC(Method):
         torch._foreach_add_(params, directions)
 
 
+def _products(window: Tensor, vector: Tensor) -> Tensor:
+    """Return the products of a window's rows with a vector in float64, part by part: S has to be what fp32 would round."""
+    rows, flat = window.reshape(len(window), -1), vector.reshape(-1)
+    length = max(1, _PART_ELEMENTS // len(rows))
+    total = torch.zeros(len(rows), dtype=torch.float64, device=window.device)
+    for start in range(0, rows.shape[1], length):
+        part = slice(start, start + length)
+        total += rows[:, part].double() @ flat[part].double()
+    return total
+
+
 def _combination(coefficients: Tensor, window: Tensor) -> Tensor:
     """Return Σ_i c_i G_i in the parameter's shape."""
     weights = coefficients.to(window.device, window.dtype)
@@ -235,9 +254,10 @@ def _window(param: Tensor, num_gradients: int) -> Tensor:
 
 
 def _temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
-    """The row, then beside it the larger of the m×m factorisation and of the direction; and vectors of length m."""
+    """The row, then beside it the largest of the m×m factorisation, a part of the window and the direction; and vectors."""
     size, num_gradients = math.prod(shape) * max(element_bytes, 4), int(options["num_gradients"])
-    return size + max(3 * 8 * num_gradients**2, size) + 8 * 8 * num_gradients
+    part = 8 * min(_PART_ELEMENTS // num_gradients + 1, math.prod(shape)) * (num_gradients + 1)
+    return size + max(3 * 8 * num_gradients**2, part, size) + 8 * 8 * num_gradients
 
 
 RECORD = OptimizerRecord(
@@ -248,12 +268,12 @@ RECORD = OptimizerRecord(
         STEP,
         StateTensor("window", lambda shape, options: (options["num_gradients"], *shape), wide=True),
         StateTensor("velocity", lambda shape, options: shape if options.get("momentum") else None, wide=True),
-        StateTensor("gram", lambda shape, options: (options["num_gradients"],) * 2, dtype=torch.float64),
-        StateTensor("pushes", lambda shape, options: (), dtype=torch.int64),
+        StateTensor("gram", lambda shape, options: (options["num_gradients"],) * 2, dtype=torch.float64, once=True),
+        StateTensor("pushes", lambda shape, options: (), dtype=torch.int64, once=True),
     ),
     temporaries=_temporaries,
     defaults={"num_gradients": 1024},
     reads="model",
     paper="Frantar, Kurtic & Alistarh 2021, M-FAC",
-    departs="Woodbury with a Cholesky factor for the LU recursion; `gram` and `pushes` are kept once, not a parameter",
+    departs="Woodbury with a Cholesky factor for the LU recursion",
 )

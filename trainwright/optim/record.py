@@ -5,19 +5,23 @@ The planner prices it, tables and documentation print it, and the tests compare 
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from ..artifacts import UserError
 from .batch import working_dtype
 
 Shape = tuple[int, ...]
 Options = Mapping[str, Any]
 Temporaries = Callable[[Shape, int, Options], int]
-Reads = Literal["element", "block", "row", "matrix", "model"]
+Reads = Literal["element", "block", "row", "matrix", "tensor", "model"]
+Groups = Callable[[nn.Module], list[dict[str, Any]]]
 _PASSES = {"forward": 1 / 3, "gradient": 1.0, "hessian_vector": 2.0}
 """What a pass costs, in forward and backward passes: a backward is two forwards, a product two gradients."""
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,6 +39,8 @@ class StateTensor:
     number: bool = False
     wide: bool = False
     """Kept in fp32 where the parameter is bf16 or fp16."""
+    once: bool = False
+    """Kept once for all parameters together, in the state of the first one."""
 
     def num_bytes(self, shape: Shape, dtype: torch.dtype, options: Options) -> int:
         """Return the bytes kept for one parameter."""
@@ -69,8 +75,8 @@ class OptimizerRecord:
 
     `reads` is the largest piece of a parameter that one updated element depends on, hence where a shard may be cut:
     `element` anywhere, `block` between blocks of 256 consecutive elements, `row` between rows, `matrix` not within the
-    last two dims, `model` not at all. A number summed or counted over the whole model is no such piece: the method adds
-    it up over the ranks itself.
+    last two dims, `tensor` not within a parameter, `model` not at all. A number summed or counted over the whole model is
+    no such piece: the method adds it up over the ranks itself.
     """
 
     name: str
@@ -88,8 +94,74 @@ class OptimizerRecord:
     paper: str = ""
     departs: str = ""
     """Where it departs from the paper."""
-    not_on_shards: str = ""
-    """Why it does not run on the sharded parameters of a plan; empty: it does."""
+    reads_numbers: bool = False
+    """Whether its step reads numbers off its tensors, as norms."""
+    groups: Groups | None = None
+    """The parameter groups of a model that the method wants (embeddings not in 8 bits, say); `None`: all alike."""
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of the step that there are, fastest first: `fused`, `foreach`, `loop`.
+
+        `fused` is one pass over memory. `foreach` updates all parameters of a group together, which is faster than
+        `loop`, one after the other, on a GPU alone, and holds temporaries of the group's size.
+
+        >>> from trainwright.optim import record
+        >>> record("adamw").forms, record("adamax").forms, record("mfac").forms
+        (('fused', 'foreach', 'loop'), ('foreach', 'loop'), ('loop',))
+        """
+        own: tuple[str, ...] | None = getattr(self.cls, "forms", None)
+        if own is not None:
+            return own
+        accepted = inspect.signature(self.cls).parameters
+        return (*(form for form in ("fused", "foreach") if form in accepted), "loop")
+
+    @property
+    def form(self) -> str:
+        """The form that the record prices: `loop` unless `with_options` chose another."""
+        return next((form for form in ("fused", "foreach") if self.defaults.get(form)), "loop")
+
+    def form_for(self, shape: Shape) -> str:
+        """Return the form in which a parameter of `shape` is updated: 8-bit methods pass small ones, kept in fp32, to the loop.
+
+        >>> from trainwright.optim import record
+        >>> entry = record("adamw8bit").with_options("fused")
+        >>> entry.form_for((64, 64)), entry.form_for((64,))
+        ('fused', 'loop')
+        """
+        scales = [state.shape(shape, self.defaults) for state in self.states if state.name.endswith("_absmax")]
+        return "loop" if self.form == "fused" and scales and None in scales else self.form
+
+    def with_options(self, form: str | None = None, **options: Any) -> OptimizerRecord:
+        """Return the record of the method under `options`, in one of `forms`: what it then keeps and allocates.
+
+        >>> from trainwright.optim import record
+        >>> record("adan").with_options("fused").step_temporary_bytes((10, 10))
+        0
+        >>> record("mfac").with_options(num_gradients=2).state_bytes((100,), "fp32") < 1000
+        True
+        """
+        if form is not None and form not in self.forms:
+            raise UserError(f"{self.name} has the forms {', '.join(self.forms)}; got {form!r}; choose one of those")
+        how: dict[str, Any] = (
+            {} if form is None else {name: name == form for name in ("foreach", "fused") if name in self.forms}
+        )
+        return replace(self, defaults={**self.defaults, **options, **how})
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What tells the record from others, the options under which it stands included."""
+        return self.name, *sorted((name, str(value)) for name, value in self.defaults.items())
+
+    def of(self, key: str) -> OptimizerRecord:
+        """Return the record for the parameter `key`: without groups, the same for all."""
+        return self
+
+    def on_fakes(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return what holds and allocates as the optimizer does, over parameters without values."""
+        from .chosen import on_fakes
+
+        return on_fakes(self, [{"params": list(params)}])
 
     @property
     def needs_loss(self) -> bool:
@@ -104,12 +176,14 @@ class OptimizerRecord:
         >>> record("adamw").updates_alone, record("clippedadam").updates_alone
         (True, False)
         """
-        return bool(getattr(self.cls, "updates_alone", True))  # of torch's own, those with a record do
+        return self.reads != "tensor" and bool(
+            getattr(self.cls, "updates_alone", True)
+        )  # of torch's own, the others do
 
     @property
     def needs_values(self) -> bool:
         """Whether a step cannot be followed on shapes alone: it takes the loss, or reads numbers of the whole model."""
-        return self.needs_loss or self.reads == "model"
+        return self.needs_loss or self.reads == "model" or self.reads_numbers
 
     @property
     def num_passes(self) -> float:
@@ -122,14 +196,24 @@ class OptimizerRecord:
         return 1.0 + sum(_PASSES[extra.kind] * extra.count / extra.every for extra in self.extra_passes)
 
     def state_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
-        """Return the bytes that the optimizer keeps for a parameter of `shape`, from its first step on.
+        """Return the bytes that the optimizer keeps for a parameter of `shape`, from its first step on (see `once_bytes`).
 
         >>> from trainwright.optim import record
         >>> record("adamw").state_bytes((10, 10), "bf16")
         404
         """
         kind, merged = as_dtype(dtype), {**self.defaults, **options}
-        return sum(state.num_bytes(tuple(shape), kind, merged) for state in self.states)
+        return sum(state.num_bytes(tuple(shape), kind, merged) for state in self.states if not state.once)
+
+    def once_bytes(self, **options: Any) -> int:
+        """Return the bytes that the optimizer keeps once, beside those of each parameter.
+
+        >>> from trainwright.optim import record
+        >>> record("mfac").once_bytes(num_gradients=32), record("adamw").once_bytes()
+        (8200, 0)
+        """
+        merged = {**self.defaults, **options}
+        return sum(state.num_bytes((), torch.float32, merged) for state in self.states if state.once)
 
     def step_temporary_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
         """Return the peak of what a step (`foreach=False`) allocates and frees again for a parameter of `shape`.
@@ -174,13 +258,15 @@ def list_temporaries(num_copies: int | Callable[[Options], int]) -> Temporaries:
     """Temporaries of a method of ours whose update holds `num_copies` of the parameter at once.
 
     Beside them: of a parameter in bf16 or fp16 the working copies of itself and its gradient, of any other the negated
-    gradient where it is maximised.
+    gradient where it is maximised. One pass over memory (`fused`) holds none of these.
 
-    >>> list_temporaries(2)((10,), 4, {}), list_temporaries(2)((10,), 2, {})
-    (80, 160)
+    >>> list_temporaries(2)((10,), 4, {}), list_temporaries(2)((10,), 2, {}), list_temporaries(2)((10,), 2, {"fused": True})
+    (80, 160, 0)
     """
 
     def temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
+        if options.get("fused"):
+            return 0
         copies = num_copies(options) if callable(num_copies) else num_copies
         copies += 2 if element_bytes < 4 else int(bool(options.get("maximize")))
         return copies * math.prod(shape) * max(element_bytes, 4)

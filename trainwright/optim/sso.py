@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..artifacts import UserError
-from ..numerics.hvp import placed_like, real_view
+from ..numerics.hvp import gradients, real_view
 from ..numerics.linesearch import armijo
 from ..numerics.shards import sum_over_shards
 from .base import Method, check_common, check_range, plain
@@ -55,9 +55,9 @@ class Surrogate:
                 self._fresh = self._targets()
         targets, self._fresh = self._fresh, None
         outer = self._slope + (targets.detach() - self._anchor) / self._lr
-        found = torch.autograd.grad(targets, self._params, outer, allow_unused=True)
-        pairs = zip(found, self._params, strict=True)
-        return self._value_at(targets.detach()), [None if g is None else placed_like(g, p) for g, p in pairs]
+        with torch.enable_grad():
+            along = (outer * targets).sum()
+        return self._value_at(targets.detach()), gradients(along, self._params, create_graph=False)
 
     def _value_at(self, targets: Tensor) -> float:
         change = targets - self._anchor
@@ -95,6 +95,8 @@ class SSO(Method):
     Source: Lavington, Vaswani, Babanezhad, Schmidt & Le Roux 2023, Target-based Surrogates for Stochastic Optimization,
     and the authors' code. Departs: the code's surrogate lacks the ½ and is multiplied by its η: its η is twice this lr.
     """
+
+    forms = ("loop",)
 
     def __init__(
         self, params: Iterable[Any], lr: float | Tensor = 1.0, num_inner_steps: int = 5, search: str = "armijo",
@@ -267,7 +269,7 @@ RECORD = OptimizerRecord(
     name="sso",
     cls=SSO,
     summary="Several updates from one gradient of the loss in its targets, through a quadratic surrogate",
-    states=(STEP, StateTensor("inner_step", lambda shape, options: (), dtype=torch.float64)),
+    states=(STEP, StateTensor("inner_step", lambda shape, options: (), dtype=torch.float64, once=True)),
     temporaries=_temporaries,
     reads="model",
     extra_passes=(ExtraPass("gradient", count=4), ExtraPass("forward", count=10)),

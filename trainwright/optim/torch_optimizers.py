@@ -6,8 +6,9 @@ Left out: `LBFGS` (its memory depends on its history, and it wants closures) and
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from torch import optim
+from torch import Tensor, nn, optim
 
 from .record import OptimizerRecord, Options, Shape, StateTensor, Temporaries, per_element, scalar
 
@@ -47,7 +48,6 @@ def _sgd_family() -> tuple[OptimizerRecord, ...]:
             "Step sizes from the signs of successive gradients; for full batches",
             (per_element("prev"), per_element("step_size"), scalar("step")),
             lambda shape, element_bytes, options: 3 * math.prod(shape) * element_bytes,
-            not_on_shards="writes through masks, which torch cuts in other places than what they mask",
             paper="Riedmiller & Braun 1993, A direct adaptive method for faster backpropagation learning",
         ),
     )
@@ -142,10 +142,11 @@ def _matrix_family() -> tuple[OptimizerRecord, ...]:
             scalar("step"),
         ),
         _adafactor_temporaries,
-        reads="matrix",
+        reads="tensor",
+        reads_numbers=True,
+        whole_state=True,
         paper="Shazeer & Stern 2018, arXiv:1804.04235",
         departs="torch's own: no first moment, weight decay decoupled",
-        not_on_shards="changes in place the norms of rows and columns, of which each rank holds a part",
     )
     if not hasattr(optim, "Muon"):
         return (adafactor,)
@@ -155,17 +156,43 @@ def _matrix_family() -> tuple[OptimizerRecord, ...]:
         "Momentum, orthogonalised by Newton-Schulz steps; for matrices only",
         (per_element("momentum_buffer"),),
         _muon_temporaries,
-        reads="matrix",
+        reads="tensor",
+        whole_state=True,
+        groups=muon_groups,
         paper="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
-        not_on_shards="takes matrices alone, and has no form for parts of them",
     )
     return (adafactor, muon)
+
+
+_HEADS = ("lm_head", "head", "classifier", "fc", "score", "output")
+
+
+def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the hidden matrices of a model, for Muon, and what is AdamW's: embeddings, heads, biases, norms, kernels.
+
+    >>> groups = muon_groups(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)))
+    >>> [(len(group["params"]), group.get("optimizer")) for group in groups]
+    [(1, None), (2, 'adamw')]
+    """
+    outside = {
+        id(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        or (isinstance(getattr(module, "weight", None), Tensor) and name.split(".")[-1] in _HEADS)
+    }
+    params = [param for param in model.parameters() if param.requires_grad]
+    inside = [param for param in params if param.dim() == 2 and id(param) not in outside]
+    rest = [param for param in params if param.dim() != 2 or id(param) in outside]
+    groups: list[dict[str, Any]] = [{"params": inside}, {"params": rest, "optimizer": "adamw"}]
+    return [group for group in groups if group["params"]]
 
 
 def _elementwise(num_copies: int, decoupled: bool = False) -> Temporaries:
     """Temporaries of an update that needs `num_copies` of the parameter at once, beside its changed gradient if any."""
 
     def temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
+        if options.get("fused"):
+            return 0
         copies = num_copies + _gradient_copies(options, decoupled)
         return max(copies, _copies_while_changing(options, decoupled)) * math.prod(shape) * element_bytes
 

@@ -58,8 +58,9 @@ class _Builder:
         stored = self._stored(groups)
         self._add_rerun_s(groups, {found.source.tensor for found in stored if found.boundary or found.held})
         buffers = sum(tensor.num_bytes for tensor in self.program.tensors if tensor.role == "buffer")
+        static = buffers + self.optimizer.once_bytes()
         return Problem(
-            self.program, self.costs, self.optimizer, self.samples, groups, params, self.uses, stored, buffers
+            self.program, self.costs, self.optimizer, self.samples, groups, params, self.uses, stored, static
         )
 
     # Decisions

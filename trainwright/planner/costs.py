@@ -9,7 +9,7 @@ The share of the arithmetic is that of the op's loops on the fullest rank, the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from ..ops import find
 from ..ops.local import WithSum
 from ..profiler.saved import Records
 from ..profiler.tracker import MemoryTracker
+from .update import Updates
 
 LEAST_SHARE = 1 / 256
 """Optimizer states of a parameter that is smaller than so much of the largest one stay on the device."""
@@ -36,6 +37,34 @@ LEAST_SHARE = 1 / 256
 
 class OptimizerCost(Protocol):
     """What the planner asks of an optimizer: `trainwright.optim` records answer it."""
+
+    @property
+    def form(self) -> str:
+        """How its step runs: `fused`, one pass over memory; `loop`, op after op; `foreach`, so on all parameters at once."""
+
+    def form_for(self, shape: tuple[int, ...]) -> str:
+        """Return the form for a parameter of `shape`: what the form of the whole does not take, runs in another."""
+
+    def with_options(self, form: str | None = None) -> OptimizerCost:
+        """Return its answers in another form."""
+
+    def of(self, key: str) -> OptimizerCost:
+        """Return its answers for one parameter, whose settings may be others."""
+
+    def on_fakes(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return what steps on parameters without values as it does."""
+
+    @property
+    def identity(self) -> Any:
+        """What tells it from others, settings included."""
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether its step takes the loss with its graph, which it differentiates itself."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether its step cannot be followed without values."""
 
     @property
     def reads(self) -> str:
@@ -56,6 +85,9 @@ class OptimizerCost(Protocol):
     def state_bytes(self, shape: Sequence[int], dtype: Any) -> int:
         """Bytes that it keeps for a parameter of `shape`."""
 
+    def once_bytes(self) -> int:
+        """Bytes that it keeps once, beside those."""
+
     def step_temporary_bytes(self, shape: Sequence[int], dtype: Any) -> int:
         """Peak bytes that its step allocates and frees again for one parameter."""
 
@@ -75,6 +107,8 @@ class CostModel:
     """Where tensors may be offloaded to; None: nowhere."""
     min_offload_bytes: int = MIN_BYTES
     """What is smaller stays."""
+    updates: Updates = field(default_factory=Updates)
+    """What optimizers' steps take."""
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -207,42 +241,61 @@ class CostModel:
         return self._inner[key]
 
     def optimizer_s(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> float:
-        """Return the seconds of the update of one parameter: it reads and writes parameter, gradient and state.
+        """Return the seconds of the update of one parameter, in the form that runs (`update`).
 
-        Where the layout cuts pieces that the optimizer reads whole, each rank gathers and updates them whole.
+        Where the layout cuts pieces that the optimizer reads whole, each rank gathers and updates them whole, or one rank
+        does for all.
         """
-        pieces = whole_pieces(tensor, layout, optimizer.reads)
-        own = self.local_bytes(tensor, pieces)
-        state = optimizer.state_bytes(self.local_shape(tensor, pieces), tensor.dtype)
-        launches = 1 + 4 * (state > own // 2)
-        update_s = (3 * own + 2 * state) / self.device.bandwidth_bytes_per_s + launches * self.device.launch_s
-        update_s *= self.device.factors.get("update", 1.0)
         gradient_bytes = 3 * self.local_bytes(tensor, layout)
         adding_s = gradient_bytes / self.device.bandwidth_bytes_per_s + self.device.launch_s
-        update_s += (self.num_runs - 1) * self.num_passes / self.num_runs * adding_s
-        return update_s + self.move_s(tensor, layout, pieces) / self.num_passes
+        adding_s *= (self.num_runs - 1) * self.num_passes / self.num_runs
+        return adding_s + min(self._update_ways(tensor, layout, optimizer.of(tensor.key)))
+
+    def is_owned(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> bool:
+        """Tell whether it is quicker that one rank updates the parameter for all, and sends it."""
+        ways = self._update_ways(tensor, layout, optimizer.of(tensor.key))
+        return len(ways) > 1 and ways[1] < ways[0]
+
+    def _update_ways(self, tensor: Tensor, layout: Layout, own: OptimizerCost) -> tuple[float, ...]:
+        """The seconds of an update on every rank's part or whole, and, of what is read whole, those of one by its owner.
+
+        Owners have as much to do as one another: of each one's work a rank is charged its share.
+        """
+        pieces = whole_pieces(tensor, layout, own.reads)
+        shape = self.local_shape(tensor, pieces)
+        step_s = self.updates.seconds(self.device, own, shape, tensor.dtype) * self.device.factors.get("update", 1.0)
+        gather_s = self.move_s(tensor, layout, pieces) / self.num_passes
+        num_ranks = math.prod(self.mesh)
+        if own.reads != "tensor" or num_ranks == 1:
+            return (step_s + gather_s,)
+        send_s = sum(self.collective_s("all_gather", axis, tensor.num_bytes) for axis in range(len(self.mesh)))
+        return step_s + 2 * gather_s, step_s / num_ranks + 2 * gather_s + send_s
 
     def state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
-        """Return the bytes of optimizer state that a rank keeps for a parameter."""
-        kept = whole_pieces(tensor, layout, optimizer.reads) if optimizer.whole_state else layout
-        return optimizer.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
+        """Return the bytes of optimizer state that a rank keeps for a parameter; one with an owner counts as everybody's."""
+        own = optimizer.of(tensor.key)
+        kept = whole_pieces(tensor, layout, own.reads) if own.whole_state else layout
+        return own.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
 
     def leaving_state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return what of these can leave the device between updates: all but counters; 0 where it has to stay.
 
         It has to where parameters are not updated one by one, and where a rank keeps the state of more than its own part.
         """
-        whole = optimizer.whole_state and whole_pieces(tensor, layout, optimizer.reads) != layout
+        own = optimizer.of(tensor.key)
+        whole = own.whole_state and whole_pieces(tensor, layout, own.reads) != layout
         if not optimizer.updates_alone or whole:
             return 0
-        counters = optimizer.state_bytes((0,), tensor.dtype)
+        counters = own.state_bytes((0,), tensor.dtype)
         return max(0, self.state_bytes(tensor, layout, optimizer) - counters)
 
     def step_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the peak bytes of a parameter's update: those of the step, and of what it gathers for it."""
-        pieces = whole_pieces(tensor, layout, optimizer.reads)
-        held = optimizer.step_temporary_bytes(self.local_shape(tensor, pieces), tensor.dtype)
-        return held if pieces == layout else held + self.local_bytes(tensor, pieces)
+        own = optimizer.of(tensor.key)
+        pieces = whole_pieces(tensor, layout, own.reads)
+        held = own.step_temporary_bytes(self.local_shape(tensor, pieces), tensor.dtype)
+        copies = 2 if own.reads == "tensor" else 1  # the parameter, too, is gathered
+        return held if pieces == layout else held + copies * self.local_bytes(tensor, pieces)
 
     def local_shape(self, tensor: Tensor, layout: Layout) -> tuple[int, ...]:
         return local_shape(tensor.shape, tensor.slots, layout, self.mesh, None)
@@ -256,7 +309,7 @@ def cost_model(program: Program, device: Device, axes: tuple[MeshAxis, ...], rec
 
 def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:
     """Return the layout, as little gathered as can be, in which no piece that an optimizer reads is cut."""
-    cut = {"row": 1, "matrix": len(tensor.shape) - 2, "model": 0}.get(reads, len(tensor.shape))
+    cut = {"row": 1, "matrix": len(tensor.shape) - 2, "tensor": 0, "model": 0}.get(reads, len(tensor.shape))
     return tuple(REPLICATE if at >= 0 and tensor.slots[at].dim >= cut else at for at in layout)
 
 

@@ -272,12 +272,18 @@ class _Builder:
                     size = self.problem.costs.local_bytes(stored.source.tensor, native)
                     terms.append((self.recompute.keep[stored, native], size / MIB))
         largest = self.model.column()
-        for decision in self.problem.params:
-            sizes = self._option_terms(decision, decision.step_bytes)
-            if sizes:
-                self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
+        for sizes in self._step_terms():
+            self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
         window = [(self.recompute.state_window, 1.0)] if self.recompute.states else []
         return [*terms, (largest, 1.0), *window]
+
+    def _step_terms(self) -> list[Terms]:
+        """What is held together while the optimizer steps: one parameter's temporaries, or in lists those of all."""
+        each = [self._option_terms(decision, decision.step_bytes) for decision in self.problem.params]
+        if self.problem.optimizer.form != "foreach":
+            return [terms for terms in each if terms]
+        counts = [decision.count for decision in self.problem.params]
+        return [[(column, num * size) for num, terms in zip(counts, each) for column, size in terms]]
 
 
 def _waits(uses: Iterable[Use]) -> dict[Source, list[tuple[Place, Place]]]:

@@ -25,7 +25,7 @@ from .recipes import RECIPES
 from .refusals import NothingFits
 from .simulate import MakeOptimizer, Simulation
 from .stages import GAP
-from .task import Task
+from .task import Place, Task
 from .units import size_text
 
 PROVEN_OPTIMAL = 1.0001 * GAP
@@ -192,7 +192,8 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         loss_fn=task.loss_fn,
         dtype=task.dtype,
         autocast=task.autocast,
-        optimizer=task.optimizer,
+        **task.optimizer_fields,
+        optimizer_owned=_owned(place, answer.decisions),
         cluster=task.cluster,
         budget_bytes=task.budget_bytes,
         mesh={axis.name: axis.size for axis in place.axes},
@@ -221,6 +222,15 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
             *found.notes,
         ),
     ).signed()
+
+
+def _owned(place: Place, decisions: Decisions) -> tuple[str, ...]:
+    """The parameters that one rank steps on for all."""
+    task, costs = place.task, place.problem.costs
+    trained = (tensor for tensor in task.program.params if tensor.requires_grad)
+    return tuple(
+        tensor.key for tensor in trained if costs.is_owned(tensor, decisions.params[tensor], task.optimizer_cost)
+    )
 
 
 def _offload(task: Task, decisions: Decisions) -> OffloadPlan | None:

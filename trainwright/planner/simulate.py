@@ -37,7 +37,8 @@ from ..profiler.tracker import MemoryTracker, Target
 from ..profiler.values import KnownValues
 from .costs import OptimizerCost, whole_pieces
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+"""From parameters under their names to what steps on them."""
 
 
 @dataclass
@@ -104,7 +105,9 @@ def _simulate(
     tracker = MemoryTracker(target)
     # Calls alike in repeated blocks are followed once. What collectives and fetches bring is allocated, never written.
     with KnownValues(mode, fills_memory=False):
-        optimizer = make_optimizer([param for param in params if param.requires_grad])
+        optimizer = make_optimizer(
+            [(tensor.key, value) for tensor, value in sources.items() if tensor.role == "param" and value.requires_grad]
+        )
         with tracker:
             tracker.watch(params, "param")
             tracker.watch([value for tensor, value in sources.items() if tensor.role == "buffer"], "buffer")
@@ -158,15 +161,16 @@ class _Gathered:
         mesh, coords = local.communicator.mesh, local.communicator.coords
         state = step = 0
         for tensor, index in local.sources.items():
-            own = local.values[index].layout
-            whole = whole_pieces(tensor, own, cost.reads)
+            own, each = local.values[index].layout, cost.of(tensor.key)
+            whole = whole_pieces(tensor, own, each.reads)
             if tensor.role != "param" or not tensor.requires_grad or whole == own:
                 continue
             shapes = [local_shape(tensor.shape, tensor.slots, layout, mesh, coords) for layout in (whole, own)]
-            if cost.whole_state:
-                state += cost.state_bytes(shapes[0], tensor.dtype) - cost.state_bytes(shapes[1], tensor.dtype)
-            more, less = (cost.step_temporary_bytes(shape, tensor.dtype) for shape in shapes)
-            step = max(step, math.prod(shapes[0]) * tensor.dtype.itemsize + more - less)
+            if each.whole_state:
+                state += each.state_bytes(shapes[0], tensor.dtype) - each.state_bytes(shapes[1], tensor.dtype)
+            more, less = (each.step_temporary_bytes(shape, tensor.dtype) for shape in shapes)
+            copies = 2 if each.reads == "tensor" else 1
+            step = max(step, copies * math.prod(shapes[0]) * tensor.dtype.itemsize + more - less)
         return cls(max(0, state), max(0, step))
 
 

@@ -58,6 +58,8 @@ class Task:
     time_limit_s: float = 30.0
     """What one search may take, and from its beginning, until `deadline`, all of them together."""
     deadline: Deadline = field(default_factory=Deadline)
+    keep_graph: bool = False
+    """Whether the loss is differentiated more than once, as an optimizer that takes it with its graph does anyway."""
     variants: Variants | None = None
     """The same batch in several micro-batches, where their number is to be chosen."""
     progress: Callable[[str], None] | None = None
@@ -76,6 +78,17 @@ class Task:
             self.cluster.tier(self.offload)
 
     @property
+    def goes_again(self) -> bool:
+        """Whether a backward goes through the graph more than once, so that everything has to stay in it."""
+        return self.keep_graph or self.optimizer_cost.needs_loss
+
+    @property
+    def optimizer_fields(self) -> dict[str, Any]:
+        """What the plan says of its optimizer."""
+        fields = getattr(self.optimizer_cost, "fields", None)
+        return {"optimizer": self.optimizer} if fields is None else fields()
+
+    @property
     def tier_name(self) -> Literal["host", "disk"] | None:
         """The tier that may be offloaded to."""
         return self.offload if self.offload in ("host", "disk") else None  # type: ignore[return-value]
@@ -90,9 +103,11 @@ class Task:
         """How far ahead parameters may travel, where it is known what that holds and worth it.
 
         On CPUs nothing is hidden, since the cores that compute are those that communicate, and what is under way is let go
-        when the transport has it, not when the program says so. What buckets hold over several runs is not known.
+        when the transport has it, not when the program says so. What buckets hold over several runs is not known. An optimizer that
+        takes the loss with its graph goes through it more than once: what travels in buckets, is rederived or comes back from
+        elsewhere does so once, so such a plan has none of it.
         """
-        if self.program.num_runs > 1:
+        if self.program.num_runs > 1 or self.goes_again:
             return "none"
         return "buckets" if self.cluster.device.kind == "cpu" else "ahead"
 
@@ -186,6 +201,8 @@ class Place:
     def restriction(self, solver: str) -> Restriction:
         """Return what the recipe and the user's pins leave to choose."""
         found = restriction(self.problem, solver)
+        if self.task.goes_again:
+            found.recompute = found.offload = False
         apply_pins(self.problem, self.task.pins, found)
         return found
 

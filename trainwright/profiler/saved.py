@@ -137,7 +137,7 @@ def _record_op(
         for index, value in zip(instruction.inputs, inputs)
     }
     saved: list[Array] = []
-    forward, backward = _Counter(target), _Counter(target)
+    forward, backward = CallCounter(target), CallCounter(target)
     inner = dict(leaves)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: _note(saved, t), lambda t: t):
         with forward.tracker:
@@ -155,7 +155,7 @@ def _note(saved: list[Array], tensor: Array) -> Array:
     return tensor
 
 
-def _run_backward(outputs: list[Array], leaves: list[Array], counter: _Counter) -> None:
+def _run_backward(outputs: list[Array], leaves: list[Array], counter: CallCounter) -> None:
     results = [out for out in outputs if out.requires_grad]
     if not results or not leaves:
         return
@@ -167,9 +167,9 @@ def _run_backward(outputs: list[Array], leaves: list[Array], counter: _Counter) 
 
 
 def _summary(
-    forward: _Counter,
+    forward: CallCounter,
     forward_left: int,
-    backward: _Counter,
+    backward: CallCounter,
     inputs: list[Array],
     outputs: list[Array],
     saved: list[Array],
@@ -195,7 +195,7 @@ def _storage(tensor: Array) -> int:
     return id(tensor.untyped_storage())
 
 
-class _Counter:
+class CallCounter:
     """Counts the calls that run under its tracker."""
 
     def __init__(self, target: Target) -> None:

@@ -6,14 +6,16 @@ from .examples import ExampleBatches
 from .export import export_weights
 from .module import LossOutput, ParallelModule, full_state_dict, parallelize
 from .padding import PaddedDataset
+from .sample_gradients import sample_gradients
 from .sampler import PlanSampler
 from .selected import SelectedBatches
-from .train import train_loop, train_step
+from .train import HeldOut, train_loop, train_step
 from .verify import verify
 
 __all__ = [
     "Checkpointer",
     "ExampleBatches",
+    "HeldOut",
     "LossOutput",
     "PaddedDataset",
     "ParallelModule",
@@ -22,6 +24,7 @@ __all__ = [
     "export_weights",
     "full_state_dict",
     "parallelize",
+    "sample_gradients",
     "shard_batch",
     "train_loop",
     "train_step",

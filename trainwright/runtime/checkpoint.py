@@ -98,6 +98,8 @@ class Checkpointer:
         self.keep, self.asynchronous = keep, asynchronous
         self._module, self._optimizer = module, optimizer
         self._scheduler, self._sampler = scheduler, sampler
+        self.has_schedule = False
+        """Whether the checkpoint that was loaded has a schedule's state."""
         self._say: Callable[[str], None] | None = say if asynchronous and module.device.type == "cpu" else None
         # Of its own: the writing thread's collectives must not come between those of the step.
         self._group = dist.new_group(backend="gloo")
@@ -167,6 +169,7 @@ class Checkpointer:
         restore_groups(module, self._optimizer, saved["optimizer"])
         restore_tensors(module, self._optimizer, StoredTensors(path), saved["optimizer"], same_layout)
         module.num_steps, module.seed = saved["module"]["num_steps"], saved["module"]["seed"]
+        self.has_schedule = saved["scheduler"] is not None
         if self._scheduler is not None:
             if saved["scheduler"] is None:
                 raise UserError(f"a checkpoint with a schedule is needed; {path} has none; leave out scheduler=")

@@ -26,7 +26,7 @@ from ..capture.offload_states import StateOffload
 from ..capture.other_shapes import without_weights
 from ..capture.program import Program
 from ..capture.program import Tensor as ProgramTensor
-from ..capture.reshard import Route
+from ..capture.reshard import Route, reshard
 from ..capture.run_state import Finish, RunState
 from ..capture.transition import transition
 from ..launch import init, is_under_torchrun
@@ -196,6 +196,7 @@ class ParallelModule(nn.Module):
             self.regions[name] = region_of(tensor.shape, tensor.slots, layout, mesh, coords)
             local = read(name, self.regions[name]).to(self.device, original.dtype)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
+            made[name].user_shape = tuple(tensor.shape)  # type: ignore[union-attr]  # a shard may have a dim taken apart
             self._local_shapes[made[name]] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():
             made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
@@ -292,7 +293,11 @@ class ParallelModule(nn.Module):
         if storage.shape == tensor.shape:
             return as_dtensor(value, storage, self.device_mesh, communicator.mesh, communicator.coords)
         whole = (REPLICATE,) * len(communicator.mesh)
-        return Route(transition(held.layout, whole), tensor.shape, tensor.slots, communicator).run(value.detach())
+        there, back = (
+            Route(transition(*pair), tensor.shape, tensor.slots, communicator)
+            for pair in ((held.layout, whole), (whole, held.layout))
+        )
+        return reshard(value, there, back)
 
     def extra_repr(self) -> str:
         return f"plan={self.plan.solver.name}, mesh={self.plan.mesh}"

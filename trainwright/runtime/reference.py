@@ -58,7 +58,7 @@ class Reference:
         for name, param in params.items():
             grad = gradients.get(name)
             param.grad = None if grad is None else grad.to(param.dtype).clone()
-        make_optimizer(self.model.parameters()).step()
+        make_optimizer(self.model.named_parameters()).step()
         self.model.zero_grad(set_to_none=True)
         return {name: param.detach() for name, param in params.items()}
 

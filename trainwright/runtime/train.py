@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from .watchdog import Watchdog
 
 OnStep = Callable[[dict[str, Any]], None]
 MayUpdate = Callable[[Tensor], bool]
+Norms = Callable[[list[Tensor]], dict[str, float]]
 NUM_MEASURED = 2
 """Steps whose allocations are followed: all later ones allocate the same."""
 
@@ -65,15 +67,23 @@ def train_loop(
     on_nan: str = "stop",
     timeout_s: float | None = None,
     trace: StepTrace | None = None,
+    take: Any = None,
+    schedule: Any = None,
+    norms: Norms | None = None,
+    held_out: HeldOut | None = None,
+    growth: Any = None,
 ) -> list[float]:
     """Train for the steps `first_step` … `steps − 1` on global `batches` and return the losses; every rank calls this.
 
     `on_step` gets {step, steps, loss, step_s, samples_per_s, tokens_per_s, peak_bytes, comm_s, update_s, comm_bytes, planned,
-    skipped} on every rank (`planned`: whether the batch had the planned shape); the peak is the largest rank's since the start,
-    from the allocator's own records. `after_step(step)` runs when a
-    step is done (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
+    skipped, lr, and what `norms` and `held_out` found} on every rank (`planned`: whether the batch had the planned shape); the
+    peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a step is done
+    (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
-    and the op. None: no limit but the process group's. trace: records some of the steps.
+    and the op. None: no limit but the process group's. trace: records some of the steps. take: what runs one step, in place of
+    `train_step`: a `ClosureStep`, say. schedule: its `before(module, part)` and `after()` are called around each step. norms:
+    what of the gradients is told with the step, once they are there. held_out: a loss on other data, now and then. growth: how many
+    batches a step takes (`num`), told of them by `after(step, batches)`.
 
     Raises `Refusal` when the loss is not finite, unless such steps are to be skipped, and `UserError` when data ends early.
     """
@@ -84,10 +94,19 @@ def train_loop(
         for step in range(first_step, steps):
             activity.step = step
             with activity.doing("the data"):
-                part = module.plan.shard_batch(_next(source, step), rows="all")
+                taken = [_next(source, step) for _ in range(1 if growth is None else growth.num)]
+                parts = [module.plan.shard_batch(batch, rows="all") for batch in taken]
+                part, batch = parts[0], taken[0]
             comm_s, num_bytes, skipped = activity.comm_s, activity.num_bytes.copy(), gate.num_skipped
             update_s = activity.update_s
-            run = _Step(module, optimizer, part, partial(gate.lets_pass, module, step))
+            told: dict[str, float] = {"lr": 0.0}
+            if schedule is not None:
+                with activity.doing("the schedule"):
+                    schedule.before(module, part)
+            told["lr"] = float(optimizer.param_groups[0]["lr"])
+            taking = take or (_by_gradients if len(parts) == 1 else partial(_adding_up, parts))
+            may_update = partial(_may_update, module, gate, step, norms, told)
+            run = _Step(partial(taking, module, optimizer, part, may_update, batch), module, optimizer)
             with trace.step(step - first_step) if trace is not None else nullcontext():
                 peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
             losses.append(run.loss)
@@ -97,25 +116,99 @@ def train_loop(
             event["comm_bytes"] = dict(activity.num_bytes - num_bytes)
             event["planned"] = shapes == planned_shapes(module.plan)
             event["skipped"] = gate.num_skipped > skipped
+            event.update(told)
+            if growth is not None:
+                event["num_batches"] = len(taken)
+                for rate in ("samples_per_s", "tokens_per_s"):
+                    event[rate] = event[rate] and event[rate] * len(taken)
+                with activity.doing("the noise of the gradients"):
+                    growth.after(step, taken)
+            if schedule is not None:
+                schedule.after()
+            if held_out is not None and held_out.is_due(step, steps):
+                with activity.doing("the held-out loss"):
+                    event["eval_loss"] = held_out.loss(module)
             on_step(event)
             with activity.doing("what follows the step"):
                 after_step(step)
     return losses
 
 
+def _may_update(
+    module: ParallelModule, gate: FiniteGate, step: int, norms: Norms | None, told: dict[str, float], loss: Tensor
+) -> bool:
+    """Whether the update may be made; what is asked of the gradients is noted on the way."""
+    if norms is not None:
+        found = [param.grad for param in module.parameters() if param.grad is not None]
+        told.update(norms(found) if found else {})
+    return gate.lets_pass(module, step, loss)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A loss on batches that are not trained on: after every `every` steps, and after the last.
+
+    batches: global ones, the same on every rank. The mean of their losses is taken, dropout off.
+    """
+
+    batches: Sequence[Any]
+    every: int
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Tell whether the loss is to be measured after `step`."""
+        return (step + 1) % self.every == 0 or step + 1 == steps
+
+    def loss(self, module: ParallelModule) -> float:
+        """Return the mean loss of the batches; a collective call."""
+        was_training = module.training
+        module.eval()
+        try:
+            with torch.no_grad():
+                return math.fsum(self._loss(module, batch) for batch in self.batches) / len(self.batches)
+        finally:
+            module.train(was_training)
+
+    def _loss(self, module: ParallelModule, batch: Any) -> float:
+        part = module.plan.shard_batch(batch, rows="all")
+        return float(find_loss(module(**part) if isinstance(part, dict) else module(*part)))
+
+
+def _by_gradients(module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: MayUpdate, batch: Any
+                  ) -> Tensor:  # fmt: skip
+    return train_step(module, optimizer, part, may_update)
+
+
+def _adding_up(
+    parts: Sequence[Any],
+    module: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    part: Any,
+    may_update: MayUpdate,
+    batch: Any,
+) -> Tensor:
+    """Run one step on several batches, whose gradients add up to that of their mean."""
+    optimizer.zero_grad(set_to_none=True)
+    total = torch.zeros((), device=module.device)
+    for own in parts:
+        loss = find_loss(module(**own) if isinstance(own, dict) else module(*own)) / len(parts)
+        loss.backward()
+        total = total + loss.detach()
+    with module.communicator.activity.doing("the optimizer's step"):
+        if may_update(total):
+            optimizer.step()
+    return total
+
+
 class _Step:
     """One step that is still to be run, so that the allocator can be watched while it is."""
 
-    def __init__(
-        self, module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: MayUpdate
-    ) -> None:
-        self.module, self.optimizer = module, optimizer
-        self.part, self.may_update = part, may_update
+    def __init__(self, take: Callable[[], Tensor], module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+        self.take, self.module, self.optimizer = take, module, optimizer
         self.loss = self.step_s = math.nan
 
     def __call__(self) -> None:
         started = time.perf_counter()
-        self.loss = float(train_step(self.module, self.optimizer, self.part, self.may_update))
+        self.loss = float(self.take())
         self.step_s = time.perf_counter() - started
 
 

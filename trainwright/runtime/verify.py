@@ -56,7 +56,7 @@ def verify(
     model_fn: returns `(model, batch)` or `(model, batch, loss_fn)`, real and the same on every rank; called anew for each run.
     dtype: `float64` (bar 1e-9; a model's own casts to fp32 are lifted, in both runs) or `fp32` (bar: the larger of 1e-5 and
     five times the same tensor's single-process error of fp32 against float64; the reference is the model itself).
-    make_optimizer: parameters → optimizer; with it the update is compared, and the peak of two whole steps measured.
+    make_optimizer: names and parameters → optimizer; with it the update is compared, and the peak of two steps measured.
 
     Raises `UserError` when the plan is not the model's.
     """
@@ -177,7 +177,7 @@ class _Parallel:
 
     def update(self, make_optimizer: MakeOptimizer, gradients: Tensors) -> Tensors:
         """Return the whole parameters after one step of the optimizer; the gradients are there, in parts."""
-        make_optimizer(self.module.parameters()).step()
+        make_optimizer(self.module.named_parameters()).step()
         self.module.zero_grad(set_to_none=True)
         whole = full_state_dict(self.module)
         return {name: whole[name] for name, _ in self.module.named_parameters()}
@@ -222,7 +222,7 @@ def _measured_peaks(
     del model
     module.train()
     part = plan.shard_batch(as_batch(batch))
-    optimizer = make_optimizer(module.parameters())
+    optimizer = make_optimizer(module.named_parameters())
     static = static_bytes(module)
     with module.communicator.settling():
         record = measure(lambda: train_step(module, optimizer, part), num_steps=2)

@@ -54,7 +54,8 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
     num_lanczos: Hessian-vector products of each measurement, 10–20; each costs about two further steps' gradients, so that
         10 of them every 100 steps take about a fifth of the training time. Memory while measuring: 8 · num_lanczos bytes a
         parameter.
-    rule: `plain` leaves momentum alone. `heavy-ball` takes Polyak's momentum and the rate whose accumulated step is the
+    rule: `plain` leaves momentum alone, and where there is one, μ, takes 1 − μ of the rate: the step that adds up is the
+        same. `heavy-ball` takes Polyak's momentum and the rate whose accumulated step is the
         plain rule's. `polyak` is for deterministic gradients (full batches, quadratics): with the noise of batches its
         accumulated step, lr / (1 − ρ), is beyond what is stable. Both need a `momentum` setting without dampening.
     lower: ℓ as the `mean` of |r_i| by weight, for networks, whose spectra reach zero; or the `smallest` positive r_i.
@@ -140,7 +141,15 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each group for the step to come."""
         rise = min(1.0, (self.last_epoch + 1) / (self.num_warmup_steps + 1))
-        return [(base if self.rate is None else self.rate) * rise for base in self.base_lrs]
+        if self.rate is None:
+            return [base * rise for base in self.base_lrs]
+        return [self.rate * rise * self._share(group) for group in self.optimizer.param_groups]
+
+    def _share(self, group: dict[str, Any]) -> float:
+        """Return the share of the rate for one step, where the optimizer's own momentum adds steps up to the rest."""
+        if self.rule != "plain":
+            return 1.0
+        return (1 - group.get("momentum", 0.0)) / (1 - group.get("dampening", 0.0))
 
     def measure(self, closure: Callable[[], Tensor]) -> Lanczos:
         """Measure the curvature of a batch, set the rates by it, and return the spectrum.

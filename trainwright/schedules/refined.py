@@ -17,6 +17,7 @@ from scipy.ndimage import median_filter
 
 from ..artifacts import UserError
 from .gradient_norms import Order
+from .last_iterate import bound_factors
 from .linear import ScheduledFactors
 
 
@@ -36,6 +37,8 @@ class RefinedSchedule(ScheduledFactors):
     norms: of the earlier run, one a step, at least 2.
     num_steps: steps of this run; `None`: as many as `norms`. Another number interpolates the weights.
     order: of the norms, 2 for SGD and 1 for Adam.
+    minimise: `False` takes the formula; `True` minimises the last-iterate bound itself by L-BFGS (`bound_factors`), which
+        the formula does not quite: T variables, seconds for 10⁴ steps. For `order=2`.
     smoothing: the median filter's width as a share of the run; unsmoothed norms (0) give spiky schedules.
     latest_peak: the share of the run after which the schedule may not peak. Where gradients vanish at the end (the
         network interpolates its data) weights explode there; the schedule is then linear decay, with a warning, and
@@ -62,17 +65,18 @@ class RefinedSchedule(ScheduledFactors):
         order: Order = 2,
         smoothing: float = 0.1,
         latest_peak: float | None = 0.5,
+        minimise: bool = False,
         last_epoch: int = -1,
     ) -> None:
         num_steps = len(norms) if num_steps is None else num_steps
         _check(num_steps, latest_peak)
         self.fell_back = ""
         weights = _resampled(refined_weights(norms, order, smoothing), num_steps)
-        factors = _factors(weights)
+        factors = _minimised(weights, order) if minimise else schedule_factors(weights)
         if latest_peak is not None and (reason := _degenerate(factors, latest_peak)):
             self.fell_back = reason
             warnings.warn(f"RefinedSchedule is linear decay instead: {reason}", stacklevel=2)
-            factors = _factors(np.ones(num_steps))
+            factors = schedule_factors(np.ones(num_steps))
         super().__init__(optimizer, factors.tolist(), last_epoch)
 
 
@@ -128,10 +132,19 @@ def _resampled(weights: NDArray[np.float64], num_steps: int) -> NDArray[np.float
     return np.interp(middles, (np.arange(len(weights)) + 0.5) / len(weights), weights)
 
 
-def _factors(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def schedule_factors(weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """The schedule over the weights and one more like the last, whose own learning rate, 0, is dropped."""
     schedule = schedule_of_weights(np.append(weights, weights[-1]))[:-1]
     return schedule / schedule.max()
+
+
+def _minimised(weights: NDArray[np.float64], order: Order) -> NDArray[np.float64]:
+    """The schedule that minimises the bound for the norms that these weights stand for."""
+    if order != 2:
+        raise UserError(
+            "the bound of the last iterate is one of norms of order 2; got order=1; leave out minimise=True"
+        )
+    return bound_factors(weights**-0.5)
 
 
 def _degenerate(factors: NDArray[np.float64], latest_peak: float) -> str:

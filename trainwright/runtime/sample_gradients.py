@@ -1,0 +1,69 @@
+"""The gradient of each example of a batch under a plan: the planned step, on one example after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifacts import UserError
+from ..artifacts.plan import names_of_batch
+from ..capture._torch_private import flatten_batch
+from ..capture.call import find_loss
+from ..capture.export import as_batch
+from ..capture.micro_batches import capture_step
+from .module import ParallelModule
+from .steps import batch_like
+
+
+def sample_gradients(module: ParallelModule, batch: Any) -> Iterator[dict[str, Tensor]]:
+    """Yield the gradient of the loss of each example of a global batch: g_i = ∇ℓ(θ; x_i), i in the order of the batch.
+
+    Every rank calls this with the same batch and takes every item: the gradients are by the parameters' names, each laid out as
+    its parameter is (a `DTensor`); the whole is `gradient.full_tensor()`. A step runs for each example, on all ranks together,
+    so a batch takes as long as so many batches of one; the first such batch is captured once. Dropout draws new numbers for
+    each; nothing is counted or written.
+
+    module: what `parallelize` returned, in the mode to measure in. batch: of any number of examples up to the planned one.
+
+    Raises `UserError` where the examples of a batch act on one another (batch norm, contrastive losses), with the op: then
+    the gradient of an example is not defined.
+
+    >>> import trainwright as tw
+    >>> model, loss_fn = torch.nn.Linear(2, 1, bias=False), lambda output, batch: output.mean()
+    >>> batch = (torch.tensor([[1.0, 2.0], [3.0, 4.0]]),)
+    >>> module = tw.parallelize(model, tw.plan(model, batch, loss_fn=loss_fn, hardware="cpu:1"), loss_fn=loss_fn)
+    >>> [found["weight"].full_tensor().tolist() for found in sample_gradients(module, batch)]
+    [[[1.0, 2.0]], [[3.0, 4.0]]]
+    """
+    named, rebuild = flatten_batch(as_batch(batch))
+    shapes = {name: tuple(leaf.shape) for name, leaf in named if isinstance(leaf, Tensor)}
+    own = names_of_batch(shapes)
+    size = next(shapes[name][0] for name in shapes if name in own)
+    _check_apart(module)
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    num_steps = module.num_steps
+    for index in range(size):
+        one = rebuild([leaf[index : index + 1] if name in own else leaf for name, leaf in named])
+        part = module.plan.shard_batch(one, rows="all")
+        loss = find_loss(module(**part) if isinstance(part, dict) else module(*part))
+        found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        module.num_steps = num_steps
+        yield {name: grad for name, grad in zip(params, found, strict=True) if grad is not None}
+
+
+def _check_apart(module: ParallelModule) -> None:
+    """Raise `UserError` where the loss of a batch is no mean of the losses of its examples."""
+    capturing, plan = module.steps.capturing, module.plan
+    shapes = {name: entry.shape for name, entry in plan.batch.items()}
+    sizes = {shapes[name][0] for name in names_of_batch(shapes)}
+    size = next(iter(sizes), 1)
+    if capturing is None or size == 1:
+        return
+    num = next(num for num in range(2, size + 1) if size % num == 0)  # as two or more examples, some layers refuse one
+    try:
+        capture_step(capturing.model, batch_like(plan, shapes), capturing.loss_fn, capturing.autocast, num)
+    except UserError as error:
+        raise UserError(f"examples that do not act on one another are needed for their gradients; {error}") from None
