@@ -1,8 +1,8 @@
 r"""The bound on the last iterate of SGD for any learning rates, and the learning rates that minimise it.
 
-    f(x_T) − f* ≤ D²/(2Σ) + Σ_t η_t²G_t²/(2Σ) + ½ Σ_{k<T} η_k/S_{k+1} · Q_k/S_k          `last_iterate_bound`
-    S_k = Σ_{t≥k} η_t,  Σ = S_1,  Q_k = Σ_{t≥k} η_t² G_t²
-    with η = c · shape, the best c leaves D √(A B):  A = 1/Σ, B the rest at c = 1         `bound_factors`
+f(x_T) − f* ≤ D²/(2Σ) + Σ_t η_t²G_t²/(2Σ) + ½ Σ_{k<T} η_k/S_{k+1} · Q_k/S_k          `last_iterate_bound`
+S_k = Σ_{t≥k} η_t,  Σ = S_1,  Q_k = Σ_{t≥k} η_t² G_t²
+with η = c · shape, the best c leaves D √(A B):  A = 1/Σ, B the rest at c = 1         `bound_factors`
 """
 
 from __future__ import annotations

@@ -141,7 +141,9 @@ def schedule_factors(weights: NDArray[np.float64]) -> NDArray[np.float64]:
 def _minimised(weights: NDArray[np.float64], order: Order) -> NDArray[np.float64]:
     """The schedule that minimises the bound for the norms that these weights stand for."""
     if order != 2:
-        raise UserError("the bound of the last iterate is one of norms of order 2; got order=1; leave out minimise=True")
+        raise UserError(
+            "the bound of the last iterate is one of norms of order 2; got order=1; leave out minimise=True"
+        )
     return bound_factors(weights**-0.5)
 
 
