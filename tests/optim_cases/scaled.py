@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -97,6 +98,34 @@ def clippedadam(
         updates = [a / (1 - betas[0] ** t) / (np.sqrt(b / (1 - betas[1] ** t)) + eps) for a, b in zip(m, v)]
         updates = clipped(updates, clip, threshold_scale) if clip_update else updates
         theta = [x * (1 - lr * weight_decay) - lr * u for x, u in zip(theta, updates)]
+    return theta
+
+
+def lion(
+    theta: list[Vector], slopes: list[list[Vector]], curvature: list[Vector], lr: float = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
+) -> list[Vector]:  # fmt: skip
+    theta, means = list(theta), [np.zeros_like(x) for x in theta]
+    for slope in slopes:
+        grads = [own + bend * x for own, bend, x in zip(slope, curvature, theta)]
+        steps = [np.sign(betas[0] * m + (1 - betas[0]) * g) for m, g in zip(means, grads)]
+        means = [betas[1] * m + (1 - betas[1]) * g for m, g in zip(means, grads)]
+        theta = [x * (1 - lr * weight_decay) - lr * u for x, u in zip(theta, steps)]
+    return theta
+
+
+def of_one_length(
+    theta: list[Vector], slopes: list[list[Vector]], curvature: list[Vector], by_sign: bool, lr: float = 1e-3,
+    momentum: float = 0.9, weight_decay: float = 0.0, clip: float = 0.0, threshold_scale: float = 1.0,
+) -> list[Vector]:  # fmt: skip
+    theta, means = list(theta), [np.zeros_like(x) for x in theta]
+    for slope in slopes:
+        grads = clipped([own + bend * x for own, bend, x in zip(slope, curvature, theta)], clip, threshold_scale)
+        if not by_sign:
+            grads = [g * math.sqrt(g.size) / np.linalg.norm(g) for g in grads]
+        means = [momentum * m + (1 - momentum) * g for m, g in zip(means, grads)]
+        steps = [np.sign(m) if by_sign else m for m in means]
+        theta = [x * (1 - lr * weight_decay) - lr * u for x, u in zip(theta, steps)]
     return theta
 
 
@@ -196,6 +225,34 @@ CASES = (
         settings={"lr": 0.05, "weight_decay": 0.1, "clip": 0.4},
         variants=({}, {"clip_update": True}, {"clip": 0.0, "betas": (0.5, 0.8)}, {"threshold_scale": 0.5}),
         skips=dict.fromkeys(("nan", "late"), _WHOLE_MODEL),
+    ),
+    Case(
+        "lion",
+        lion,
+        (*_DECAY, *_BETAS),
+        settings={"lr": 0.05, "betas": (0.6, 0.8), "weight_decay": 0.1},
+        variants=({}, {"weight_decay": 0.0}, {"betas": (0.9, 0.5)}),
+        skips={"nan": "the sign of NaN is 0"},
+    ),
+    Case(
+        "signsgd",
+        functools.partial(of_one_length, by_sign=True),
+        (*_DECAY, ({"clip": 1.5}, r"clip in \[0, 1\]"), ({"momentum": 1.0}, r"momentum in \[0, 1\)")),
+        settings={"lr": 0.05, "momentum": 0.7, "weight_decay": 0.1, "clip": 0.2},
+        variants=({}, {"momentum": 0.0}, {"clip": 0.0}, {"threshold_scale": 0.5, "weight_decay": 0.0}),
+        skips={"nan": "the sign of NaN is 0", **dict.fromkeys(("groups", "late"), _WHOLE_MODEL)},
+    ),
+    Case(
+        "normalizedsgd",
+        functools.partial(of_one_length, by_sign=False),
+        (*_DECAY, ({"clip": 1.5}, r"clip in \[0, 1\]"), ({"momentum": 1.0}, r"momentum in \[0, 1\)")),
+        settings={"lr": 0.05, "momentum": 0.7, "weight_decay": 0.1, "clip": 0.2},
+        variants=({}, {"momentum": 0.0}, {"clip": 0.0}, {"threshold_scale": 0.5, "weight_decay": 0.0}),
+        skips={
+            "nan": "one length for the whole tensor",
+            "fused": "refused, with the reason",
+            **dict.fromkeys(("groups", "late"), _WHOLE_MODEL),
+        },
     ),
     Case(
         "frugal",

@@ -23,6 +23,7 @@ from . import (
     lamb8bit,
     mfac,
     sgdsai,
+    sign_methods,
     sophia,
     sso,
     torch_optimizers,
@@ -46,6 +47,7 @@ from .mfac_pruning import Pruned, prune_model
 from .record import ExtraPass, OptimizerRecord, StateTensor
 from .sgdsai import SGDSaI
 from .sharpness import directional_sharpness
+from .sign_methods import Lion, NormalizedSGD, SignSGD
 from .sophia import SophiaG, SophiaH, sampled_cross_entropy
 from .sso import SSO
 
@@ -67,11 +69,14 @@ __all__ = [
     "ExtraPass",
     "GradNormSmoothNewton",
     "LAMB8bit",
+    "Lion",
     "MFACInverse",
+    "NormalizedSGD",
     "OptimizerRecord",
     "Pruned",
     "SGD8bit",
     "SGDSaI",
+    "SignSGD",
     "SophiaG",
     "SophiaH",
     "StateTensor",
@@ -97,6 +102,7 @@ _OWN = (
     *adadagrad.RECORDS,
     *adam8bit.RECORDS,
     *clipped.RECORDS,
+    *sign_methods.RECORDS,
     frugal_record.RECORD,
     lamb8bit.RECORD,
     sgdsai.RECORD,
