@@ -56,14 +56,14 @@ def test_small_reg_approaches_the_linear_programme() -> None:
     rows = np.kron(np.eye(12), np.ones((1, 9)))
     cols = np.kron(np.ones((1, 12)), np.eye(9))
     exact = linprog(cost.numpy().ravel(), A_eq=np.vstack([rows, cols]), b_eq=torch.cat([a, b]).numpy()).fun
-    gaps = [solve_sns(a, b, cost, reg, tol=1e-11).cost - exact for reg in (1e-2, 2e-3)]
+    gaps = [solve_sns(a, b, cost, reg, atol=1e-11).cost - exact for reg in (1e-2, 2e-3)]
     assert 0 <= gaps[1] < gaps[0]
     assert gaps[1] < 2e-3 * np.log(12 * 9)
 
 
 def test_objective_matches_its_definition() -> None:
     a, b, cost = weights(17, 6), weights(23, 7), uniform_cost(17, 23, 8)
-    result = solve_sns(a, b, cost, 0.02, tol=1e-12)
+    result = solve_sns(a, b, cost, 0.02, atol=1e-12)
     plan = result.plan()
     assert result.cost == pytest.approx(float((plan * cost).sum()), rel=1e-12)
     assert result.fun == pytest.approx(float((plan * cost + 0.02 * torch.special.xlogy(plan, plan)).sum()), rel=1e-12)
@@ -143,7 +143,7 @@ ETA = 1200
 
 def newton_run(density: float, *, adaptive: bool, tol: float = 1e-11) -> TransportResult:
     options = SnsOptions(density=density, adaptive=adaptive)
-    return solve_sns([], [], uniform_cost(300, 300, 1), 1 / ETA, tol=tol, max_iterations=45, options=options)
+    return solve_sns([], [], uniform_cost(300, 300, 1), 1 / ETA, atol=tol, max_iterations=45, options=options)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -156,7 +156,7 @@ def test_few_newton_steps_reach_machine_precision(adaptive: bool) -> None:
     assert result.num_sinkhorn == (8 if adaptive else 20)
     assert result.num_newton <= 15
     assert seconds < 20  # a guard against a stall alone; about 0.3 s on an idle core
-    same_work = solve_sinkhorn([], [], uniform_cost(300, 300, 1), 1 / ETA, tol=1e-11, max_iterations=result.nfev)
+    same_work = solve_sinkhorn([], [], uniform_cost(300, 300, 1), 1 / ETA, atol=1e-11, max_iterations=result.nfev)
     assert same_work.nfev >= 2 * result.nfev
     assert same_work.marginal_error > 1e-6
 
@@ -171,7 +171,7 @@ def test_too_few_entries_make_the_rate_linear_unless_they_grow() -> None:
 
 def test_cost_is_near_the_best_assignment() -> None:
     cost = uniform_cost(500, 500, 2)
-    result = solve_sns([], [], cost, 1 / ETA, tol=1e-9)
+    result = solve_sns([], [], cost, 1 / ETA, atol=1e-9)
     rows, cols = linear_sum_assignment(cost.numpy())
     best = float(cost[rows, cols].mean())
     assert best <= result.cost <= 1.10 * best
@@ -188,9 +188,9 @@ def image_problem(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_cost_full_of_ties_converges() -> None:
     a, b, cost = image_problem(12)
-    result = solve_sns(a, b, cost, 1 / 300, tol=1e-11)
+    result = solve_sns(a, b, cost, 1 / 300, atol=1e-11)
     assert result.success
-    baseline = solve_sinkhorn(a, b, cost, 1 / 300, tol=1e-11, max_iterations=result.nfev // 2)
+    baseline = solve_sinkhorn(a, b, cost, 1 / 300, atol=1e-11, max_iterations=result.nfev // 2)
     assert baseline.marginal_error > 1e3 * result.marginal_error
 
 
@@ -218,10 +218,10 @@ def test_counts_are_passes_over_the_cost() -> None:
 
 def test_float32_cost_and_tensors_come_back_in_float64_potentials() -> None:
     cost = uniform_cost(20, 30).float()
-    result = solve_sns([], [], cost, 0.02, tol=1e-12)
+    result = solve_sns([], [], cost, 0.02, atol=1e-12)
     assert result.success
     assert result.x[0].dtype == torch.float64
-    exact = solve_sns([], [], cost.double(), 0.02, tol=1e-12)
+    exact = solve_sns([], [], cost.double(), 0.02, atol=1e-12)
     torch.testing.assert_close(result.plan(), exact.plan(), rtol=1e-9, atol=1e-13)
 
 
@@ -302,7 +302,7 @@ def test_bad_options_are_named() -> None:
 
 @pytest.mark.slow
 def test_five_thousand_points_within_memory() -> None:
-    result = solve_sns([], [], uniform_cost(5000, 5000, 1), 1 / ETA, tol=1e-9)
+    result = solve_sns([], [], uniform_cost(5000, 5000, 1), 1 / ETA, atol=1e-9)
     assert result.success
     assert result.num_newton <= 5
 

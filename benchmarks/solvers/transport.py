@@ -75,7 +75,7 @@ def until(seconds: float) -> Callable[[Any], bool]:
 def sns(case: Case, reg: float, seconds: float, **options: Any) -> Outcome:
     a, b, cost = case
     result = solve_sns(
-        a, b, cost, reg, tol=TOLERANCE, max_iterations=100_000, callback=until(seconds), options=SnsOptions(**options)
+        a, b, cost, reg, atol=TOLERANCE, max_iterations=100_000, callback=until(seconds), options=SnsOptions(**options)
     )
     return {"iterations": result.nit, "passes": result.nfev, "error": result.marginal_error}
 
@@ -87,7 +87,7 @@ def paper(case: Case, reg: float, seconds: float) -> Outcome:
 
 def log_sinkhorn(case: Case, reg: float, seconds: float) -> Outcome:
     a, b, cost = case
-    result = solve_sinkhorn(a, b, cost, reg, tol=TOLERANCE, max_iterations=10**7, callback=until(seconds))
+    result = solve_sinkhorn(a, b, cost, reg, atol=TOLERANCE, max_iterations=10**7, callback=until(seconds))
     return {"iterations": result.nit, "passes": result.nfev, "error": result.marginal_error}
 
 

@@ -9,21 +9,23 @@ import torch
 from torch import Tensor
 
 from ...artifacts import UserError
+from ..seeds import as_generator
 from .inputs import as_tensor
 
 
-def sample_patterns(X: Any, num_samples: int, generator: torch.Generator) -> Tensor:
+def sample_patterns(X: Any, num_samples: int, seed: int | torch.Generator = 0) -> Tensor:
     """Return patterns 1[X h ≥ 0] (n, P), h ~ N(0, I), of `num_samples` draws: each once, and none that passes nothing.
 
-    P is at most `num_samples`, and for few features often far fewer. X is (n, d), the generator on its device.
+    P is at most `num_samples`, and for few features often far fewer. X is (n, d); `seed` a number, or a generator on its device.
 
-    >>> patterns = sample_patterns(torch.tensor([[1.0], [2.0]]), 8, torch.Generator().manual_seed(0))
+    >>> patterns = sample_patterns(torch.tensor([[1.0], [2.0]]), 8)
     >>> patterns.T
     tensor([[True, True]])
     """
     X = as_tensor(X)
     if num_samples < 1:
         raise UserError(f"at least 1 pattern is needed; got num_patterns {num_samples}; give such a number")
+    generator = as_generator(seed, X.device)
     directions = torch.randn(X.shape[1], num_samples, generator=generator, dtype=X.dtype, device=X.device)
     return distinct(X @ directions >= 0)
 

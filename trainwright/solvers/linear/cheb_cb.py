@@ -28,7 +28,7 @@ class ChebCB(Tuner):
     num_features: m. lipschitz_margin: multiplies the bounds on θ (the paper's 1). growth: η_t grows with t^growth beyond
     the theory's √t: 1 as in the authors' code (exploits soon, and can settle on a value that is not the best), 0 the theory.
 
-    >>> tuner = ChebCB(-1.0, 1.0, grid=[1.0, 1.5], random=0)
+    >>> tuner = ChebCB(-1.0, 1.0, grid=[1.0, 1.5], seed=0)
     >>> contexts = np.random.default_rng(1).uniform(-1, 1, 300)
     >>> for c in contexts:
     ...     tuner.observe(20 + 9 * c if tuner.suggest(c) == 1.5 else 20 - 9 * c)
@@ -43,9 +43,9 @@ class ChebCB(Tuner):
 
     def __init__(
         self, low: float, high: float, num_features: int = 6, grid: Sequence[float] = OMEGAS,
-        random: np.random.Generator | int = 0, *, floor: float = 1.0, lipschitz_margin: float = 1.0, growth: float = 1.0,
+        seed: int | np.random.Generator = 0, *, floor: float = 1.0, lipschitz_margin: float = 1.0, growth: float = 1.0,
     ) -> None:  # fmt: skip
-        super().__init__(grid, random, floor)
+        super().__init__(grid, seed, floor)
         check_interval(low, high)
         if num_features < 1 or not lipschitz_margin > 0:
             raise UserError(

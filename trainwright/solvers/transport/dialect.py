@@ -36,10 +36,10 @@ def sinkhorn(
     """
     if method == "sns":
         result = solve_sns(
-            a, b, M, reg, tol=stopThr, max_iterations=numItermax, options=options, keep_history=log or verbose
+            a, b, M, reg, atol=stopThr, max_iterations=numItermax, options=options, keep_history=log or verbose
         )
     elif method == "sinkhorn_log":
-        result = solve_sinkhorn(a, b, M, reg, tol=stopThr, max_iterations=numItermax, keep_history=log or verbose)
+        result = solve_sinkhorn(a, b, M, reg, atol=stopThr, max_iterations=numItermax, keep_history=log or verbose)
     else:
         raise UserError(f"method 'sns' or 'sinkhorn_log' is needed; got {method!r}; for others use POT")
     if warn and not result.success:
