@@ -291,7 +291,7 @@ def test_a_limit_leaves_the_output_rule_in_force(rule: Any, limit: str) -> None:
     limits: dict[str, Any] = {"max_evaluations": 120} if limit == "max_evaluations" else {}
     result = minimax(None, x, y, 20, method=method, jac=problem.jac, max_iterations=1000, check_every=1, callback=look,
                      keep_history=True, **limits)  # fmt: skip
-    assert result.status is (Status.MAX_EVALUATIONS if limit == "max_evaluations" else Status.STOPPED)
+    assert result.status is (Status.COMPLETED if limit == "max_evaluations" else Status.STOPPED)
     expected = states[-1].kept if rule == "uniform" else states[-1]
     assert torch.equal(result.x, expected.x)
     assert torch.equal(result.y, expected.y)

@@ -59,8 +59,8 @@ class ChebCB(Tuner):
         self.square_sum = np.zeros(num_arms)
         self.rate, self.scale = 0.0, 0.0
         self.most, self.least = 0.0, math.inf
-        # Sums over rounds from which the cumulative squared error at any scale follows: of ŷ², ŷ·loss and loss².
-        self.predicted_square = self.predicted_loss = self.loss_square = 0.0
+        self.squared_error = 0.0
+        """Of the predictions as they were made, in units of the cost, whose scale may change."""
 
     def predict(self, context: float) -> np.ndarray:
         """Return the predicted cost of each value of the grid at a context, shape (d,)."""
@@ -93,10 +93,7 @@ class ChebCB(Tuner):
         self.rate = self._exploitation(spread)
 
     def _record(self, arm: int, loss: float, features: np.ndarray) -> None:
-        predicted = float(self.theta[arm] @ features)
-        self.predicted_square += predicted**2
-        self.predicted_loss += predicted * loss
-        self.loss_square += loss**2
+        self.squared_error += (self.scale * float(self.theta[arm] @ features) - loss) ** 2
         self.gram[arm] += np.outer(features, features)
         self.moment[arm] += loss * features
         self.square_sum[arm] += loss**2
@@ -114,7 +111,7 @@ class ChebCB(Tuner):
     def _exploitation(self, spread: float) -> float:
         """η_t = 2 t^growth √(d t / (R − residual + 2 α² t)): R the squared errors of the predictions as they were made."""
         rounds, size = self.num_rounds, self.theta.shape[1]
-        errors = self.predicted_square - 2 * self.predicted_loss / self.scale + self.loss_square / self.scale**2
+        errors = self.squared_error / self.scale**2
         alpha = (math.pi + 2 / math.pi * math.log(2 * size + 1)) / (2 * self.scale * (size + 1)) * spread
         excess = max(errors - self._residual(), 0.0) + 2 * alpha**2 * rounds
         return 2 * rounds**self.growth * math.sqrt(self.grid.size * rounds / excess) if excess > 0 else 0.0
