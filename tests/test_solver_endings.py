@@ -74,7 +74,9 @@ def saddle(method: Any = None, max_iterations: int = 30, **options: Any) -> Any:
 
 def played(max_iterations: int = 30, **options: Any) -> Any:
     environment = lambda t, x: (((x - 0.5) ** 2).sum(-1) / 2, x - 0.5)  # noqa: E731
-    return online.play(online.OGD(online.Ball(2), gradient_bound=3.0), environment, max_iterations=max_iterations, **options)
+    return online.play(
+        online.OGD(online.Ball(2), gradient_bound=3.0), environment, max_iterations=max_iterations, **options
+    )
 
 
 def constrained_run(max_iterations: int = 30, **options: Any) -> Any:

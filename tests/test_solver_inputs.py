@@ -55,7 +55,9 @@ def trained(net: DirectionNet, **options: Any) -> Any:
 
 
 def played(environment: Any, max_iterations: Any = 3, **options: Any) -> Any:
-    return online.play(online.OGD(online.Ball(2), gradient_bound=1.0), environment, max_iterations=max_iterations, **options)
+    return online.play(
+        online.OGD(online.Ball(2), gradient_bound=1.0), environment, max_iterations=max_iterations, **options
+    )
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
@@ -105,7 +107,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: CRAIG(budget=5, per_class="equal").fit(ROWS, [0, 0, 1, 1]), "a budget of at most the 4 examples"),
     (lambda: RandomSubset(budget=9).fit(ROWS), "a budget of at most the 4 examples is needed; got 9"),
     (lambda: two_levels(rtol=1e-3), "grad_norm is needed for rtol; got rtol=0.001 alone"),
-    (lambda: played(lambda t, x: (x.sum(), 0.75 * torch.ones_like(x))), "at most gradient_bound = 1 in norm .* 1.06066"),
+    (
+        lambda: played(lambda t, x: (x.sum(), 0.75 * torch.ones_like(x))),
+        "at most gradient_bound = 1 in norm .* 1.06066",
+    ),
     (lambda: CRAIG("a tenth"), r"fraction in \(0, 1\]; got 'a tenth'"),  # type: ignore[arg-type]
     (lambda: CRAIG().set_params(budgets=3), "a setting of CRAIG is needed; got 'budgets'; it has fraction, budget"),
     (lambda: RandomSubset().fit(None), "examples with a length are needed; got NoneType"),
@@ -186,7 +191,9 @@ def test_arrays_in_arrays_out() -> None:
     assert isinstance(found.y, np.ndarray)
     assert found.x.tolist() == same.x.tolist()
     ball = online.Ball(np.zeros(2), 1.0)  # type: ignore[arg-type]
-    result = online.play(online.OGD(ball, strong_convexity=1.0), lambda t, x: (float(x.sum()), np.ones(2)), max_iterations=3)  # type: ignore[arg-type,return-value]
+    result = online.play(
+        online.OGD(ball, strong_convexity=1.0), lambda t, x: (float(x.sum()), np.ones(2)), max_iterations=3
+    )  # type: ignore[arg-type,return-value]
     assert result.status is Status.COMPLETED
     assert CRAIG(0.5).fit(ROWS, np.array(["b", "a", "b", "a"])).indices_.tolist() == CRAIG(0.5).fit(
         ROWS, np.array([1, 0, 1, 0])

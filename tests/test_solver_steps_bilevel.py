@@ -101,9 +101,7 @@ class HandBSVRB:
             fy, old_fy = p.upper_y(self.y[i], i, row), p.upper_y(self.old_y[i], i, row)
             hessian, old_hessian = p.hessian(self.y[i], i, row), p.hessian(self.old_y[i], i, row)
             if m.version == 1:
-                H[i] = floored(
-                    self.tracked(self.H.get(i, hessian), hessian, old_hessian, known), m.curvature_floor
-                )
+                H[i] = floored(self.tracked(self.H.get(i, hessian), hessian, old_hessian, known), m.curvature_floor)
                 before[i] = self.H.get(i, H[i])
                 now_v = np.linalg.solve(self.H[i] if known else H[i], fy)
                 then_v = np.linalg.solve(self.old_H[i] if known else H[i], old_fy)
@@ -229,7 +227,9 @@ class HandBOREP:
 def test_borep_takes_the_step_written_out(options: dict[str, Any]) -> None:
     """Seven steps, so that the period, its first refresh, and the steps between are all met; the first ball binds."""
     problem = Problem()
-    method = BOREP(**{"step_x": 0.05, "step_y": 0.2, "step_z": 0.15, "refine_steps": 3, "num_refinements": 2, **options})
+    method = BOREP(
+        **{"step_x": 0.05, "step_y": 0.2, "step_z": 0.15, "refine_steps": 3, "num_refinements": 2, **options}
+    )
     packing, x = Packing.of(torch.from_numpy(problem.x0))
     oracle = Blocks(problem.upper, problem.lower, packing, NUM)
     state = method.start(oracle, x, torch.from_numpy(problem.y0))

@@ -94,7 +94,11 @@ class Hand:
         self.x, self.multipliers = self.x + length * z[:N], self.multipliers + length * z[N:]
 
 
-STARTS = [np.array([1.5, -0.5, 0.8, 1.2, -2.0]), np.array([0.4, 2.0, -1.0, 0.3, 0.9]), np.array([3.0, 1.0, 1.0, -2.0, 2.5])]
+STARTS = [
+    np.array([1.5, -0.5, 0.8, 1.2, -2.0]),
+    np.array([0.4, 2.0, -1.0, 0.3, 0.9]),
+    np.array([3.0, 1.0, 1.0, -2.0, 2.5]),
+]
 SETTINGS: list[dict[str, Any]] = [
     {"psi_scale": 1e-3, "delta_min": 1e-30},
     {"psi_scale": 1e-5, "delta_min": 1e-9, "theta": 0.3, "forcing": 1.5, "nu": 2.0, "beta": 0.2},
@@ -106,7 +110,9 @@ def test_aisqp_takes_the_steps_written_out(monkeypatch: pytest.MonkeyPatch) -> N
     asked: list[float] = []
     advance = SketchedSystem.advance
     monkeypatch.setattr(
-        SketchedSystem, "advance", lambda self, tolerance, most: (asked.append(tolerance), advance(self, tolerance, most))[1]
+        SketchedSystem,
+        "advance",
+        lambda self, tolerance, most: (asked.append(tolerance), advance(self, tolerance, most))[1],
     )
     seen: set[str] = set()
     for start in STARTS:

@@ -90,8 +90,9 @@ def test_the_logistic_optimum_is_the_same_by_both_ways() -> None:
     y = torch.where(X[:, 0] > 0.2, 1.0, -1.0).double()
     patterns = sample_patterns(X, 6, seed=1)
     found = [
-        solve_relu_programme(X, y, patterns, 0.2, loss="logistic", options=AdmmOptions(1.0, 1.0, inner),
-                             max_iterations=500, rtol=1e-6).convex_fun  # fmt: skip
+        solve_relu_programme(
+            X, y, patterns, 0.2, loss="logistic", options=AdmmOptions(1.0, 1.0, inner), max_iterations=500, rtol=1e-6
+        ).convex_fun  # fmt: skip
         for inner in ("newton", "blocks")
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-3)
@@ -134,7 +135,9 @@ def newton_by_hand(f: Array, g: Array, num_kept: int) -> tuple[Array, Array]:
     gradient = np.concatenate([A - plan.sum(1), B - plan.sum(0)])
     direction = np.linalg.lstsq(matrix, gradient, rcond=1e-12)[0]
     length = 1.0
-    while dual(f + length * direction[:3], g + length * direction[3:]) < dual(f, g) + 1e-4 * length * gradient @ direction:
+    while (
+        dual(f + length * direction[:3], g + length * direction[3:]) < dual(f, g) + 1e-4 * length * gradient @ direction
+    ):
         length /= 2
     return f + length * direction[:3], g + length * direction[3:]
 
@@ -145,11 +148,14 @@ def test_sns_takes_the_steps_written_out(density: float) -> None:
     options = SnsOptions(num_sinkhorn=2, density=density, adaptive=False, cg_rtol=1e-13)
     start = solve_sinkhorn(A, B, COST, REG, atol=1e-300, max_iterations=2)
     f, g = (part.numpy() for part in start.x)
-    for k in range(1, 4):
+    states: list[Any] = []
+    found = solve_sns(A, B, COST, REG, atol=1e-300, max_iterations=5, options=options,
+                      callback=lambda moment: states.append(moment.state))  # fmt: skip
+    assert (found.num_sinkhorn, found.num_newton) == (2, 3)
+    for k in range(3, 6):
         f, g = newton_by_hand(f, g, round(density * 4))
-        found = solve_sns(A, B, COST, REG, atol=1e-300, max_iterations=2 + k, options=options)
-        np.testing.assert_allclose(plan_of(*(part.numpy() for part in found.x)), plan_of(f, g), rtol=1e-8)
-        assert (found.num_sinkhorn, found.num_newton) == (2, k)
+        np.testing.assert_allclose(plan_of(states[k].f.numpy(), states[k].g.numpy()), plan_of(f, g), rtol=1e-8)
+        assert states[k].dual == pytest.approx(dual(f, g), rel=1e-10)
         assert dual(f, g) > dual(*(part.numpy() for part in start.x))
 
 
@@ -220,7 +226,9 @@ def turns(warm_up: int, every: int, num_epochs: int) -> list[int]:
     ("warm_up", "every", "wanted"),
     [(0, 1, [0, 1, 2, 3, 4, 5, 6]), (0, 3, [0, 3, 6]), (3, 2, [3, 5]), (4, 2, [4, 6]), (2, 5, [2])],
 )
-def test_choices_fall_due_after_the_warm_up_and_every_so_many_epochs(warm_up: int, every: int, wanted: list[int]) -> None:
+def test_choices_fall_due_after_the_warm_up_and_every_so_many_epochs(
+    warm_up: int, every: int, wanted: list[int]
+) -> None:
     assert turns(warm_up, every, 7) == wanted
 
 

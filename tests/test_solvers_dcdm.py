@@ -209,9 +209,7 @@ def test_training_is_reproducible_and_reports() -> None:
     assert result.nfev == 200
     assert result.status is Status.COMPLETED
     assert result.fun == pytest.approx(np.mean(losses[0][-2:]))
-    stopped = train_direction_net(
-        net, [PoissonGrid((8,))], seed=generator(1), callback=lambda moment: moment.nit == 3
-    )
+    stopped = train_direction_net(net, [PoissonGrid((8,))], seed=generator(1), callback=lambda moment: moment.nit == 3)
     assert (stopped.status, stopped.nit) == (Status.STOPPED, 3)
 
 

@@ -322,7 +322,9 @@ def test_tolerance_and_budget_end_the_run() -> None:
     done = minimax(None, x, y, 20, method=method, jac=problem.jac, max_iterations=10_000, rtol=1e-6)
     assert (done.status, done.success) == (Status.CONVERGED, True)
     torch.testing.assert_close(done.x, problem.saddle_x, rtol=1e-4, atol=1e-4)
-    spent = minimax(None, x, y, 20, method=method, jac=problem.jac, max_iterations=10_000, rtol=1e-9, max_evaluations=200)
+    spent = minimax(
+        None, x, y, 20, method=method, jac=problem.jac, max_iterations=10_000, rtol=1e-9, max_evaluations=200
+    )
     assert (spent.status, spent.success) == (Status.MAX_EVALUATIONS, False)
     assert 200 <= spent.nsfo <= 200 + 20  # and at most one more full gradient: that of the last measurement
 

@@ -349,7 +349,13 @@ def test_a_round_that_is_not_finite_ends_the_run() -> None:
     assert result.losses.shape == (3,)
     with pytest.raises(UserError, match="comparator is needed"):
         _ = result.regret
-    stopped = play(learner, lambda t, x: (x.sum(), x), max_iterations=10, callback=lambda moment: moment.nit == 4, keep_history=True)
+    stopped = play(
+        learner,
+        lambda t, x: (x.sum(), x),
+        max_iterations=10,
+        callback=lambda moment: moment.nit == 4,
+        keep_history=True,
+    )
     assert (stopped.status, stopped.nit, len(stopped.history["fun"])) == (Status.STOPPED, 4, 5)
 
 

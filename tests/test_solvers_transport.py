@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,38 @@ def test_plan_equals_the_textbook_iteration(method: str) -> None:
     a, b, cost = weights(40, 1).numpy(), weights(25, 2).numpy(), 3 + uniform_cost(40, 25).numpy()
     plan = sinkhorn(a, b, cost, 0.05, method=method, stopThr=1e-13)
     np.testing.assert_allclose(plan, kernel_sinkhorn(a, b, cost, 0.05), rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("solve", [solve_sns, solve_sinkhorn])
+def test_points_without_weight_get_nothing_and_change_nothing(solve: Any) -> None:
+    """The plan is that of the other points with zeros put in; potentials there are −∞."""
+    a, b, cost = weights(9, 1), weights(7, 2), uniform_cost(9, 7, 3)
+    a[[0, 4]], b[6] = 0.0, 0.0
+    a, b = a / a.sum(), b / b.sum()
+    rows, cols = a.nonzero().flatten(), b.nonzero().flatten()
+    whole = solve(a, b, cost, 0.05, atol=1e-12)
+    part = solve(a[rows], b[cols], cost[rows][:, cols], 0.05, atol=1e-12)
+    wanted = torch.zeros(9, 7, dtype=torch.float64)
+    wanted[rows[:, None], cols] = part.plan()
+    torch.testing.assert_close(whole.plan(), wanted, rtol=1e-9, atol=0)
+    assert torch.equal(whole.plan() == 0, wanted == 0)
+    assert (whole.fun, whole.cost) == pytest.approx((part.fun, part.cost), rel=1e-9)
+    assert (whole.nit, whole.success) == (part.nit, True)
+    assert [bool(torch.isinf(potential).any()) for potential in whole.x] == [True, True]
+    np.testing.assert_allclose(whole.plan().sum(1), a, atol=1e-12)
+    plan, log = sinkhorn(a.numpy(), b.numpy(), cost.numpy(), 0.05, stopThr=1e-12, log=True)
+    assert not plan[[0, 4]].any()
+    assert not plan[:, 6].any()
+    assert log["u"][0] == 0.0
+
+
+def test_sums_near_one_are_divided_out_and_others_refused() -> None:
+    a = weights(4, 1) * (1 + 5e-7)
+    found = solve_sinkhorn(a, [], uniform_cost(4, 3), 0.1, atol=1e-10)
+    assert float(found.plan().sum()) == pytest.approx(1.0, abs=1e-10)
+    assert float(found.problem.a.sum()) == pytest.approx(1.0, abs=1e-15)
+    with pytest.raises(UserError, match="a must sum to 1 .* divide it by its sum"):
+        solve_sinkhorn(a * (1 + 1e-5), [], uniform_cost(4, 3), 0.1)
 
 
 def test_small_reg_approaches_the_linear_programme() -> None:
@@ -280,7 +313,8 @@ GOOD = [[0.0, 1.0], [1.0, 0.0]]
         ([0.5, 0.5], [0.5, 0.5], [[0.0, float("nan")], [1.0, 0.0]], 0.1, "finite cost"),
         ([0.5, 0.5], [0.5, 0.5], [[0.0, -1.0], [1.0, 0.0]], 0.1, "costs ≥ 0"),
         ([0.5, 0.25, 0.25], [0.5, 0.5], GOOD, 0.1, r"a of shape \(2,\)"),
-        ([0.5, 0.5], [1.0, 0.0], GOOD, 0.1, "weights > 0 are needed in b"),
+        ([0.5, 0.5], [1.5, -0.5], GOOD, 0.1, "weights ≥ 0 are needed in b"),
+        ([0.0, 0.0], [0.5, 0.5], GOOD, 0.1, "a must sum to 1"),
         ([0.5, 0.6], [0.5, 0.5], GOOD, 0.1, "a must sum to 1"),
         ([0.5, 0.5], [0.5, 0.5], [[0j, 1.0], [1.0, 0.0]], 0.1, "real numbers"),
     ],

@@ -1,6 +1,6 @@
 """How many one-line faults the tests notice: each is planted into a copy, and the tests named beside it are run there.
 
-    python -m tests.mutation.run [--family NAME] [--faults FILE] [--record]
+    python -m tests.mutation.run [--family NAME] [--faults FILE] [--record]      (not on Windows: it forks)
 
 A fault is an entry of a JSON list: `family`, `file`, `old` (text that stands there once), `new`, `tests` (files). It is
 noticed where one of the tests fails. `--record` writes the score to benchmarks/results/mutations.md.
@@ -9,23 +9,32 @@ noticed where one of the tests fails. `--record` writes the score to benchmarks/
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+import scipy.optimize
+import scipy.sparse.linalg
+import torch
+
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent
 COPIED = ("trainwright", "tests", "benchmarks", "examples", "pyproject.toml")
 TIMEOUT_S = 900
 """A fault that makes the tests hang is noticed too."""
+PRELOADED = (torch, scipy.optimize, scipy.sparse.linalg)
+"""What takes seconds to import, once for all faults: their tests run in forks."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +76,35 @@ def copy_of_the_repository() -> Iterator[Path]:
 
 
 def passes(root: Path, tests: Sequence[str]) -> bool:
-    """Return whether the fast tests of these files pass in the copy."""
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
-    try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    if done.returncode not in (0, 1, 2):
-        raise RuntimeError(f"pytest ended with {done.returncode} on {tests}: {done.stdout.decode()[-2000:]}")
-    return done.returncode == 0
+    """Return whether the fast tests of these files pass in the copy, in a fork of this process, which has torch already."""
+    child = os.fork()
+    if child == 0:
+        os._exit(_tested(root, tests))
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        ended, code = os.waitpid(child, os.WNOHANG)
+        if ended:
+            status = os.waitstatus_to_exitcode(code)
+            if status not in (0, 1, 2) and status >= 0:
+                raise RuntimeError(f"pytest ended with {status} on {tests}")
+            return status == 0
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def _tested(root: Path, tests: Sequence[str]) -> int:
+    """In the child: the package, the tests and the benchmarks are those of the copy."""
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.chdir(root)
+    for name in [name for name in sys.modules if name.partition(".")[0] in COPIED]:
+        del sys.modules[name]
+    sys.path[:] = [str(root), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]))
 
 
 def is_noticed(root: Path, fault: Fault) -> bool:
@@ -85,19 +113,22 @@ def is_noticed(root: Path, fault: Fault) -> bool:
     whole = path.read_text(encoding="utf8")
     if whole.count(fault.old) != 1:
         raise ValueError(f"{fault.file} has {fault.old!r} {whole.count(fault.old)} times; one place is needed")
+    compiled = Path(importlib.util.cache_from_source(str(path)))
+    compiled.unlink(missing_ok=True)  # it is told from the source by a time in whole seconds
     path.write_text(whole.replace(fault.old, fault.new), encoding="utf8")
     try:
         return not passes(root, fault.tests)
     finally:
         path.write_text(whole, encoding="utf8")
+        compiled.unlink(missing_ok=True)
 
 
 def survivors(given: Sequence[Fault], told: Callable[[str], None] = print) -> list[Fault]:
     """Return the faults that no test noticed; without any fault all tests must pass."""
     with copy_of_the_repository() as root:
-        for tests in sorted({fault.tests for fault in given}):
-            if not passes(root, tests):
-                raise RuntimeError(f"{tests} fail without any fault; mend them first")
+        for test in sorted({test for fault in given for test in fault.tests}):
+            if not passes(root, (test,)):
+                raise RuntimeError(f"{test} fails without any fault; mend it first")
         left = []
         for place, fault in enumerate(given, start=1):
             noticed = is_noticed(root, fault)
@@ -126,10 +157,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--family", action="append", help="only the faults of this family; repeatable")
     parser.add_argument("--faults", action="append", type=Path, default=[], help="another list of faults; repeatable")
+    parser.add_argument("--json", action="store_true", help="print the score as JSON, last")
     parser.add_argument("--record", action="store_true", help="write the score to benchmarks/results/mutations.md")
     arguments = parser.parse_args()
     given = [each for each in faults(arguments.faults) if not arguments.family or each.family in arguments.family]
     left = survivors(given, lambda line: print(line, flush=True))
+    if arguments.json:
+        print(json.dumps(score(given, left)))
+        return
     from benchmarks.solvers.record import write
 
     write(

@@ -27,7 +27,8 @@ def sinkhorn(
     and `"result"` the full `TransportResult`.
 
     Departures from POT: `stopThr` holds for the L1 error of both marginals at every iteration (POT: the L2 error of
-    one, every ten); the marginals must be positive and sum to one. Not reached within `numItermax`: a warning.
+    one, every ten); the marginals must sum to one (within 1e-6; they are
+    divided by their sums), for POT takes any two of equal sums. Not reached within `numItermax`: a warning.
 
     >>> import numpy as np
     >>> cost = np.array([[0.0, 1.0], [1.0, 0.0]])

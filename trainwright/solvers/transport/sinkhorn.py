@@ -24,7 +24,10 @@ def solve_sinkhorn(
     most `atol`, or `rtol` times that at the start. The rate is linear and tends to one as reg → 0: prefer `solve_sns` for small reg or tight tolerances, and
     a kernel matrix (POT's `sinkhorn`) for large reg, where exp(−C/reg) does not underflow and a step is one product.
 
-    Errors: `UserError` for a cost that is negative or not finite, marginals that do not sum to one, reg ≤ 0.
+    Weights may be zero: such points get potentials of −∞ and a plan of zero. Marginals must sum to one within 1e-6 and are
+    divided by their sums; that is all that is normalised: the cost is taken as it is.
+
+    Errors: `UserError` for a cost that is negative or not finite, negative weights, marginals that do not sum to one, reg ≤ 0.
 
     >>> result = solve_sinkhorn([0.5, 0.5], [0.3, 0.7], [[0.0, 1.0], [1.0, 0.0]], reg=0.1)
     >>> result.success, round(result.cost, 3)

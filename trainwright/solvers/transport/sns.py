@@ -88,7 +88,10 @@ def solve_sns(
     ≤ 3 for a random cost) and does not converge in reasonable time for a cost with many ties (distances in the L1 norm
     between pixels) unless many Sinkhorn steps come first; the adaptive rules are ours and mend both.
 
-    Errors: `UserError` for a cost that is negative or not finite, marginals that do not sum to one, reg ≤ 0.
+    Weights may be zero: such points get potentials of −∞ and a plan of zero. Marginals must sum to one within 1e-6 and are
+    divided by their sums; that is all that is normalised: the cost is taken as it is.
+
+    Errors: `UserError` for a cost that is negative or not finite, negative weights, marginals that do not sum to one, reg ≤ 0.
 
     >>> import torch
     >>> cost = torch.rand(60, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
