@@ -103,11 +103,11 @@ RUNS: dict[str, Callable[..., Result]] = {
     "policy": learned,
     "online": played,
     "consensus": lambda **o: consensus.minimize(lambda x: (x**2).sum(1), [(-1, 2)] * 2, **{"max_iterations": 30, **o}),
-    "transport": lambda max_iterations=30, **o: solve_sns([], [], COST, 1e-3, max_iterations=max_iterations, **{"atol": 1e-14, **o}),
+    "transport": lambda **o: solve_sns([], [], COST, 1e-3, **{"max_iterations": 30, "atol": 1e-14, **o}),
     "transport, baseline": lambda max_iterations=30, **o: solve_sinkhorn([], [], COST, 1e-3, max_iterations=max_iterations, **o),
     "linear, SOR": lambda max_iterations=30, **o: solve_sor(MATRIX, RIGHT, max_iterations=max_iterations, **tight(o)),
     "linear, SSOR-PCG": lambda max_iterations=30, **o: solve_ssor_pcg(MATRIX, RIGHT, max_iterations=max_iterations, **tight(o)),
-    "linear, DCDM": lambda max_iterations=30, **o: solve_dcdm(MATRIX, RIGHT, lambda r: r, max_iterations=max_iterations, **tight(o)),
+    "linear, DCDM": lambda **o: solve_dcdm(MATRIX, RIGHT, lambda r: r, **{"max_iterations": 30, **tight(o)}),
     "constrained": constrained_run,
     "convex nets": network,
 }  # fmt: skip

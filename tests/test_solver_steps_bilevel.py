@@ -159,7 +159,7 @@ def test_bsvrb_takes_the_step_written_out(options: dict[str, Any], gamma: float)
             for i, matrix in hand.H.items():
                 np.testing.assert_allclose(state.inner[i].numpy(), matrix, rtol=1e-10, atol=1e-12)
                 bound = bound or bool(np.isclose(np.linalg.eigvalsh(matrix)[0], method.curvature_floor))
-    assert bound or "v_bound" not in options and "curvature_floor" not in options, "the projection is reached"
+    assert bound or ("v_bound" not in options and "curvature_floor" not in options), "the projection is reached"
     assert len(hand.H) == NUM or method.version == 2, "every block is met"
 
 

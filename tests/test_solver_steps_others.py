@@ -92,7 +92,7 @@ def test_the_logistic_optimum_is_the_same_by_both_ways() -> None:
     found = [
         solve_relu_programme(
             X, y, patterns, 0.2, loss="logistic", options=AdmmOptions(1.0, 1.0, inner), max_iterations=500, rtol=1e-6
-        ).convex_fun  # fmt: skip
+        ).convex_fun
         for inner in ("newton", "blocks")
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-3)

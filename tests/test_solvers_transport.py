@@ -80,7 +80,7 @@ def test_sums_near_one_are_divided_out_and_others_refused() -> None:
     found = solve_sinkhorn(a, [], uniform_cost(4, 3), 0.1, atol=1e-10)
     assert float(found.plan().sum()) == pytest.approx(1.0, abs=1e-10)
     assert float(found.problem.a.sum()) == pytest.approx(1.0, abs=1e-15)
-    with pytest.raises(UserError, match="a must sum to 1 .* divide it by its sum"):
+    with pytest.raises(UserError, match=r"a must sum to 1 .* divide it by its sum"):
         solve_sinkhorn(a * (1 + 1e-5), [], uniform_cost(4, 3), 0.1)
 
 

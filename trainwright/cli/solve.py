@@ -132,7 +132,8 @@ def _run(task: _Task, tell: Callable[[str], None]) -> Any:
         found = task.function(*task.arguments, **{**ours, **task.options})
     if not isinstance(found, Result):
         raise UserError(
-            f"a solver that returns a Result is needed; {task.name} returned {type(found).__name__}; take one of trainwright.solvers"
+            f"a solver that returns a Result is needed; {task.name} returned {type(found).__name__}; take one of "
+            "trainwright.solvers"
         )
     return found
 

@@ -6,7 +6,6 @@ import difflib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..artifacts import UserError
 from .outcome import Result

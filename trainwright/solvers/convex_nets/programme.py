@@ -83,7 +83,8 @@ def solve_relu_programme(
 
     Tensors or arrays: X (n, d), with a column of ones for biases; y (n), ±1 for `logistic`; patterns (n, P) boolean
     (`sample_patterns`, `enumerate_patterns`). The loss is a sum: `squared` ½‖·‖², or `logistic`. Runs until the sum of both
-    residuals is at most `atol`, or `rtol` of that at zero; `max_evaluations` limits products with F or G. Weights are in X's dtype: take float64.
+    residuals is at most `atol`, or `rtol` of that at zero.
+    `max_evaluations` limits products with F or G. Weights are in X's dtype: take float64.
 
     Over all patterns, and with enough units, the optimum is the network's global one. Over sampled ones it is the best
     with those patterns only, and for more than a handful of features Adam on enough units often finds better ones.

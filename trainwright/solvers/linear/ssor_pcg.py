@@ -35,7 +35,8 @@ def solve_ssor_pcg(
 
     It stops at ‖b − A x‖ ≤ max(atol, rtol · ‖b − A x0‖) (the recurrence's residual). `omega` in (0, 2); near the best
     ω the iterations grow with κ^¼ on grids, and a wrong ω costs little. An iteration is one product with A and two
-    sweeps. It computes in float64 on the CPU; `x` is an array or tensor as b is, of its dtype. `max_evaluations` limits products with A.
+    sweeps. It computes in float64 on the CPU; `x` is an array or tensor as b is, of its dtype.
+    `max_evaluations` limits products with A.
 
     When not: for matrices that are not symmetric positive definite (not symmetric: an error; not positive definite: the
     status BREAKDOWN, with the best iterate so far); multigrid (PyAMG) wins on large grids.

@@ -11,7 +11,6 @@ from torch import Tensor
 from ...artifacts import UserError
 from .sets import ConvexSet
 
-
 BOUND_ROUNDING = 1e-6
 """By how much of itself a stated bound may be exceeded: float32's rounding of a norm."""
 

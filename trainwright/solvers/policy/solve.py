@@ -64,8 +64,8 @@ def learn(
     changed. `batch_size`: trajectories an estimate (theory: 1; best a multiple of `num_envs`). `use_baseline`: subtract a
     linear value of the state.
 
-    The history has `mean_return` per iteration. Iterations end at `max_iterations` or `max_evaluations` (trajectories). The estimates
-    are noisy: the last iterate is the result, or the last finite one where parameters or returns became NaN (NOT_FINITE).
+    The history has `mean_return` per iteration. Iterations end at `max_iterations` or `max_evaluations` (trajectories). The
+    estimates are noisy: the last iterate is the result, or the last finite one where parameters or returns became NaN (NOT_FINITE).
     Needs gymnasium (extra `solvers-policy`) only to make its environments. Not for data of another policy, nor where a
     critic pays: see PPO and its kin.
 

@@ -26,7 +26,9 @@ class Potentials:
 
 @dataclass(frozen=True)
 class TransportResult(Result):
-    """`x` is the pair of potentials (f, g), each of the cost's unit (−∞ at points without weight); `fun` is ⟨P, C⟩ + reg · Σ P log P.
+    """`x` is the pair of potentials (f, g), each of the cost's unit (−∞ at points without weight).
+
+    `fun` is ⟨P, C⟩ + reg · Σ P log P.
 
     `nfev` counts passes over the cost (n · m exponentials each), `ncg` sparse products of the Newton systems.
     """

@@ -21,8 +21,9 @@ def solve_sinkhorn(
 
     Each iteration sets f_i = reg (log a_i − log Σ_j exp((g_j − C_ij)/reg)), then g likewise: two passes over the cost.
     Nothing underflows, however small `reg` (in the cost's units) is. It stops when the L1 error of both marginals is at
-    most `atol`, or `rtol` times that at the start. The rate is linear and tends to one as reg → 0: prefer `solve_sns` for small reg or tight tolerances, and
-    a kernel matrix (POT's `sinkhorn`) for large reg, where exp(−C/reg) does not underflow and a step is one product.
+    most `atol`, or `rtol` times that at the start. The rate is linear and tends to one as reg → 0: prefer `solve_sns` for
+    small reg or tight tolerances, and a kernel matrix (POT's `sinkhorn`) for large reg, where exp(−C/reg) does not underflow
+    and a step is one product.
 
     Weights may be zero: such points get potentials of −∞ and a plan of zero. Marginals must sum to one within 1e-6 and are
     divided by their sums; that is all that is normalised: the cost is taken as it is.

@@ -78,8 +78,9 @@ def solve_sns(
     """Solve entropic transport, min ⟨P, C⟩ + reg Σ P (log P − 1) with marginals a (n,), b (m,), by sparse Newton steps.
 
     `reg` is in the cost's units (1/η of the paper; its experiments: cost in [0, 1], reg = 1/1200). It stops when the L1
-    error of both marginals is at most `atol`, or `rtol` times that at the start. A Newton step costs a pass over the cost, a search for the largest entries
-    and some hundred products with a sparse matrix of `density` · max(n, m) entries, on the CPU in float64; the cost
+    error of both marginals is at most `atol`, or `rtol` times that at the start. A Newton step costs a pass over the cost, a
+    search for the largest entries and some hundred products with a sparse matrix of `density` · max(n, m) entries, on the
+    CPU in float64; the cost
     matrix stays the only dense n × m array.
 
     When not: for large reg (no entry is negligible, and Sinkhorn converges in some ten steps) a method that keeps the kernel
