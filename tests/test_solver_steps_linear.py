@@ -10,9 +10,11 @@ import pytest
 import torch
 from scipy.optimize import brentq, lsq_linear
 
+from trainwright.artifacts import UserError
 from trainwright.solvers.linear import (
     OMEGAS,
     ChebCB,
+    HeatStream,
     TsallisINF,
     TsallisINFCB,
     optimal_omega,
@@ -273,3 +275,38 @@ def test_exploration_ends_sooner_with_more_growth() -> None:
             tuner.observe(10.0 + 3 * (t % 4))
         rates[growth] = tuner.rate
     assert rates[1.0] == pytest.approx(6 * rates[0.0])
+
+
+def test_the_heat_stream_is_crank_and_nicolson_written_out() -> None:
+    """Dense matrices of the 5-point Laplacian times (side + 1)², κ at the middle of each step, solutions handed on."""
+    heat = HeatStream(side=4, num_steps=8, end=1.0, seed=2)
+    line = 2 * np.eye(4) - np.eye(4, k=1) - np.eye(4, k=-1)
+    L = 25 * (np.kron(line, np.eye(4)) + np.kron(np.eye(4), line))
+    u, contexts = heat.u.copy(), []
+    for k, (matrix, right, context) in enumerate(heat):
+        wave = math.sin(2 * math.pi * (k + 0.5) / 8)
+        kappa = 0.1 * wave if wave > 0 else -10 * wave
+        half = kappa / 8 / 2 * L
+        np.testing.assert_allclose(matrix.toarray(), np.eye(16) + half, rtol=1e-12)
+        np.testing.assert_allclose(right, u - half @ u, rtol=1e-9, atol=1e-12)
+        assert context == pytest.approx(math.log10(1 + kappa / 8 * 25))
+        u = np.linalg.solve(np.eye(16) + half, right)
+        heat.take(solve_ssor_pcg(matrix, right, 1.1, rtol=1e-13))
+        contexts.append(context)
+    assert 0 < min(contexts) < max(contexts) <= heat.highest_context
+    assert len(heat) == 8
+    with pytest.raises(UserError, match="side of at least 2"):
+        HeatStream(side=1)
+
+
+@pytest.mark.slow
+def test_on_the_heat_stream_what_is_learned_beats_the_best_fixed_omega() -> None:
+    """SSOR-PCG, two periods of 600 steps: iterations over the last against those of each ω of the grid, and of plain CG."""
+    fixed = {}
+    for omega in OMEGAS:
+        heat = HeatStream(side=25, num_steps=1200, end=2.0)
+        fixed[omega] = solve_stream(heat, TsallisINF([omega]), solve=solve_sor, on_result=heat.take).mean_cost(600)
+    heat = HeatStream(side=25, num_steps=1200, end=2.0)
+    tuner = ChebCB(0.0, heat.highest_context)
+    learned = solve_stream(heat, tuner, solve=solve_sor, on_result=heat.take).mean_cost(600)
+    assert learned < min(fixed.values())

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trainwright.selection import CRAIG, RandomSubset, Reselection
+from trainwright.artifacts import UserError
+from trainwright.selection import CRAIG, LargestLoss, RandomSubset, Reselection, logit_gradients, selection, selections
 from trainwright.solvers.consensus import CBO, ConsensusHopping
 from trainwright.solvers.consensus.ensemble import Ensemble
-from trainwright.solvers.convex_nets import AdmmOptions, sample_patterns, solve_relu_programme
+from trainwright.solvers.convex_nets import AdmmOptions, sample_patterns, solve_relu_programme, sufficient_patterns
 from trainwright.solvers.convex_nets.gates import Gates
 from trainwright.solvers.convex_nets.programme import _Admm
 from trainwright.solvers.driver import Counts
@@ -256,3 +257,59 @@ def test_random_weights_are_those_of_the_classes() -> None:
     normalised: Any = RandomSubset(budget=4, per_class="equal", normalise=True).fit(torch.zeros(30, 1), labels)
     assert normalised.weights_.tolist() == pytest.approx([1.2, 1.2, 0.8, 0.8])
     assert math.isclose(float(normalised.weights_.sum()), 4.0, rel_tol=1e-6)
+
+
+def test_the_largest_losses_are_chosen_of_each_class() -> None:
+    """From softmax - one-hot the loss is read off exactly; the same from the losses themselves."""
+    logits, labels = normal(20, 3, seed=6), torch.arange(20) % 3
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    wanted = []
+    for label, size in ((0, 3), (1, 3), (2, 2)):  # ⌈0.4 · 7⌉, ⌈0.4 · 7⌉, ⌈0.3…⌉ by class_sizes of the fraction
+        own = (labels == label).nonzero().flatten()
+        wanted.append(own[losses[own].argsort(descending=True)[: math.ceil(0.33 * len(own))]].tolist())
+        assert size == len(wanted[-1])
+    by_gradients = LargestLoss(0.33).fit(logit_gradients(logits, labels), labels)
+    by_losses = LargestLoss(0.33).fit(losses, labels)
+    for chosen in (by_gradients, by_losses):
+        assert chosen.indices_.tolist() == [*wanted[0], *wanted[1], *wanted[2]]
+        assert chosen.weights_.tolist() == [1.0] * 8
+    assert LargestLoss(budget=1).fit(losses).indices_.tolist() == [int(losses.argmax())]
+    for rows, y, message in (
+        (logit_gradients(logits, labels), None, "class numbers from 0 to 2 are needed .* got none"),
+        (logit_gradients(logits, labels), labels + 1, "from 1 to 3"),
+        (logits, labels, "gradients at the logits, softmax - one-hot, are needed"),
+    ):
+        with pytest.raises(UserError, match=message):
+            LargestLoss().fit(rows, y)
+
+
+@pytest.mark.parametrize("name", [each.name for each in selections()])
+def test_every_way_to_select_trains_on_what_it_says(name: str) -> None:
+    way, logits, labels = selection(name), normal(30, 3, seed=6), torch.arange(30) % 3
+    chosen = way.make(0.2, 0).fit(logit_gradients(logits, labels), labels)
+    places, weights = torch.as_tensor(chosen.indices_), torch.as_tensor(chosen.weights_)
+    size = 30 if name == "augment-all" else 6
+    assert len(places) == size
+    if way.compose is not None:
+        indices, weights, strong = way.compose(30, places, weights)
+        assert indices[strong].tolist() == places.tolist()
+        assert int((~strong).sum()) == (6 if name == "augment-coreset" else 30)
+        if name == "augment-all":
+            assert sorted(indices[strong].tolist()) == list(range(30))
+            assert weights.tolist() == [1.0] * 60
+    if name == "largest-loss":
+        assert weights.tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize(("n", "psi", "xi"), [(30, 0.05, 0.05), (30, 0.5, 0.5), (7, 0.9, 0.01), (7, 0.01, 0.9)])
+def test_sufficient_patterns_are_the_least_of_both_bounds(n: int, psi: float, xi: float) -> None:
+    found = sufficient_patterns(n, psi, xi)
+
+    def holds(num: int) -> bool:
+        by_mean = (n + 1) / (num + 1) <= psi * xi * (1 + 1e-12)  # Markov on the mean violation
+        return by_mean or psi * num / 2 >= n + 1 - math.log(xi) - 1e-9
+
+    assert holds(found)
+    assert not holds(found - 1)
+    with pytest.raises(UserError, match=r"in \(0, 1\)"):
+        sufficient_patterns(n, 1.0, xi)

@@ -21,7 +21,7 @@ import torch
 from scipy import sparse
 from scipy.sparse import linalg as sparse_linalg
 
-from benchmarks.solvers import linear_streams
+from benchmarks.solvers import linear_heat, linear_streams
 from benchmarks.solvers.record import CPU_SECONDS, write
 from trainwright.solvers.linear import (
     DirectionNet,
@@ -199,7 +199,7 @@ def poisson_tables(num_dims: int, quick: bool, kept: Path | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("poisson-2d", "poisson-3d", "streams"))
+    parser.add_argument("what", choices=("poisson-2d", "poisson-3d", "streams", "heat"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(
         "--network", type=Path, metavar="FILE", help="Of DCDM: read from there, or trained and written."
@@ -210,6 +210,8 @@ def main() -> None:
     num_dims = 2 if arguments.what == "poisson-2d" else 3
     if arguments.what == "streams":
         linear_streams.tables(arguments.quick)
+    elif arguments.what == "heat":
+        linear_heat.tables(arguments.quick)
     elif arguments.train_only:
         trained(num_dims, arguments.quick, arguments.network)
     else:

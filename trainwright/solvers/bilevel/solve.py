@@ -63,8 +63,8 @@ def bilevel(
     The residual is `grad_norm(x)` where given (the norm of the true hypergradient), else the norm of the method's own
     direction, an estimate; it is compared with `atol` and, with `grad_norm` only, with `rtol` times its size at the
     start. `max_evaluations` limits gradients and second-order products together. Returns the last iterate; with `grad_norm`,
-    where a limit or the callback ended
-    the run, the best measured, and so where it failed. Raises `UserError` where an oracle's shape or an option is wrong; NaN and
+    where a tolerance was not met, the callback ended the run or it failed, the best measured. Raises `UserError` where an
+    oracle's shape or an option is wrong; NaN and
     divergence (also of y, as where a lower problem is not convex) end the run with a status.
     Not for lower problems without strong convexity: yᵢ(x) is then no function.
 
