@@ -80,7 +80,8 @@ def _task(problem: str, settings: Mapping[str, str], given: Mapping[str, str]) -
     name, function = _solver(parts["solver"], problem)
     options = {**parts.get("options", {}), **read(given)}
     accepted = inspect.signature(function).parameters
-    unknown = [key for key in options if key not in accepted]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    unknown = [] if takes_any else [key for key in options if key not in accepted]
     if unknown:
         takes = ", ".join(key for key, each in accepted.items() if each.kind is each.KEYWORD_ONLY)
         raise UserError(f"{name} has no option {unknown[0]!r}; it takes {takes}; change options, or --option")
