@@ -274,7 +274,7 @@ def test_the_robust_objective_is_the_worst_case_over_all_corners() -> None:
 
 def test_without_cvxpy_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cvxpy", None)
-    with pytest.raises(UserError, match="solvers-convex-nets"):
+    with pytest.raises(UserError, match="needs the package cvxpy; it is not installed; try pip install cvxpy"):
         RobustReLUClassifier(0.1).fit(*two_moons())
 
 
