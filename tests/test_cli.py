@@ -32,6 +32,7 @@ VERBS = (
     "train",
     "export",
     "verify",
+    "solve",
     "calibrate",
     "optimizers",
     "zoo",

@@ -114,7 +114,7 @@ def logistic() -> tuple[Tensor, Tensor]:
     which = torch.repeat_interleave(torch.arange(12), sizes)
     centres = 2 * torch.randn(12, 20, generator=generator, dtype=torch.float64)
     rows = centres[which] + 0.3 * torch.randn(len(which), 20, generator=generator, dtype=torch.float64)
-    return rows, (which % 2).double()
+    return rows, which % 2
 
 
 def gradients(rows: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def test_a_model_fitted_to_the_subset_is_nearer_to_the_best_than_one_fitted_to_r
     rows, labels = logistic()
 
     def value(weight: Tensor) -> float:
-        losses = torch.nn.functional.binary_cross_entropy_with_logits(rows @ weight, labels)
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(rows @ weight, labels.double())
         return float(losses + 5e-4 * weight.square().sum())
 
     best = value(fitted(rows, labels, torch.ones(len(rows))))
@@ -216,7 +216,7 @@ def test_a_seed_gives_the_same_choice_and_the_global_generator_is_left_alone() -
 
 def test_arrays_give_arrays_and_cosine_ignores_lengths() -> None:
     rows = points(60, 10)
-    chosen = CRAIG(0.1).fit(rows.numpy(), np.zeros(60))
+    chosen = CRAIG(0.1).fit(rows.numpy(), np.zeros(60, dtype=int))
     assert isinstance(chosen.indices_, np.ndarray)
     assert isinstance(chosen.weights_, np.ndarray)
     scaled = rows * torch.linspace(0.5, 4.0, 60, dtype=torch.float64)[:, None]
@@ -238,7 +238,7 @@ def test_settings_out_of_range_are_refused(options: dict[str, object]) -> None:
         (torch.zeros(0, 3), None, r"features of shape \[n, d\]"),
         (torch.zeros(3, 2, 2), None, r"got \[3, 2, 2\]"),
         (torch.tensor([[1.0], [math.nan]]), None, "finite features"),
-        (torch.zeros(3, 2), torch.zeros(2), "one label an example is needed; got 2 for 3"),
+        (torch.zeros(3, 2), torch.zeros(2, dtype=torch.long), "one label an example is needed; got 2 for 3"),
     ],
 )
 def test_wrong_inputs_are_refused(rows: Tensor, labels: Tensor | None, message: str) -> None:

@@ -74,7 +74,9 @@ def saddle(method: Any = None, max_iterations: int = 30, **options: Any) -> Any:
 
 def played(max_iterations: int = 30, **options: Any) -> Any:
     environment = lambda t, x: (((x - 0.5) ** 2).sum(-1) / 2, x - 0.5)  # noqa: E731
-    return online.play(online.OGD(online.Ball(2), gradient_bound=3.0), environment, max_iterations, **options)
+    return online.play(
+        online.OGD(online.Ball(2), gradient_bound=3.0), environment, max_iterations=max_iterations, **options
+    )
 
 
 def constrained_run(max_iterations: int = 30, **options: Any) -> Any:
@@ -87,6 +89,11 @@ def network(max_iterations: int = 30, **options: Any) -> Any:
     return solve_relu_programme(INPUTS, y, patterns, 0.1, max_iterations=max_iterations, check_every=1, **options)
 
 
+def tight(options: dict[str, Any]) -> dict[str, Any]:
+    """Without the relative tolerance where an absolute one is asked for."""
+    return {"rtol": 0.0, **options} if "atol" in options else options
+
+
 RUNS: dict[str, Callable[..., Result]] = {
     "minimax": saddle,
     "minimax, variance reduced": lambda **o: saddle(SpiderGDA(0.05, 0.05, batch_size=2), check_every=1, **o),
@@ -96,11 +103,11 @@ RUNS: dict[str, Callable[..., Result]] = {
     "policy": learned,
     "online": played,
     "consensus": lambda **o: consensus.minimize(lambda x: (x**2).sum(1), [(-1, 2)] * 2, **{"max_iterations": 30, **o}),
-    "transport": lambda max_iterations=30, **o: solve_sns([], [], COST, 1e-3, tol=1e-14, max_iterations=max_iterations, **o),
+    "transport": lambda **o: solve_sns([], [], COST, 1e-3, **{"max_iterations": 30, "atol": 1e-14, **o}),
     "transport, baseline": lambda max_iterations=30, **o: solve_sinkhorn([], [], COST, 1e-3, max_iterations=max_iterations, **o),
-    "linear, SOR": lambda max_iterations=30, **o: solve_sor(MATRIX, RIGHT, maxiter=max_iterations, **o),
-    "linear, SSOR-PCG": lambda max_iterations=30, **o: solve_ssor_pcg(MATRIX, RIGHT, maxiter=max_iterations, **o),
-    "linear, DCDM": lambda max_iterations=30, **o: solve_dcdm(MATRIX, RIGHT, lambda r: r, maxiter=max_iterations, **o),
+    "linear, SOR": lambda max_iterations=30, **o: solve_sor(MATRIX, RIGHT, max_iterations=max_iterations, **tight(o)),
+    "linear, SSOR-PCG": lambda max_iterations=30, **o: solve_ssor_pcg(MATRIX, RIGHT, max_iterations=max_iterations, **tight(o)),
+    "linear, DCDM": lambda **o: solve_dcdm(MATRIX, RIGHT, lambda r: r, **{"max_iterations": 30, **tight(o)}),
     "constrained": constrained_run,
     "convex nets": network,
 }  # fmt: skip
@@ -137,13 +144,42 @@ def test_a_callback_that_raises_stops_with_the_iterate_so_far(run: Any, error: t
         result.nit = 0
 
 
-@families
-def test_no_time_and_no_iterations_return_the_start(run: Any) -> None:
-    late = run(max_seconds=0.0)
-    assert late.status is Status.MAX_SECONDS
-    assert "max_seconds" in late.message
+WITH_A_TOLERANCE = ("transport", "linear", "constrained", "convex nets")
+"""Families that have one by default."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_budget_that_was_asked_for_is_a_success_only_where_no_tolerance_was(name: str) -> None:
+    """Of iterations, of evaluations, of seconds: all three alike, in every family."""
+    run, tolerant = RUNS[name], name.startswith(WITH_A_TOLERANCE)
+    for limit, spent, status in (
+        ("max_seconds", 0.0, Status.MAX_SECONDS),
+        ("max_evaluations", 1, Status.MAX_EVALUATIONS),
+        ("max_iterations", 1, Status.MAX_ITERATIONS),
+    ):
+        result = run(**{limit: spent})
+        assert result.status is (status if tolerant else Status.COMPLETED), limit
+        assert result.success is not tolerant
+        assert result.nit <= 1
+        assert limit in result.message or not tolerant
     if run is not played:  # no round is no game
         assert run(max_iterations=0).nit == 0
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("policy", "online")])
+def test_a_tolerance_that_was_not_met_is_no_success(name: str) -> None:
+    found = RUNS[name](atol=1e-300, max_iterations=2)
+    assert (found.status, found.success) == (Status.MAX_ITERATIONS, False)
+
+
+@families
+def test_progress_tells_where_the_run_is(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr("trainwright.solvers.driver.time.monotonic", lambda: float(next(clock)))
+    told: list[str] = []
+    run(max_iterations=3, progress=told.append)
+    assert told
+    assert all(line.startswith("iteration ") for line in told)
 
 
 @pytest.mark.parametrize("method", [bsvrb(), bsvrb(1), BOREP(0.05, 0.3, 0.3, refine_steps=2)])
@@ -155,10 +191,10 @@ def test_without_iterations_the_upper_level_does_not_move(method: Any) -> None:
 
 def test_a_direction_that_vanishes_at_the_start_is_no_convergence() -> None:
     """v = 0 at first, and f does not depend on x: version 2's first direction is zero, 2 is the solution."""
-    result = two_levels(bsvrb(), max_iterations=300, rtol=1e-4)
+    result = two_levels(bsvrb(), max_iterations=300, atol=1e-4)
     assert result.status is Status.CONVERGED
     assert float(result.x) == pytest.approx(2.0, abs=1e-2)
-    limited = two_levels(bsvrb(), max_iterations=300, rtol=1e-12, max_nfev=1600)
+    limited = two_levels(bsvrb(), max_iterations=300, atol=1e-12, max_evaluations=1600)
     assert limited.status is Status.MAX_EVALUATIONS
     assert float(limited.x) == pytest.approx(2.0, abs=1e-2)
 

@@ -51,11 +51,13 @@ def two_levels(upper: Callable[..., Any] = lower, inner: Callable[..., Any] = lo
 
 
 def trained(net: DirectionNet, **options: Any) -> Any:
-    return train_direction_net(net, [PoissonGrid((8, 8))], num_steps=1, generator=torch.Generator(), **options)
+    return train_direction_net(net, [PoissonGrid((8, 8))], max_iterations=1, seed=torch.Generator(), **options)
 
 
-def played(environment: Any, num_rounds: Any = 3, **options: Any) -> Any:
-    return online.play(online.OGD(online.Ball(2), gradient_bound=1.0), environment, num_rounds, **options)
+def played(environment: Any, max_iterations: Any = 3, **options: Any) -> Any:
+    return online.play(
+        online.OGD(online.Ball(2), gradient_bound=1.0), environment, max_iterations=max_iterations, **options
+    )
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
@@ -87,9 +89,9 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: descend(GDA(0.1, 0.1), 2.5), "num_components .* got 2.5"),
     (lambda: two_levels(method="bsvrb"), r"a method BSVRB\(…\) or BOREP\(…\) is needed; got 'bsvrb'"),
     (lambda: two_levels(y0=vector(math.nan)[None]), "a finite y0 .* NaN or infinity"),
-    (lambda: online.play("x", lambda t, x: (x, x), 3), "a learner such as .* is needed; got 'x'"),  # type: ignore[arg-type]
+    (lambda: online.play("x", lambda t, x: (x, x), max_iterations=3), "a learner such as .* is needed; got 'x'"),  # type: ignore[arg-type]
     (
-        lambda: online.play(online.OGD(online.Ball(2), strong_convexity=1.0), lambda t, x: x, 3),  # type: ignore[arg-type,return-value]
+        lambda: online.play(online.OGD(online.Ball(2), strong_convexity=1.0), lambda t, x: x, max_iterations=3),  # type: ignore[arg-type,return-value]
         r"returns \(loss, gradient\) is needed; got Tensor",
     ),
     (lambda: consensus.minimize(squares, [(-1, 1)], method="cbo"), "a method CBO.* got 'cbo'"),  # type: ignore[arg-type]
@@ -98,7 +100,17 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: convex_nets.ReLURegressor().fit(ROWS, ["a"] * 4), "y of real numbers is needed"),
     (lambda: convex_nets.ReLURegressor().fit([["a"]], [1.0]), "X of real numbers is needed"),
     (lambda: CRAIG().fit("abc"), "features of real numbers are needed"),
-    (lambda: CRAIG().fit(ROWS, [0.0, 1.0, math.nan, 0.0]), "NaN among the labels"),
+    (lambda: CRAIG().fit(ROWS, [0.0, 1.0, math.nan, 0.0]), "labels of torch.float64; convert"),
+    (lambda: CRAIG().fit(ROWS, torch.tensor([0.0, 1.0, 1.0, 0.0])), "labels of torch.float32"),
+    (lambda: RandomSubset().fit(ROWS, np.array([0.5, 1.0, 1.0, 0.0])), "labels of torch.float64"),
+    (lambda: CRAIG(budget=5).fit(ROWS), "a budget of at most the 4 examples is needed; got 5"),
+    (lambda: CRAIG(budget=5, per_class="equal").fit(ROWS, [0, 0, 1, 1]), "a budget of at most the 4 examples"),
+    (lambda: RandomSubset(budget=9).fit(ROWS), "a budget of at most the 4 examples is needed; got 9"),
+    (lambda: two_levels(rtol=1e-3), "grad_norm is needed for rtol; got rtol=0.001 alone"),
+    (
+        lambda: played(lambda t, x: (x.sum(), 0.75 * torch.ones_like(x))),
+        "at most gradient_bound = 1 in norm .* 1.06066",
+    ),
     (lambda: CRAIG("a tenth"), r"fraction in \(0, 1\]; got 'a tenth'"),  # type: ignore[arg-type]
     (lambda: CRAIG().set_params(budgets=3), "a setting of CRAIG is needed; got 'budgets'; it has fraction, budget"),
     (lambda: RandomSubset().fit(None), "examples with a length are needed; got NoneType"),
@@ -124,7 +136,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: solve_sor(np.eye(2), np.ones(2), "1"), r"omega in \(0, 2\) .* got '1'"),  # type: ignore[arg-type]
     (lambda: solve_dcdm(1j * np.eye(2), np.ones(2), squares), "a real A is needed; got complex128"),
     (lambda: solve_dcdm(lambda x: x.numpy(), np.ones(2), squares), "A gave ndarray"),
-    (lambda: TsallisINF(random=-1), "random as a non-negative int or a numpy.random.Generator is needed; got -1"),
+    (lambda: TsallisINF(seed=-1), "seed as a non-negative int or a numpy.random.Generator is needed; got -1"),
     (lambda: arrays(bounds=Bounds([0, 0, 0], [1, 1, 1])), "bounds for 2 variables are needed; got 3"),
     (lambda: arrays(jac=True), r"\(value, gradient\) is needed with jac=True; got float64"),
     (
@@ -136,7 +148,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: online.OGD(online.Ball(2), gradient_bound="1"), "a positive gradient_bound .* got '1'"),  # type: ignore[arg-type]
     (lambda: played(lambda t, x: (x, x)), r"a loss of shape \(\), one number a player, is needed; got \(2,\)"),
     (lambda: played(lambda t, x: (x.sum(), x), comparator=torch.zeros(3)), r"a comparator of shape \(2,\)"),
-    (lambda: played(lambda t, x: (x.sum(), x), num_rounds=1.5), "num_rounds of at least 1"),
+    (lambda: played(lambda t, x: (x.sum(), x), max_iterations=1.5), "max_iterations of at least 1"),
     (lambda: convex_nets.RobustReLUClassifier(0.1).predict(ROWS), "a fitted estimator is needed"),
     (lambda: selection("crag"), "one of craig, augment, .*; got 'crag'; did you mean craig?"),
 ]
@@ -179,7 +191,9 @@ def test_arrays_in_arrays_out() -> None:
     assert isinstance(found.y, np.ndarray)
     assert found.x.tolist() == same.x.tolist()
     ball = online.Ball(np.zeros(2), 1.0)  # type: ignore[arg-type]
-    result = online.play(online.OGD(ball, strong_convexity=1.0), lambda t, x: (float(x.sum()), np.ones(2)), 3)  # type: ignore[arg-type,return-value]
+    result = online.play(
+        online.OGD(ball, strong_convexity=1.0), lambda t, x: (float(x.sum()), np.ones(2)), max_iterations=3
+    )  # type: ignore[arg-type,return-value]
     assert result.status is Status.COMPLETED
     assert CRAIG(0.5).fit(ROWS, np.array(["b", "a", "b", "a"])).indices_.tolist() == CRAIG(0.5).fit(
         ROWS, np.array([1, 0, 1, 0])

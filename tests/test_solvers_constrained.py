@@ -170,7 +170,7 @@ QUICK = [
 @pytest.mark.parametrize("name", QUICK)
 def test_known_optima(name: str) -> None:
     problem = BY_NAME[name]
-    result = solve_ai_sqp(problem.fun, problem.x0, problem.constraints, atol=1e-7, random=0)
+    result = solve_ai_sqp(problem.fun, problem.x0, problem.constraints, atol=1e-7, seed=0)
     assert result.success
     assert result.fun == pytest.approx(problem.best, abs=2e-6)
     assert result.constr_violation < 1e-7

@@ -93,7 +93,7 @@ def test_samples_lean_to_the_low_end(boundary: Any) -> None:
 
 def test_ritz_samples_span_the_wanted_part() -> None:
     grid = PoissonGrid((6, 5))
-    family = RitzFamily(grid.apply, (6, 5), 30, generator=generator(1), extra_low=2)
+    family = RitzFamily(grid.apply, (6, 5), 30, seed=generator(1), extra_low=2)
     dense = grid.matrix().toarray()
     ritz = family.vectors.double().numpy()
     image = dense @ ritz
@@ -110,7 +110,7 @@ def test_ritz_samples_span_the_wanted_part() -> None:
 @pytest.mark.parametrize("name", ["noise", "blocks", "smooth"])
 def test_identity_is_the_conjugate_gradient_method(name: str, num_previous: int) -> None:
     grid, right = PoissonGrid((32, 32)), right_sides(32)[name]
-    result = solve_dcdm(grid.apply, right, identity, num_previous=num_previous, maxiter=200)
+    result = solve_dcdm(grid.apply, right, identity, num_previous=num_previous, max_iterations=200)
     assert result.success
     assert result.nit == cg_iterations(grid, right, 1e-6)
     assert 80 <= result.nit <= 90
@@ -118,7 +118,7 @@ def test_identity_is_the_conjugate_gradient_method(name: str, num_previous: int)
 
 def test_without_previous_directions_it_is_steepest_descent() -> None:
     grid, right = PoissonGrid((6, 7)), torch.randn(6, 7, generator=generator(3), dtype=torch.float64)
-    result = solve_dcdm(grid.apply, right, identity, num_previous=0, maxiter=3, rtol=0)
+    result = solve_dcdm(grid.apply, right, identity, num_previous=0, max_iterations=3, rtol=0)
     x = torch.zeros(6, 7).double()
     for _ in range(3):
         r = right - grid.apply(x)
@@ -143,8 +143,8 @@ def test_the_length_of_a_direction_is_irrelevant_and_the_error_falls(scale: floa
         error = moment.state.x - exact
         energies.append(float((error * grid.apply(error)).sum()))
 
-    scaled = solve_dcdm(grid.apply, right, model, rtol=0, maxiter=12, callback=watch)
-    plain = solve_dcdm(grid.apply, right, lambda r: model(r) / (sign * scale), rtol=0, maxiter=12)
+    scaled = solve_dcdm(grid.apply, right, model, rtol=0, max_iterations=12, callback=watch)
+    plain = solve_dcdm(grid.apply, right, lambda r: model(r) / (sign * scale), rtol=0, max_iterations=12)
     torch.testing.assert_close(scaled.x, plain.x, rtol=1e-6, atol=1e-9)
     assert all(after <= before * (1 + 1e-12) for before, after in itertools.pairwise(energies))
 
@@ -152,7 +152,7 @@ def test_the_length_of_a_direction_is_irrelevant_and_the_error_falls(scale: floa
 def test_a_singular_problem_is_solved_off_its_null_space() -> None:
     grid = PoissonGrid((10, 8), "neumann")
     right = torch.randn(10, 8, generator=generator(4), dtype=torch.float64) + 3
-    result = solve_dcdm(grid.apply, right, identity, project=grid.project, maxiter=200, rtol=1e-9)
+    result = solve_dcdm(grid.apply, right, identity, project=grid.project, max_iterations=200, rtol=1e-9)
     assert result.success
     torch.testing.assert_close(grid.apply(result.x), right - right.mean(), atol=1e-6, rtol=0)
 
@@ -173,9 +173,9 @@ def test_every_kind_of_operator_gives_the_same() -> None:
 @functools.cache
 def trained() -> tuple[DirectionNet, float]:
     """Eight channels, trained for some seconds on a 24 × 24 and a 32 × 32 grid."""
-    net = DirectionNet(2, channels=8, generator=generator(7))
+    net = DirectionNet(2, channels=8, seed=generator(7))
     families = [PoissonGrid((24, 24)), PoissonGrid((32, 32))]
-    result = train_direction_net(net, families, num_steps=200, learning_rate=4e-3, generator=generator(8))
+    result = train_direction_net(net, families, max_iterations=200, learning_rate=4e-3, seed=generator(8))
     return net, result.fun
 
 
@@ -186,7 +186,7 @@ def test_a_trained_network_needs_a_third_of_the_iterations() -> None:
     for size in (32, 64):
         grid = PoissonGrid((size, size))
         for right in right_sides(size).values():
-            result = solve_dcdm(grid.apply, right, net.direction, maxiter=200)
+            result = solve_dcdm(grid.apply, right, net.direction, max_iterations=200)
             assert result.success
             assert result.nit <= 0.35 * cg_iterations(grid, right, 1e-6)
             assert float((right - grid.apply(result.x)).norm()) <= 1.01e-6 * float(right.norm())
@@ -195,23 +195,21 @@ def test_a_trained_network_needs_a_third_of_the_iterations() -> None:
 @pytest.mark.slow
 def test_accuracy_is_not_the_networks() -> None:
     grid, right = PoissonGrid((32, 32)), right_sides(32)["blocks"]
-    result = solve_dcdm(grid.apply, right, trained()[0].direction, rtol=1e-12, maxiter=200)
+    result = solve_dcdm(grid.apply, right, trained()[0].direction, rtol=1e-12, max_iterations=200)
     assert result.success
 
 
 def test_training_is_reproducible_and_reports() -> None:
     losses = []
     for _ in range(2):
-        net = DirectionNet(1, channels=4, generator=generator(9))
-        result = train_direction_net(net, [PoissonGrid((8,))], num_steps=20, generator=generator(10), keep_history=True)
+        net = DirectionNet(1, channels=4, seed=generator(9))
+        result = train_direction_net(net, [PoissonGrid((8,))], max_iterations=20, seed=generator(10), keep_history=True)
         losses.append(result.history["fun"])
     assert losses[0] == losses[1]
     assert result.nfev == 200
     assert result.status is Status.COMPLETED
     assert result.fun == pytest.approx(np.mean(losses[0][-2:]))
-    stopped = train_direction_net(
-        net, [PoissonGrid((8,))], generator=generator(1), callback=lambda moment: moment.nit == 3
-    )
+    stopped = train_direction_net(net, [PoissonGrid((8,))], seed=generator(1), callback=lambda moment: moment.nit == 3)
     assert (stopped.status, stopped.nit) == (Status.STOPPED, 3)
 
 
@@ -220,14 +218,14 @@ def test_the_loss_is_what_a_step_leaves() -> None:
     right = grid.sample(3, generator(12))
     losses = direction_loss(net, grid, right).detach()
     for loss, b in zip(losses, right, strict=True):
-        step = solve_dcdm(grid.apply, b.double(), net.direction, maxiter=1, rtol=0)
+        step = solve_dcdm(grid.apply, b.double(), net.direction, max_iterations=1, rtol=0)
         assert step.residual_norm < float(b.norm())
         assert float(loss) == pytest.approx(step.residual_norm**2, rel=1e-3)
 
 
 @pytest.mark.parametrize("num_dims", [1, 2, 3])
 def test_networks_take_any_size_and_are_homogeneous(num_dims: int) -> None:
-    net = DirectionNet(num_dims, channels=4, blocks=((1, 1), (2, 0)), generator=generator(13))
+    net = DirectionNet(num_dims, channels=4, blocks=((1, 1), (2, 0)), seed=generator(13))
     shape = (9, 6, 11)[:num_dims]
     residual = torch.randn(shape, generator=generator(14), dtype=torch.float64)
     once, scaled = net.direction(residual), net.direction(250 * residual)
@@ -237,7 +235,7 @@ def test_networks_take_any_size_and_are_homogeneous(num_dims: int) -> None:
 
 
 def test_the_papers_network_has_the_papers_layers() -> None:
-    net = DirectionNet(3, blocks=((2, 2), (3, 0)), max_levels=1, bias=True, generator=generator(15))
+    net = DirectionNet(3, blocks=((2, 2), (3, 0)), max_levels=1, bias=True, seed=generator(15))
     convolutions = [module for module in net.modules() if isinstance(module, torch.nn.Conv3d)]
     assert len(convolutions) == 2 + 2 * (2 + 2 + 3)
     assert all(module.bias is not None for module in convolutions)
@@ -266,7 +264,7 @@ GRID = PoissonGrid((3, 3))
         (lambda: PoissonGrid((3,), "robin"), "'dirichlet' or 'neumann'"),  # type: ignore[arg-type]
         (lambda: DirectionNet(4), "num_dims 1 to 3"),
         (lambda: DirectionNet(2).direction(torch.zeros(3)), "residual of 2 dimensions"),
-        (lambda: train_direction_net(DirectionNet(2), [], generator=generator()), "at least one family"),
+        (lambda: train_direction_net(DirectionNet(2), [], seed=generator()), "at least one family"),
         (lambda: solve_dcdm(GRID.apply, torch.full((3, 3), float("nan")), identity), "finite numbers"),
         (lambda: solve_dcdm(GRID.apply, torch.ones(3, 3), identity, torch.ones(9)), r"x0 of b's shape \(3, 3\)"),
         (lambda: solve_dcdm(GRID.apply, torch.ones(3, 3), identity, num_previous=-1), "num_previous ≥ 0"),

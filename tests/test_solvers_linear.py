@@ -57,7 +57,7 @@ def test_a_sor_step_is_the_textbook_sweep() -> None:
     random = np.random.default_rng(0)
     matrix = random.normal(size=(7, 7)) + 9 * np.eye(7)
     right, x = random.normal(size=7), random.normal(size=7)
-    result = solve_sor(matrix, right, 1.3, x, maxiter=1, rtol=0)
+    result = solve_sor(matrix, right, 1.3, x, max_iterations=1, rtol=0)
     for i in range(7):
         x[i] += 1.3 * (right[i] - matrix[i] @ x) / matrix[i, i]
     np.testing.assert_allclose(result.x, x, rtol=1e-13)
@@ -79,7 +79,7 @@ def test_the_sweep_solves_with_the_triangle(omega: float) -> None:
 def test_solutions_match_dense_algebra(solve: object) -> None:
     matrix = spd(20, 2)
     right, start = np.random.default_rng(3).normal(size=(2, 20)) + 5
-    result = solve(matrix, right, 1.2, start, rtol=1e-11, maxiter=50_000)  # type: ignore[operator]
+    result = solve(matrix, right, 1.2, start, rtol=1e-11, max_iterations=50_000)  # type: ignore[operator]
     assert result.success
     np.testing.assert_allclose(result.x, np.linalg.solve(matrix, right), rtol=1e-7)
     assert result.residual_norm <= 1e-11 * np.linalg.norm(right - matrix @ start)
@@ -135,7 +135,7 @@ def test_how_runs_end() -> None:
     matrix, right = laplacian(10, 10), np.ones(100)
     assert sor(matrix, right, maxiter=5)[1] == 5
     indefinite = sparse.csr_array(matrix - 2 * sparse.eye_array(100))
-    diverged = solve_sor(indefinite, right, 1.5, maxiter=100_000)
+    diverged = solve_sor(indefinite, right, 1.5, max_iterations=100_000)
     assert diverged.status is Status.DIVERGED
     assert diverged.info == -1
     assert np.isfinite(diverged.x).all()
@@ -253,7 +253,7 @@ def fixed_and_best(num_rounds: int, seed: int = 0) -> tuple[Array, float]:
 
 def test_tsallis_inf_finds_the_best_fixed_value() -> None:
     fixed, _ = fixed_and_best(2000)
-    costs = play(TsallisINF(random=0), 2000)
+    costs = play(TsallisINF(seed=0), 2000)
     assert costs[-500:].mean() < 1.25 * fixed.min()
     assert costs[-500:].mean() < costs[:500].mean()
     assert fixed.min() < 0.3 * fixed[0]
@@ -261,9 +261,9 @@ def test_tsallis_inf_finds_the_best_fixed_value() -> None:
 
 def test_a_context_brings_less_than_the_best_fixed_value() -> None:
     fixed, best = fixed_and_best(2000)
-    binned = play(TsallisINFCB(-0.15, 0.45, random=0), 2000)
+    binned = play(TsallisINFCB(-0.15, 0.45, seed=0), 2000)
     assert binned[-500:].mean() <= fixed.min()
-    smooth = play(ChebCB(-0.15, 0.65, random=0), 1500)
+    smooth = play(ChebCB(-0.15, 0.65, seed=0), 1500)
     assert best <= smooth[-300:].mean() <= 0.75 * fixed.min()
     assert smooth[-300:].mean() < smooth[:300].mean()
 
@@ -273,16 +273,16 @@ def test_the_stream_of_solves_is_the_table() -> None:
     shifts = contexts(30, 8)
     systems = [(matrix + c * sparse.eye_array(100), random.normal(size=100), c) for c in shifts]
     seen: list[int] = []
-    stream = solve_stream(systems, ChebCB(-0.15, 0.65, random=1), on_result=lambda result: seen.append(result.nit))
+    stream = solve_stream(systems, ChebCB(-0.15, 0.65, seed=1), on_result=lambda result: seen.append(result.nit))
     assert stream.costs == seen
     assert stream.num_failed == 0
     assert stream.mean_cost() == np.mean(seen)
     assert stream.mean_cost(5) == np.mean(seen[-5:])
-    again = solve_stream(systems, ChebCB(-0.15, 0.65, random=1))
+    again = solve_stream(systems, ChebCB(-0.15, 0.65, seed=1))
     assert again == stream
-    faster = solve_stream(systems, TsallisINF(random=1), solve=solve_ssor_pcg)
+    faster = solve_stream(systems, TsallisINF(seed=1), solve=solve_ssor_pcg)
     assert faster.mean_cost() < 0.5 * stream.mean_cost()
-    failing = solve_stream(systems[:3], TsallisINF(random=1), maxiter=4)
+    failing = solve_stream(systems[:3], TsallisINF(seed=1), max_iterations=4)
     assert failing.num_failed == 3
     assert failing.costs == [4, 4, 4]
 
@@ -295,11 +295,11 @@ def test_the_whole_stream_with_a_solve_each_round() -> None:
         np.mean([solve_sor(matrix, right, omega).nit for matrix, right, _ in systems[-300:]])
         for omega in (1.7, 1.75, 1.8, 1.85)
     )
-    assert solve_stream(systems, ChebCB(-0.15, 0.65, random=0)).mean_cost(300) <= 0.75 * best_fixed
+    assert solve_stream(systems, ChebCB(-0.15, 0.65, seed=0)).mean_cost(300) <= 0.75 * best_fixed
 
 
 def test_cheb_cb_predicts_costs_that_are_polynomials() -> None:
-    tuner = ChebCB(-1, 1, grid=[1.0, 1.5, 1.9], random=2, growth=0)
+    tuner = ChebCB(-1, 1, grid=[1.0, 1.5, 1.9], seed=2, growth=0)
     for context in np.random.default_rng(3).uniform(-1, 1, 400):
         omega = tuner.suggest(context)
         tuner.observe(20 + 10 * (omega - 1) * context + 3 * context**2)
@@ -317,7 +317,7 @@ def test_bins_take_contexts_beyond_the_ends() -> None:
 
 
 def test_costs_at_the_floor_are_no_trouble() -> None:
-    for tuner in (TsallisINF(random=0), ChebCB(0, 1, random=0), TsallisINFCB(0, 1, random=0)):
+    for tuner in (TsallisINF(seed=0), ChebCB(0, 1, seed=0), TsallisINFCB(0, 1, seed=0)):
         for _ in range(20):
             tuner.suggest(0.5)
             tuner.observe(1)
@@ -325,7 +325,7 @@ def test_costs_at_the_floor_are_no_trouble() -> None:
 
 
 def test_bad_use_of_tuners_is_named() -> None:
-    tuner = TsallisINF(random=0)
+    tuner = TsallisINF(seed=0)
     with pytest.raises(UserError, match="suggest\\(\\) is needed before"):
         tuner.observe(3)
     tuner.suggest()

@@ -276,7 +276,7 @@ def test_autograd_and_given_gradients_agree_on_every_kind_of_variables() -> None
 
 
 @pytest.mark.parametrize("rule", ["last", "uniform"])
-@pytest.mark.parametrize("limit", ["max_nsfo", "callback"])
+@pytest.mark.parametrize("limit", ["max_evaluations", "callback"])
 def test_a_limit_leaves_the_output_rule_in_force(rule: Any, limit: str) -> None:
     """Too large steps leave the saddle, so that the best point measured is an early one and no rule's."""
     problem = game(20, 3, 3, 3, 2.0, 0.2)
@@ -288,10 +288,10 @@ def test_a_limit_leaves_the_output_rule_in_force(rule: Any, limit: str) -> None:
         states.append(moment.state)
         return limit == "callback" and moment.nit >= 13
 
-    limits: dict[str, Any] = {"max_nsfo": 120} if limit == "max_nsfo" else {}
+    limits: dict[str, Any] = {"max_evaluations": 120} if limit == "max_evaluations" else {}
     result = minimax(None, x, y, 20, method=method, jac=problem.jac, max_iterations=1000, check_every=1, callback=look,
                      keep_history=True, **limits)  # fmt: skip
-    assert result.status is (Status.MAX_EVALUATIONS if limit == "max_nsfo" else Status.STOPPED)
+    assert result.status is (Status.COMPLETED if limit == "max_evaluations" else Status.STOPPED)
     expected = states[-1].kept if rule == "uniform" else states[-1]
     assert torch.equal(result.x, expected.x)
     assert torch.equal(result.y, expected.y)
@@ -322,7 +322,9 @@ def test_tolerance_and_budget_end_the_run() -> None:
     done = minimax(None, x, y, 20, method=method, jac=problem.jac, max_iterations=10_000, rtol=1e-6)
     assert (done.status, done.success) == (Status.CONVERGED, True)
     torch.testing.assert_close(done.x, problem.saddle_x, rtol=1e-4, atol=1e-4)
-    spent = minimax(None, x, y, 20, method=method, jac=problem.jac, max_iterations=10_000, rtol=1e-9, max_nsfo=200)
+    spent = minimax(
+        None, x, y, 20, method=method, jac=problem.jac, max_iterations=10_000, rtol=1e-9, max_evaluations=200
+    )
     assert (spent.status, spent.success) == (Status.MAX_EVALUATIONS, False)
     assert 200 <= spent.nsfo <= 200 + 20  # and at most one more full gradient: that of the last measurement
 

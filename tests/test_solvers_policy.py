@@ -285,7 +285,7 @@ def test_every_method_closes_most_of_the_gap(method: Any) -> None:
 def test_single_trajectories_close_most_of_the_gap(method: Any) -> None:
     """The median of four runs: single runs may saturate at a wrong action within the first steps."""
     start, best = float(exact_value(torch.zeros(6, dtype=torch.float64), SHARP)), best_value(SHARP)
-    options: dict[str, Any] = {"horizon": HORIZON, "discount": DISCOUNT, "max_trajectories": 3000}
+    options: dict[str, Any] = {"horizon": HORIZON, "discount": DISCOUNT, "max_evaluations": 3000}
     shares = []
     for seed in range(4):
         result = learn(TableEnv(1, SHARP), table_policy(), method=method, max_iterations=3000, seed=seed, **options)

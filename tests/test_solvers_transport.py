@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,19 +52,51 @@ def test_plan_equals_the_textbook_iteration(method: str) -> None:
     np.testing.assert_allclose(plan, kernel_sinkhorn(a, b, cost, 0.05), rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.parametrize("solve", [solve_sns, solve_sinkhorn])
+def test_points_without_weight_get_nothing_and_change_nothing(solve: Any) -> None:
+    """The plan is that of the other points with zeros put in; potentials there are −∞."""
+    a, b, cost = weights(9, 1), weights(7, 2), uniform_cost(9, 7, 3)
+    a[[0, 4]], b[6] = 0.0, 0.0
+    a, b = a / a.sum(), b / b.sum()
+    rows, cols = a.nonzero().flatten(), b.nonzero().flatten()
+    whole = solve(a, b, cost, 0.05, atol=1e-12)
+    part = solve(a[rows], b[cols], cost[rows][:, cols], 0.05, atol=1e-12)
+    wanted = torch.zeros(9, 7, dtype=torch.float64)
+    wanted[rows[:, None], cols] = part.plan()
+    torch.testing.assert_close(whole.plan(), wanted, rtol=1e-9, atol=0)
+    assert torch.equal(whole.plan() == 0, wanted == 0)
+    assert (whole.fun, whole.cost) == pytest.approx((part.fun, part.cost), rel=1e-9)
+    assert (whole.nit, whole.success) == (part.nit, True)
+    assert [bool(torch.isinf(potential).any()) for potential in whole.x] == [True, True]
+    np.testing.assert_allclose(whole.plan().sum(1), a, atol=1e-12)
+    plan, log = sinkhorn(a.numpy(), b.numpy(), cost.numpy(), 0.05, stopThr=1e-12, log=True)
+    assert not plan[[0, 4]].any()
+    assert not plan[:, 6].any()
+    assert log["u"][0] == 0.0
+
+
+def test_sums_near_one_are_divided_out_and_others_refused() -> None:
+    a = weights(4, 1) * (1 + 5e-7)
+    found = solve_sinkhorn(a, [], uniform_cost(4, 3), 0.1, atol=1e-10)
+    assert float(found.plan().sum()) == pytest.approx(1.0, abs=1e-10)
+    assert float(found.problem.a.sum()) == pytest.approx(1.0, abs=1e-15)
+    with pytest.raises(UserError, match=r"a must sum to 1 .* divide it by its sum"):
+        solve_sinkhorn(a * (1 + 1e-5), [], uniform_cost(4, 3), 0.1)
+
+
 def test_small_reg_approaches_the_linear_programme() -> None:
     a, b, cost = weights(12, 3), weights(9, 4), uniform_cost(12, 9, 5)
     rows = np.kron(np.eye(12), np.ones((1, 9)))
     cols = np.kron(np.ones((1, 12)), np.eye(9))
     exact = linprog(cost.numpy().ravel(), A_eq=np.vstack([rows, cols]), b_eq=torch.cat([a, b]).numpy()).fun
-    gaps = [solve_sns(a, b, cost, reg, tol=1e-11).cost - exact for reg in (1e-2, 2e-3)]
+    gaps = [solve_sns(a, b, cost, reg, atol=1e-11).cost - exact for reg in (1e-2, 2e-3)]
     assert 0 <= gaps[1] < gaps[0]
     assert gaps[1] < 2e-3 * np.log(12 * 9)
 
 
 def test_objective_matches_its_definition() -> None:
     a, b, cost = weights(17, 6), weights(23, 7), uniform_cost(17, 23, 8)
-    result = solve_sns(a, b, cost, 0.02, tol=1e-12)
+    result = solve_sns(a, b, cost, 0.02, atol=1e-12)
     plan = result.plan()
     assert result.cost == pytest.approx(float((plan * cost).sum()), rel=1e-12)
     assert result.fun == pytest.approx(float((plan * cost + 0.02 * torch.special.xlogy(plan, plan)).sum()), rel=1e-12)
@@ -143,7 +176,7 @@ ETA = 1200
 
 def newton_run(density: float, *, adaptive: bool, tol: float = 1e-11) -> TransportResult:
     options = SnsOptions(density=density, adaptive=adaptive)
-    return solve_sns([], [], uniform_cost(300, 300, 1), 1 / ETA, tol=tol, max_iterations=45, options=options)
+    return solve_sns([], [], uniform_cost(300, 300, 1), 1 / ETA, atol=tol, max_iterations=45, options=options)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -156,7 +189,7 @@ def test_few_newton_steps_reach_machine_precision(adaptive: bool) -> None:
     assert result.num_sinkhorn == (8 if adaptive else 20)
     assert result.num_newton <= 15
     assert seconds < 20  # a guard against a stall alone; about 0.3 s on an idle core
-    same_work = solve_sinkhorn([], [], uniform_cost(300, 300, 1), 1 / ETA, tol=1e-11, max_iterations=result.nfev)
+    same_work = solve_sinkhorn([], [], uniform_cost(300, 300, 1), 1 / ETA, atol=1e-11, max_iterations=result.nfev)
     assert same_work.nfev >= 2 * result.nfev
     assert same_work.marginal_error > 1e-6
 
@@ -171,7 +204,7 @@ def test_too_few_entries_make_the_rate_linear_unless_they_grow() -> None:
 
 def test_cost_is_near_the_best_assignment() -> None:
     cost = uniform_cost(500, 500, 2)
-    result = solve_sns([], [], cost, 1 / ETA, tol=1e-9)
+    result = solve_sns([], [], cost, 1 / ETA, atol=1e-9)
     rows, cols = linear_sum_assignment(cost.numpy())
     best = float(cost[rows, cols].mean())
     assert best <= result.cost <= 1.10 * best
@@ -188,9 +221,9 @@ def image_problem(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_cost_full_of_ties_converges() -> None:
     a, b, cost = image_problem(12)
-    result = solve_sns(a, b, cost, 1 / 300, tol=1e-11)
+    result = solve_sns(a, b, cost, 1 / 300, atol=1e-11)
     assert result.success
-    baseline = solve_sinkhorn(a, b, cost, 1 / 300, tol=1e-11, max_iterations=result.nfev // 2)
+    baseline = solve_sinkhorn(a, b, cost, 1 / 300, atol=1e-11, max_iterations=result.nfev // 2)
     assert baseline.marginal_error > 1e3 * result.marginal_error
 
 
@@ -218,10 +251,10 @@ def test_counts_are_passes_over_the_cost() -> None:
 
 def test_float32_cost_and_tensors_come_back_in_float64_potentials() -> None:
     cost = uniform_cost(20, 30).float()
-    result = solve_sns([], [], cost, 0.02, tol=1e-12)
+    result = solve_sns([], [], cost, 0.02, atol=1e-12)
     assert result.success
     assert result.x[0].dtype == torch.float64
-    exact = solve_sns([], [], cost.double(), 0.02, tol=1e-12)
+    exact = solve_sns([], [], cost.double(), 0.02, atol=1e-12)
     torch.testing.assert_close(result.plan(), exact.plan(), rtol=1e-9, atol=1e-13)
 
 
@@ -280,7 +313,8 @@ GOOD = [[0.0, 1.0], [1.0, 0.0]]
         ([0.5, 0.5], [0.5, 0.5], [[0.0, float("nan")], [1.0, 0.0]], 0.1, "finite cost"),
         ([0.5, 0.5], [0.5, 0.5], [[0.0, -1.0], [1.0, 0.0]], 0.1, "costs ≥ 0"),
         ([0.5, 0.25, 0.25], [0.5, 0.5], GOOD, 0.1, r"a of shape \(2,\)"),
-        ([0.5, 0.5], [1.0, 0.0], GOOD, 0.1, "weights > 0 are needed in b"),
+        ([0.5, 0.5], [1.5, -0.5], GOOD, 0.1, "weights ≥ 0 are needed in b"),
+        ([0.0, 0.0], [0.5, 0.5], GOOD, 0.1, "a must sum to 1"),
         ([0.5, 0.6], [0.5, 0.5], GOOD, 0.1, "a must sum to 1"),
         ([0.5, 0.5], [0.5, 0.5], [[0j, 1.0], [1.0, 0.0]], 0.1, "real numbers"),
     ],
@@ -302,7 +336,7 @@ def test_bad_options_are_named() -> None:
 
 @pytest.mark.slow
 def test_five_thousand_points_within_memory() -> None:
-    result = solve_sns([], [], uniform_cost(5000, 5000, 1), 1 / ETA, tol=1e-9)
+    result = solve_sns([], [], uniform_cost(5000, 5000, 1), 1 / ETA, atol=1e-9)
     assert result.success
     assert result.num_newton <= 5
 

@@ -81,7 +81,7 @@ def run(problem: Problem, method: Any, num_calls: int, seed: int) -> Ended:
     began = time.process_time()
     result = bilevel(
         problem.upper, problem.lower, problem.x0, problem.y0, method=method, sample=problem.sample, seed=seed,
-        max_iterations=10**9, max_nfev=num_calls, check_every=100, grad_norm=problem.grad_norm, keep_history=True,
+        max_iterations=10**9, max_evaluations=num_calls, check_every=100, grad_norm=problem.grad_norm, keep_history=True,
         callback=keep,
     )  # fmt: skip
     return Ended(result, iterates[0], time.process_time() - began)

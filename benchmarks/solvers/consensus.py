@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from scipy.optimize import differential_evolution
+from scipy.optimize import differential_evolution, dual_annealing
 from scipy.optimize import minimize as scipy_minimize
 
 from benchmarks.solvers.record import CPU_SECONDS, write
@@ -109,6 +109,14 @@ def evolution(function: Function, num_dims: int, budget: int, seed: int) -> floa
     return float(found.fun)
 
 
+def annealing(function: Function, num_dims: int, budget: int, seed: int) -> float:
+    """Generalised simulated annealing with local searches between, within the evaluations."""
+    found = dual_annealing(
+        lambda x: float(function(x)), [(LOW, HIGH)] * num_dims, maxfun=budget, maxiter=budget, rng=seed
+    )
+    return float(found.fun)
+
+
 METHODS = {
     "CBO": consensus,
     "CBO, then L-BFGS-B": polished,
@@ -116,6 +124,7 @@ METHODS = {
     "pycma (BIPOP)": pycma,
     "nevergrad (TwoPointsDE)": nevergrad,
     "scipy differential evolution": evolution,
+    "scipy dual annealing": annealing,
 }
 FUNCTIONS = {"Rastrigin": rastrigin, "Ackley": ackley, "Rosenbrock": rosenbrock}
 

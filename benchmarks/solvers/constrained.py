@@ -37,7 +37,7 @@ def sqp(**options: Any) -> Callable[[Problem, int], Found]:
         begin = time.process_time()
         result = solve_ai_sqp(
             problem.fun, problem.x0, problem.constraints, atol=TOLERANCE, max_iterations=300, options=SqpOptions(**options),
-            random=seed, callback=lambda _: time.process_time() - begin > MAX_SECONDS,
+            seed=seed, callback=lambda _: time.process_time() - begin > MAX_SECONDS,
         )  # fmt: skip
         return np.asarray(result.x), result.nit, result.nfev, result.num_sketches
 

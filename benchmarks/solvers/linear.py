@@ -21,7 +21,7 @@ import torch
 from scipy import sparse
 from scipy.sparse import linalg as sparse_linalg
 
-from benchmarks.solvers import linear_streams
+from benchmarks.solvers import linear_heat, linear_streams
 from benchmarks.solvers.record import CPU_SECONDS, write
 from trainwright.solvers.linear import (
     DirectionNet,
@@ -63,7 +63,7 @@ def ssor_pcg(grid: PoissonGrid, matrix: sparse.csr_array, right: Array, net: Dir
 
 
 def dcdm(grid: PoissonGrid, matrix: sparse.csr_array, right: Array, net: DirectionNet) -> Found:
-    result = solve_dcdm(grid.apply, torch.from_numpy(right), net.direction, rtol=RTOL, maxiter=100)
+    result = solve_dcdm(grid.apply, torch.from_numpy(right), net.direction, rtol=RTOL, max_iterations=100)
     return result.x.numpy().ravel(), result.nit, 0.0
 
 
@@ -164,7 +164,7 @@ TRAINING: dict[int, list[tuple[tuple[int, ...], int, int, float]]] = {
 def trained(num_dims: int, quick: bool, kept: Path | None) -> tuple[DirectionNet, str]:
     """Return a network, read from the file `kept` where there is one, else trained and written there."""
     random = torch.Generator().manual_seed(0)
-    net = DirectionNet(num_dims, channels=CHANNELS, generator=random)
+    net = DirectionNet(num_dims, channels=CHANNELS, seed=random)
     if kept is not None and kept.exists():
         found = torch.load(kept, weights_only=True)
         net.load_state_dict(found["net"])
@@ -172,8 +172,8 @@ def trained(num_dims: int, quick: bool, kept: Path | None) -> tuple[DirectionNet
     begin, parts = time.process_time(), []
     for sides, num_steps, batch, rate in TRAINING[num_dims][: 1 if quick else None]:
         result = train_direction_net(
-            net, [PoissonGrid((side,) * num_dims) for side in sides], num_steps=200 if quick else num_steps, batch_size=batch,
-            learning_rate=rate, generator=random,
+            net, [PoissonGrid((side,) * num_dims) for side in sides], max_iterations=200 if quick else num_steps, batch_size=batch,
+            learning_rate=rate, seed=random,
         )  # fmt: skip
         parts.append(f"{result.nit} steps of {batch} on sides {sides} (last loss {result.fun:.4f})")
         print(parts[-1], flush=True)
@@ -199,7 +199,7 @@ def poisson_tables(num_dims: int, quick: bool, kept: Path | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("poisson-2d", "poisson-3d", "streams"))
+    parser.add_argument("what", choices=("poisson-2d", "poisson-3d", "streams", "heat"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(
         "--network", type=Path, metavar="FILE", help="Of DCDM: read from there, or trained and written."
@@ -210,6 +210,8 @@ def main() -> None:
     num_dims = 2 if arguments.what == "poisson-2d" else 3
     if arguments.what == "streams":
         linear_streams.tables(arguments.quick)
+    elif arguments.what == "heat":
+        linear_heat.tables(arguments.quick)
     elif arguments.train_only:
         trained(num_dims, arguments.quick, arguments.network)
     else:

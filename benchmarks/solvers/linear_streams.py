@@ -59,9 +59,9 @@ def one_seed(systems: list[System], seed: int, solve: Solver) -> dict[str, tuple
     found["Young's ω for each system"] = (math.nan, mean(solve(A, b, young(c)).nit for A, b, c in tail), math.nan)
     found["best ω for each system, in hindsight"] = (math.nan, float(counts.min(1).mean()), math.nan)
     tuners: dict[str, Tuner] = {
-        "Tsallis-INF": TsallisINF(random=seed),
-        "Tsallis-INF-CB, 5 bins": TsallisINFCB(-0.15, 0.45, random=seed),
-        "ChebCB, 6 features": ChebCB(-0.15, 0.65, random=seed),
+        "Tsallis-INF": TsallisINF(seed=seed),
+        "Tsallis-INF-CB, 5 bins": TsallisINFCB(-0.15, 0.45, seed=seed),
+        "ChebCB, 6 features": ChebCB(-0.15, 0.65, seed=seed),
     }
     for name, tuner in tuners.items():
         began = time.process_time()

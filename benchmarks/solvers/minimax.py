@@ -75,7 +75,7 @@ def best(game: Game, name: str) -> dict[str, float]:
             began = time.perf_counter()
             result = minimax(
                 None, game.x, game.y, game.num, method=method, jac=game.jac, max_iterations=10**9,
-                max_nsfo=PASSES * game.num,
+                max_evaluations=PASSES * game.num,
             )  # fmt: skip
             if result.grad_norm < found["norm"]:
                 seconds = time.perf_counter() - began

@@ -83,7 +83,7 @@ def main() -> None:
         for name, learner in learners(num_rounds, num_seeds, convexity).items():
             at, comparator = environment(num_rounds, num_seeds, noise, num_flips, convexity)
             began = time.perf_counter()
-            regrets = play(learner, at, num_rounds, comparator=comparator).regrets
+            regrets = play(learner, at, max_iterations=num_rounds, comparator=comparator).regrets
             assert regrets is not None
             microseconds = 1e6 * (time.perf_counter() - began) / num_rounds
             rows.append(

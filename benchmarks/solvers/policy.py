@@ -30,7 +30,7 @@ def ours(make: Callable[[float], Any]) -> Callable[[float, int, int], Trained]:
     def run(step: float, num_trajectories: int, seed: int) -> Trained:
         env = gymnasium.make_vec("CartPole-v1", num_envs=BATCH, vectorization_mode="vector_entry_point")
         result = learn(
-            env, SoftmaxMLP(4, 2, seed=seed), method=make(step), max_iterations=10**6, max_trajectories=num_trajectories,
+            env, SoftmaxMLP(4, 2, seed=seed), method=make(step), max_iterations=10**6, max_evaluations=num_trajectories,
             batch_size=BATCH, horizon=HORIZON, use_baseline=True, seed=seed, keep_history=True,
         )  # fmt: skip
         # A value an iteration: HARPG's second batch, drawn at another point, is not in it.

@@ -75,7 +75,7 @@ def until(seconds: float) -> Callable[[Any], bool]:
 def sns(case: Case, reg: float, seconds: float, **options: Any) -> Outcome:
     a, b, cost = case
     result = solve_sns(
-        a, b, cost, reg, tol=TOLERANCE, max_iterations=100_000, callback=until(seconds), options=SnsOptions(**options)
+        a, b, cost, reg, atol=TOLERANCE, max_iterations=100_000, callback=until(seconds), options=SnsOptions(**options)
     )
     return {"iterations": result.nit, "passes": result.nfev, "error": result.marginal_error}
 
@@ -87,7 +87,7 @@ def paper(case: Case, reg: float, seconds: float) -> Outcome:
 
 def log_sinkhorn(case: Case, reg: float, seconds: float) -> Outcome:
     a, b, cost = case
-    result = solve_sinkhorn(a, b, cost, reg, tol=TOLERANCE, max_iterations=10**7, callback=until(seconds))
+    result = solve_sinkhorn(a, b, cost, reg, atol=TOLERANCE, max_iterations=10**7, callback=until(seconds))
     return {"iterations": result.nit, "passes": result.nfev, "error": result.marginal_error}
 
 
@@ -156,6 +156,27 @@ def ott_solver(case: Case, reg: float, seconds: float) -> Outcome:
     return {"iterations": int(found[1]), "passes": float("nan"), "error": error, "seconds": took}
 
 
+def regot_newton(method: str) -> Callable[[Case, float, float], Outcome]:
+    """Newton methods on a sparsified Hessian, in C++: `sinkhorn_ssns`, and its quasi-Newton successor `sinkhorn_splr`."""
+
+    def run(case: Case, reg: float, seconds: float) -> Outcome:
+        import regot
+
+        a, b, cost = case
+        matrix, tolerance = np.asfortranarray(cost), TOLERANCE / float(np.sqrt(a.size + b.size))
+        limit = 20
+        while True:
+            begin = time.process_time()
+            found = getattr(regot, method)(matrix, a, b, reg, tol=tolerance, max_iter=limit)
+            took = time.process_time() - begin
+            error = plan_error(np.asarray(found.plan), a, b)
+            if error <= TOLERANCE or not np.isfinite(error) or took > seconds / 2 or found.niter < limit:
+                return {"iterations": found.niter, "passes": float("nan"), "error": error, "seconds": took}
+            limit *= 4
+
+    return run
+
+
 METHODS: dict[str, Callable[[Case, float, float], Outcome]] = {
     "SNS (adaptive)": sns,
     "SNS (paper)": paper,
@@ -165,6 +186,8 @@ METHODS: dict[str, Callable[[Case, float, float], Outcome]] = {
     "POT sinkhorn_stabilized": pot("sinkhorn_stabilized"),
     "OTT-JAX linear.solve": ott_solver,
     "geomloss ot.solve": geomloss_solver,
+    "regot sinkhorn_ssns": regot_newton("sinkhorn_ssns"),
+    "regot sinkhorn_splr": regot_newton("sinkhorn_splr"),
 }
 
 

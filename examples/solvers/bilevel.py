@@ -47,7 +47,8 @@ def many_blocks(method: BSVRB, num_calls: int) -> BilevelResult:
         return float((torch.einsum("iax,ia->ix", B, torch.linalg.solve(A, y - c)).mean(0) + 0.1 * x).norm())
 
     return bilevel(upper, lower, 2 + draw(generator, 5), draw(generator, NUM_BLOCKS, 6), method=method, sample=sample,
-                   max_iterations=10**9, max_nfev=num_calls, check_every=20, grad_norm=grad_norm, keep_history=True)  # fmt: skip
+                   max_iterations=10**9, max_evaluations=num_calls, check_every=20, grad_norm=grad_norm,
+                   keep_history=True)  # fmt: skip
 
 
 def steep(method: BOREP, num_steps: int) -> BilevelResult:
@@ -67,7 +68,8 @@ def steep(method: BOREP, num_steps: int) -> BilevelResult:
 
     return bilevel(upper, lower, torch.full((8,), 6.0, dtype=torch.float64), torch.zeros(1, 8, dtype=torch.float64),
                    method=method, sample=lambda blocks, generator: 1 + 0.1 * draw(generator, 8), max_iterations=num_steps,
-                   check_every=10, grad_norm=grad_norm, keep_history=True)  # fmt: skip
+                   check_every=10, grad_norm=grad_norm,
+                   keep_history=True)  # fmt: skip
 
 
 def main() -> None:

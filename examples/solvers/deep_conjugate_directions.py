@@ -40,16 +40,16 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=200)
     arguments = parser.parse_args()
     random = torch.Generator().manual_seed(0)
-    net = DirectionNet(2, channels=8, generator=random)
+    net = DirectionNet(2, channels=8, seed=random)
     training = train_direction_net(
-        net, [PoissonGrid((32, 32))], num_steps=arguments.num_steps, learning_rate=4e-3, generator=random
+        net, [PoissonGrid((32, 32))], max_iterations=arguments.num_steps, learning_rate=4e-3, seed=random
     )
     print(f"loss {training.fun:.4f} after {training.nit} steps")
     grid, right = PoissonGrid((arguments.side, arguments.side)), charges(arguments.side)
     omega = optimal_omega(math.cos(math.pi / (arguments.side + 1)))
     results: dict[str, LinearResult] = {
-        "DCDM": solve_dcdm(grid.apply, right, net.direction, maxiter=300, keep_history=True),
-        "CG": solve_dcdm(grid.apply, right, lambda r: r, maxiter=3000, keep_history=True),
+        "DCDM": solve_dcdm(grid.apply, right, net.direction, max_iterations=300, keep_history=True),
+        "CG": solve_dcdm(grid.apply, right, lambda r: r, max_iterations=3000, keep_history=True),
         "SSOR-PCG, optimal ω": solve_ssor_pcg(grid.matrix(), right.reshape(-1), omega, rtol=1e-6, keep_history=True),
     }
     figure = make_subplots(1, 2, subplot_titles=("Residual against that at the start", "The solution of DCDM"))

@@ -49,7 +49,7 @@ def main() -> None:
     for place, (name, method) in enumerate(methods.items()):
         way: list[list[float]] = []
         result = minimax(
-            fun, start, 0 * start, NUM, method=method, max_iterations=10**6, max_nsfo=PASSES * NUM, keep_history=True,
+            fun, start, 0 * start, NUM, method=method, max_iterations=10**6, max_evaluations=PASSES * NUM, keep_history=True,
             callback=lambda moment, way=way: way.append(moment.state.x.tolist()),
         )  # fmt: skip
         passes = [calls / NUM for calls in result.history["nsfo"]]

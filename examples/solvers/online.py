@@ -56,7 +56,7 @@ def regrets_of(noise: float, num_flips: int) -> dict[str, Tensor]:
     found = {}
     for name, learner in learners.items():
         comparator = torch.zeros(NUM_DIMS) if num_flips else mean
-        regrets = play(learner, environment, NUM_ROUNDS, comparator=comparator).regrets
+        regrets = play(learner, environment, max_iterations=NUM_ROUNDS, comparator=comparator).regrets
         assert regrets is not None
         found[name] = regrets
     return found

@@ -45,7 +45,7 @@ def main() -> None:
         for seed in range(SEEDS):
             result = learn(
                 env, SoftmaxMLP(num_inputs, num_actions, seed=seed), method=method, max_iterations=10**6, batch_size=16,
-                horizon=200, max_trajectories=arguments.trajectories, use_baseline=True, keep_history=True, seed=seed,
+                horizon=200, max_evaluations=arguments.trajectories, use_baseline=True, keep_history=True, seed=seed,
             )  # fmt: skip
             returns.append(result.history["mean_return"])
             finals.append(float(evaluate(env, result.policy, num_trajectories=32, horizon=200, seed=1).mean()))

@@ -50,9 +50,9 @@ def main() -> None:
     arguments = parser.parse_args()
     systems = diffusion_systems(arguments.num_systems, arguments.side)
     tuners: dict[str, Tuner] = {
-        "Tsallis-INF": TsallisINF(random=0),
-        "Tsallis-INF-CB": TsallisINFCB(-0.15, 0.45, random=0),
-        "ChebCB": ChebCB(-0.15, 0.65, random=0),
+        "Tsallis-INF": TsallisINF(seed=0),
+        "Tsallis-INF-CB": TsallisINFCB(-0.15, 0.45, seed=0),
+        "ChebCB": ChebCB(-0.15, 0.65, seed=0),
     }
     figure = make_subplots(1, 2, subplot_titles=("Iterations a system, running mean", "The ω chosen for a context"))
     for name, tuner in tuners.items():

@@ -35,11 +35,11 @@ def main() -> None:
     parser.add_argument("--reg", type=float, default=1e-3)
     arguments = parser.parse_args()
     a, b, cost = two_piles(arguments.num_points)
-    newton = solve_sns(a, b, cost, arguments.reg, tol=1e-12, keep_history=True)
+    newton = solve_sns(a, b, cost, arguments.reg, atol=1e-12, keep_history=True)
     paper = solve_sns(
-        a, b, cost, arguments.reg, tol=1e-12, keep_history=True, max_iterations=120, options=SnsOptions(adaptive=False)
+        a, b, cost, arguments.reg, atol=1e-12, keep_history=True, max_iterations=120, options=SnsOptions(adaptive=False)
     )
-    sinkhorn = solve_sinkhorn(a, b, cost, arguments.reg, tol=1e-12, keep_history=True, max_iterations=150)
+    sinkhorn = solve_sinkhorn(a, b, cost, arguments.reg, atol=1e-12, keep_history=True, max_iterations=150)
     figure = make_subplots(1, 2, subplot_titles=("Error of the marginals", "The plan, by log10"))
     for result, name in zip((newton, paper, sinkhorn), COLOURS):
         figure.add_trace(error_over_passes(result, name), 1, 1)

@@ -25,7 +25,7 @@ from ..artifacts import ModelRef, UserError
 from . import zoo
 from .export_errors import OUR_ROOT
 
-__all__ = ["Loaded", "called", "load", "parse_settings"]
+__all__ = ["Loaded", "built", "called", "load", "parse_settings", "with_user_errors"]
 
 ZOO = "zoo:"
 FORMS = "zoo:NAME, FILE.py:function or package.module:function"
@@ -91,6 +91,21 @@ def called(function: Callable[[], Any], device: str = "cpu") -> Loaded:
     name = getattr(function, "__name__", type(function).__name__)
     target = _Target(name, device, {}, {})
     return Loaded(**target._parts(target._call(function, {})), ref=ModelRef(name=name), notes=tuple(target.notes))
+
+
+def built(spec: str, settings: Mapping[str, str] | None = None) -> Any:
+    """Return what the function that `spec` names returns, whatever that is, called with the settings.
+
+    spec: `FILE.py:function` or `package.module:function`. Raises `UserError` when there is no such file, module or function,
+    when it has no parameter of a setting's name, and when it fails.
+
+    >>> built("math:sqrt", {})
+    Traceback (most recent call last):
+    trainwright.artifacts.record.UserError: math:sqrt failed: TypeError: ...
+    """
+    target = _Target(spec, "cpu", {}, parse_settings(settings or {}))
+    function = target._function()
+    return target._call(function, target._keywords(function))
 
 
 def parse_settings(settings: Mapping[str, str]) -> dict[str, Any]:
@@ -315,6 +330,11 @@ def _on_path(folder: Path) -> Iterator[None]:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     yield
+
+
+def with_user_errors(what: str) -> contextlib.AbstractContextManager[None]:
+    """Turn what the user's code raises in this block into a `UserError` that begins with `what` and names the line."""
+    return _as_user_error(what)
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ SelectOption = Annotated[
     str | None,
     typer.Option(
         "--select", metavar="NAME", rich_help_panel=PANEL,
-        help="Train on a part of MODEL's `dataset`: craig, random; or on strongly augmented copies beside it: augment, "
-        "augment-coreset, augment-random.",
+        help="Train on a part of MODEL's `dataset`: craig, largest-loss, random; or on strongly augmented copies beside it: "
+        "augment, augment-coreset, augment-loss, augment-all, augment-random.",
     ),
 ]  # fmt: skip
 FractionOption = Annotated[

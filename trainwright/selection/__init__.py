@@ -4,6 +4,7 @@ from .augmentation import AugmentedCoreset, with_strong_copies
 from .craig import CRAIG, gradient_error
 from .facility_location import Chosen, Distances, greedi, lazy_greedy, stochastic_greedy
 from .gradients import last_layer_gradients, logit_gradients
+from .largest_loss import LargestLoss
 from .random_subset import RandomSubset
 from .registry import Selection, selection, selections
 from .reselection import Reselection, Selector
@@ -14,6 +15,7 @@ __all__ = [
     "AugmentedCoreset",
     "Chosen",
     "Distances",
+    "LargestLoss",
     "RandomSubset",
     "Reselection",
     "Selection",

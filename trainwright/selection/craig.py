@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..artifacts import Estimator, UserError, check_range
 from .facility_location import Chosen, Distances, greedi, lazy_greedy, merged, stochastic_greedy
-from .inputs import as_features, as_labels, is_whole, like
+from .inputs import as_features, as_labels, drawn_from, is_whole, like
 from .sizes import class_sizes
 
 _GREEDY = ("lazy", "stochastic", "greedi")
@@ -79,7 +79,7 @@ class CRAIG(Estimator):
         """Choose the subset of X [n, d], class by class where labels y [n] are given."""
         features = as_features(X)
         classes = [torch.arange(len(features), device=features.device)] if y is None else as_labels(y, features)
-        generator = torch.Generator().manual_seed(int(self.seed))
+        generator = drawn_from(self.seed)
         parts = []
         for places, size in zip(classes, self._sizes([len(places) for places in classes])):
             parts.append((places, self._choose(Distances(features[places], self.metric), size, generator)))

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .inputs import drawn_from
+
 _BLOCK_BYTES = 64 << 20
 _LAZY_BLOCK = 16
 
@@ -99,10 +101,10 @@ def lazy_greedy(distances: Distances, num_chosen: int, radius: float = 0.0) -> C
 
 
 def stochastic_greedy(
-    distances: Distances, num_chosen: int, generator: torch.Generator, delta: float = 0.1, radius: float = 0.0
+    distances: Distances, num_chosen: int, seed: int | torch.Generator = 0, delta: float = 0.1, radius: float = 0.0
 ) -> Chosen:
     """Choose `num_chosen` points, each the best of ⌈(n/k) log(1/δ)⌉ drawn at random: 1 - 1/e - δ of the best, on average."""
-    greedy, num_points = _Greedy(distances), len(distances)
+    greedy, num_points, generator = _Greedy(distances), len(distances), drawn_from(seed)
     sample = max(1, math.ceil(num_points / num_chosen * math.log(1 / delta)))
     left = torch.ones(num_points, dtype=torch.bool)
     for _ in range(min(num_chosen, num_points)):
@@ -118,13 +120,13 @@ def stochastic_greedy(
 
 
 def greedi(
-    distances: Distances, num_chosen: int, generator: torch.Generator, num_parts: int, radius: float = 0.0
+    distances: Distances, num_chosen: int, seed: int | torch.Generator = 0, num_parts: int = 4, radius: float = 0.0
 ) -> Chosen:
     """Choose `num_chosen` points among those that greedy chooses in each of `num_parts` random parts of the points.
 
     What is chosen in the end is the best of the merged choice and of each part's own, over all points.
     """
-    order = torch.randperm(len(distances), generator=generator)
+    order = torch.randperm(len(distances), generator=drawn_from(seed))
     parts = [part for part in order.chunk(num_parts) if len(part)]
     local = [part[lazy_greedy(distances.part(part), num_chosen).indices] for part in parts]
     merged = _greedy_among(distances, torch.cat(local), num_chosen, radius)

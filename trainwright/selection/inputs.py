@@ -41,11 +41,19 @@ def as_labels(y: Any, features: Tensor) -> list[Tensor]:
             given.copy() if given.dtype.kind in "biuf" else np.unique(given, return_inverse=True)[1]
         )
         labels = labels.to(features.device)
-    if labels.is_floating_point() and bool(labels.isnan().any()):
-        raise UserError("a class for each example is needed; got NaN among the labels; give those examples a class")
+    if labels.is_floating_point():
+        raise UserError(
+            f"a class for each example is needed, a number or a name; got labels of {labels.dtype}; convert class numbers to "
+            "whole ones; for a regression leave y out: all examples are then one class"
+        )
     if len(labels) != len(features):
         raise UserError(f"one label an example is needed; got {len(labels)} for {len(features)} examples; match them")
     return [(labels == label).nonzero().flatten() for label in labels.unique()]
+
+
+def drawn_from(seed: int | torch.Generator) -> torch.Generator:
+    """Return `seed` itself where it is a generator, else a new generator of that seed."""
+    return seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(int(seed))
 
 
 def is_whole(value: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..artifacts import Estimator, UserError, check_range
-from .inputs import as_features, as_labels, is_whole, like
+from .inputs import as_features, as_labels, drawn_from, is_whole, like
 from .sizes import class_sizes
 
 
@@ -50,7 +50,7 @@ class RandomSubset(Estimator):
             raise UserError(f"examples with a length are needed; got {type(X).__name__}; give their features")
         rows = as_features(torch.zeros(len(X), 1))
         classes = [torch.arange(len(rows))] if y is None else as_labels(y, rows)
-        generator = torch.Generator().manual_seed(int(self.seed))
+        generator = drawn_from(self.seed)
         indices: list[Tensor] = []
         weights: list[Tensor] = []
         for places, size in zip(

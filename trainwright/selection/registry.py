@@ -12,6 +12,7 @@ from torch import Tensor
 from ..artifacts import UserError
 from .augmentation import with_strong_copies
 from .craig import CRAIG
+from .largest_loss import LargestLoss
 from .random_subset import RandomSubset
 from .reselection import Selector
 
@@ -46,6 +47,14 @@ def _random(fraction: float, seed: int) -> RandomSubset:
     return RandomSubset(fraction, normalise=True, seed=seed)
 
 
+def _largest_loss(fraction: float, seed: int) -> LargestLoss:
+    return LargestLoss(fraction)
+
+
+def _all(fraction: float, seed: int) -> RandomSubset:
+    return RandomSubset(1.0, normalise=True, seed=seed)
+
+
 _COPIES = "Liu & Mirzasoleiman 2022 (arXiv:2210.08363)"
 _SELECTIONS = (
     Selection("craig", "a weighted subset whose gradient is near that of all", _craig,
@@ -54,8 +63,13 @@ _SELECTIONS = (
               compose=with_strong_copies),
     Selection("augment-coreset", "a coreset, weighted, and strongly augmented copies of it", _equal_craig, _COPIES,
               compose=partial(with_strong_copies, base="coreset")),
+    Selection("augment-loss", "all examples, and strongly augmented copies of those of the largest loss: a baseline of augment",
+              _largest_loss, "", compose=with_strong_copies),
+    Selection("augment-all", "all examples, and a strongly augmented copy of each, whatever the fraction: what augment is to reach",
+              _all, "", reads_gradients=False, compose=with_strong_copies),
     Selection("augment-random", "all examples, and strongly augmented copies of random ones: the baseline of augment",
               _random, "", reads_gradients=False, compose=with_strong_copies),
+    Selection("largest-loss", "the examples of the largest loss: a baseline of craig", _largest_loss, ""),
     Selection("random", "random examples: the baseline of craig", _random, "", reads_gradients=False),
 )  # fmt: skip
 

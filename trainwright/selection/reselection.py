@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..artifacts import check_range
 from .gradients import last_layer_gradients
+from .inputs import drawn_from
 from .weighted_subset import WeightedSubset
 
 
@@ -55,7 +56,7 @@ class Reselection:
     def __init__(
         self, dataset: Any, model: nn.Module, selector: Selector, *, every: int = 1, batch_size: int = 32,
         warm_up: int = 0, last_layer: nn.Module | None = None,
-        make_subset: Callable[[Any, Tensor, Tensor], Any] = WeightedSubset, seed: int = 0, num_workers: int = 0,
+        make_subset: Callable[[Any, Tensor, Tensor], Any] = WeightedSubset, seed: int | torch.Generator = 0, num_workers: int = 0,
     ) -> None:  # fmt: skip
         at_least_1 = ("of at least 1", lambda value: value >= 1)
         check_range(
@@ -68,7 +69,7 @@ class Reselection:
         self.every, self.batch_size, self.warm_up = every, batch_size, warm_up
         self.last_layer, self.num_workers = last_layer, num_workers
         self.selection_s, self.num_selections, self.epoch = 0.0, 0, 0
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = drawn_from(seed)
         self._subset: Any = WeightedSubset(dataset, range(len(dataset)), torch.ones(len(dataset)))
 
     def __iter__(self) -> Iterator[Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from ..artifacts import UserError
+
 
 def class_sizes(sizes: list[int], fraction: float, budget: int | None, per_class: str) -> list[int]:
     """Return how many of each class are chosen, one at least and all at most: a `fraction` of each, rounded up, or a
@@ -14,6 +16,10 @@ def class_sizes(sizes: list[int], fraction: float, budget: int | None, per_class
     >>> class_sizes([70, 30], 0.1, None, "equal")
     [5, 5]
     """
+    if budget is not None and budget > sum(sizes):
+        raise UserError(
+            f"a budget of at most the {sum(sizes)} examples is needed; got {budget}; choose fewer, or train on all of them"
+        )
     if budget is None and per_class == "equal":
         budget = math.ceil(fraction * sum(sizes) - 1e-9)
     if budget is None:

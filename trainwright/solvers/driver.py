@@ -37,17 +37,25 @@ class Measured:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop. `rtol` is relative to the residual at the start; both tolerances 0: run all iterations."""
+    """When to stop. `rtol` is relative to the residual at the start; with both tolerances 0 the budget itself is the goal.
+
+    A run without a tolerance that spends its budget, of iterations, evaluations or seconds, is COMPLETED, a success; one
+    with a tolerance that it has not met is not.
+    """
 
     max_iterations: int
     rtol: float = 0.0
     atol: float = 0.0
     max_evaluations: int | None = None
-    """Of the count named `nfev`."""
+    """Of the count named `nfev`; looked at between steps, so that the last step may go beyond it."""
     max_seconds: float | None = None
     divergence: float = 1e12
     check_every: int = 1
     """Steps between two measurements; the last state is always measured."""
+
+    @property
+    def has_tolerance(self) -> bool:
+        return self.rtol > 0 or self.atol > 0
 
     def __post_init__(self) -> None:
         for name, low in (("max_iterations", 0), ("check_every", 1)):
@@ -181,7 +189,7 @@ class _Loop(Generic[State]):
         if residual > limits.divergence * max(self.first, 1e-300):
             return Status.DIVERGED
         asked = self._asked_to_stop(Moment(nit, state, measured, self.counts, time.monotonic() - self.start))
-        if (limits.rtol > 0 or limits.atol > 0) and residual <= max(limits.atol, limits.rtol * self.first):
+        if limits.has_tolerance and residual <= max(limits.atol, limits.rtol * self.first):
             return Status.CONVERGED
         return Status.STOPPED if asked else self._limit(nit)
 
@@ -193,14 +201,16 @@ class _Loop(Generic[State]):
             return True
 
     def _limit(self, nit: int) -> Status | None:
+        spent = self._spent(nit)
+        return Status.COMPLETED if spent is not None and not self.limits.has_tolerance else spent
+
+    def _spent(self, nit: int) -> Status | None:
         limits = self.limits
         if limits.max_evaluations is not None and self.counts["nfev"] >= limits.max_evaluations:
             return Status.MAX_EVALUATIONS
         if limits.max_seconds is not None and time.monotonic() - self.start >= limits.max_seconds:
             return Status.MAX_SECONDS
-        if nit >= limits.max_iterations:
-            return Status.MAX_ITERATIONS if limits.rtol > 0 or limits.atol > 0 else Status.COMPLETED
-        return None
+        return Status.MAX_ITERATIONS if nit >= limits.max_iterations else None
 
     def _out_of_budget(self) -> bool:
         return self._limit(0) is not None if self.limits.max_iterations > 0 else True

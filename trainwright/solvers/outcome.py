@@ -27,7 +27,7 @@ class Status(Enum):
     )
     BREAKDOWN = "a linear system or direction broke down; the matrix may be singular or not symmetric positive definite: check it"
     INFEASIBLE = "the constraints cannot be met near the iterates; check them, or start nearer to a feasible point"
-    COMPLETED = "all planned iterations were done (no tolerance was asked for)"
+    COMPLETED = "the budget that was asked for is spent (no tolerance was asked for)"
 
     @property
     def success(self) -> bool:

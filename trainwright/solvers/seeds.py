@@ -28,20 +28,20 @@ def as_generator(seed: int | torch.Generator, device: torch.device | str = "cpu"
     return torch.Generator(device=device).manual_seed(operator.index(seed))
 
 
-def as_numpy_generator(random: int | np.random.Generator) -> np.random.Generator:
-    """Return `random` itself where it is a NumPy generator, else a new one of that seed.
+def as_numpy_generator(seed: int | np.random.Generator) -> np.random.Generator:
+    """Return `seed` itself where it is a NumPy generator, else a new one of that seed.
 
     >>> int(as_numpy_generator(7).integers(10)) == int(as_numpy_generator(7).integers(10))
     True
     """
-    if isinstance(random, np.random.Generator):
-        return random
-    seed = whole(random)
-    if seed is None or seed < 0:
+    if isinstance(seed, np.random.Generator):
+        return seed
+    number = whole(seed)
+    if number is None or number < 0:
         raise UserError(
-            f"random as a non-negative int or a numpy.random.Generator is needed; got {random!r}; give such a seed"
+            f"seed as a non-negative int or a numpy.random.Generator is needed; got {seed!r}; give such a seed"
         )
-    return np.random.default_rng(seed)
+    return np.random.default_rng(number)
 
 
 def need_count(name: str, value: Any, low: int) -> int:

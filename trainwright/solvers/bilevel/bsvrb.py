@@ -132,7 +132,8 @@ class BSVRB:
         old = problem.at(state.old_x, state.old_y[blocks], blocks, batch)
         first = ~state.seen[blocks]
         slopes = self._tracked(problem, state.slopes, blocks, first, new.lower_y, old.lower_y)
-        lag = (state.nit + 1 - state.touched[blocks]).clamp_max(self.max_catch_up if self.catch_up else 1)[:, None]
+        missed = (state.nit + 1 - state.touched[blocks]).clamp_max(self.max_catch_up if self.catch_up else 1)
+        lag = missed[:, None].to(state.y.dtype)
         moved = self._with_inner(problem, replace(state, slopes=slopes), blocks, first, lag, new, old)
         direction = self._direction(state, moved, blocks, new, old)
         return replace(
@@ -163,7 +164,10 @@ class BSVRB:
     ) -> BlockState:
         if self.version == 1:
             tracked = self._tracked(problem, state.inner, blocks, first, new.hessians(), old.hessians())
-            return replace(state, inner=self._floored(tracked, blocks), old_inner=state.inner)
+            floored = self._floored(tracked, blocks)
+            # A block's first H is of this time and, for want of another, of the time before.
+            before = torch.where(first[:, None, None], floored[blocks], state.inner[blocks])
+            return replace(state, inner=floored, old_inner=state.inner.index_copy(0, blocks, before))
         v, old_v = state.inner[blocks], state.old_inner[blocks]
         now = new.hessian_times(v) - new.upper_xy[1]
         before = old.hessian_times(old_v) - old.upper_xy[1]
@@ -186,8 +190,11 @@ class BSVRB:
         """STORM's z on both hypergradients, each with the inner solution of its own time."""
         if self.version == 1:
             # The H of this time is known for blocks seen before; a block's first one is the plain Hessian just made.
-            inner = torch.where(state.seen[blocks][:, None, None], state.inner[blocks], moved.inner[blocks])
-            now_v, old_v = (torch.linalg.solve(inner, local.upper_xy[1]) for local in (new, old))
+            seen = state.seen[blocks][:, None, None]
+            now_v, old_v = (
+                torch.linalg.solve(torch.where(seen, known[blocks], moved.inner[blocks]), local.upper_xy[1])
+                for known, local in ((state.inner, new), (state.old_inner, old))
+            )
         else:
             now_v, old_v = state.inner[blocks], state.old_inner[blocks]
         now = new.hypergradient(now_v)

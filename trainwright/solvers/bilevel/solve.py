@@ -44,7 +44,7 @@ def bilevel(
     max_iterations: int,
     rtol: float = 0.0,
     atol: float = 0.0,
-    max_nfev: int | None = None,
+    max_evaluations: int | None = None,
     max_seconds: float | None = None,
     check_every: int = 1,
     grad_norm: Callable[[Any], float] | None = None,
@@ -61,9 +61,10 @@ def bilevel(
     same one. Default: `None`, no noise.
 
     The residual is `grad_norm(x)` where given (the norm of the true hypergradient), else the norm of the method's own
-    direction, an estimate; it is compared with `atol` and with `rtol` times its first size that is not zero. `max_nfev` limits
-    gradients and second-order products together. Returns the last iterate; with `grad_norm`, where a limit or the callback ended
-    the run, the best measured, and so where it failed. Raises `UserError` where an oracle's shape or an option is wrong; NaN and
+    direction, an estimate; it is compared with `atol` and, with `grad_norm` only, with `rtol` times its size at the
+    start. `max_evaluations` limits gradients and second-order products together. Returns the last iterate; with `grad_norm`,
+    where a tolerance was not met, the callback ended the run or it failed, the best measured. Raises `UserError` where an
+    oracle's shape or an option is wrong; NaN and
     divergence (also of y, as where a lower problem is not convex) end the run with a status.
     Not for lower problems without strong convexity: yᵢ(x) is then no function.
 
@@ -82,6 +83,11 @@ def bilevel(
     problem = Blocks(upper, lower, packing, len(y))
     if not isinstance(method, BSVRB | BOREP):
         raise UserError(f"a method BSVRB(…) or BOREP(…) is needed; got {method!r}; see trainwright.solvers.bilevel")
+    if rtol > 0 and grad_norm is None:
+        raise UserError(
+            f"grad_norm is needed for rtol; got rtol={rtol} alone; the method's own direction is an estimate whose first size "
+            "says little: give grad_norm(x), or an atol, or neither"
+        )
     generator, draw = as_generator(seed, x.device), sample or no_batch
     algorithm: Any = method
 
@@ -100,7 +106,7 @@ def bilevel(
         step,
         measure,
         # A method's first directions may be small where the gradient is not: no size to hold a later one against.
-        Limits(max_iterations, rtol, atol, max_nfev, max_seconds, 1e12 if grad_norm else math.inf, check_every),
+        Limits(max_iterations, rtol, atol, max_evaluations, max_seconds, 1e12 if grad_norm else math.inf, check_every),
         counts=problem.counts,
         callback=callback,
         keep_history=keep_history,

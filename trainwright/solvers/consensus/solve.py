@@ -40,7 +40,7 @@ def minimize(
     max_iterations: int = 1000,
     rtol: float = 0.0,
     atol: float = 0.0,
-    max_nfev: int | None = None,
+    max_evaluations: int | None = None,
     max_seconds: float | None = None,
     vectorized: bool = True,
     seed: int | torch.Generator = 0,
@@ -84,7 +84,7 @@ def minimize(
     def measure(ensemble: Ensemble) -> Measured:
         return Measured(method.residual(ensemble), float(ensemble.values.min()), {"best_fun": ensemble.best_fun})
 
-    limits = Limits(max_iterations, rtol=rtol, atol=atol, max_evaluations=max_nfev, max_seconds=max_seconds)
+    limits = Limits(max_iterations, rtol=rtol, atol=atol, max_evaluations=max_evaluations, max_seconds=max_seconds)
     first = Ensemble.of(particles, evaluate(particles), method.alpha, None)
     run = drive(first, step, measure, limits,
                 counts=counts, callback=callback, keep_history=keep_history, progress=progress)  # fmt: skip

@@ -128,8 +128,9 @@ class Point:
 def solve_ai_sqp(
     fun: Callable[[Tensor], Tensor] | EqualityProblem, x0: Any, constraints: Callable[[Tensor], Tensor] | None = None, *,
     multipliers: Any = None, rtol: float = 0.0, atol: float = 1e-8, max_iterations: int = 1000,
-    max_seconds: float | None = None, options: SqpOptions | None = None, random: np.random.Generator | int = 0,
-    callback: Callback | None = None, keep_history: bool = False,
+    max_evaluations: int | None = None, max_seconds: float | None = None, options: SqpOptions | None = None,
+    seed: int | np.random.Generator = 0, callback: Callback | None = None, keep_history: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> ConstrainedResult:  # fmt: skip
     """Minimise f(x) subject to c(x) = 0 by Newton steps on the KKT conditions, under an exact augmented Lagrangian.
 
@@ -138,7 +139,7 @@ def solve_ai_sqp(
     fun, constraints: torch functions of x (n,), to a number and to a vector (m,); derivatives come from autograd. Or an
     `EqualityProblem` as `fun` (NumPy functions: `NumpyProblem`). x0: a vector, array or tensor; float64 inside and in what
     the functions see, `x` comes back as x0 was, in float64. multipliers: λ at the start (zeros). It stops at ‖(∇ₓL, c)‖ ≤
-    max(atol, rtol · that at the start). `max_seconds` is looked at between steps. `random`: a NumPy generator or a seed,
+    max(atol, rtol · that at the start). `max_evaluations` limits values of f and c. `seed`: a number or a NumPy generator,
     for the sketches.
 
     When not: SciPy's SLSQP is quicker on problems of a few variables, trust-constr more robust from hard starts. The Hessian
@@ -165,11 +166,11 @@ def solve_ai_sqp(
         )
     else:
         problem = fun
-    method = _AiSqp(problem, options or SqpOptions(), as_numpy_generator(random))
+    method = _AiSqp(problem, options or SqpOptions(), as_numpy_generator(seed))
     run = drive(
         method.start(start_x, multipliers), method.step, _measure,
-        Limits(max_iterations, rtol=rtol, atol=atol, max_seconds=max_seconds),
-        counts=problem.counts, callback=callback, keep_history=keep_history,
+        Limits(max_iterations, rtol=rtol, atol=atol, max_evaluations=max_evaluations, max_seconds=max_seconds),
+        counts=problem.counts, callback=callback, keep_history=keep_history, progress=progress,
     )  # fmt: skip
     return _result(run, method, back)
 

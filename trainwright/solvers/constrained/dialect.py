@@ -107,7 +107,7 @@ def minimize(
 
     result = solve_ai_sqp(
         problem, first, atol=tol, max_iterations=maxiter, max_seconds=max_seconds, options=_options(settings),
-        random=seed, callback=tell,
+        seed=seed, callback=tell,
     )  # fmt: skip
     return replace(
         result, x=back_like(x0, result.x[:size]), jac=back_like(x0, result.jac[:size]),

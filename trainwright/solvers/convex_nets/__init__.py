@@ -3,7 +3,7 @@
 from .adversarial import RobustReLUClassifier
 from .estimator import ReLUClassifier, ReLURegressor
 from .network import TwoLayerReLU, recover
-from .patterns import enumerate_patterns, sample_patterns
+from .patterns import enumerate_patterns, sample_patterns, sufficient_patterns
 from .programme import AdmmOptions, ReLUProgrammeResult, solve_relu_programme
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "recover",
     "sample_patterns",
     "solve_relu_programme",
+    "sufficient_patterns",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from ...artifacts import Estimator, UserError
 from ..outcome import Status
-from ..seeds import as_generator
 from .inputs import as_classes, as_examples, as_numbers, like, same_labels
 from .network import TwoLayerReLU
 from .patterns import sample_patterns
@@ -35,22 +35,25 @@ class _ReLUNet(Estimator):
 
     def __init__(
         self, beta: float = 1e-3, *, num_patterns: int = 100, rho: float = 0.1, step: float = 1.0,
-        max_iterations: int = 2000, rtol: float = 1e-5, fit_intercept: bool = True, keep_history: bool = False,
-        seed: int = 0,
+        max_iterations: int = 2000, rtol: float = 1e-5, atol: float = 0.0, max_evaluations: int | None = None,
+        max_seconds: float | None = None, fit_intercept: bool = True, seed: int = 0, keep_history: bool = False,
+        progress: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         AdmmOptions(rho, step)  # raises where they are out of range
         self.beta, self.num_patterns, self.rho, self.step, self.seed = beta, num_patterns, rho, step, seed
-        self.max_iterations, self.rtol = max_iterations, rtol
-        self.fit_intercept, self.keep_history = fit_intercept, keep_history
+        self.max_iterations, self.rtol, self.atol = max_iterations, rtol, atol
+        self.max_evaluations, self.max_seconds = max_evaluations, max_seconds
+        self.fit_intercept, self.keep_history, self.progress = fit_intercept, keep_history, progress
 
     def _solve(self, X: Any, y: Tensor, patterns: Tensor | None) -> Self:
         examples = as_examples(X, self.fit_intercept)
         if patterns is None:
-            patterns = sample_patterns(examples, self.num_patterns, as_generator(self.seed, examples.device))
+            patterns = sample_patterns(examples, self.num_patterns, self.seed)
         found = solve_relu_programme(
             examples, y.to(examples), torch.as_tensor(patterns, device=examples.device), self.beta, loss=self._loss,
-            options=AdmmOptions(self.rho, self.step), max_iterations=self.max_iterations, rtol=self.rtol, seed=self.seed,
-            keep_history=self.keep_history,
+            options=AdmmOptions(self.rho, self.step), max_iterations=self.max_iterations, rtol=self.rtol, atol=self.atol,
+            max_evaluations=self.max_evaluations, max_seconds=self.max_seconds, seed=self.seed,
+            keep_history=self.keep_history, progress=self.progress,
         )  # fmt: skip
         self._take(found, examples.shape[1] - int(self.fit_intercept), patterns.shape[1])
         return self

@@ -74,7 +74,8 @@ class ReLUProgrammeResult(Result):
 
 def solve_relu_programme(
     X: Any, y: Any, patterns: Any, beta: float, *, loss: str = "squared", options: AdmmOptions | None = None,
-    max_iterations: int = 2000, rtol: float = 1e-5, check_every: int = 10, max_seconds: float | None = None,
+    max_iterations: int = 2000, rtol: float = 1e-5, atol: float = 0.0, max_evaluations: int | None = None,
+    max_seconds: float | None = None, check_every: int = 10,
     seed: int | torch.Generator = 0, callback: Callback | None = None, keep_history: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ReLUProgrammeResult:  # fmt: skip
@@ -82,7 +83,8 @@ def solve_relu_programme(
 
     Tensors or arrays: X (n, d), with a column of ones for biases; y (n), ±1 for `logistic`; patterns (n, P) boolean
     (`sample_patterns`, `enumerate_patterns`). The loss is a sum: `squared` ½‖·‖², or `logistic`. Runs until the sum of both
-    residuals is `rtol` of that at zero. Weights are in X's dtype: take float64.
+    residuals is at most `atol`, or `rtol` of that at zero.
+    `max_evaluations` limits products with F or G. Weights are in X's dtype: take float64.
 
     Over all patterns, and with enough units, the optimum is the network's global one. Over sampled ones it is the best
     with those patterns only, and for more than a handful of features Adam on enough units often finds better ones.
@@ -107,7 +109,7 @@ def solve_relu_programme(
     options = options or AdmmOptions()
     counts = Counts()
     admm = _Admm(Gates(X, patterns), y, beta, loss, options, counts, as_generator(seed, X.device))
-    limits = Limits(max_iterations, rtol=rtol, check_every=check_every, max_seconds=max_seconds)
+    limits = Limits(max_iterations, rtol, atol, max_evaluations, max_seconds, check_every=check_every)
     run = drive(admm.start(), admm.step, admm.measure, limits, counts=counts, callback=callback,
                 keep_history=keep_history, progress=progress)  # fmt: skip
     return _result(admm, run, X)

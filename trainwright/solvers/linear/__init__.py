@@ -5,6 +5,7 @@ from .dcdm import dcdm, solve_dcdm
 from .direction_net import DirectionNet
 from .direction_training import train_direction_net
 from .grid import Family, PoissonGrid, RitzFamily
+from .heat import HeatStream, heat_coefficient
 from .sor import optimal_omega, solve_sor, sor
 from .ssor_pcg import solve_ssor_pcg, ssor_pcg
 from .system import LinearResult
@@ -16,6 +17,7 @@ __all__ = [
     "ChebCB",
     "DirectionNet",
     "Family",
+    "HeatStream",
     "LinearResult",
     "PoissonGrid",
     "RitzFamily",
@@ -24,6 +26,7 @@ __all__ = [
     "TsallisINFCB",
     "Tuner",
     "dcdm",
+    "heat_coefficient",
     "optimal_omega",
     "solve_dcdm",
     "solve_sor",

@@ -28,7 +28,7 @@ class ChebCB(Tuner):
     num_features: m. lipschitz_margin: multiplies the bounds on θ (the paper's 1). growth: η_t grows with t^growth beyond
     the theory's √t: 1 as in the authors' code (exploits soon, and can settle on a value that is not the best), 0 the theory.
 
-    >>> tuner = ChebCB(-1.0, 1.0, grid=[1.0, 1.5], random=0)
+    >>> tuner = ChebCB(-1.0, 1.0, grid=[1.0, 1.5], seed=0)
     >>> contexts = np.random.default_rng(1).uniform(-1, 1, 300)
     >>> for c in contexts:
     ...     tuner.observe(20 + 9 * c if tuner.suggest(c) == 1.5 else 20 - 9 * c)
@@ -43,9 +43,9 @@ class ChebCB(Tuner):
 
     def __init__(
         self, low: float, high: float, num_features: int = 6, grid: Sequence[float] = OMEGAS,
-        random: np.random.Generator | int = 0, *, floor: float = 1.0, lipschitz_margin: float = 1.0, growth: float = 1.0,
+        seed: int | np.random.Generator = 0, *, floor: float = 1.0, lipschitz_margin: float = 1.0, growth: float = 1.0,
     ) -> None:  # fmt: skip
-        super().__init__(grid, random, floor)
+        super().__init__(grid, seed, floor)
         check_interval(low, high)
         if num_features < 1 or not lipschitz_margin > 0:
             raise UserError(
@@ -59,8 +59,8 @@ class ChebCB(Tuner):
         self.square_sum = np.zeros(num_arms)
         self.rate, self.scale = 0.0, 0.0
         self.most, self.least = 0.0, math.inf
-        # Sums over rounds from which the cumulative squared error at any scale follows: of ŷ², ŷ·loss and loss².
-        self.predicted_square = self.predicted_loss = self.loss_square = 0.0
+        self.squared_error = 0.0
+        """Of the predictions as they were made, in units of the cost, whose scale may change."""
 
     def predict(self, context: float) -> np.ndarray:
         """Return the predicted cost of each value of the grid at a context, shape (d,)."""
@@ -93,10 +93,7 @@ class ChebCB(Tuner):
         self.rate = self._exploitation(spread)
 
     def _record(self, arm: int, loss: float, features: np.ndarray) -> None:
-        predicted = float(self.theta[arm] @ features)
-        self.predicted_square += predicted**2
-        self.predicted_loss += predicted * loss
-        self.loss_square += loss**2
+        self.squared_error += (self.scale * float(self.theta[arm] @ features) - loss) ** 2
         self.gram[arm] += np.outer(features, features)
         self.moment[arm] += loss * features
         self.square_sum[arm] += loss**2
@@ -114,7 +111,7 @@ class ChebCB(Tuner):
     def _exploitation(self, spread: float) -> float:
         """η_t = 2 t^growth √(d t / (R − residual + 2 α² t)): R the squared errors of the predictions as they were made."""
         rounds, size = self.num_rounds, self.theta.shape[1]
-        errors = self.predicted_square - 2 * self.predicted_loss / self.scale + self.loss_square / self.scale**2
+        errors = self.squared_error / self.scale**2
         alpha = (math.pi + 2 / math.pi * math.log(2 * size + 1)) / (2 * self.scale * (size + 1)) * spread
         excess = max(errors - self._residual(), 0.0) + 2 * alpha**2 * rounds
         return 2 * rounds**self.growth * math.sqrt(self.grid.size * rounds / excess) if excess > 0 else 0.0

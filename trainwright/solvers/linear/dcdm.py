@@ -35,8 +35,9 @@ class _Iterate:
 
 def solve_dcdm(
     A: Any, b: Any, model: Callable[[Tensor], Tensor], x0: Any = None, *, rtol: float = 1e-6, atol: float = 0.0,
-    maxiter: int = 100, num_previous: int = 2, project: Callable[[Tensor], Tensor] | None = None,
-    max_seconds: float | None = None, callback: Callback | None = None, keep_history: bool = False,
+    max_iterations: int = 100, max_evaluations: int | None = None, max_seconds: float | None = None,
+    num_previous: int = 2, project: Callable[[Tensor], Tensor] | None = None, callback: Callback | None = None,
+    keep_history: bool = False, progress: Callable[[str], None] | None = None,
 ) -> LinearResult:  # fmt: skip
     """Solve A x = b, A symmetric positive definite, along directions model(r/‖r‖) made A-orthogonal to the last ones.
 
@@ -75,8 +76,8 @@ def solve_dcdm(
         )
     method = _Dcdm(as_product(A, right.shape), right, model, num_previous, project or (lambda r: r))
     run = drive(
-        method.at(start, ()), method.step, _measure, Limits(maxiter, rtol=rtol, atol=atol, max_seconds=max_seconds),
-        counts=method.counts, callback=callback, keep_history=keep_history,
+        method.at(start, ()), method.step, _measure, Limits(max_iterations, rtol, atol, max_evaluations, max_seconds),
+        counts=method.counts, callback=callback, keep_history=keep_history, progress=progress,
     )  # fmt: skip
     return as_result(run, _like(b, run.best.x), method.counts)
 
@@ -93,7 +94,7 @@ def dcdm(
     0
     """
     result = solve_dcdm(
-        A, b, model, x0, rtol=0.0, atol=scipy_atol(b, rtol, atol), maxiter=maxiter,
+        A, b, model, x0, rtol=0.0, atol=scipy_atol(b, rtol, atol), max_iterations=maxiter,
         callback=scipy_callback(callback, lambda state: _like(b, state.x)),
     )  # fmt: skip
     return result.x, result.info
@@ -114,7 +115,7 @@ class _Dcdm:
         self.counts = Counts()
 
     def at(self, x: Tensor, previous: tuple[_Direction, ...]) -> _Iterate:
-        self.counts.add(matvecs=1)
+        self.counts.add(matvecs=1, nfev=1)
         image = self.product(x)
         if not isinstance(image, Tensor) or image.shape != x.shape:
             found = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
@@ -126,7 +127,7 @@ class _Dcdm:
     def step(self, state: _Iterate) -> _Iterate:
         direction = self._direction(state)
         image = self.product(direction)
-        self.counts.add(matvecs=1)
+        self.counts.add(matvecs=1, nfev=1)
         curvature = float((direction * image).sum())
         if not curvature > 0:
             raise Ended(Status.BREAKDOWN)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...artifacts import UserError
+from ..seeds import as_generator
 
 COARSEST = 4
 """Pooling ends where a side would fall below half of this."""
@@ -25,8 +26,7 @@ class DirectionNet(nn.Module):
     after the coarser level; the last entry serves all coarser levels too. With the default, one entry, all levels share
     their weights, so that a network trained on 32 × 32 goes as deep on 1024 × 1024 as that needs.
     max_levels: how many times to pool (default: until a side is below `COARSEST`). bias: without, the network is
-    positively homogeneous, and the size of its input does not matter. generator: of the first weights (default: one
-    of its own, seed 0).
+    positively homogeneous, and the size of its input does not matter. seed: of the first weights.
 
     The paper's network for N = 64: `DirectionNet(3, blocks=((2, 2), (3, 0)), max_levels=1, bias=True)`; its one pooling
     level and fixed depth are why its iterations grow with the grid.
@@ -38,7 +38,7 @@ class DirectionNet(nn.Module):
 
     def __init__(
         self, num_dims: int, channels: int = 16, blocks: Sequence[tuple[int, int]] = ((1, 1),),
-        max_levels: int | None = None, bias: bool = False, generator: torch.Generator | None = None,
+        max_levels: int | None = None, bias: bool = False, seed: int | torch.Generator = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         if num_dims not in CONVOLUTIONS or channels < 1 or not blocks:
@@ -53,7 +53,7 @@ class DirectionNet(nn.Module):
         self.before = nn.ModuleList(_pairs(convolution, channels, before, bias) for before, _ in blocks)
         self.after = nn.ModuleList(_pairs(convolution, channels, after, bias) for _, after in blocks)
         self.coarse_scale = nn.Parameter(torch.ones(len(blocks)))
-        self._draw(generator if generator is not None else torch.Generator().manual_seed(0))
+        self._draw(as_generator(seed))
 
     def forward(self, residual: Tensor) -> Tensor:
         return self.leave(self._level(self.enter(residual), 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,14 +11,16 @@ from torch import Tensor
 from ...artifacts import UserError, check_range
 from ..driver import Callback, Counts, Limits, Measured, drive
 from ..outcome import Result
+from ..seeds import as_generator
 from .direction_net import DirectionNet
 from .grid import Family
 
 
 def train_direction_net(
-    net: DirectionNet, families: Sequence[Family], *, num_steps: int = 600, batch_size: int = 10,
-    learning_rate: float = 2e-3, generator: torch.Generator, max_seconds: float | None = None,
-    callback: Callback | None = None, keep_history: bool = False,
+    net: DirectionNet, families: Sequence[Family], *, max_iterations: int = 600, batch_size: int = 10,
+    learning_rate: float = 2e-3, max_evaluations: int | None = None, max_seconds: float | None = None,
+    seed: int | torch.Generator = 0, callback: Callback | None = None, keep_history: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> Result:  # fmt: skip
     """Train `net` in place to give directions for the operators of `families` (drawn from in turn).
 
@@ -33,10 +35,9 @@ def train_direction_net(
     solutions.
 
     >>> from trainwright.solvers.linear import PoissonGrid
-    >>> random = torch.Generator().manual_seed(0)
-    >>> net = DirectionNet(1, channels=4, generator=random)
+    >>> net = DirectionNet(1, channels=4)
     >>> grids = [PoissonGrid((8,))]
-    >>> train_direction_net(net, grids, num_steps=80, learning_rate=0.01, generator=random).fun < 0.5
+    >>> train_direction_net(net, grids, max_iterations=80, learning_rate=0.01).fun < 0.5
     True
 
     Source: Kaneda et al., *A Deep Conjugate Direction Method for Iteratively Solving Linear Systems*, ICML 2023.
@@ -55,8 +56,9 @@ def train_direction_net(
                 f"grids of {net.num_dims} dimensions are needed for this network; got {family.shape}; make "
                 f"DirectionNet({len(family.shape)})"
             )
+    generator = as_generator(seed)
     optimizer = torch.optim.Adam(net.parameters(), learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(num_steps, 1))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(max_iterations, 1))
     losses: list[float] = []
     counts = Counts()
 
@@ -76,8 +78,8 @@ def train_direction_net(
         return Measured(math.nan, fun=losses[-1] if losses else 1.0)
 
     run = drive(
-        0, step, measure, Limits(num_steps, max_seconds=max_seconds), counts=counts, callback=callback,
-        keep_history=keep_history,
+        0, step, measure, Limits(max_iterations, max_evaluations=max_evaluations, max_seconds=max_seconds),
+        counts=counts, callback=callback, keep_history=keep_history, progress=progress,
     )  # fmt: skip
     last = losses[-max(len(losses) // 10, 1) :]
     return Result(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...artifacts import UserError
 from ...numerics.lanczos import lanczos
+from ..seeds import as_generator
 
 LOW_WEIGHT = 9.0
 """How much larger coefficients of the lower half of the spectrum are drawn, as in the paper's data."""
@@ -116,20 +117,20 @@ class RitzFamily:
     drawn with `LOW_WEIGHT` times larger coefficients; Ritz values below 1e-8 of the largest are left out. The
     vectors take 8 · num_vectors · n bytes.
 
-    >>> family = RitzFamily(PoissonGrid((4, 4)).apply, (4, 4), num_vectors=8, generator=torch.Generator().manual_seed(0))
+    >>> family = RitzFamily(PoissonGrid((4, 4)).apply, (4, 4), num_vectors=8)
     >>> family.sample(3, torch.Generator().manual_seed(1)).shape
     torch.Size([3, 4, 4])
     """
 
     def __init__(
-        self, apply: Callable[[Tensor], Tensor], shape: Sequence[int], num_vectors: int, *, generator: torch.Generator,
-        extra_low: int = 0,
+        self, apply: Callable[[Tensor], Tensor], shape: Sequence[int], num_vectors: int, *, extra_low: int = 0,
+        seed: int | torch.Generator = 0,
     ) -> None:  # fmt: skip
         self.shape = tuple(shape)
         self.apply = apply
         found = lanczos(
             lambda v: apply(v.reshape(1, *self.shape)).reshape(-1), math.prod(self.shape), num_vectors,
-            generator=generator, vectors=True,
+            generator=as_generator(seed), vectors=True,
         )  # fmt: skip
         assert found.vectors is not None
         keep = found.ritz_values > 1e-8 * found.ritz_values[-1]

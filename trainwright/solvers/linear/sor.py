@@ -22,15 +22,16 @@ class _Iterate:
 
 
 def solve_sor(
-    A: Any, b: Any, omega: float = 1.0, x0: Any = None, *, rtol: float = 1e-8, atol: float = 0.0, maxiter: int = 10_000,
-    max_seconds: float | None = None, callback: Callback | None = None, keep_history: bool = False,
+    A: Any, b: Any, omega: float = 1.0, x0: Any = None, *, rtol: float = 1e-8, atol: float = 0.0,
+    max_iterations: int = 10_000, max_evaluations: int | None = None, max_seconds: float | None = None,
+    callback: Callback | None = None, keep_history: bool = False, progress: Callable[[str], None] | None = None,
 ) -> LinearResult:  # fmt: skip
     """Solve A x = b (A of shape (n, n), sparse or dense) by x ← x + (D/ω + L)⁻¹ (b − A x), D and L of A's lower triangle.
 
     It stops at ‖b − A x‖ ≤ max(atol, rtol · ‖b − A x0‖). `omega` in (0, 2): 1 is Gauss-Seidel; for consistently
     ordered matrices (grids) the best is `optimal_omega(ρ)`. It converges for every symmetric positive definite A, and
     diverges for an indefinite one (status DIVERGED). It computes in float64 on the CPU; `x` is an array or tensor as b is, of
-    its dtype. `max_seconds`: another limit.
+    its dtype. `max_evaluations` limits products with A.
 
     When not: alone on large ill-conditioned systems. The iterations grow with √κ at the best ω and with κ at others;
     `solve_ssor_pcg` needs fewer and forgives a wrong ω, multigrid (PyAMG) does not grow with n.
@@ -44,11 +45,11 @@ def solve_sor(
     Source: Young, *Iterative Methods for Solving Partial Difference Equations of Elliptic Type*, 1954.
     """
     system = make_system(A, b, x0)
-    sweep, counts = LowerSweep(system.matrix, omega), Counts(matvecs=1)
+    sweep, counts = LowerSweep(system.matrix, omega), Counts(matvecs=1, nfev=1)
 
     def step(state: _Iterate) -> _Iterate:
         x = state.x + sweep.solve(state.residual)
-        counts["matvecs"] += 1
+        counts.add(matvecs=1, nfev=1)
         return _Iterate(x, system.residual(x))
 
     def measure(state: _Iterate) -> Measured:
@@ -57,8 +58,8 @@ def solve_sor(
 
     run = drive(
         _Iterate(system.x0, system.residual(system.x0)), step, measure,
-        Limits(maxiter, rtol=rtol, atol=atol, max_seconds=max_seconds),
-        counts=counts, callback=callback, keep_history=keep_history,
+        Limits(max_iterations, rtol, atol, max_evaluations, max_seconds),
+        counts=counts, callback=callback, keep_history=keep_history, progress=progress,
     )  # fmt: skip
     return as_result(run, system.back(run.best.x), counts)
 
@@ -75,7 +76,7 @@ def sor(
     0
     """
     result = solve_sor(
-        A, b, omega, x0, rtol=0.0, atol=scipy_atol(b, rtol, atol), maxiter=maxiter,
+        A, b, omega, x0, rtol=0.0, atol=scipy_atol(b, rtol, atol), max_iterations=maxiter,
         callback=scipy_callback(callback, lambda state: back_like(b)(state.x)),
     )  # fmt: skip
     return result.x, result.info

@@ -25,8 +25,9 @@ class _Iterate:
 
 
 def solve_ssor_pcg(
-    A: Any, b: Any, omega: float = 1.0, x0: Any = None, *, rtol: float = 1e-8, atol: float = 0.0, maxiter: int = 10_000,
-    max_seconds: float | None = None, callback: Callback | None = None, keep_history: bool = False,
+    A: Any, b: Any, omega: float = 1.0, x0: Any = None, *, rtol: float = 1e-8, atol: float = 0.0,
+    max_iterations: int = 10_000, max_evaluations: int | None = None, max_seconds: float | None = None,
+    callback: Callback | None = None, keep_history: bool = False, progress: Callable[[str], None] | None = None,
 ) -> LinearResult:  # fmt: skip
     """Solve A x = b for a symmetric positive definite A (n, n) by conjugate gradients, preconditioned with
 
@@ -34,7 +35,8 @@ def solve_ssor_pcg(
 
     It stops at ‖b − A x‖ ≤ max(atol, rtol · ‖b − A x0‖) (the recurrence's residual). `omega` in (0, 2); near the best
     ω the iterations grow with κ^¼ on grids, and a wrong ω costs little. An iteration is one product with A and two
-    sweeps. It computes in float64 on the CPU; `x` is an array or tensor as b is, of its dtype. `max_seconds`: another limit.
+    sweeps. It computes in float64 on the CPU; `x` is an array or tensor as b is, of its dtype.
+    `max_evaluations` limits products with A.
 
     When not: for matrices that are not symmetric positive definite (not symmetric: an error; not positive definite: the
     status BREAKDOWN, with the best iterate so far); multigrid (PyAMG) wins on large grids.
@@ -48,8 +50,8 @@ def solve_ssor_pcg(
     system = make_system(A, b, x0, symmetric=True)
     method = _Pcg(system, omega)
     run = drive(
-        method.start(), method.step, _measure, Limits(maxiter, rtol=rtol, atol=atol, max_seconds=max_seconds),
-        counts=method.counts, callback=callback, keep_history=keep_history,
+        method.start(), method.step, _measure, Limits(max_iterations, rtol, atol, max_evaluations, max_seconds),
+        counts=method.counts, callback=callback, keep_history=keep_history, progress=progress,
     )  # fmt: skip
     return as_result(run, system.back(run.best.x), method.counts)
 
@@ -66,7 +68,7 @@ def ssor_pcg(
     0
     """
     result = solve_ssor_pcg(
-        A, b, omega, x0, rtol=0.0, atol=scipy_atol(b, rtol, atol), maxiter=maxiter,
+        A, b, omega, x0, rtol=0.0, atol=scipy_atol(b, rtol, atol), max_iterations=maxiter,
         callback=scipy_callback(callback, lambda state: back_like(b)(state.x)),
     )  # fmt: skip
     return result.x, result.info
@@ -79,7 +81,7 @@ class _Pcg:
         self.weight = (2 - omega) / omega * system.matrix.diagonal()
 
     def start(self) -> _Iterate:
-        self.counts.add(matvecs=1)
+        self.counts.add(matvecs=1, nfev=1)
         residual = self.system.residual(self.system.x0)
         preconditioned = self.precondition(residual)
         return _Iterate(self.system.x0, residual, preconditioned, float(residual @ preconditioned))
@@ -88,7 +90,7 @@ class _Pcg:
         return self.sweep.solve_transposed(self.weight * self.sweep.solve(residual))
 
     def step(self, state: _Iterate) -> _Iterate:
-        self.counts.add(matvecs=1)
+        self.counts.add(matvecs=1, nfev=1)
         image = self.system.matrix @ state.direction
         curvature = float(state.direction @ image)
         if not curvature > 0:

@@ -22,7 +22,7 @@ class TsallisINF(Tuner):
     grid, with regret O(√(d T)); where the best value changes from system to system and something is known of each,
     `TsallisINFCB` or `ChebCB` reach less. Not for short streams: with d = 20 values it explores for some hundred rounds.
 
-    >>> tuner = TsallisINF(grid=[1.0, 1.5], random=0)
+    >>> tuner = TsallisINF(grid=[1.0, 1.5], seed=0)
     >>> for _ in range(200):
     ...     tuner.observe(10.0 if tuner.suggest() == 1.5 else 30.0)
     >>> int(tuner.probabilities.argmax())
@@ -33,9 +33,9 @@ class TsallisINF(Tuner):
     """
 
     def __init__(
-        self, grid: Sequence[float] = OMEGAS, random: np.random.Generator | int = 0, *, floor: float = 1.0
+        self, grid: Sequence[float] = OMEGAS, seed: int | np.random.Generator = 0, *, floor: float = 1.0
     ) -> None:
-        super().__init__(grid, random, floor)
+        super().__init__(grid, seed, floor)
         self.losses = np.zeros(self.grid.size)
         self.loss_sum = 0.0
 
@@ -69,7 +69,7 @@ class TsallisINFCB(Tuner):
     Contexts beyond the ends fall into the end bins. Its regret against the best Lipschitz policy is O(T^(2/3)) for the
     best number of bins; each bin explores on its own, so short streams favour few bins.
 
-    >>> tuner = TsallisINFCB(0.0, 1.0, num_bins=2, grid=[1.0, 1.5], random=0)
+    >>> tuner = TsallisINFCB(0.0, 1.0, num_bins=2, grid=[1.0, 1.5], seed=0)
     >>> for round in range(400):
     ...     context = (round % 2) * 0.9
     ...     tuner.observe(10.0 if (tuner.suggest(context) == 1.5) == (context > 0.5) else 30.0)
@@ -83,9 +83,9 @@ class TsallisINFCB(Tuner):
 
     def __init__(
         self, low: float, high: float, num_bins: int = 5, grid: Sequence[float] = OMEGAS,
-        random: np.random.Generator | int = 0, *, floor: float = 1.0,
+        seed: int | np.random.Generator = 0, *, floor: float = 1.0,
     ) -> None:  # fmt: skip
-        super().__init__(grid, random, floor)
+        super().__init__(grid, seed, floor)
         check_interval(low, high)
         if num_bins < 1:
             raise UserError(f"at least one bin is needed; got num_bins={num_bins}; the paper uses 5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,16 +24,16 @@ class Tuner(ABC):
     """Choose among the values of a grid at each round, from the costs of the values chosen before.
 
     A cost is what is to be small, such as a number of iterations; `floor` is the smallest that it can be (1 for
-    iterations). Subclasses give `_probabilities` and `_learn`. `random`: a NumPy generator or a seed.
+    iterations). Subclasses give `_probabilities` and `_learn`. `seed`: a number or a NumPy generator.
     """
 
     needs_context = False
 
-    def __init__(self, grid: Sequence[float], random: np.random.Generator | int, floor: float = 1.0) -> None:
+    def __init__(self, grid: Sequence[float], seed: int | np.random.Generator, floor: float = 1.0) -> None:
         self.grid = np.asarray(grid, dtype=np.float64)
         if self.grid.ndim != 1 or self.grid.size == 0 or not np.isfinite(self.grid).all():
             raise UserError(f"a grid of at least one finite value is needed; got {grid!r}; the default is OMEGAS")
-        self.random, self.floor = as_numpy_generator(random), floor
+        self.random, self.floor = as_numpy_generator(seed), floor
         self.num_rounds = 0
         self.probabilities = np.full(self.grid.size, 1 / self.grid.size)
         self._arm: int | None = None
@@ -91,28 +92,34 @@ class Stream:
 
 def solve_stream(
     systems: Iterable[tuple[Any, Any, float]], tuner: Tuner, *, solve: Callable[..., LinearResult] = solve_sor,
-    rtol: float = 1e-8, maxiter: int = 10_000, on_result: Callable[[LinearResult], None] | None = None,
+    rtol: float = 1e-8, max_iterations: int = 10_000, on_result: Callable[[LinearResult], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Stream:  # fmt: skip
     """Solve a stream of systems (A, b, context) one after another, the tuner choosing ω before each and learning after.
 
-    `solve`: `solve_sor` or `solve_ssor_pcg`. A system that meets `maxiter` costs `maxiter`; one that diverges too, so
+    `solve`: `solve_sor` or `solve_ssor_pcg`. A system that meets `max_iterations` costs as many; one that diverges too, so
     that the tuner does not take an early end for a cheap one.
 
     >>> from trainwright.solvers.linear import TsallisINF
     >>> matrix = [[2.0, -1.0], [-1.0, 2.0]]
-    >>> stream = solve_stream([(matrix, [1.0, 0.5 * t], 0.0) for t in range(5)], TsallisINF(random=0))
+    >>> stream = solve_stream([(matrix, [1.0, 0.5 * t], 0.0) for t in range(5)], TsallisINF(seed=0))
     >>> len(stream.costs), stream.num_failed
     (5, 0)
     """
-    omegas, costs, num_failed = [], [], 0
+    omegas: list[float] = []
+    costs: list[int] = []
+    num_failed, told = 0, time.monotonic()
     for matrix, right, context in systems:
         omega = tuner.suggest(context)
-        result = solve(matrix, right, omega, rtol=rtol, maxiter=maxiter)
-        cost = max(result.nit, 1) if result.success else maxiter
+        result = solve(matrix, right, omega, rtol=rtol, max_iterations=max_iterations)
+        cost = max(result.nit, 1) if result.success else max_iterations
         tuner.observe(cost)
         num_failed += not result.success
         omegas.append(omega)
         costs.append(cost)
         if on_result is not None:
             on_result(result)
+        if progress is not None and time.monotonic() - told >= 1.0:
+            told = time.monotonic()
+            progress(f"system {len(costs)}: omega {omega:.3g}, mean of the last 100 costs {np.mean(costs[-100:]):.4g}")
     return Stream(omegas, costs, num_failed)

@@ -40,7 +40,7 @@ def minimax(
     max_iterations: int,
     rtol: float = 0.0,
     atol: float = 0.0,
-    max_nsfo: int | None = None,
+    max_evaluations: int | None = None,
     max_seconds: float | None = None,
     check_every: int | None = None,
     max_batch: int | None = None,
@@ -59,7 +59,7 @@ def minimax(
     the run ends where it is at most `atol`, or `rtol` times its size at the start. It is measured every `check_every`
     steps (default: where the method computes it anyway). With a tolerance the run depends on it and the measurement counts as n
     component gradients, unless the method needs the same gradient; without one it is for the record alone, and not counted.
-    `max_nsfo`: limit of component gradients. `max_batch`: components a call, for full gradients that do not fit in memory.
+    `max_evaluations`: limit of component gradients. `max_batch`: components a call, for full gradients that do not fit in memory.
 
     Returns the method's own output (its `output_rule`) wherever the run ends; only where it ended as NOT_FINITE or DIVERGED,
     the best point measured.
@@ -95,7 +95,7 @@ def minimax(
         max_iterations=max_iterations,
         rtol=rtol,
         atol=atol,
-        max_evaluations=max_nsfo,
+        max_evaluations=max_evaluations,
         max_seconds=max_seconds,
         check_every=check_every or method.check_every(num_components),
     )

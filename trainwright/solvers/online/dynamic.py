@@ -58,6 +58,7 @@ class DynamicOMD(Learner):
     def _play(self) -> Tensor:
         self.plays = plays = self.feasible.project(self.auxiliary - self.steps * self.hint.unsqueeze(-2))
         expected = self.losses + self._surrogate(plays, self.hint)
+        assert self.gradient_bound is not None
         root = (self.gradient_bound**2 + self.surprise).sqrt()
         rate = self.meta_rate * math.sqrt(math.log(max(2, self.num_experts))) / (self.feasible.diameter * root)
         weights = torch.softmax(-rate * expected, -1).to(self.start)

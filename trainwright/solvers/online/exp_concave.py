@@ -44,6 +44,7 @@ class ExpConcaveOMD(Learner):
         super().__init__(feasible, batch_shape)
         self.beta = beta if beta is not None else min(1 / (4 * gradient_bound * feasible.diameter), exp_concavity) / 2
         need_positive(beta=self.beta)
+        self.gradient_bound = gradient_bound
         scale = regularization + self.beta / 2 * gradient_bound**2
         eye = torch.eye(self.start.shape[-1], dtype=self.start.dtype, device=self.start.device)
         self.metric = (scale * eye).expand(*batch_shape, *eye.shape).clone()

@@ -23,7 +23,7 @@ class OptimisticFTRL(Learner):
     Source: Sachs, Hadiji, van Erven, Guzmán, Between Stochastic and Adversarial Online Convex Optimization, NeurIPS 2022.
 
     >>> from trainwright.solvers.online import Simplex
-    >>> learner = OptimisticFTRL(Simplex(3), gradient_bound=1.0, smoothness=1.0)
+    >>> learner = OptimisticFTRL(Simplex(3), gradient_bound=1.5, smoothness=1.0)
     >>> for _ in range(100):
     ...     _ = learner.predict()
     ...     learner.update(torch.tensor([1.0, 0.0, 1.0]))
@@ -44,6 +44,7 @@ class OptimisticFTRL(Learner):
         self.nu = smoothness * diameter**2 + diameter * gradient_bound if nu is None else nu
         need_positive(gradient_bound=gradient_bound, nu=self.nu, smoothness=1.0 + smoothness)
         super().__init__(feasible, batch_shape)
+        self.gradient_bound = gradient_bound
         self.total, self.weighted = torch.zeros_like(self.start), self._zeros()
 
     def _step(self) -> Tensor:

@@ -11,6 +11,9 @@ from torch import Tensor
 from ...artifacts import UserError
 from .sets import ConvexSet
 
+BOUND_ROUNDING = 1e-6
+"""By how much of itself a stated bound may be exceeded: float32's rounding of a norm."""
+
 
 class Learner(ABC):
     """A player of online convex optimisation: `predict()` gives the play xₜ of this round, `update(gradient)` ends the round.
@@ -18,6 +21,9 @@ class Learner(ABC):
     `batch_shape`: that many independent players at once; plays and gradients are then (*batch_shape, d). State is kept
     in the set's dtype (sums of squares in float64), on its device. The best play is not knowable on line: regret is.
     """
+
+    gradient_bound: float | None = None
+    """G, where the method rests on one; a gradient above it is refused."""
 
     def __init__(self, feasible: ConvexSet, batch_shape: tuple[int, ...] = ()) -> None:
         if not all(hasattr(feasible, name) for name in ("centre", "diameter", "project")):
@@ -46,6 +52,7 @@ class Learner(ABC):
         if self.play is None:
             raise UserError("predict() is needed before update(); got update() alone; play the round first")
         gradient = self._checked(gradient, "gradient")
+        self._check_bound(gradient)
         self._learn(gradient)
         self.num_rounds += 1
         self.hint, self.play = gradient, None
@@ -57,6 +64,16 @@ class Learner(ABC):
     @abstractmethod
     def _learn(self, gradient: Tensor) -> None:
         """Take the gradient at `play`; `hint` is what was expected."""
+
+    def _check_bound(self, gradient: Tensor) -> None:
+        """The steps, and every regret bound, rest on the bound that was stated: a longer gradient is refused."""
+        bound = self.gradient_bound
+        longest = 0.0 if bound is None else float(gradient.double().norm(dim=-1).max())
+        if bound is not None and longest > bound * (1 + BOUND_ROUNDING):
+            raise UserError(
+                f"gradients of at most gradient_bound = {bound:g} in norm are needed; got one of {longest:g}; state a bound "
+                "that holds, or use AdaGradNorm, which needs none"
+            )
 
     def _checked(self, value: Tensor, name: str) -> Tensor:
         value = torch.as_tensor(value)

@@ -45,15 +45,16 @@ class _Round:
 def play(
     learner: Learner,
     environment: Environment,
-    num_rounds: int,
     *,
+    max_iterations: int,
     comparator: Tensor | Callable[[int], Tensor] | None = None,
+    max_evaluations: int | None = None,
     max_seconds: float | None = None,
     callback: Callback | None = None,
     keep_history: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> OnlineResult:
-    """Play T rounds: predict xₜ, suffer fₜ(xₜ), update with gₜ; the regret is Σₜ fₜ(xₜ) − fₜ(uₜ).
+    """Play T = `max_iterations` rounds: predict xₜ, suffer fₜ(xₜ), update with gₜ; the regret is Σₜ fₜ(xₜ) − fₜ(uₜ).
 
     `environment(t, x)` → (loss (…), gradient (…, d)), t from 0. Where gradients are noisy, let the loss be the expected
     one, or the one of the same draw, for all x. `comparator`: u (d,), such as `best_in_hindsight`, or a function of t for dynamic
@@ -65,13 +66,13 @@ def play(
     >>> target = torch.tensor([0.5, 0.5], dtype=torch.float64)
     >>> def environment(t, x):
     ...     return ((x - target) ** 2).sum(-1) / 2, x - target
-    >>> result = play(OGD(Ball(2), strong_convexity=1.0), environment, 50, comparator=target)
+    >>> result = play(OGD(Ball(2), strong_convexity=1.0), environment, max_iterations=50, comparator=target)
     >>> result.status.name, round(float(result.regret), 4)
     ('COMPLETED', 0.25)
     """
     if not isinstance(learner, Learner):
         raise UserError(f"a learner such as OptimisticOMD(…) is needed; got {learner!r}; make one with its set")
-    num_rounds = need_count("num_rounds", num_rounds, 1)
+    need_count("max_iterations", max_iterations, 1)
     counts, losses, compared = Counts(nfev=0), [], []
     total = torch.zeros_like(learner.start)
 
@@ -93,7 +94,7 @@ def play(
     def measure(state: _Round) -> Measured:
         return Measured(torch.nan, state.total_loss / max(1, state.num))
 
-    limits = Limits(num_rounds, max_seconds=max_seconds)
+    limits = Limits(max_iterations, max_evaluations=max_evaluations, max_seconds=max_seconds)
     run = drive(_Round(learner.predict(), 0.0, 0), step, measure, limits,
                 counts=counts, callback=callback, keep_history=keep_history, progress=progress)  # fmt: skip
     num, found = len(losses), torch.stack(losses) if losses else torch.zeros(0)

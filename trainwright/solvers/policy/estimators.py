@@ -87,7 +87,7 @@ class Estimator:
         weights = trajectories.rewards_to_go(self.discount)
         if self.baseline is None:
             return weights
-        return weights - self.discount**trajectories.time * self.baseline(trajectories)
+        return weights - self.discount ** trajectories.time.to(weights) * self.baseline(trajectories)
 
     def _sums(self, theta: Tensor, trajectories: Trajectories, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return Φ and log p(τ|θ) (up to what does not depend on θ) per trajectory."""

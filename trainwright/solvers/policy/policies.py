@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ...artifacts import UserError
+from ..seeds import as_generator
 
 
 class SoftmaxMLP(nn.Module):
     """π(a|s) = softmax(f(s))ₐ, f a network with tanh; for discrete actions.
 
     `observation_dim`, `num_actions`; `hidden`: widths, () for a table of logits on one-hot observations (no bias then). Weights
-    are drawn from the generator of `seed`; observations (…, observation_dim), actions (…) of int64.
+    are drawn by `seed`, a number or a generator; observations (…, observation_dim), actions (…) of int64.
 
     >>> policy = SoftmaxMLP(4, 2, seed=0)
     >>> observations = torch.zeros(3, 4)
@@ -28,7 +29,9 @@ class SoftmaxMLP(nn.Module):
     torch.Size([3])
     """
 
-    def __init__(self, observation_dim: int, num_actions: int, hidden: Sequence[int] = (32, 32), seed: int = 0) -> None:
+    def __init__(
+        self, observation_dim: int, num_actions: int, hidden: Sequence[int] = (32, 32), seed: int | torch.Generator = 0
+    ) -> None:
         super().__init__()
         self.network = mlp([observation_dim, *hidden, num_actions], seed)
 
@@ -59,7 +62,7 @@ class GaussianMLP(nn.Module):
         action_dim: int,
         hidden: Sequence[int] = (64, 64),
         initial_std: float = 1.0,
-        seed: int = 0,
+        seed: int | torch.Generator = 0,
     ) -> None:
         super().__init__()
         if not initial_std > 0:
@@ -79,9 +82,9 @@ class GaussianMLP(nn.Module):
         return -(scaled.square() / 2 + self.log_std + math.log(2 * math.pi) / 2).sum(-1)
 
 
-def mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
+def mlp(widths: Sequence[int], seed: int | torch.Generator) -> nn.Sequential:
     """Return linear layers with tanh between; the weights are drawn from a generator of their own."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = as_generator(seed)
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
         # built on the meta device, so that the module's own initialisation draws nothing from the global state

@@ -36,12 +36,12 @@ class Trajectories:
     def rewards_to_go(self, discount: float) -> Tensor:
         """Return Σ_{l ≥ h} γˡ r_l per step h, discounted from the start of the trajectory: (S,)."""
         table = self.rewards.new_zeros(int(self.time.max()) + 1, self.num)
-        table[self.time, self.owner] = self.rewards * discount**self.time
+        table[self.time, self.owner] = self.rewards * discount ** self.time.to(self.rewards)
         return table.flip(0).cumsum(0).flip(0)[self.time, self.owner]
 
     def returns(self, discount: float = 1.0) -> Tensor:
         """Return Σ_h γʰ r_h per trajectory: (num,)."""
-        return self.per_trajectory(self.rewards * discount**self.time)
+        return self.per_trajectory(self.rewards * discount ** self.time.to(self.rewards))
 
 
 def rollout(env: Any, policy: nn.Module, num: int, horizon: int, generator: torch.Generator) -> Trajectories:

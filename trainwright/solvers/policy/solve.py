@@ -50,7 +50,7 @@ def learn(
     horizon: int = 200,
     discount: float = 0.99,
     use_baseline: bool = False,
-    max_trajectories: int | None = None,
+    max_evaluations: int | None = None,
     max_seconds: float | None = None,
     seed: int | torch.Generator = 0,
     callback: Callback | None = None,
@@ -64,8 +64,8 @@ def learn(
     changed. `batch_size`: trajectories an estimate (theory: 1; best a multiple of `num_envs`). `use_baseline`: subtract a
     linear value of the state.
 
-    The history has `mean_return` per iteration. Iterations end at `max_iterations` or `max_trajectories`. The estimates
-    are noisy: the last iterate is the result, or the last finite one where parameters or returns became NaN (NOT_FINITE).
+    The history has `mean_return` per iteration. Iterations end at `max_iterations` or `max_evaluations` (trajectories). The
+    estimates are noisy: the last iterate is the result, or the last finite one where parameters or returns became NaN (NOT_FINITE).
     Needs gymnasium (extra `solvers-policy`) only to make its environments. Not for data of another policy, nor where a
     critic pays: see PPO and its kin.
 
@@ -94,7 +94,7 @@ def learn(
         _first(lambda: method.start(oracle, oracle.start)),
         lambda state: method.advance(oracle, state),
         _measure,
-        Limits(max_iterations, max_evaluations=max_trajectories, max_seconds=max_seconds),
+        Limits(max_iterations, max_evaluations=max_evaluations, max_seconds=max_seconds),
         counts=oracle.counts,
         callback=callback,
         keep_history=keep_history,

@@ -27,7 +27,8 @@ def sinkhorn(
     and `"result"` the full `TransportResult`.
 
     Departures from POT: `stopThr` holds for the L1 error of both marginals at every iteration (POT: the L2 error of
-    one, every ten); the marginals must be positive and sum to one. Not reached within `numItermax`: a warning.
+    one, every ten); the marginals must sum to one (within 1e-6; they are
+    divided by their sums), for POT takes any two of equal sums. Not reached within `numItermax`: a warning.
 
     >>> import numpy as np
     >>> cost = np.array([[0.0, 1.0], [1.0, 0.0]])
@@ -36,10 +37,10 @@ def sinkhorn(
     """
     if method == "sns":
         result = solve_sns(
-            a, b, M, reg, tol=stopThr, max_iterations=numItermax, options=options, keep_history=log or verbose
+            a, b, M, reg, atol=stopThr, max_iterations=numItermax, options=options, keep_history=log or verbose
         )
     elif method == "sinkhorn_log":
-        result = solve_sinkhorn(a, b, M, reg, tol=stopThr, max_iterations=numItermax, keep_history=log or verbose)
+        result = solve_sinkhorn(a, b, M, reg, atol=stopThr, max_iterations=numItermax, keep_history=log or verbose)
     else:
         raise UserError(f"method 'sns' or 'sinkhorn_log' is needed; got {method!r}; for others use POT")
     if warn and not result.success:

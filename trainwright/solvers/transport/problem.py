@@ -45,13 +45,32 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Support:
+    """The points of positive weight among all: their places `rows` and `cols` in a plan of `shape`."""
+
+    rows: Tensor
+    cols: Tensor
+    shape: tuple[int, int]
+
+    def spread(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return potentials of all points: −∞ where there is no weight, so that the plan is zero there."""
+        whole_f, whole_g = (part.new_full((size,), -math.inf) for part, size in zip((f, g), self.shape))
+        whole_f[self.rows], whole_g[self.cols] = f, g
+        return whole_f, whole_g
+
+
+@dataclass(frozen=True)
 class Problem:
-    """Marginals a (n,) and b (m,) in float64 with sum one, cost (n, m) of any floating dtype, reg > 0 (cost units)."""
+    """Marginals a (n,) and b (m,) > 0 in float64 with sum one, cost (n, m) of any floating dtype, reg > 0 (cost units).
+
+    Points without weight are left out of a, b and the cost; `support` says which there were, `None` where all have weight.
+    """
 
     a: Tensor
     b: Tensor
     cost: Tensor
     reg: float
+    support: Support | None = None
 
     def blocks(self) -> Iterator[slice]:
         num_rows, num_cols = self.cost.shape
@@ -74,6 +93,15 @@ class Problem:
     def plan(self, f: Tensor, g: Tensor) -> Tensor:
         """Return the whole plan (n, m) in float64: as large as the cost."""
         return torch.cat([self.plan_block(f, g, block) for block in self.blocks()])
+
+    def whole_plan(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return the plan of all points, those without weight too, at potentials of all points."""
+        if self.support is None:
+            return self.plan(f, g)
+        rows, cols = self.support.rows, self.support.cols
+        found = f.new_zeros(self.support.shape)
+        found[rows[:, None], cols] = self.plan(f[rows], g[cols])
+        return found
 
     def evaluate(self, f: Tensor, g: Tensor, num_kept: int) -> Evaluation:
         """Return marginals, dual value and the `num_kept` largest entries of the plan, in one pass."""
@@ -128,7 +156,10 @@ class _Largest:
 
 
 def make_problem(a: Any, b: Any, cost: Any, reg: float) -> Problem:
-    """Check the input and return a `Problem`; empty marginals stand for uniform ones, as in POT."""
+    """Check the input and return a `Problem`; empty marginals stand for uniform ones, as in POT.
+
+    Marginals whose sums are one within 1e-6 (or twice their dtype's rounding) are divided by them; nothing else is changed.
+    """
     matrix = _tensor(cost, "the cost M")
     if matrix.dim() != 2 or 0 in matrix.shape:
         raise UserError(f"a cost matrix of shape (n, m) is needed; got {tuple(matrix.shape)}; give M[i, j] as a matrix")
@@ -142,7 +173,16 @@ def make_problem(a: Any, b: Any, cost: Any, reg: float) -> Problem:
         )
     if low < 0:
         raise UserError(f"costs ≥ 0 are needed; got a smallest cost of {low:g}; subtract it: the plan stays the same")
-    return Problem(_marginal(a, "a", matrix, 0), _marginal(b, "b", matrix, 1), matrix, float(reg))
+    return _supported(_marginal(a, "a", matrix, 0), _marginal(b, "b", matrix, 1), matrix, float(reg))
+
+
+def _supported(a: Tensor, b: Tensor, cost: Tensor, reg: float) -> Problem:
+    """Leave out the points without weight, whose rows of the plan are zero: logarithms of weights are taken."""
+    if bool((a > 0).all()) and bool((b > 0).all()):
+        return Problem(a, b, cost, reg)
+    rows, cols = (part.nonzero().flatten() for part in (a, b))
+    shape = (len(a), len(b))
+    return Problem(a[rows], b[cols], cost[rows[:, None], cols], reg, Support(rows, cols, shape))
 
 
 def _marginal(values: Any, name: str, cost: Tensor, dim: int) -> Tensor:
@@ -157,10 +197,8 @@ def _marginal(values: Any, name: str, cost: Tensor, dim: int) -> Tensor:
             f"{name} of shape ({size},) is needed for a cost of shape {tuple(cost.shape)}; "
             f"got {tuple(marginal.shape)}; give one weight for each {('row', 'column')[dim]}"
         )
-    if not bool((marginal > 0).all()):
-        raise UserError(
-            f"weights > 0 are needed in {name}; got {float(marginal.min()):g}; leave out points without mass"
-        )
+    if not bool((marginal >= 0).all()):
+        raise UserError(f"weights ≥ 0 are needed in {name}; got {float(marginal.min()):g}; check how they are made")
     total = float(marginal.sum())
     if not abs(total - 1) <= tolerance:
         raise UserError(f"{name} must sum to 1 (within {tolerance:g}); got {total:.9g}; divide it by its sum")

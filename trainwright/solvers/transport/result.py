@@ -26,7 +26,9 @@ class Potentials:
 
 @dataclass(frozen=True)
 class TransportResult(Result):
-    """`x` is the pair of potentials (f, g), each of the cost's unit; `fun` is ⟨P, C⟩ + reg · Σ P log P.
+    """`x` is the pair of potentials (f, g), each of the cost's unit (−∞ at points without weight).
+
+    `fun` is ⟨P, C⟩ + reg · Σ P log P.
 
     `nfev` counts passes over the cost (n · m exponentials each), `ncg` sparse products of the Newton systems.
     """
@@ -42,15 +44,16 @@ class TransportResult(Result):
 
     def plan(self) -> Tensor:
         """Return the plan (n, m) in float64; it is computed at the call, and as large as the cost."""
-        return self.problem.plan(*self.x)
+        return self.problem.whole_plan(*self.x)
 
 
 def as_result(problem: Problem, run: Run[Potentials]) -> TransportResult:
     best, measured = run.best, run.best_measured
     transport, entropy = problem.objective(best.f, best.g)
     counts = run.counts
+    potentials = (best.f, best.g) if problem.support is None else problem.support.spread(best.f, best.g)
     return TransportResult(
-        x=(best.f, best.g), fun=transport + problem.reg * entropy, success=run.status.success, status=run.status,
+        x=potentials, fun=transport + problem.reg * entropy, success=run.status.success, status=run.status,
         message=message(run.status), nit=run.nit, nfev=counts["nfev"], history=run.history, cost=transport,
         marginal_error=measured.residual, num_sinkhorn=counts["sinkhorn"], num_newton=counts["newton"],
         ncg=counts["ncg"], problem=problem,

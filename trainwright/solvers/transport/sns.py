@@ -8,6 +8,7 @@ step (f, g) += α · reg · M⁻¹ (a − P 1, b − Pᵀ 1), CG with a Jacobi p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,15 +71,16 @@ class SnsOptions:
 
 
 def solve_sns(
-    a: Any, b: Any, cost: Any, reg: float, *, tol: float = 1e-9, max_iterations: int = 500,
-    options: SnsOptions | None = None, max_seconds: float | None = None, callback: Callback | None = None,
-    keep_history: bool = False,
+    a: Any, b: Any, cost: Any, reg: float, *, rtol: float = 0.0, atol: float = 1e-9, max_iterations: int = 500,
+    max_evaluations: int | None = None, max_seconds: float | None = None, options: SnsOptions | None = None,
+    callback: Callback | None = None, keep_history: bool = False, progress: Callable[[str], None] | None = None,
 ) -> TransportResult:  # fmt: skip
     """Solve entropic transport, min ⟨P, C⟩ + reg Σ P (log P − 1) with marginals a (n,), b (m,), by sparse Newton steps.
 
     `reg` is in the cost's units (1/η of the paper; its experiments: cost in [0, 1], reg = 1/1200). It stops when the L1
-    error of both marginals is at most `tol`. A Newton step costs a pass over the cost, a search for the largest entries
-    and some hundred products with a sparse matrix of `density` · max(n, m) entries, on the CPU in float64; the cost
+    error of both marginals is at most `atol`, or `rtol` times that at the start. A Newton step costs a pass over the cost, a
+    search for the largest entries and some hundred products with a sparse matrix of `density` · max(n, m) entries, on the
+    CPU in float64; the cost
     matrix stays the only dense n × m array.
 
     When not: for large reg (no entry is negligible, and Sinkhorn converges in some ten steps) a method that keeps the kernel
@@ -87,11 +89,14 @@ def solve_sns(
     ≤ 3 for a random cost) and does not converge in reasonable time for a cost with many ties (distances in the L1 norm
     between pixels) unless many Sinkhorn steps come first; the adaptive rules are ours and mend both.
 
-    Errors: `UserError` for a cost that is negative or not finite, marginals that do not sum to one, reg ≤ 0.
+    Weights may be zero: such points get potentials of −∞ and a plan of zero. Marginals must sum to one within 1e-6 and are
+    divided by their sums; that is all that is normalised: the cost is taken as it is.
+
+    Errors: `UserError` for a cost that is negative or not finite, negative weights, marginals that do not sum to one, reg ≤ 0.
 
     >>> import torch
     >>> cost = torch.rand(60, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    >>> result = solve_sns([], [], cost, reg=1 / 300, tol=1e-12)
+    >>> result = solve_sns([], [], cost, reg=1 / 300, atol=1e-12)
     >>> result.success, result.num_newton < 20, result.marginal_error < 1e-12
     (True, True, True)
 
@@ -102,8 +107,8 @@ def solve_sns(
     method = _Sns(make_problem(a, b, cost, reg), options or SnsOptions())
     run = drive(
         start(method.problem, method.counts), method.step, lambda state: measure(method.problem, state),
-        Limits(max_iterations, atol=tol, max_seconds=max_seconds, divergence=float("inf")),
-        counts=method.counts, callback=callback, keep_history=keep_history,
+        Limits(max_iterations, rtol, atol, max_evaluations, max_seconds, float("inf")),
+        counts=method.counts, callback=callback, keep_history=keep_history, progress=progress,
     )  # fmt: skip
     return as_result(method.problem, run)
 
