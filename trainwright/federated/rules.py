@@ -28,6 +28,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -48,6 +49,9 @@ class Rule(ABC):
 
     weighted: bool = field(default=True, kw_only=True)
     """Whether a change counts p_i g_i, or the same for all clients (`identical`)."""
+
+    takes_server_lr: ClassVar[bool] = True
+    """Whether the server's step may be scaled."""
 
     @property
     def is_synchronous(self) -> bool:

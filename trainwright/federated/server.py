@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..artifacts import Refusal, check_range
+from ..artifacts import Refusal, UserError, check_range
 from .arrays import Arrays, Sum, as_arrays, clipped, fault_of, num_bytes
 from .clients import Clients
 from .rules import Rule
@@ -137,6 +137,8 @@ class Server:
         keep_journal: bool = False,
     ) -> None:  # fmt: skip
         check_range("Server", server_lr=(server_lr, "above 0 and finite", lambda value: 0 < value < math.inf))
+        if server_lr != 1.0 and not rule.takes_server_lr:
+            raise UserError(f"{type(rule).__name__} has no server_lr; got {server_lr}; leave it out")
         self.arrays: dict[str, np.ndarray] = as_arrays(arrays)
         self.rule, self.server_lr, self.limits = rule, server_lr, limits or Limits()
         self.clients = Clients(rule, trust)
