@@ -32,7 +32,8 @@ STEP, FIT = "step", "fit"
 class FZooSSettings:
     """What server and clients of a run agree on; travels in the messages' config.
 
-    num_steps: T, local steps a round. lr: of Adam, in units of x. correction: γ_t, a number, or 0 for none; `decay`: γ_t / t, as
+    num_steps: T, local steps a round. optimizer: `adam`, whose steps are of `lr` in each coordinate of x whatever the values'
+    scale, or `sgd`, whose steps shrink with the gradient. correction: γ_t, a number, or 0 for none; `decay`: γ_t / t, as
     the authors' code. num_features: M. length_scale: ℓ; 0: 0.63 √d `spread`. spread: over what distance, in one coordinate, the
     function varies. radius: of the box around x in which a step's queries are drawn. num_candidates, num_queries: of a local
     step; num_fit_candidates, num_fit_queries: of a fit. nearest, nearest_fit: how many of the nearest queries the process
@@ -41,6 +42,7 @@ class FZooSSettings:
     """
 
     num_steps: int = 10
+    optimizer: str = "adam"
     lr: float = 0.01
     correction: float = 1.0
     decay: bool = False
@@ -65,6 +67,7 @@ class FZooSSettings:
             "FZooSSettings",
             **{name: (getattr(self, name), "of at least 1", at_least_one) for name in counts},
             **{name: (getattr(self, name), "above 0", positive) for name in ("lr", "spread", "radius", "noise")},
+            optimizer=(self.optimizer, "adam or sgd", lambda value: value in ("adam", "sgd")),
             correction=(self.correction, "of at least 0", lambda value: value >= 0),
             length_scale=(self.length_scale, "of at least 0", lambda value: value >= 0),
             num_queries=(self.num_queries, "from 0 to num_candidates", lambda value: 0 <= value <= self.num_candidates),
@@ -126,11 +129,12 @@ class _Local:
 
     def steps(self, x: np.ndarray, shared: np.ndarray) -> np.ndarray:
         self._begin(x)
-        adam = _Adam(self.settings.lr, len(x))
+        adam = _Adam(self.settings.lr, len(x)) if self.settings.optimizer == "adam" else None
         for t in range(1, self.settings.num_steps + 1):
             self.query(x)
             self._query_around(x, self.settings.radius, self.settings.num_candidates, self.settings.num_queries)
-            x = self._inside(adam.step(x, self._direction(x, shared, t)))
+            direction = self._direction(x, shared, t)
+            x = self._inside(adam.step(x, direction) if adam else x - self.settings.lr * direction)
         return x
 
     def fit(self, x: np.ndarray) -> np.ndarray:

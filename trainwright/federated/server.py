@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,15 +156,16 @@ class Server:
         """Add a client, with its importance (its number of examples, say) and the seconds that its work is predicted to take."""
         self.clients.enroll(client, importance, predicted_s)
 
-    def ready(self) -> list[str]:
+    def ready(self, present: Collection[str] | None = None) -> list[str]:
         """Return the clients that are to be sent the model now: idle ones; in rounds, those that a new round asks.
 
-        A client that has delivered waits until its change is in the model.
+        A client that has delivered waits until its change is in the model. present: those that can be reached; `None`: all.
         """
         if self.rule.is_synchronous and (self.outstanding or self._round.arrived):
             return []
         busy = self.outstanding.keys() | self._round.arrived.keys()
-        return self.rule.chosen([client for client in self.clients.known if client not in busy], self.version)
+        idle = [name for name in self.clients.known if name not in busy and (present is None or name in present)]
+        return self.rule.chosen(idle, self.version) if idle else []
 
     def arrived(self) -> dict[str, Outstanding]:
         """Return the clients whose changes have come since the last aggregation, with what they were sent."""
