@@ -267,10 +267,10 @@ class FZooSRun:
         for phase in (STEP, FIT):
             server = self.server(phase)
             arrays, config = self.sent(phase)
-            for name in server.ready():
-                sent = server.send(name)
-                delta, self.states[name] = clients[name](self.states.get(name, {}), arrays, config | sent.config)
-                server.receive(delta, sent.version, name)
+            for sent in [server.send(name) for name in server.ready()]:
+                update, state = clients[sent.client], self.states.get(sent.client, {})
+                delta, self.states[sent.client] = update(state, arrays, config | sent.config)
+                server.receive(delta, sent.version, sent.client)
         return self.x
 
     def rounds(self, clients: Mapping[str, ClientUpdate], count: int) -> Iterator[np.ndarray]:

@@ -13,6 +13,7 @@ from ...artifacts import need
 need("flwr", "trainwright.federated.flower")
 
 from .client import client_app, message_update  # noqa: E402
+from .content import array_record, arrays_of  # noqa: E402
 from .exchange import Timing  # noqa: E402
 from .strategies import AsyncFedAvg, FedAvg, FedBuff, FedFix, FedSpeed, ServerStrategy  # noqa: E402
 from .zeroth_order import FZooS  # noqa: E402
@@ -26,6 +27,8 @@ __all__ = [
     "FedSpeed",
     "ServerStrategy",
     "Timing",
+    "array_record",
+    "arrays_of",
     "client_app",
     "message_update",
 ]
