@@ -48,9 +48,7 @@ class Node:
 
 
 def node(app: Any, number: int, duration_s: Any = 1.0, **options: Any) -> Node:
-    context = Context(
-        run_id=7, node_id=number, node_config={"partition-id": number}, state=RecordDict(), run_config={}
-    )
+    context = Context(run_id=7, node_id=number, node_config={"partition-id": number}, state=RecordDict(), run_config={})
     return Node(app, context, duration_s, **options)
 
 

@@ -47,7 +47,9 @@ class FedSpeedAverage(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("FedSpeedAverage", weighted=(self.weighted, "False: all clients count alike", lambda value: not value))
+        check_range(
+            "FedSpeedAverage", weighted=(self.weighted, "False: all clients count alike", lambda value: not value)
+        )
 
     def combine(
         self, arrays: Arrays, total: Sum, memory: dict[str, Sum], share: float, num_clients: int
@@ -142,7 +144,10 @@ def _settled_dual(state: State, accepted: int, params: Mapping[str, nn.Parameter
             f"this client's dual is needed: the server counts its change of version {accepted}, and the client's state has none; "
             "keep the state between pieces of work, or join under a new name"
         )
-    dual = {name: np.array(known[name]) if known else np.zeros(tuple(param.shape), _dtype_of(param)) for name, param in params.items()}
+    dual = {
+        name: np.array(known[name]) if known else np.zeros(tuple(param.shape), _dtype_of(param))
+        for name, param in params.items()
+    }
     if state.get(_VERSION, -1) == accepted >= 0:
         dual = {name: value + state[_PENDING + name] for name, value in dual.items()}
     return dual

@@ -61,8 +61,16 @@ class FZooSSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        positive, at_least_one = lambda value: value > 0, lambda value: value >= 1  # noqa: E731
-        counts = ("num_steps", "num_features", "num_candidates", "num_fit_candidates", "nearest", "nearest_fit", "num_initial")
+        positive, at_least_one = lambda value: value > 0, lambda value: value >= 1
+        counts = (
+            "num_steps",
+            "num_features",
+            "num_candidates",
+            "num_fit_candidates",
+            "nearest",
+            "nearest_fit",
+            "num_initial",
+        )
         check_range(
             "FZooSSettings",
             **{name: (getattr(self, name), "of at least 1", at_least_one) for name in counts},
@@ -100,7 +108,9 @@ class FZooSClient:
         settings = settings_of(config)
         x = np.array(arrays["x"], np.float64)
         number = int(state.get("works", 0))
-        run = _Local(self, settings, settings.features(len(x), str(config.get("digest", ""))), state, [self.seed, number])
+        run = _Local(
+            self, settings, settings.features(len(x), str(config.get("digest", ""))), state, [self.seed, number]
+        )
         if config["phase"] == STEP:
             delta = {"x": run.steps(x, np.asarray(arrays["w"])) - x}
         else:
@@ -141,7 +151,9 @@ class _Local:
         self._begin(x)
         near = np.abs(np.array(self.points[-self.settings.nearest :]) - x).mean() / 2
         self.query(x)
-        self._query_around(x, max(near, self.settings.radius), self.settings.num_fit_candidates, self.settings.num_fit_queries)
+        self._query_around(
+            x, max(near, self.settings.radius), self.settings.num_fit_candidates, self.settings.num_fit_queries
+        )
         points, values = self._nearest(x, self.settings.nearest_fit)
         self.weights = self.features.weights(points, values, self.settings.noise)
         return self.weights

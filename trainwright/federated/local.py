@@ -51,7 +51,9 @@ def load_arrays(model: nn.Module, arrays: Arrays) -> None:
     with torch.no_grad():
         for name, value in arrays.items():
             if name not in targets:
-                raise UserError(f"arrays of this model are needed; it has no {name}; start the server from its model_arrays")
+                raise UserError(
+                    f"arrays of this model are needed; it has no {name}; start the server from its model_arrays"
+                )
             targets[name].copy_(_as_tensor(value))
 
 
@@ -87,7 +89,9 @@ class Batches:
     def __post_init__(self) -> None:
         check_range("Batches", batch_size=(self.batch_size, "of at least 1", lambda value: value >= 1))
         if self.is_tensors and (not self.data or len({len(each) for each in self.data}) != 1 or not len(self.data[0])):
-            raise UserError("tensors of one length, at least 1, are needed as a client's data; got others; check its split")
+            raise UserError(
+                "tensors of one length, at least 1, are needed as a client's data; got others; check its split"
+            )
 
     @property
     def is_tensors(self) -> bool:
@@ -294,7 +298,9 @@ class VectorisedTraining:
         params = {name: nn.Parameter(value.clone()) for name, value in start.items()}
         frozen = {name: value for name, value in first.model.named_parameters() if name not in params}
         numbers = [int(work[1].get("works", 0)) for work in works]
-        chosen = [self.clients[work[0]].batches.indices(number, first.num_steps) for work, number in zip(works, numbers)]
+        chosen = [
+            self.clients[work[0]].batches.indices(number, first.num_steps) for work, number in zip(works, numbers)
+        ]
         optimizer, step = first.make_optimizer(list(params.values())), self._step_of(frozen)
         total = torch.zeros(len(works))
         for k in range(first.num_steps):

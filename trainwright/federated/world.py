@@ -31,7 +31,11 @@ def dirichlet_split(
         "dirichlet_split",
         num_clients=(num_clients, "of at least 1", lambda value: value >= 1),
         alpha=(alpha, "above 0", lambda value: value > 0),
-        min_size=(min_size, f"from 0 to {len(labels) // num_clients}", lambda value: 0 <= value <= len(labels) // num_clients),
+        min_size=(
+            min_size,
+            f"from 0 to {len(labels) // num_clients}",
+            lambda value: 0 <= value <= len(labels) // num_clients,
+        ),
     )
     rng = np.random.default_rng(seed)
     for _ in range(1000):
@@ -94,7 +98,9 @@ class Speeds:
         return [cls(float(mean), sigma, seed * 1_000_003 + k) for k, mean in enumerate(means)]
 
 
-def predicted_work_s(plan: Plan, num_steps: int, *, num_bytes: int = 0, bandwidth_bytes_per_s: float | None = None) -> float:
+def predicted_work_s(
+    plan: Plan, num_steps: int, *, num_bytes: int = 0, bandwidth_bytes_per_s: float | None = None
+) -> float:
     """Return how long a client whose model runs by `plan` takes for one piece of work: its steps, and both messages.
 
     num_steps: local steps. num_bytes: of the arrays that travel, once down and once up, at `bandwidth_bytes_per_s`; without a

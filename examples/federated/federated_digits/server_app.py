@@ -1,5 +1,9 @@
 """The server: a strategy that waits for nobody, and the accuracy after each aggregation."""
 
+import dataclasses
+import json
+from pathlib import Path
+
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
@@ -37,4 +41,14 @@ def main(grid: Grid, context: Context) -> None:
         num_rounds=config["num-aggregations"], timeout=600, evaluate_fn=evaluate,
     )  # fmt: skip
     last = result.evaluate_metrics_serverapp[max(result.evaluate_metrics_serverapp)]
+    if config["record"]:
+        write_record(Path(config["record"]), strategy.server)
     print(f"accuracy {last['accuracy']:.3f} after {strategy.server.version} aggregations, {strategy.server.traffic}")
+
+
+def write_record(path: Path, server: tw.federated.Server) -> None:
+    """Write the order of arrivals, from which `tw.federated.replay` computes the same bits, and the model's digest."""
+    clients = {name: [known.importance, known.predicted_s] for name, known in server.clients.known.items()}
+    events = [dataclasses.asdict(event) for event in server.journal]
+    text = {"digest": tw.federated.digest(server.arrays), "clients": clients, "events": events}
+    path.write_text(json.dumps(text))

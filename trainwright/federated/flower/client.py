@@ -9,13 +9,25 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from ..clock import ClientUpdate
-from .content import ARRAYS, CONFIG, METRICS, arrays_of, config_record, keep_state, metrics_of, reply_with_change, state_of
+from .content import (
+    ARRAYS,
+    CONFIG,
+    METRICS,
+    arrays_of,
+    config_record,
+    keep_state,
+    metrics_of,
+    reply_with_change,
+    state_of,
+)
 
 MakeUpdate = Callable[[Context], ClientUpdate]
 Describe = Callable[[Context], Mapping[str, Any]]
 
 
-def client_app(make_update: MakeUpdate, describe: Describe | None = None, *, mods: list[Any] | None = None) -> ClientApp:
+def client_app(
+    make_update: MakeUpdate, describe: Describe | None = None, *, mods: list[Any] | None = None
+) -> ClientApp:
     """Return a Flower `ClientApp` whose nodes do the work that `make_update(context)` returns.
 
     make_update: from a node's `Context` (its `node_config["partition-id"]`, say) to `update(state, arrays, config) ->

@@ -56,7 +56,13 @@ class Exchange:
     """Drives one or several servers that share their clients (FZooS has two) through one Flower `Grid`."""
 
     def __init__(self, grid: Grid, servers: Iterable[Server], timing: Timing, ttl_s: float, weighted_by: str) -> None:
-        self.grid, self.servers, self.timing, self.ttl_s, self.weighted_by = grid, list(servers), timing, ttl_s, weighted_by
+        self.grid, self.servers, self.timing, self.ttl_s, self.weighted_by = (
+            grid,
+            list(servers),
+            timing,
+            ttl_s,
+            weighted_by,
+        )
         self.awaited: dict[str, Awaited] = {}
         self.names: dict[int, str] = {}
         self.present: set[int] = set()

@@ -135,14 +135,18 @@ class ServerStrategy(flower_strategies.FedAvg):
         if self._held:
             result.train_metrics_clientapp[server.version] = _averaged(self._held, server)
             self._held = {}
-        log(INFO, "version %d: %d changes taken, %d refused", server.version, server.traffic.num_received, len(server.refusals))
+        log(
+            INFO,
+            "version %d: %d changes taken, %d refused",
+            server.version,
+            server.traffic.num_received,
+            len(server.refusals),
+        )
         if self.state_path is not None:
             save_server(server, self.state_path, exchange.extra())
         _evaluate(result, evaluate_fn, server)
 
-    def _evaluate_at_clients(
-        self, grid: Grid, result: Result, config: ConfigRecord | None, timeout: float
-    ) -> None:
+    def _evaluate_at_clients(self, grid: Grid, result: Result, config: ConfigRecord | None, timeout: float) -> None:
         if not self.fraction_evaluate or result.arrays is None or self.server is None:
             return
         version = self.server.version
@@ -170,7 +174,10 @@ def _averaged(metrics: dict[str, dict[str, float]], server: Server) -> MetricRec
     total = math.fsum(importance.values())
     shared = set.intersection(*(set(each) for each in metrics.values()))
     return MetricRecord(
-        {key: math.fsum(importance[c] * float(each[key]) for c, each in metrics.items()) / total for key in sorted(shared)}
+        {
+            key: math.fsum(importance[c] * float(each[key]) for c, each in metrics.items()) / total
+            for key in sorted(shared)
+        }
     )
 
 
