@@ -1,4 +1,4 @@
-"""A Flower `Grid` in one process, on a clock that is only counted: nodes run real `ClientApp`s on real messages, each in its time."""
+"""A Flower `Grid` in one process, on a clock that is only counted: nodes run real `ClientApp`s on real messages."""
 
 from __future__ import annotations
 

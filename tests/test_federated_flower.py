@@ -93,10 +93,10 @@ def spoil(grid: CountedGrid, at: int, how: Any) -> None:
     """Change the answer of node 3 to version `at`."""
 
     def tamper(message: Message, reply: Message) -> Message | None:
-        if message.metadata.message_type == "train" and message.metadata.dst_node_id == 3:
-            if message.content["config"]["version"] >= at and not done:
-                done.append(1)
-                return how(message, reply)
+        is_asked = message.metadata.message_type == "train" and message.metadata.dst_node_id == 3
+        if is_asked and message.content["config"]["version"] >= at and not done:
+            done.append(1)
+            return how(message, reply)
         return reply
 
     done: list[int] = []

@@ -237,7 +237,7 @@ def test_files_that_are_no_state_are_refused(tmp_path: Path) -> None:
 
     server, path = asked(FedFix(1.0)), tmp_path / "s.safetensors"
     save_server(server, path)
-    with pytest.raises(UserError, match="the rule that .* was saved with is needed, FedFix"):
+    with pytest.raises(UserError, match=r"the rule that .* was saved with is needed, FedFix"):
         load_server(path, FedFix(2.0))
     with pytest.raises(UserError, match="the rule that"):
         load_server(path, FedAvg())

@@ -141,7 +141,7 @@ def _settled_dual(state: State, accepted: int, params: Mapping[str, nn.Parameter
     known = {name: state[_DUAL + name] for name in params if _DUAL + name in state}
     if accepted >= 0 and len(known) < len(params):
         raise UserError(
-            f"this client's dual is needed: the server counts its change of version {accepted}, and the client's state has none; "
+            f"this client's dual is needed: the server counts its change of version {accepted}, and its state has none; "
             "keep the state between pieces of work, or join under a new name"
         )
     dual = {
@@ -171,7 +171,7 @@ def _clip(grads: Sequence[Tensor | None], max_norm: float | None) -> None:
 RECORDS = (
     StrategyRecord(
         name="fedspeed", cls=FedSpeedAverage, summary="duals and a proximal term against drift, perturbed gradients",
-        server_state="1 P + 8 B/param", client_state="2 P", up="P", down="P", gradients="2",
+        server_state="1 P + 16 B/param", client_state="2 P", up="P", down="P", gradients="2",
         assumes="clients that keep their state; no batch norm; clients of much the same speed",
         paper="Sun et al. 2023, arXiv:2302.10429",
         departs="the server adds the mean of all duals, not of those who answered; a dual counts what the server took",

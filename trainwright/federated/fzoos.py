@@ -10,13 +10,14 @@ the weights of random features, with which everybody corrects its drift anywhere
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..artifacts import check_range
+from ..artifacts import UserError, check_range
 from .arrays import Arrays
 from .clock import ClientUpdate, State
 from .record import StrategyRecord
@@ -97,7 +98,8 @@ class FZooSClient:
     """A client's half of FZooS: `update(state, arrays, config) -> (delta, state)`, by `config["phase"]` a step or a fit.
 
     fun: x [d] → value, the client's f_i. seed: of its candidates. bounds: (low, high), where queries are kept. The state keeps
-    all queries (`points` [q, d], `values` [q]) and the last weights; nothing but x_i and w_i leaves the client.
+    all queries (`points` [q, d], `values` [q]) and the last weights; nothing but x_i and w_i leaves the client. Values that are
+    not finite count as queries and are not kept.
     """
 
     def __init__(self, fun: Fun, seed: int = 0, bounds: tuple[Any, Any] | None = None) -> None:
@@ -128,14 +130,16 @@ class _Local:
         self.rng = np.random.default_rng(seed)
         self.points = list(state.get("points", ()))
         self.values = list(state.get("values", ()))
+        self.num_queries = int(state.get("num_queries", 0))
         self.weights = state.get("weights")
         self.scale = 0.0
 
     def state(self, number: int) -> State:
-        kept: State = {"points": np.array(self.points), "values": np.array(self.values), "works": number}
+        kept: State = {"points": np.array(self.points), "values": np.array(self.values), "works": number,
+                       "num_queries": self.num_queries}  # fmt: skip
         if self.weights is not None:
             kept["weights"] = self.weights
-        return kept | {"metric.num_queries": float(len(self.values)), "metric.value": float(self.values[-1])}
+        return kept | {"metric.num_queries": float(self.num_queries), "metric.value": float(self.values[-1])}
 
     def steps(self, x: np.ndarray, shared: np.ndarray) -> np.ndarray:
         self._begin(x)
@@ -159,8 +163,11 @@ class _Local:
         return self.weights
 
     def query(self, x: np.ndarray) -> None:
-        self.points.append(np.array(x))
-        self.values.append(float(self.client.fun(np.array(x))))
+        self.num_queries += 1
+        value = float(self.client.fun(np.array(x)))
+        if math.isfinite(value):
+            self.points.append(np.array(x))
+            self.values.append(value)
 
     def _begin(self, x: np.ndarray) -> None:
         self.scale = self.settings.scale_for(len(x))
@@ -168,6 +175,10 @@ class _Local:
             self.query(x)
             for point in self._drawn(x, self.settings.spread / 10, self.settings.num_initial - 1):
                 self.query(point)
+        if not self.points:
+            raise UserError(
+                "a function with finite values is needed; all of the first were not; start from another point"
+            )
 
     def _direction(self, x: np.ndarray, shared: np.ndarray, t: int) -> np.ndarray:
         own = GaussianProcess(*self._nearest(x, self.settings.nearest), self.scale, self.settings.noise).gradient(x)
@@ -226,9 +237,11 @@ class FZooS(FedAvg):
 class FZooSRun:
     """The server of a run: `x`, `w`, and what the next messages carry; whoever drives it alternates `STEP` and `FIT`.
 
-    >>> run = FZooSRun.begin([3.0, -2.0], FZooSSettings(num_features=200, lr=0.3, radius=0.3, num_steps=5, spread=2.0))
+    >>> settings = FZooSSettings(num_features=100, optimizer="sgd", lr=0.1, radius=0.3, num_candidates=8, num_fit_candidates=8,
+    ...                          num_fit_queries=8, num_steps=5, spread=2.0)
+    >>> run = FZooSRun.begin([3.0, -2.0], settings)
     >>> clients = {name: FZooSClient(lambda x, c=c: float(((x - c) ** 2).sum())) for name, c in (("a", 0.0), ("b", 2.0))}
-    >>> for _ in range(15):
+    >>> for _ in range(8):
     ...     _ = run.round(clients)
     >>> run.x.round(1)
     array([1., 1.])

@@ -129,7 +129,7 @@ class LocalMethod(ABC):
 
     takes_loss = False
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to check)
         """Raise `UserError` for a model that the method cannot train."""
 
     def begin(self, params: Mapping[str, nn.Parameter], state: State, config: Mapping[str, Any]) -> State:
@@ -163,7 +163,10 @@ class Plain(LocalMethod):
 
 
 class LossTaking(LocalMethod):
-    """For optimizers whose `step(closure)` takes the loss with its graph: AdaHessian, Sophia, SSO and others."""
+    """For optimizers whose `step(closure)` takes the loss with its graph: AdaHessian, Sophia, GradNormSmoothNewton.
+
+    Not SSO, whose closure returns the model's targets apart from their loss.
+    """
 
     takes_loss = True
 
@@ -172,7 +175,7 @@ class LossTaking(LocalMethod):
 
 
 class LocalTraining:
-    """K local steps on a client's own examples: `update(state, arrays, config) -> (delta, state)`, as `simulate` and Flower call it.
+    """K local steps on a client's own examples: `update(state, arrays, config) -> (delta, state)`, for `simulate` and for Flower.
 
     model: an `nn.Module`; many clients may share one, for each piece of work loads what it needs. data: a tuple of tensors with
     equal first dims, or a loader. loss_fn: `loss_fn(model, batch)`. optimizer: a function from parameters to an optimizer,

@@ -10,7 +10,7 @@ class StrategyRecord:
     """A strategy's class and what it declares; P is the bytes of one copy of the model's arrays.
 
     `server_state` and `client_state` are kept between messages, in one place each, the model's own copy at the server
-    included; `up` and `down` are what one piece of a client's work sends and receives. Server sums are in float64.
+    and its sums in float64 included; `up` and `down` are what one piece of a client's work sends and receives.
     """
 
     name: str

@@ -268,26 +268,26 @@ def fedfix_interval_s(times_s: Mapping[str, float], share: float = 0.5) -> float
     return ordered[max(0, math.ceil(share * len(ordered) - _ROUNDING) - 1)]
 
 
-_SHARED = dict(client_state="none", up="P", down="P")
+_SHARED = {"client_state": "none", "up": "P", "down": "P"}
 RECORDS = (
     StrategyRecord(
-        name="fedavg", cls=FedAvg, summary="a round waits for all that it asked", server_state="1 P",
+        name="fedavg", cls=FedAvg, summary="a round waits for all that it asked", server_state="1 P + 8 B/param",
         assumes="clients of much the same speed", **_SHARED,
         paper="McMahan et al. 2017, arXiv:1602.05629",
     ),
     StrategyRecord(
-        name="async-fedavg", cls=AsyncFedAvg, summary="aggregates at each reply", server_state="1 P",
+        name="async-fedavg", cls=AsyncFedAvg, summary="aggregates at each reply", server_state="1 P + 8 B/param",
         assumes="known or measured times; small steps, for it is unsteady", **_SHARED,
         paper="Fraboni et al. 2023, arXiv:2206.10189",
     ),
     StrategyRecord(
-        name="fedfix", cls=FedFix, summary="aggregates every Δt seconds", server_state="1 P",
+        name="fedfix", cls=FedFix, summary="aggregates every Δt seconds", server_state="1 P + 8 B/param",
         assumes="known or measured times", **_SHARED,
         paper="Fraboni et al. 2023, arXiv:2206.10189",
         departs="ticks at which nobody delivers do not count in d_i, so that Δt → 0 is the asynchronous rule at the same η_g",
     ),
     StrategyRecord(
-        name="fedbuff", cls=FedBuff, summary="aggregates at every K replies", server_state="1 P",
+        name="fedbuff", cls=FedBuff, summary="aggregates at every K replies", server_state="1 P + 8 B/param",
         assumes="known or measured times; K well below the number of clients", **_SHARED,
         paper="Nguyen et al. 2022, arXiv:2106.06639",
         departs="weights p_i over the part of the aggregations, so that it is unbiased; weighted=False is the paper's 1/K",

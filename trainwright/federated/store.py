@@ -5,6 +5,7 @@ One file, replaced in one step, so that model and bookkeeping are always of the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict
@@ -130,7 +131,8 @@ def _replace(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise UserError(
             f"a writable path is needed for the server's state; {path} cannot be written ({error.strerror}); choose another"
         ) from None

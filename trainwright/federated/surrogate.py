@@ -90,7 +90,7 @@ class RandomFeatures:
         return self._scale * np.cos(points @ self.frequencies.T + self.phases)
 
     def weights(self, points: np.ndarray, values: np.ndarray, noise: float = 1e-6) -> np.ndarray:
-        """Return w [M] with φ(x)·w near the values, but for their mean; in the values' own units, so that clients' w may be averaged."""
+        """Return w [M] with φ(x)·w near the values, but for their mean; in the values' own units, so that w may be averaged."""
         standard, _, spread = standardised(values)
         phi = self.at(points)
         kernel = phi @ phi.T

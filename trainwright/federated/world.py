@@ -85,7 +85,7 @@ class Speeds:
         cls, num_clients: int, *, mean_s: float = 1.0, spread: float = 0.5, stragglers: float = 0.1, slower: float = 10.0,
         sigma: float = 0.0, seed: int = 0,
     ) -> list[Speeds]:  # fmt: skip
-        """Return the speeds of clients whose means are log-normal with `spread`, a share `stragglers` of them `slower` times slower.
+        """Return speeds whose means are log-normal with `spread`, a share `stragglers` of them `slower` times slower.
 
         >>> found = Speeds.of_federation(10, stragglers=0.2)
         >>> sum(speed.mean_s > 4 for speed in found)

@@ -53,7 +53,7 @@ class FZooS(ServerStrategy):
         run = self.run = FZooSRun.begin(arrays_of(initial_arrays)["x"], self.settings, limits=limits, **self._begin)
         self.server = run.steps
         exchange = Exchange(grid, [run.steps, run.fits], self.timing, limits.ttl_s, self.weighted_by_key)
-        result = Result()
+        result, self._held = Result(), {}
         while len(exchange.names) < self.min_available_nodes:
             self._poll(exchange, run, STEP)
         for number in range(1, num_rounds + 1):
