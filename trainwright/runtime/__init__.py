@@ -10,6 +10,7 @@ from .sampler import PlanSampler
 from .selected import SelectedBatches
 from .train import train_loop, train_step
 from .verify import verify
+from .weights import load_full_state_dict
 
 __all__ = [
     "Checkpointer",
@@ -21,6 +22,7 @@ __all__ = [
     "SelectedBatches",
     "export_weights",
     "full_state_dict",
+    "load_full_state_dict",
     "parallelize",
     "shard_batch",
     "train_loop",
