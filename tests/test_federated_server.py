@@ -305,3 +305,31 @@ assert not any(name.startswith("ray") for name in sys.modules)
         [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_listing_is_what_the_records_say() -> None:
+    from trainwright import federated
+    from trainwright.cli.listings import listing
+
+    assert len(federated.table()) == 6
+    assert federated.table() == listing("federated"), "the records changed: run python -m trainwright.cli.listings"
+    for record in federated.records():
+        assert record.cls.__doc__, record.name
+        assert record.paper, record.name
+
+
+@pytest.mark.parametrize("rule", [FedFix(0.5), FedSpeedAverage()])
+def test_bytes_kept_and_sent_are_those_of_the_records(rule: Rule) -> None:
+    """P and B/param of the table, against what a server holds after some aggregations."""
+    from trainwright import federated
+
+    arrays = {"w": np.zeros((50, 20), np.float32)}
+    everyone = {f"c{k}": SimulatedClient(lambda state, arrays, config: ({"w": arrays["w"] + 1}, state)) for k in range(3)}
+    server = simulate(Server(arrays, rule), everyone, max_aggregations=4).server
+    (record,) = [each for each in federated.records() if each.cls is type(rule)]
+    copies, wide = record.server_state.split(" P + ")
+    sums = sum(value.nbytes for total in (server._round.total, *server.memory.values()) for value in total.values.values())
+    assert int(copies) * 4000 == sum(value.nbytes for value in server.arrays.values())
+    assert int(wide.split()[0]) * 1000 == sums
+    assert (record.up, record.down) == ("P", "P")
+    assert server.traffic.bytes_up == 4000 * server.traffic.num_received
