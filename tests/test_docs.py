@@ -37,7 +37,7 @@ from trainwright.cli import main
 from trainwright.cli.sizes import parse_bytes
 
 FILES = ROOT / "tests" / "docs_files"
-MOST_NOT_RUN = 11
+MOST_NOT_RUN = 12
 SLOW_PAGES = {
     "README.md",
     "docs/profiling.md",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from . import artifacts as artifacts
     from . import capture as capture
+    from . import federated as federated
     from . import integrations as integrations
     from . import launch as launch
     from . import numerics as numerics
@@ -58,8 +59,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
 FOLDERS = (
-    "artifacts", "capture", "integrations", "launch", "nn", "numerics", "ops", "optim", "planner", "profiler", "reports",
-    "runtime", "schedules", "selection", "solvers",
+    "artifacts", "capture", "federated", "integrations", "launch", "nn", "numerics", "ops", "optim", "planner", "profiler",
+    "reports", "runtime", "schedules", "selection", "solvers",
 )  # fmt: skip
 """The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
 _COLLECT_EVERY = 200_000

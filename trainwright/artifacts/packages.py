@@ -8,7 +8,7 @@ from typing import Any
 
 from .record import UserError
 
-VERSIONS = {"transformers": "transformers>=5.0"}
+VERSIONS = {"transformers": "transformers>=5.0", "flwr": "trainwright[federated]"}
 """What to install, where a release matters."""
 
 

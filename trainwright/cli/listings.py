@@ -1,4 +1,4 @@
-"""The tables that `zoo` and `optimizers` print, written down as data: printing them imports neither torch nor transformers.
+"""The tables of `zoo`, `optimizers`, `federated`, written down as data: printing them imports neither torch nor transformers.
 
 The records beside the models and optimizers stay the only source. `python -m trainwright.cli.listings` writes the
 tables from them, and a test compares the files with the records.
@@ -14,7 +14,11 @@ from typing import Any
 from ..artifacts.record import write_atomically
 
 Rows = list[dict[str, Any]]
-SOURCES = {"zoo": "trainwright.capture.zoo", "optimizers": "trainwright.optim"}
+SOURCES = {
+    "zoo": "trainwright.capture.zoo",
+    "optimizers": "trainwright.optim",
+    "federated": "trainwright.federated",
+}
 """Each listing's name and the module whose `table()` makes it."""
 
 

@@ -11,6 +11,7 @@ from .sampler import PlanSampler
 from .selected import SelectedBatches
 from .train import HeldOut, train_loop, train_step
 from .verify import verify
+from .weights import load_full_state_dict
 
 __all__ = [
     "Checkpointer",
@@ -23,6 +24,7 @@ __all__ = [
     "SelectedBatches",
     "export_weights",
     "full_state_dict",
+    "load_full_state_dict",
     "parallelize",
     "sample_gradients",
     "shard_batch",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..artifacts import UserError
 from ..capture.randomness import derived_seed
@@ -35,6 +36,36 @@ def reader(model: nn.Module, weights: str | os.PathLike[str] | None, aliases: di
         return initialiser.read(name, region) if tensors[name].is_meta else region.cut(tensors[name].detach())
 
     return read
+
+
+def load_full_state_dict(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors, in the user's names and shapes, into a parallel module: each rank takes its part.
+
+    The counterpart of `full_state_dict`: the parameters stay the same objects, so optimizers and captures stay valid. Names
+    that are not in `values` keep their values. Every rank calls it with the same values; nothing is communicated.
+    Raises `UserError` for a name or a shape that is not the model's.
+
+    >>> import trainwright as tw
+    >>> net, batch = nn.Linear(2, 1), (torch.ones(4, 2),)
+    >>> plan = tw.plan(net, batch, loss_fn=lambda output: output.mean(), hardware="cpu:1")
+    >>> module = tw.parallelize(net, plan, loss_fn=lambda output: output.mean())
+    >>> load_full_state_dict(module, {"bias": torch.tensor([3.0])})
+    >>> tw.full_state_dict(module)["bias"]
+    tensor([3.])
+    """
+    targets, regions = dict(model.named_parameters()) | dict(model.named_buffers()), getattr(model, "regions", {})
+    with torch.no_grad():
+        for name, whole in values.items():
+            if name not in targets:
+                raise UserError(f"names of this model are needed; it has no {name}; take those of full_state_dict")
+            region = regions.get(name)
+            local = targets[name].to_local() if isinstance(targets[name], DTensor) else targets[name]
+            shape = region.shape if region is not None else tuple(local.shape)
+            if tuple(whole.shape) != shape:
+                raise UserError(
+                    f"{name} of the shape {list(shape)} is needed; got {list(whole.shape)}; take full_state_dict's"
+                )
+            local.copy_((region.cut(whole) if region is not None else whole).view(local.shape))
 
 
 class _Initialiser:

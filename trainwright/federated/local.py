@@ -1,0 +1,342 @@
+"""`LocalTraining`: a client's work on a model, K steps of any torch optimizer; `VectorisedTraining`: that of many clients at once.
+
+Each piece of work begins from the model that the server sent, with a fresh optimizer, and goes on through the client's data in
+an order drawn from its seed and the number of the piece: the same work gives the same bits wherever it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..artifacts import UserError, check_range
+from .arrays import Arrays
+from .clock import State
+
+LossFn = Callable[[Any, Any], Tensor]
+"""`loss_fn(model, batch)` returns a scalar; `batch` is a tuple of tensors, or what the user's loader yields."""
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+_BUFFER = "buffer."
+METRIC = "metric."
+"""Numbers of a client's state under such names are reported to the server's strategy."""
+
+
+def model_arrays(model: nn.Module, *, buffers: bool = False) -> dict[str, np.ndarray]:
+    """Return what of a model travels: its trained parameters, as arrays by name; with `buffers` its running statistics too.
+
+    What is narrower than fp32 travels as fp32. Without `buffers` each client keeps its own batch norm statistics.
+
+    >>> sorted(model_arrays(nn.Linear(2, 1)))
+    ['bias', 'weight']
+    """
+    return {name: _as_array(value) for name, value in _travelling(model, buffers).items()}
+
+
+def load_arrays(model: nn.Module, arrays: Arrays) -> None:
+    """Copy arrays by name into the model's parameters and buffers, in their own types.
+
+    >>> net = nn.Linear(1, 1)
+    >>> load_arrays(net, {"weight": np.array([[2.0]]), "bias": np.array([1.0])})
+    >>> net(torch.ones(1, 1)).item()
+    3.0
+    """
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    with torch.no_grad():
+        for name, value in arrays.items():
+            if name not in targets:
+                raise UserError(
+                    f"arrays of this model are needed; it has no {name}; start the server from its model_arrays"
+                )
+            targets[name].copy_(_as_tensor(value))
+
+
+def _travelling(model: nn.Module, buffers: bool) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    if buffers:
+        found |= {name: value for name, value in model.named_buffers() if value.is_floating_point()}
+    return found
+
+
+def _as_array(value: Tensor) -> np.ndarray:
+    value = value.detach()
+    wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    return np.array(wide.cpu().numpy())
+
+
+def _as_tensor(value: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.array(value))  # a copy: arrays of a server are not to be written to
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A client's examples: `data` is a tuple of tensors with equal first dims, or an iterable of batches, such as a DataLoader.
+
+    Tensors are cut into batches of `batch_size` along a sequence of shuffled epochs. A loader is iterated through and then
+    begun anew, under torch's generator seeded for the piece of work.
+    """
+
+    data: Any
+    batch_size: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("Batches", batch_size=(self.batch_size, "of at least 1", lambda value: value >= 1))
+        if self.is_tensors and (not self.data or len({len(each) for each in self.data}) != 1 or not len(self.data[0])):
+            raise UserError(
+                "tensors of one length, at least 1, are needed as a client's data; got others; check its split"
+            )
+
+    @property
+    def is_tensors(self) -> bool:
+        return isinstance(self.data, (tuple, list)) and all(torch.is_tensor(each) for each in self.data)
+
+    def indices(self, number: int, num_steps: int) -> np.ndarray:
+        """Return which examples the steps of piece `number` take, [num_steps, batch_size]; for tensors."""
+        rng, size = np.random.default_rng([self.seed, number]), len(self.data[0])
+        num_epochs = math.ceil(num_steps * self.batch_size / size)
+        drawn = np.concatenate([rng.permutation(size) for _ in range(num_epochs)])
+        return drawn[: num_steps * self.batch_size].reshape(num_steps, self.batch_size)
+
+    def of(self, number: int, num_steps: int) -> Iterator[Any]:
+        """Yield the batches of piece `number`."""
+        if self.is_tensors:
+            for chosen in self.indices(number, num_steps):
+                yield tuple(each[chosen] for each in self.data)
+        else:
+            for _, batch in zip(range(num_steps), _round_and_round(self.data)):
+                yield batch
+
+
+def _round_and_round(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        num_batches = 0
+        for batch in loader:
+            num_batches += 1
+            yield batch
+        if not num_batches:
+            raise UserError("batches are needed as a client's data; its loader yields none; check its split")
+
+
+class LocalMethod(ABC):
+    """How a local step comes by its gradient; abstract. `state` is the client's, `config` the server's."""
+
+    takes_loss = False
+
+    def check(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to check)
+        """Raise `UserError` for a model that the method cannot train."""
+
+    def begin(self, params: Mapping[str, nn.Parameter], state: State, config: Mapping[str, Any]) -> State:
+        """Start a piece of work from the model that was sent; return the state that goes on."""
+        return state
+
+    @abstractmethod
+    def gradients(self, loss: Callable[[], Tensor], params: Sequence[nn.Parameter]) -> Tensor:
+        """Leave the gradient of a step in `.grad` and return the loss; `loss()` runs the model on the step's batch."""
+
+    def end(self, delta: Arrays, state: State, config: Mapping[str, Any]) -> State:
+        """Finish a piece of work; return the state to keep."""
+        return state
+
+
+class Plain(LocalMethod):
+    """The loss's own gradient; with a proximal-mu μ in the server's config, as Flower's FedProx sends it, plus μ (x - x^t)."""
+
+    def begin(self, params: Mapping[str, nn.Parameter], state: State, config: Mapping[str, Any]) -> State:
+        self._mu = float(config.get("proximal-mu", 0.0))
+        self._start = [param.detach().clone() for param in params.values()] if self._mu else []
+        return state
+
+    def gradients(self, loss: Callable[[], Tensor], params: Sequence[nn.Parameter]) -> Tensor:
+        value = loss()
+        value.backward()
+        for param, start in zip(params, self._start):
+            if param.grad is not None:
+                param.grad.add_(param.detach() - start, alpha=self._mu)
+        return value.detach()
+
+
+class LossTaking(LocalMethod):
+    """For optimizers whose `step(closure)` takes the loss with its graph: AdaHessian, Sophia, GradNormSmoothNewton.
+
+    Not SSO, whose closure returns the model's targets apart from their loss.
+    """
+
+    takes_loss = True
+
+    def gradients(self, loss: Callable[[], Tensor], params: Sequence[nn.Parameter]) -> Tensor:
+        raise NotImplementedError("the optimizer takes the loss itself")
+
+
+class LocalTraining:
+    """K local steps on a client's own examples: `update(state, arrays, config) -> (delta, state)`, for `simulate` and for Flower.
+
+    model: an `nn.Module`; many clients may share one, for each piece of work loads what it needs. data: a tuple of tensors with
+    equal first dims, or a loader. loss_fn: `loss_fn(model, batch)`. optimizer: a function from parameters to an optimizer,
+    `functools.partial(tw.optim.create, "adan", lr=1e-3)`; made anew for each piece of work, so momentum begins at zero.
+    num_steps, batch_size, seed: of a piece of work. method: `Plain()`, `FedSpeed(…)`, `LossTaking()`. buffers: batch norm's
+    running statistics travel with the model; else each client keeps its own. read, load: where the model's values are not in
+    this process alone (a planned model on several ranks): functions that return all of them, and that take them.
+
+    The state keeps the number of pieces, the last mean loss (`metric.loss`), buffers that do not travel, and what the
+    method keeps. Raises `UserError` for settings out of range and for arrays that are not the model's.
+
+    >>> torch.manual_seed(0)
+    <torch._C.Generator ...>
+    >>> net, data = nn.Linear(3, 1), (torch.randn(8, 3), torch.ones(8, 1))
+    >>> work = LocalTraining(net, data, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    ...                      lambda params: torch.optim.SGD(params, lr=0.1), num_steps=5, batch_size=4)
+    >>> delta, state = work({}, model_arrays(net), {})
+    >>> sorted(delta), state["works"]
+    (['bias', 'weight'], 1)
+    """
+
+    def __init__(
+        self, model: nn.Module, data: Any, loss_fn: LossFn, optimizer: MakeOptimizer, *, num_steps: int = 10,
+        batch_size: int = 32, seed: int = 0, method: LocalMethod | None = None, buffers: bool = False,
+        read: Callable[[], Mapping[str, Tensor]] | None = None, load: Callable[[dict[str, Tensor]], None] | None = None,
+    ) -> None:  # fmt: skip
+        check_range("LocalTraining", num_steps=(num_steps, "of at least 1", lambda value: value >= 1))
+        self.model, self.loss_fn, self.make_optimizer, self.num_steps = model, loss_fn, optimizer, num_steps
+        self.batches, self.method, self.buffers = Batches(data, batch_size, seed), method or Plain(), buffers
+        self._read, self._load = read, load
+        self.method.check(model)
+
+    def __call__(self, state: State, arrays: Arrays, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], State]:
+        """Train from `arrays`; return the change to them, and the state to keep."""
+        number = int(state.get("works", 0))
+        with torch.random.fork_rng():
+            torch.manual_seed((self.batches.seed * 1_000_003 + number) % 2**63)
+            self._take(arrays, state)
+            loss, state = self._train(number, state, config)
+        delta = self._change(arrays)
+        state = self.method.end(delta, state, config) | self._own_buffers()
+        return delta, state | {"works": number + 1, METRIC + "loss": loss}
+
+    def _take(self, arrays: Arrays, state: State) -> None:
+        if self._load is not None:
+            self._load({name: _as_tensor(value) for name, value in arrays.items()})
+        else:
+            load_arrays(self.model, arrays)
+        own = {name.removeprefix(_BUFFER): value for name, value in state.items() if name.startswith(_BUFFER)}
+        load_arrays(self.model, own)
+
+    def _train(self, number: int, state: State, config: Mapping[str, Any]) -> tuple[float, State]:
+        params = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        self.model.train()
+        optimizer, state = self.make_optimizer(list(params.values())), self.method.begin(params, state, config)
+        total = 0.0
+        for batch in self.batches.of(number, self.num_steps):
+            total += float(self._step(optimizer, list(params.values()), batch))
+        return total / self.num_steps, state
+
+    def _step(self, optimizer: torch.optim.Optimizer, params: list[nn.Parameter], batch: Any) -> Tensor:
+        def loss() -> Tensor:
+            return self.loss_fn(self.model, batch)
+
+        optimizer.zero_grad(set_to_none=True)
+        if self.method.takes_loss:
+            found = optimizer.step(loss)  # type: ignore[arg-type]
+            return torch.as_tensor(found).detach()
+        value = self.method.gradients(loss, params)
+        optimizer.step()
+        return value
+
+    def _change(self, arrays: Arrays) -> dict[str, np.ndarray]:
+        if self._read is not None:
+            whole = self._read()
+            return {name: _as_array(whole[name]) - value for name, value in arrays.items()}
+        new = _travelling(self.model, self.buffers)
+        return {name: _as_array(new[name]) - value for name, value in arrays.items()}
+
+    def _own_buffers(self) -> State:
+        if self.buffers:
+            return {}
+        return {_BUFFER + name: value.detach().cpu().numpy().copy() for name, value in self.model.named_buffers()}
+
+
+class VectorisedTraining:
+    """The work of many clients at once, as `simulate(together=…)` asks for it: one `torch.func.vmap` over all of them.
+
+    clients: a `LocalTraining` a client, all with the same model, loss, optimizer, steps and batch size, data in tensors, and
+    the plain gradient. chunk: clients at a time. The optimizer updates stacked parameters, so it has to be elementwise
+    (`tw.optim.record(name).reads == "element"`): SGD, Adam, Adan … Results differ from one client at a time by rounding.
+
+    Raises `UserError` where the clients are not alike, or the model has buffers.
+    """
+
+    def __init__(self, clients: Mapping[str, LocalTraining], chunk: int = 256) -> None:
+        first = next(iter(clients.values()))
+        alike = all(
+            (each.model, each.loss_fn, each.make_optimizer, each.num_steps, each.batches.batch_size)
+            == (first.model, first.loss_fn, first.make_optimizer, first.num_steps, first.batches.batch_size)
+            and type(each.method) is Plain and each.batches.is_tensors
+            for each in clients.values()
+        )  # fmt: skip
+        if not alike or any(True for _ in first.model.buffers()):
+            raise UserError(
+                "clients that are alike are needed to train together: one model object without buffers, one loss, one optimizer, "
+                "equal steps and batch sizes, tensors as data, Plain(); got others; leave `together` out"
+            )
+        self.clients, self.chunk, self.first = clients, chunk, first
+
+    def __call__(
+        self, works: Sequence[tuple[str, State, Arrays, Mapping[str, Any]]]
+    ) -> list[tuple[dict[str, np.ndarray], State]]:
+        """Return the change and the state of each piece of work, in their order."""
+        found = []
+        for begin in range(0, len(works), self.chunk):
+            found += self._chunk(works[begin : begin + self.chunk])
+        return found
+
+    def _chunk(self, works: Sequence[Any]) -> list[tuple[dict[str, np.ndarray], State]]:
+        first, names = self.first, list(works[0][2])
+        start = {name: torch.from_numpy(np.stack([work[2][name] for work in works])) for name in names}
+        params = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+        frozen = {name: value for name, value in first.model.named_parameters() if name not in params}
+        numbers = [int(work[1].get("works", 0)) for work in works]
+        chosen = [
+            self.clients[work[0]].batches.indices(number, first.num_steps) for work, number in zip(works, numbers)
+        ]
+        optimizer, step = first.make_optimizer(list(params.values())), self._step_of(frozen)
+        total = torch.zeros(len(works))
+        for k in range(first.num_steps):
+            batch = self._batch(works, [each[k] for each in chosen])
+            grads, losses = step({name: value.detach() for name, value in params.items()}, batch)
+            for name, param in params.items():
+                param.grad = grads[name]
+            optimizer.step()
+            total += losses
+        change = {name: (params[name].detach() - start[name]).numpy() for name in names}
+        return [
+            (
+                {name: change[name][k] for name in names},
+                {"works": numbers[k] + 1, METRIC + "loss": float(total[k]) / first.num_steps},
+            )
+            for k in range(len(works))
+        ]
+
+    def _batch(self, works: Sequence[Any], chosen: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
+        data = [self.clients[work[0]].batches.data for work in works]
+        return tuple(
+            torch.stack([each[kind][places] for each, places in zip(data, chosen)]) for kind in range(len(data[0]))
+        )
+
+    def _step_of(self, frozen: Mapping[str, Tensor]) -> Callable[..., Any]:
+        model, loss_fn = self.first.model, self.first.loss_fn
+        model.train()
+
+        def loss(params: dict[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
+            def called(*inputs: Any, **named: Any) -> Any:
+                return torch.func.functional_call(model, {**params, **frozen}, inputs, named)
+
+            value = loss_fn(called, batch)
+            return value, value.detach()
+
+        return torch.func.vmap(torch.func.grad(loss, has_aux=True), randomness="different")
