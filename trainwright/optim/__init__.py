@@ -43,6 +43,7 @@ from .lamb8bit import LAMB8bit
 from .mfac import MFAC
 from .mfac_inverse import MFACInverse, pruning_stages
 from .mfac_pruning import Pruned, prune_model
+from .one_trajectory import DirectionAt, compare_on_one_trajectory
 from .record import ExtraPass, OptimizerRecord, StateTensor
 from .sgdsai import SGDSaI
 from .sharpness import directional_sharpness
@@ -64,6 +65,7 @@ __all__ = [
     "ClippedAdam",
     "ClippedSGD",
     "DiffGrad",
+    "DirectionAt",
     "ExtraPass",
     "GradNormSmoothNewton",
     "LAMB8bit",
@@ -79,6 +81,7 @@ __all__ = [
     "SophiaH",
     "StateTensor",
     "check_plannable",
+    "compare_on_one_trajectory",
     "create",
     "directional_sharpness",
     "eight_bit_groups",
