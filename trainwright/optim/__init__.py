@@ -17,6 +17,7 @@ from . import (
     adam8bit,
     adan,
     clipped,
+    clipped_adafactor,
     diffgrad,
     frugal_record,
     grad_norm_newton,
@@ -35,6 +36,7 @@ from .adam8bit import Adam8bit, AdamW8bit, SGD8bit
 from .adan import Adan
 from .base import Method, how_keywords
 from .clipped import ClippedAdam, ClippedSGD
+from .clipped_adafactor import ClippedAdafactor
 from .diffgrad import DiffGrad
 from .eight_bit import eight_bit_groups
 from .frugal import FRUGAL
@@ -62,6 +64,7 @@ __all__ = [
     "Adam8bit",
     "AdamW8bit",
     "Adan",
+    "ClippedAdafactor",
     "ClippedAdam",
     "ClippedSGD",
     "DiffGrad",
@@ -100,6 +103,7 @@ _OWN = (
     *adadagrad.RECORDS,
     *adam8bit.RECORDS,
     *clipped.RECORDS,
+    clipped_adafactor.RECORD,
     *sign_methods.RECORDS,
     frugal_record.RECORD,
     lamb8bit.RECORD,
@@ -169,7 +173,7 @@ def check_plannable(name: str, alone: bool = False) -> None:
     entry = record(name)
     if entry.not_on_shards:
         raise UserError(
-            f"an optimizer that steps on shards is needed to run a plan; {entry.name}, as torch has it, "
+            f"an optimizer that steps on shards is needed to run a plan; {entry.name}, as it is here, "
             f"{entry.not_on_shards}; take adamw, adagrad or sgd"
         )
     if entry.needs_loss:
