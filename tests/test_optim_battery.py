@@ -24,6 +24,7 @@ from tests.pool import Pool
 from tests.test_optim_records import peak_bytes
 from trainwright import optim
 from trainwright.artifacts import UserError
+from trainwright.optim import compiled
 
 OWN = tuple(name for name in optim.names() if optim.record(name).cls.__module__.startswith("trainwright"))
 BYTE_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (257,), (33, 65), (4, 3, 3, 3), (5, 1), (67, 130))
@@ -128,6 +129,13 @@ def test_the_compiled_form_equals_the_loop(name: str) -> None:
     counted = torch._dynamo.utils.counters
     assert counted["stats"]["unique_graphs"] >= 1
     assert not counted["graph_break"]
+
+
+def test_methods_are_compiled_apart() -> None:
+    """What torch compiled for one, and the limit on how often, goes by code: no two may share it."""
+    general = [compiled.taking_any(optim.record(name).cls._update) for name in ("adan", "lion")]  # type: ignore[attr-defined]
+    assert general[0].__code__ is general[1].__code__  # type: ignore[attr-defined]
+    assert len({id(compiled._with_own_code(update).__code__) for update in general}) == 2
 
 
 @every

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,9 +45,7 @@ def test_one_stage_is_the_published_step_over_all_layers(block_size: int | None)
     for index, part in enumerate(gone.split([24, 12])):
         change = torch.where(part, -start[index] / inverses[index].diagonal(), 0.0)
         expected.append(torch.where(part, 0.0, start[index] + inverses[index] @ change))
-    found = prune_model(
-        model, lambda: losses(model, inputs, targets), 0.25, damping=0.01, block_size=block_size
-    )
+    found = prune_model(model, lambda: losses(model, inputs, targets), 0.25, damping=0.01, block_size=block_size)
     for weight, wanted in zip(weights, expected):
         torch.testing.assert_close(weight.detach().flatten(), wanted, rtol=1e-9, atol=1e-12)
     assert found.sparsity == 0.25
@@ -53,32 +54,39 @@ def test_one_stage_is_the_published_step_over_all_layers(block_size: int | None)
 
 
 def test_stages_take_fresh_gradients_and_beat_magnitude() -> None:
-    risen = {}
-    for method in ("one-shot", "stages", "magnitude"):
-        total = 0.0
-        for seed in range(4):
-            model, inputs, targets = network(seed)
-            before = sum(losses(model, inputs, targets)).item()
-            calls: list[float] = []
-            if method == "magnitude":
-                sizes = torch.cat([model[i].weight.detach().abs().flatten() for i in (0, 2)])
-                bound = sizes.sort().values[12]
-                with torch.no_grad():
-                    for i in (0, 2):
-                        model[i].weight.mul_(model[i].weight.abs() >= bound)
-            else:
-                stages = 12 if method == "stages" else 1
-                prune_model(
-                    model, lambda: losses(model, inputs, targets), 12 / 36, num_stages=stages, damping=1e-4,
-                    block_size=None, after_stage=lambda result: calls.append(result.sparsity),
-                )  # fmt: skip
-                assert len(calls) == stages
-                assert calls == sorted(calls)
-            assert sum(int((model[i].weight == 0).sum()) for i in (0, 2)) == 12
-            total += sum(losses(model, inputs, targets)).item() - before
-        risen[method] = total
+    methods = {"one-shot": pruned(1), "stages": pruned(12), "magnitude": smallest_removed}
+    risen = {name: sum(rise(method, seed) for seed in range(4)) for name, method in methods.items()}
     assert risen["stages"] < risen["one-shot"]
     assert risen["stages"] < 0.5 * risen["magnitude"]
+
+
+def rise(method: Callable[[nn.Module, Tensor, Tensor], None], seed: int) -> float:
+    """Return by how much the loss rises when twelve of the 36 weights are removed."""
+    model, inputs, targets = network(seed)
+    before = sum(losses(model, inputs, targets)).item()
+    method(model, inputs, targets)
+    assert sum(int((model[i].weight == 0).sum()) for i in (0, 2)) == 12
+    return float(sum(losses(model, inputs, targets)).item() - before)
+
+
+def pruned(num_stages: int) -> Callable[[nn.Module, Tensor, Tensor], None]:
+    def prune(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        seen: list[float] = []
+        prune_model(
+            model, lambda: losses(model, inputs, targets), 12 / 36, num_stages=num_stages, damping=1e-4,
+            block_size=None, after_stage=lambda result: seen.append(result.sparsity),
+        )  # fmt: skip
+        assert len(seen) == num_stages
+        assert seen == sorted(seen)
+
+    return prune
+
+
+@torch.no_grad()
+def smallest_removed(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    bound = torch.cat([model[i].weight.abs().flatten() for i in (0, 2)]).sort().values[12]
+    for i in (0, 2):
+        model[i].weight.mul_(model[i].weight.abs() >= bound)
 
 
 def test_what_is_removed_stays_so_through_training() -> None:
@@ -95,12 +103,12 @@ def test_what_is_removed_stays_so_through_training() -> None:
         seen.append(result.masks["0.weight"].clone())
 
     found = prune_model(model, lambda: losses(model, inputs, targets), 0.5, num_stages=4, after_stage=train)
-    assert all(bool((late <= early).all()) for early, late in zip(seen, seen[1:]))
+    assert all(bool((late <= early).all()) for early, late in itertools.pairwise(seen))
     assert torch.equal(model[0].weight != 0, found.masks["0.weight"])
 
 
 def test_mistakes_are_named_and_change_nothing() -> None:
-    model, inputs, targets = network()
+    model, inputs, _ = network()
     before = [param.detach().clone() for param in model.parameters()]
     for call, message in (
         (lambda: prune_model(model, list, 0.5), "losses to take gradients of are needed; got none"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 from tests.pool import Pool
 from trainwright.artifacts import UserError
 from trainwright.numerics.seeds import seeded
-from trainwright.optim.sso import SSO, Surrogate
+from trainwright.optim.sso import RECORD, SSO, Surrogate
+
+Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def least_squares() -> tuple[Tensor, Tensor, nn.Parameter]:
@@ -200,6 +204,122 @@ def test_reset_starts_each_search_anew() -> None:
     for _ in range(3):
         optimizer.step(lambda: inputs @ weight, half_squares(wanted))
         assert float(optimizer.state[weight]["inner_step"]) == 1e-4
+
+
+def test_without_reset_the_next_search_starts_from_the_last_length_and_with_it_from_the_first() -> None:
+    """Each search's first trial is seen as the point at which the surrogate is first valued."""
+    for reset in (False, True):
+        weight = nn.Parameter(torch.tensor([1.0, -1.0], dtype=torch.float64))
+        optimizer = SSO([weight], lr=1.0, num_inner_steps=1, inner_step=8.0, growth=2.0, reset=reset)
+        seen: list[Tensor] = []
+
+        def targets(weight: nn.Parameter = weight, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(weight.detach().clone())
+            return 3.0 * weight
+
+        firsts = []
+        for _ in range(3):
+            seen.clear()
+            optimizer.step(targets, lambda z: (z**2).sum() / 2)
+            # q's gradient at θ_t is 9 θ_t, so the first trial stands at θ_t (1 − 9 step).
+            firsts.append(float((1 - seen[1][0] / seen[0][0]) / 9))
+            last = float(optimizer.state[weight]["inner_step"])
+        assert firsts[0] == pytest.approx(8.0)
+        if reset:
+            assert firsts[1:] == pytest.approx([8.0, 8.0])
+        else:
+            assert firsts[2] < 1.0
+            assert last <= firsts[2]
+
+
+def by_hand(
+    kind: str, inputs: Vector, theta: Vector, wanted: list[Vector], rows: list[list[int]], lr: float, inner_step: float
+) -> Vector:
+    """Two outer steps of three inner ones on Σ ℓ of Z = inputs Θ, gradients of q written out."""
+    total, table = 0.0, np.zeros((5, theta.shape[1]))
+    for labels, batch in zip(wanted, rows):
+        x = inputs[batch]
+        anchor = x @ theta
+        p = softmax(anchor)
+        d = p - labels
+        total += float((d**2).sum())
+        table[batch] += d**2
+        for _ in range(3):
+            change, now = x @ theta - anchor, softmax(x @ theta)
+            bend = {
+                "euclidean": change,
+                "newton": p * change - p * (p * change).sum(1, keepdims=True),
+                "adagrad": math.sqrt(total) * change,
+                "diagonal": np.sqrt(table[batch]) * change,
+                "kl": now - p,
+            }[kind]
+            theta = theta - inner_step * x.T @ (d + bend / lr)
+    return theta
+
+
+def softmax(z: Vector) -> Vector:
+    e = np.exp(z - z.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("kind", ["euclidean", "newton", "adagrad", "diagonal", "kl"])
+def test_every_proximal_term_is_the_equation_by_hand(kind: str) -> None:
+    draw = np.random.default_rng(3)
+    inputs, start = draw.normal(size=(5, 4)), draw.normal(size=(4, 3))
+    rows = [[0, 3, 4], [4, 1, 0]]
+    wanted = [np.eye(3)[draw.integers(3, size=3)] for _ in rows]
+    weight = nn.Parameter(torch.from_numpy(start.copy()))
+    table = (5, 3) if kind == "diagonal" else None
+    optimizer = SSO([weight], lr=0.7, num_inner_steps=3, search="fixed", inner_step=0.02, proximal=kind, table=table)
+    data = torch.from_numpy(inputs)
+    for labels, batch in zip(wanted, rows):
+        optimizer.step(
+            lambda batch=batch: data[batch] @ weight,
+            lambda z, labels=labels: -(torch.from_numpy(labels) * torch.log_softmax(z, -1)).sum(),
+            rows=torch.tensor(batch),
+        )
+    expected = by_hand(kind, inputs, start, wanted, rows, 0.7, 0.02)
+    np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-9, atol=1e-12)
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    once = RECORD.with_options(proximal=kind, table=table)
+    assert sum(value.nbytes for value in kept) == once.once_bytes() + once.state_bytes((4, 3), "fp64")
+
+
+def test_the_rate_in_target_space_is_the_line_search_by_hand() -> None:
+    weight = nn.Parameter(torch.tensor([2.0, -1.0], dtype=torch.float64))
+    scales = torch.tensor([1.0, 6.0], dtype=torch.float64)
+    optimizer = SSO(
+        [weight], lr=1.0, num_inner_steps=1, search="fixed", inner_step=0.1, target_search=True, sufficient=0.3
+    )
+    rate = 1.0 / 1.8
+    for _ in range(4):
+        z = weight.detach().clone()
+        slope = scales * z
+        rate *= 1.8
+        while (scales * (z - rate * slope) ** 2).sum() / 2 > (scales * z**2).sum() / 2 - 0.3 * rate * (slope**2).sum():
+            rate *= 0.9
+        optimizer.step(lambda: weight * 1.0, lambda z: (scales * z**2).sum() / 2)
+        assert float(optimizer.state[weight]["target_lr"]) == pytest.approx(rate, rel=1e-12)
+
+
+def both(targets: Tensor) -> tuple[Tensor, Tensor]:
+    return (targets**2).sum(), targets
+
+
+def test_proximal_mistakes_are_named() -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    with pytest.raises(UserError, match="needs the shape of its sums"):
+        SSO([weight], proximal="diagonal")
+    with pytest.raises(UserError, match="proximal among euclidean, newton"):
+        SSO([weight], proximal="bregman")
+    optimizer = SSO([weight], proximal="diagonal", table=(5, 2))
+    with pytest.raises(UserError, match=r"a row each of `rows`; got targets \(3, 2\) and 2 rows"):
+        optimizer.step(lambda: weight * 1.0, lambda z: (z**2).sum(), rows=torch.tensor([0, 1]))
+    with pytest.raises(UserError, match="needs a loss that autograd sees through"):
+        SSO([weight], proximal="newton").step(lambda: weight * 1.0, lambda z: (1.0, z))
+    with pytest.raises(UserError, match="needs the loss of the targets"):
+        SSO([weight], target_search=True).step(lambda: both(weight * 1.0))
+    assert torch.equal(weight, torch.ones(3, 2))
 
 
 def test_resume_is_bit_for_bit() -> None:

@@ -1,13 +1,14 @@
 """Time of an optimizer's step against the fastest AdamW of torch, and against what else implements the same method.
 
     pip install --no-deps --target FOLDER pytorch-optimizer bitsandbytes torchao
-    python -m benchmarks.optim.speed [--sizes 10 100] [--forms FORM ...] [--rounds N] [--only NAME ...] [--keep]
-                                     [--libraries FOLDER]
+    python -m benchmarks.optim.speed [--sizes 1 10 100] [--forms FORM ...] [--rounds N] [--only NAME ...] [--keep]
+                                     [--dtype bf16] [--libraries FOLDER]
 
 Parameters are square matrices, `--sizes` millions of elements together. The fastest of AdamW's loop, foreach and fused
 forms is found first; then each method's step alternates with it, and the median of the ratios counts. A method that
 moves b bytes an element may take b / 28 × 1.2 of AdamW's time: 28 are AdamW's own (parameter and two moments read and
-written, gradient read). The bar is for methods whose update of an element needs that element alone; clipping takes the
+written, gradient read); 14 for parameters in bf16, whose moments torch keeps in bf16 and ours in fp32. Times are of the
+processor. The bar is for methods whose update of an element needs that element alone; clipping takes the
 whole gradient's k-th largest coordinate, LAMB and AdAdaGrad-Norm take norms, and FRUGAL chooses rows. `--libraries` is
 the folder to import the others from. `--keep` adds the rows to those of earlier runs. Compiled code is kept for the run
 alone, unless TORCHINDUCTOR_CACHE_DIR says where.
@@ -37,18 +38,18 @@ from trainwright import optim
 
 from ..solvers.record import RESULTS, write
 
-ADAMW_BYTES = 28
+ADAMW_BYTES = {"fp32": 28, "bf16": 14}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BAR = 1.2
 ADAMW_FORMS: dict[str, dict[str, bool]] = {
     "loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
-SIDE = {10: (1000, 10), 100: (2000, 25)}
+SIDE = {1: (500, 4), 10: (1000, 10), 100: (2000, 25)}
 """Millions of elements: the matrices' side, and how many there are."""
 FORMS: dict[str, dict[str, bool]] = {"loop": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-NOT_FUSED = ("frugal", "lamb8bit")
-NOT_ELEMENTWISE = ("adadagradnorm", "clippedsgd", "clippedadam", "frugal", "lamb8bit")
+NOT_ELEMENTWISE = ("adadagradnorm", "clippedsgd", "clippedadam", "frugal", "lamb8bit", "normalizedsgd")
 OTHERS = (
     ("pytorch_optimizer", "AdaBelief", "adabelief"),
     ("pytorch_optimizer", "Adan", "adan"),
@@ -60,16 +61,16 @@ OTHERS = (
 Make = Callable[[list[nn.Parameter]], Any]
 
 
-def parameters(millions: int) -> list[nn.Parameter]:
+def parameters(millions: int, dtype: torch.dtype) -> list[nn.Parameter]:
     side, count = SIDE[millions]
     draw = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(side, side, generator=draw)) for _ in range(count)]
+    params = [nn.Parameter(torch.randn(side, side, generator=draw).to(dtype)) for _ in range(count)]
     for param in params:
-        param.grad = torch.randn(side, side, generator=draw) * 1e-2
+        param.grad = (torch.randn(side, side, generator=draw) * 1e-2).to(dtype)
     return params
 
 
-def candidates(only: list[str], forms: list[str]) -> Iterator[tuple[str, str, Make, float]]:
+def candidates(only: list[str], forms: list[str], dtype: str) -> Iterator[tuple[str, str, Make, float]]:
     """Yield library or form, method, how it is made, and bytes an element."""
     for name in optim.names():
         entry = optim.record(name)
@@ -77,16 +78,16 @@ def candidates(only: list[str], forms: list[str]) -> Iterator[tuple[str, str, Ma
         if not own or (only and name not in only):
             continue
         for form in forms:
-            if form in FORMS and not (form == "fused" and name in NOT_FUSED):
-                yield form, name, functools.partial(_own, name, form), _moved(name)
+            if form in FORMS and form in entry.forms:
+                yield form, name, functools.partial(_own, name, form), _moved(name, dtype)
     for library, class_name, name in OTHERS:
         if "others" in forms and (not only or name in only):
-            yield library, name, functools.partial(_other, library, class_name, name), _moved(name)
+            yield library, name, functools.partial(_other, library, class_name, name), _moved(name, dtype)
 
 
-def _moved(name: str) -> float:
+def _moved(name: str, dtype: str) -> float:
     """Bytes an element: parameter read and written, gradient read, state read and written."""
-    return 12 + 2 * optim.record(name).state_bytes((4096, 4096)) / 4096**2
+    return 3 * DTYPES[dtype].itemsize + 2 * optim.record(name).state_bytes((4096, 4096), dtype) / 4096**2
 
 
 def _own(name: str, form: str, params: list[nn.Parameter]) -> Any:
@@ -100,9 +101,9 @@ def _other(library: str, class_name: str, name: str, params: list[nn.Parameter])
 
 
 def step_s(optimizer: Any) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     optimizer.step()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def allocated_bytes(call: Callable[[], Any]) -> int:
@@ -128,7 +129,14 @@ def fastest_adamw(params: list[nn.Parameter], num_rounds: int) -> tuple[str, dic
 
 
 def row(
-    form: str, name: str, make: Make, moved: float, params: list[nn.Parameter], reference: Any, num_rounds: int
+    form: str,
+    name: str,
+    make: Make,
+    moved: float,
+    params: list[nn.Parameter],
+    reference: Any,
+    num_rounds: int,
+    adamw_bytes: int,
 ) -> dict[str, Any]:
     num_elements = sum(param.numel() for param in params)
     shown: dict[str, Any] = {"method": name, "form": form}
@@ -146,7 +154,7 @@ def row(
         return {**shown, "ns/param": f"not run: {type(error).__name__}: {str(error)[:90]}"}
     finally:
         gc.collect()
-    bar, ratio = moved / ADAMW_BYTES * BAR, statistics.median(ratios)
+    bar, ratio = moved / adamw_bytes * BAR, statistics.median(ratios)
     barred = name not in NOT_ELEMENTWISE
     return {
         **shown,
@@ -158,9 +166,9 @@ def row(
     }
 
 
-def section(millions: int, only: list[str], forms: list[str], num_rounds: int) -> list[dict[str, Any]]:
+def section(millions: int, only: list[str], forms: list[str], num_rounds: int, dtype: str) -> list[dict[str, Any]]:
     """Measure every candidate at one size; torch's AdamW comes first."""
-    params = parameters(millions)
+    params = parameters(millions, DTYPES[dtype])
     best, medians = fastest_adamw(params, num_rounds)
     reference = torch.optim.AdamW(params, **ADAMW_FORMS[best])
     reference.step()
@@ -169,10 +177,14 @@ def section(millions: int, only: list[str], forms: list[str], num_rounds: int) -
          "of AdamW's time": round(median / medians[best], 2), "bar": "", "met": "", "step temporaries B/param": ""}
         for form, median in medians.items()
     ]  # fmt: skip
-    for candidate in candidates(only, forms):
-        found.append(row(*candidate, params, reference, num_rounds))
+    for candidate in candidates(only, forms, dtype):
+        found.append(row(*candidate, params, reference, num_rounds, ADAMW_BYTES[dtype]))
         print(found[-1], flush=True)
     return found
+
+
+def _heading(millions: int, dtype: str) -> str:
+    return f"{millions} million parameters" + (f", {dtype}" if dtype != "fp32" else "")
 
 
 def merged(name: str, sections: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
@@ -189,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100], choices=sorted(SIDE))
     parser.add_argument("--forms", nargs="+", default=[*FORMS, "others"], choices=[*FORMS, "others"])
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--keep", action="store_true", help="add to benchmarks/results/optim-speed.{json,md}")
@@ -199,13 +212,15 @@ def main() -> None:
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # an older cache may hold code without vector instructions
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
     sections = {
-        f"{millions} million parameters": section(millions, given.only, given.forms, given.rounds)
+        _heading(millions, given.dtype): section(millions, given.only, given.forms, given.rounds, given.dtype)
         for millions in given.sizes
     }
     remarks = [
         "of AdamW's time: median over rounds of own step / the fastest AdamW step just before it.",
-        "bar: bytes moved an element / 28 × 1.2; none for methods that read more than the element.",
+        "bar: bytes moved an element / 28 (of bf16: 14) × 1.2; none for methods that read more than the element.",
         "Measured in several runs, each row against AdamW in its own; the AdamW rows are the last run's.",
+        "Sections in fp32: measured on 2026-11-21 on an Intel Xeon of 2 cores, wall clock; those in bf16: processor time, on a "
+        "machine that did other work too.",
     ]
     if given.keep:
         sections = merged("optim-speed", sections)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -97,6 +98,62 @@ def clippedadam(
         updates = [a / (1 - betas[0] ** t) / (np.sqrt(b / (1 - betas[1] ** t)) + eps) for a, b in zip(m, v)]
         updates = clipped(updates, clip, threshold_scale) if clip_update else updates
         theta = [x * (1 - lr * weight_decay) - lr * u for x, u in zip(theta, updates)]
+    return theta
+
+
+def clippedadafactor(
+    theta: list[Vector], slopes: list[list[Vector]], curvature: list[Vector], lr: float = 1e-2, clip: float = 0.5,
+    decay: float = -0.8, max_rms: float = 1.0, eps: tuple[float, float] = (1e-30, 1e-3), weight_decay: float = 0.0,
+    threshold_scale: float = 1.0,
+) -> list[Vector]:  # fmt: skip
+    theta, moments = list(theta), [(0.0, 0.0)] * len(theta)
+    for t, slope in enumerate(slopes, 1):
+        grads = [own + bend * x for own, bend, x in zip(slope, curvature, theta)]
+        beta = 1 - t**decay
+        for index, (g, numerator) in enumerate(zip(grads, clipped(grads, clip, threshold_scale))):
+            squares = (g * g + eps[0]).reshape(SHAPES[index])
+            first, second = moments[index]
+            if squares.ndim < 2:
+                first = beta * first + (1 - beta) * squares
+                v = first
+            else:
+                first = beta * first + (1 - beta) * squares.mean(-1, keepdims=True)
+                second = beta * second + (1 - beta) * squares.mean(-2, keepdims=True)
+                v = first * second / first.mean(-2, keepdims=True)
+            moments[index] = (first, second)
+            u = numerator / np.sqrt(np.ravel(v))
+            u = u / max(1.0, math.sqrt(np.mean(u * u)) / max_rms)
+            x = theta[index]
+            scale = max(eps[1], math.sqrt(np.mean(x * x)))
+            theta[index] = x * (1 - lr * weight_decay) - lr * scale * u
+    return theta
+
+
+def lion(
+    theta: list[Vector], slopes: list[list[Vector]], curvature: list[Vector], lr: float = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
+) -> list[Vector]:  # fmt: skip
+    theta, means = list(theta), [np.zeros_like(x) for x in theta]
+    for slope in slopes:
+        grads = [own + bend * x for own, bend, x in zip(slope, curvature, theta)]
+        steps = [np.sign(betas[0] * m + (1 - betas[0]) * g) for m, g in zip(means, grads)]
+        means = [betas[1] * m + (1 - betas[1]) * g for m, g in zip(means, grads)]
+        theta = [x * (1 - lr * weight_decay) - lr * u for x, u in zip(theta, steps)]
+    return theta
+
+
+def of_one_length(
+    theta: list[Vector], slopes: list[list[Vector]], curvature: list[Vector], by_sign: bool, lr: float = 1e-3,
+    momentum: float = 0.9, weight_decay: float = 0.0, clip: float = 0.0, threshold_scale: float = 1.0,
+) -> list[Vector]:  # fmt: skip
+    theta, means = list(theta), [np.zeros_like(x) for x in theta]
+    for slope in slopes:
+        grads = clipped([own + bend * x for own, bend, x in zip(slope, curvature, theta)], clip, threshold_scale)
+        if not by_sign:
+            grads = [g * math.sqrt(g.size) / np.linalg.norm(g) for g in grads]
+        means = [momentum * m + (1 - momentum) * g for m, g in zip(means, grads)]
+        steps = [np.sign(m) if by_sign else m for m in means]
+        theta = [x * (1 - lr * weight_decay) - lr * u for x, u in zip(theta, steps)]
     return theta
 
 
@@ -196,6 +253,55 @@ CASES = (
         settings={"lr": 0.05, "weight_decay": 0.1, "clip": 0.4},
         variants=({}, {"clip_update": True}, {"clip": 0.0, "betas": (0.5, 0.8)}, {"threshold_scale": 0.5}),
         skips=dict.fromkeys(("nan", "late"), _WHOLE_MODEL),
+    ),
+    Case(
+        "clippedadafactor",
+        clippedadafactor,
+        (
+            *_DECAY,
+            ({"clip": 1.5}, r"clip in \[0, 1\]"),
+            ({"decay": 0.5}, "decay below 0"),
+            ({"max_rms": 0.0}, "max_rms above 0"),
+            ({"fused": True}, "means stand between its passes"),
+        ),
+        settings={"lr": 0.05, "weight_decay": 0.1, "clip": 0.3},
+        variants=({}, {"clip": 0.0}, {"decay": -0.5, "max_rms": 0.3}, {"eps": (0.1, 2.0), "threshold_scale": 0.5}),
+        skips={
+            "nan": "the root mean square of a whole tensor is part of its update",
+            "fused": "refused, with the reason",
+            "ranks": "not on shards: its record says why",
+            "plan": "not on shards: its record says why",
+            "temporaries": "its means hold small tensors beside those of the parameter's size",
+            **dict.fromkeys(("groups", "late"), _WHOLE_MODEL),
+        },
+    ),
+    Case(
+        "lion",
+        lion,
+        (*_DECAY, *_BETAS),
+        settings={"lr": 0.05, "betas": (0.6, 0.8), "weight_decay": 0.1},
+        variants=({}, {"weight_decay": 0.0}, {"betas": (0.9, 0.5)}),
+        skips={"nan": "the sign of NaN is 0"},
+    ),
+    Case(
+        "signsgd",
+        functools.partial(of_one_length, by_sign=True),
+        (*_DECAY, ({"clip": 1.5}, r"clip in \[0, 1\]"), ({"momentum": 1.0}, r"momentum in \[0, 1\)")),
+        settings={"lr": 0.05, "momentum": 0.7, "weight_decay": 0.1, "clip": 0.2},
+        variants=({}, {"momentum": 0.0}, {"clip": 0.0}, {"threshold_scale": 0.5, "weight_decay": 0.0}),
+        skips={"nan": "the sign of NaN is 0", **dict.fromkeys(("groups", "late"), _WHOLE_MODEL)},
+    ),
+    Case(
+        "normalizedsgd",
+        functools.partial(of_one_length, by_sign=False),
+        (*_DECAY, ({"clip": 1.5}, r"clip in \[0, 1\]"), ({"momentum": 1.0}, r"momentum in \[0, 1\)")),
+        settings={"lr": 0.05, "momentum": 0.7, "weight_decay": 0.1, "clip": 0.2},
+        variants=({}, {"momentum": 0.0}, {"clip": 0.0}, {"threshold_scale": 0.5, "weight_decay": 0.0}),
+        skips={
+            "nan": "one length for the whole tensor",
+            "fused": "refused, with the reason",
+            **dict.fromkeys(("groups", "late"), _WHOLE_MODEL),
+        },
     ),
     Case(
         "frugal",

@@ -17,12 +17,14 @@ from . import (
     adam8bit,
     adan,
     clipped,
+    clipped_adafactor,
     diffgrad,
     frugal_record,
     grad_norm_newton,
     lamb8bit,
     mfac,
     sgdsai,
+    sign_methods,
     sophia,
     sso,
     torch_optimizers,
@@ -35,6 +37,7 @@ from .adan import Adan
 from .base import Method, how_keywords
 from .chosen import Chosen, check_runs, choose, class_for, of_plan
 from .clipped import ClippedAdam, ClippedSGD
+from .clipped_adafactor import ClippedAdafactor
 from .diffgrad import DiffGrad
 from .eight_bit import eight_bit_groups
 from .frugal import FRUGAL
@@ -43,9 +46,11 @@ from .lamb8bit import LAMB8bit
 from .mfac import MFAC
 from .mfac_inverse import MFACInverse, pruning_stages
 from .mfac_pruning import Pruned, prune_model
+from .one_trajectory import DirectionAt, compare_on_one_trajectory
 from .record import ExtraPass, OptimizerRecord, StateTensor
 from .sgdsai import SGDSaI
 from .sharpness import directional_sharpness
+from .sign_methods import Lion, NormalizedSGD, SignSGD
 from .sophia import SophiaG, SophiaH, sampled_cross_entropy
 from .sso import SSO
 
@@ -61,23 +66,29 @@ __all__ = [
     "AdamW8bit",
     "Adan",
     "Chosen",
+    "ClippedAdafactor",
     "ClippedAdam",
     "ClippedSGD",
     "DiffGrad",
+    "DirectionAt",
     "ExtraPass",
     "GradNormSmoothNewton",
     "LAMB8bit",
+    "Lion",
     "MFACInverse",
+    "NormalizedSGD",
     "OptimizerRecord",
     "Pruned",
     "SGD8bit",
     "SGDSaI",
+    "SignSGD",
     "SophiaG",
     "SophiaH",
     "StateTensor",
     "check_plannable",
     "check_runs",
     "choose",
+    "compare_on_one_trajectory",
     "create",
     "directional_sharpness",
     "eight_bit_groups",
@@ -97,6 +108,8 @@ _OWN = (
     *adadagrad.RECORDS,
     *adam8bit.RECORDS,
     *clipped.RECORDS,
+    clipped_adafactor.RECORD,
+    *sign_methods.RECORDS,
     frugal_record.RECORD,
     lamb8bit.RECORD,
     sgdsai.RECORD,
@@ -164,6 +177,18 @@ def check_plannable(name: str, alone: bool = False) -> None:
     >>> check_plannable("adamw")
     """
     entry = record(name)
+    if entry.not_on_shards:
+        raise UserError(
+            f"an optimizer that steps on shards is needed to run a plan; {entry.name}, as it is here, "
+            f"{entry.not_on_shards}; take adamw, adagrad or sgd"
+        )
+    if entry.needs_loss:
+        passes = " and ".join(map(str, entry.extra_passes))
+        raise UserError(
+            f"an optimizer that steps on gradients alone is needed to run a plan; {entry.name} takes the loss with its graph "
+            f"({passes}), and the collectives of a planned model have no second derivative; take adamw, or call "
+            "its step(closure) in a loop of your own"
+        )
     if alone and not entry.updates_alone:
         raise UserError(
             f"an optimizer that updates each parameter by itself is needed where a plan keeps its states off the device; "

@@ -1,7 +1,7 @@
 """Clipping the few largest coordinates of the whole gradient: SGD and Adam with it.
 
 τ = the (⌊N·k⌋ + 1)-th largest |g| of a group's N elements        `_threshold`
-g ← sign(g) · min(|g|, τ)                                         `_clipped`
+g ← sign(g) · min(|g|, τ)                                         `clipped`
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class ClippedSGD(Method):
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         check_common("ClippedSGD", settings["lr"], (), 0.0, settings["weight_decay"])
-        _check_clipping("ClippedSGD", settings)
+        check_clipping("ClippedSGD", settings)
         check_range("ClippedSGD", momentum=(settings["momentum"], "in [0, 1)", lambda value: 0 <= value < 1))
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names if group["momentum"] else ()
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**super()._options(group), "threshold": _gradient_threshold(group)}
+        return {**super()._options(group), "threshold": gradient_threshold(group)}
 
     @staticmethod
     def _update(
         params: list[Tensor], grads: list[Tensor], states: Lists, step: Any, lr: Any, options: dict[str, Any]
     ) -> None:
-        steps = _clipped(grads, options["threshold"])
+        steps = clipped(grads, options["threshold"])
         if options["weight_decay"]:
             torch._foreach_add_(steps, params, alpha=options["weight_decay"])
         if options["momentum"]:
@@ -122,7 +122,7 @@ class ClippedAdam(Method):
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         check_common("ClippedAdam", settings["lr"], settings["betas"], settings["eps"], settings["weight_decay"])
-        _check_clipping("ClippedAdam", settings)
+        check_clipping("ClippedAdam", settings)
         if settings["clip_update"] and settings["fused"]:
             raise UserError(
                 "ClippedAdam finds the bound of its updates between two passes; got clip_update=True and fused=True; "
@@ -130,7 +130,7 @@ class ClippedAdam(Method):
             )
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        threshold = None if group["clip_update"] else _gradient_threshold(group)
+        threshold = None if group["clip_update"] else gradient_threshold(group)
         return {**super()._options(group), "threshold": threshold}
 
     def _step_group(self, group: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class ClippedAdam(Method):
         owners = [param for batch in batches for param in batch.owners]
         threshold = _threshold([update for updates in found for update in updates], owners, group)
         for batch, updates in zip(batches, found):
-            steps = _clipped(updates, threshold)
+            steps = clipped(updates, threshold)
             _apply(batch.params, steps, lr, options)
             batch.write_back()
 
@@ -165,9 +165,9 @@ def _direction(grads: list[Tensor], states: Lists, options: dict[str, Any]) -> l
     (beta1, beta2), means, squares = options["betas"], states["exp_avg"], states["exp_avg_sq"]
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-    clipped = grads if options["threshold"] is None else _clipped(grads, options["threshold"])
-    torch._foreach_lerp_(means, clipped, 1 - beta1)
-    del clipped
+    firsts = grads if options["threshold"] is None else clipped(grads, options["threshold"])
+    torch._foreach_lerp_(means, firsts, 1 - beta1)
+    del firsts
     roots = torch._foreach_sqrt(squares)
     torch._foreach_div_(roots, options["root"])
     torch._foreach_add_(roots, options["eps"])
@@ -183,16 +183,18 @@ def _apply(params: list[Tensor], steps: Tensors, lr: Any, options: dict[str, Any
     torch._foreach_add_(params, steps)
 
 
-def _clipped(tensors: Tensors, threshold: Tensor | None) -> list[Tensor]:
+def clipped(tensors: Tensors, threshold: Tensor | None) -> list[Tensor]:
+    """Return copies of `tensors`, clipped to ±`threshold`; `None` clips nothing."""
     if threshold is None:
         return [tensor.clone() for tensor in tensors]
     bounds = [threshold.to(tensor) for tensor in tensors]
-    clipped = torch._foreach_minimum(tensors, bounds)
-    torch._foreach_maximum_(clipped, torch._foreach_neg(bounds))
-    return list(clipped)
+    found = torch._foreach_minimum(tensors, bounds)
+    torch._foreach_maximum_(found, torch._foreach_neg(bounds))
+    return list(found)
 
 
-def _gradient_threshold(group: dict[str, Any]) -> Tensor | None:
+def gradient_threshold(group: dict[str, Any]) -> Tensor | None:
+    """τ for the gradients of a group; `None` where nothing is clipped."""
     owners = [param for param in group["params"] if param.grad is not None]
     return _threshold([real_view(plain(placed_like(param.grad, param))) for param in owners], owners, group)
 
@@ -213,7 +215,8 @@ def _threshold(tensors: Sequence[Tensor], owners: Sequence[Tensor], group: dict[
     return kth_largest_magnitude(tensors, index, add if shared else None) * group["threshold_scale"]
 
 
-def _check_clipping(owner: str, settings: dict[str, Any]) -> None:
+def check_clipping(owner: str, settings: dict[str, Any]) -> None:
+    """Raise `UserError` for settings of clipping out of range."""
     check_range(
         owner,
         clip=(settings["clip"], "in [0, 1]", lambda value: 0 <= value <= 1),
@@ -221,7 +224,7 @@ def _check_clipping(owner: str, settings: dict[str, Any]) -> None:
     )
 
 
-def _temporaries(num_copies: int) -> Callable[[Shape, int, Options], int]:
+def clipping_temporaries(num_copies: int) -> Callable[[Shape, int, Options], int]:
     """Those of the update, or of the threshold's selection before it, whichever is more."""
 
     def temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
@@ -240,7 +243,7 @@ RECORDS = (
         ClippedSGD,
         "SGD with the largest coordinates of the whole gradient clipped to one magnitude",
         (kept("momentum_buffer", "momentum"), STEP),
-        _temporaries(1),
+        clipping_temporaries(1),
         defaults={"clip": 0.1},
         paper="Pan, Li 2023, arXiv:2306.00204",
     ),
@@ -249,7 +252,7 @@ RECORDS = (
         ClippedAdam,
         "Adam whose first moment takes the gradient with its largest coordinates clipped",
         (kept("exp_avg"), kept("exp_avg_sq"), STEP),
-        _temporaries(2),
+        clipping_temporaries(2),
         defaults={"clip": 0.5},
         paper="Pan, Li 2023, arXiv:2306.00204",
         departs="decoupled weight decay",
