@@ -177,18 +177,6 @@ def check_plannable(name: str, alone: bool = False) -> None:
     >>> check_plannable("adamw")
     """
     entry = record(name)
-    if entry.not_on_shards:
-        raise UserError(
-            f"an optimizer that steps on shards is needed to run a plan; {entry.name}, as it is here, "
-            f"{entry.not_on_shards}; take adamw, adagrad or sgd"
-        )
-    if entry.needs_loss:
-        passes = " and ".join(map(str, entry.extra_passes))
-        raise UserError(
-            f"an optimizer that steps on gradients alone is needed to run a plan; {entry.name} takes the loss with its graph "
-            f"({passes}), and the collectives of a planned model have no second derivative; take adamw, or call "
-            "its step(closure) in a loop of your own"
-        )
     if alone and not entry.updates_alone:
         raise UserError(
             f"an optimizer that updates each parameter by itself is needed where a plan keeps its states off the device; "
