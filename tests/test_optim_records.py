@@ -114,6 +114,20 @@ def test_temporaries_declared_are_those_of_the_step(name: str, dtype: torch.dtyp
             assert abs(measured - declared) <= 128, (shape, options, measured, declared)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad", "adamw8bit", "sgd8bit", "frugal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_pass_over_memory_allocates_what_its_record_says(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    entry = optim.record(name).with_options("fused")
+    weight = parameter((96, 512), dtype)
+    optimizer = optim.create(name, [weight], lr=1e-3, fused=True)
+    optimizer.step()
+    optimizer.step()
+    measured = peak_bytes(optimizer.step, tmp_path)
+    assert measured <= 4096, "the scalars of a step, and nothing of the parameter's size"
+    assert measured <= entry.step_temporary_bytes((96, 512), dtype) + 512
+    assert entry.step_temporary_bytes((96, 512), dtype) < weight.nbytes / 8
+
+
 @pytest.mark.parametrize("name", BY_GRADIENTS)
 def test_create_is_torchs_own_class_one_parameter_at_a_time(name: str) -> None:
     torch.manual_seed(3)

@@ -521,7 +521,8 @@ def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: Any
     cluster, autocast = as_cluster(hardware), as_dtype_name(autocast)
     sizes, pins = as_mesh(mesh), as_pins(pins)
     budget = parse_bytes(memory) if memory is not None else int(MEMORY_SHARE * cluster.device.memory_bytes)
-    chosen = as_chosen(*optimizer, model, cluster.device.kind)
+    named, options, form = optimizer
+    chosen = as_chosen(named, options, form, model, cluster.device.kind)
     micro_batches = _runs_of(micro_batches, chosen.name if chosen.needs_loss else "keep_graph" if offload[1] else None)
     program, variants = _programs(model, batch, loss_fn, autocast, micro_batches)
     return {

@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import hardware as _hardware
 from .artifacts import Cluster, Plan, UserError
+from .hardware import GRAMMAR, resolve
 
 if TYPE_CHECKING:
     from .optim.chosen import Chosen
@@ -35,13 +35,13 @@ def as_cluster(value: Any) -> Cluster:
     if isinstance(value, Cluster):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
-        return _hardware.resolve(f"cpu:{value}")
+        return resolve(f"cpu:{value}")
     if isinstance(value, str):
-        return _hardware.resolve(value)
+        return resolve(value)
     if isinstance(value, os.PathLike):
         return Cluster.from_json(os.fspath(value))
     raise UserError(
-        f"hardware is needed as {_hardware.GRAMMAR}, a number of CPU processes or a Cluster; got {_named(value)}; try "
+        f"hardware is needed as {GRAMMAR}, a number of CPU processes or a Cluster; got {_named(value)}; try "
         "hardware='cpu:2'"
     )
 

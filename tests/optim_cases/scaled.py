@@ -101,6 +101,34 @@ def clippedadam(
     return theta
 
 
+def clippedadafactor(
+    theta: list[Vector], slopes: list[list[Vector]], curvature: list[Vector], lr: float = 1e-2, clip: float = 0.5,
+    decay: float = -0.8, max_rms: float = 1.0, eps: tuple[float, float] = (1e-30, 1e-3), weight_decay: float = 0.0,
+    threshold_scale: float = 1.0,
+) -> list[Vector]:  # fmt: skip
+    theta, moments = list(theta), [(0.0, 0.0)] * len(theta)
+    for t, slope in enumerate(slopes, 1):
+        grads = [own + bend * x for own, bend, x in zip(slope, curvature, theta)]
+        beta = 1 - t**decay
+        for index, (g, numerator) in enumerate(zip(grads, clipped(grads, clip, threshold_scale))):
+            squares = (g * g + eps[0]).reshape(SHAPES[index])
+            first, second = moments[index]
+            if squares.ndim < 2:
+                first = beta * first + (1 - beta) * squares
+                v = first
+            else:
+                first = beta * first + (1 - beta) * squares.mean(-1, keepdims=True)
+                second = beta * second + (1 - beta) * squares.mean(-2, keepdims=True)
+                v = first * second / first.mean(-2, keepdims=True)
+            moments[index] = (first, second)
+            u = numerator / np.sqrt(np.ravel(v))
+            u = u / max(1.0, math.sqrt(np.mean(u * u)) / max_rms)
+            x = theta[index]
+            scale = max(eps[1], math.sqrt(np.mean(x * x)))
+            theta[index] = x * (1 - lr * weight_decay) - lr * scale * u
+    return theta
+
+
 def lion(
     theta: list[Vector], slopes: list[list[Vector]], curvature: list[Vector], lr: float = 1e-4,
     betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
@@ -225,6 +253,27 @@ CASES = (
         settings={"lr": 0.05, "weight_decay": 0.1, "clip": 0.4},
         variants=({}, {"clip_update": True}, {"clip": 0.0, "betas": (0.5, 0.8)}, {"threshold_scale": 0.5}),
         skips=dict.fromkeys(("nan", "late"), _WHOLE_MODEL),
+    ),
+    Case(
+        "clippedadafactor",
+        clippedadafactor,
+        (
+            *_DECAY,
+            ({"clip": 1.5}, r"clip in \[0, 1\]"),
+            ({"decay": 0.5}, "decay below 0"),
+            ({"max_rms": 0.0}, "max_rms above 0"),
+            ({"fused": True}, "means stand between its passes"),
+        ),
+        settings={"lr": 0.05, "weight_decay": 0.1, "clip": 0.3},
+        variants=({}, {"clip": 0.0}, {"decay": -0.5, "max_rms": 0.3}, {"eps": (0.1, 2.0), "threshold_scale": 0.5}),
+        skips={
+            "nan": "the root mean square of a whole tensor is part of its update",
+            "fused": "refused, with the reason",
+            "ranks": "not on shards: its record says why",
+            "plan": "not on shards: its record says why",
+            "temporaries": "its means hold small tensors beside those of the parameter's size",
+            **dict.fromkeys(("groups", "late"), _WHOLE_MODEL),
+        },
     ),
     Case(
         "lion",

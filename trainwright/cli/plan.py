@@ -117,10 +117,22 @@ def plan(
             _write_report(found, loaded, html_path, found.files(output))
     answer(found.text(output), found.data, json_path)
     if written is not None:
-        remark(f"wrote {output}; next: trainwright train {model.spec} --plan {written}")
+        remark(f"wrote {output}; {_next(found.plan, model.spec, written)}")
     if found.plan is None:
         remark("error: " + _why_none(found.comparison, solver))
     return OK if found.plan is not None else FAILED
+
+
+def _next(plan: Plan | None, spec: str, written: str) -> str:
+    """What to do with a plan that was written: train, or why that would be refused."""
+    from ..optim.chosen import check_runs, of_plan
+
+    try:
+        if plan is not None:
+            check_runs(of_plan(plan), plan)
+    except UserError as error:
+        return f"train will not run it: {error}"
+    return f"next: trainwright train {spec} --plan {written}"
 
 
 def parse_mesh(text: str | None) -> tuple[int, ...] | None:

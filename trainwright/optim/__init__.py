@@ -17,6 +17,7 @@ from . import (
     adam8bit,
     adan,
     clipped,
+    clipped_adafactor,
     diffgrad,
     frugal_record,
     grad_norm_newton,
@@ -36,6 +37,7 @@ from .adan import Adan
 from .base import Method, how_keywords
 from .chosen import Chosen, check_runs, choose, class_for, of_plan
 from .clipped import ClippedAdam, ClippedSGD
+from .clipped_adafactor import ClippedAdafactor
 from .diffgrad import DiffGrad
 from .eight_bit import eight_bit_groups
 from .frugal import FRUGAL
@@ -44,6 +46,7 @@ from .lamb8bit import LAMB8bit
 from .mfac import MFAC
 from .mfac_inverse import MFACInverse, pruning_stages
 from .mfac_pruning import Pruned, prune_model
+from .one_trajectory import DirectionAt, compare_on_one_trajectory
 from .record import ExtraPass, OptimizerRecord, StateTensor
 from .sgdsai import SGDSaI
 from .sharpness import directional_sharpness
@@ -63,9 +66,11 @@ __all__ = [
     "AdamW8bit",
     "Adan",
     "Chosen",
+    "ClippedAdafactor",
     "ClippedAdam",
     "ClippedSGD",
     "DiffGrad",
+    "DirectionAt",
     "ExtraPass",
     "GradNormSmoothNewton",
     "LAMB8bit",
@@ -83,6 +88,7 @@ __all__ = [
     "check_plannable",
     "check_runs",
     "choose",
+    "compare_on_one_trajectory",
     "create",
     "directional_sharpness",
     "eight_bit_groups",
@@ -102,6 +108,7 @@ _OWN = (
     *adadagrad.RECORDS,
     *adam8bit.RECORDS,
     *clipped.RECORDS,
+    clipped_adafactor.RECORD,
     *sign_methods.RECORDS,
     frugal_record.RECORD,
     lamb8bit.RECORD,

@@ -94,6 +94,8 @@ class OptimizerRecord:
     paper: str = ""
     departs: str = ""
     """Where it departs from the paper."""
+    not_on_shards: str = ""
+    """Why it does not run on the sharded parameters of a plan; empty: it does."""
     reads_numbers: bool = False
     """Whether its step reads numbers off its tensors, as norms."""
     groups: Groups | None = None
