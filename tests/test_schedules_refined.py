@@ -260,9 +260,12 @@ def test_the_bound_of_the_last_iterate_holds_and_equals_its_formula() -> None:
 @pytest.mark.parametrize("norms", [[1.0] * 20, list(np.linspace(5, 1, 20)), list(np.linspace(1, 4, 20))])
 def test_no_other_schedule_has_a_lower_bound(norms: list[float]) -> None:
     def best(factors: Any) -> float:
-        """The bound with the best multiple of a schedule at D = 1."""
-        rest = bound_by_hand(factors, norms, 0.0)
-        return 2 * (0.5 / sum(factors) * rest) ** 0.5
+        """The bound on the point behind the last step, with the best multiple of a schedule at D = 1."""
+        found = []
+        for free in np.geomspace(1e-2, 10, 200):
+            every = [*factors, free]
+            found.append((bound_by_hand(every, [*norms, norms[-1]], 0.0) / sum(every)) ** 0.5)
+        return 2**0.5 * min(found)
 
     factors = bound_factors(norms)
     assert factors.max() == 1.0
@@ -272,7 +275,7 @@ def test_no_other_schedule_has_a_lower_bound(norms: list[float]) -> None:
     draw = np.random.default_rng(0)
     for size in (1e-3, 1e-2, 0.1):
         for _ in range(10):
-            assert best(factors * np.exp(size * draw.normal(size=20))) >= best(factors) * (1 - 1e-9)
+            assert best(factors * np.exp(size * draw.normal(size=20))) >= best(factors) * (1 - 1e-4)
     minimised = RefinedSchedule(sgd(), norms, smoothing=0.0, latest_peak=None, minimise=True).factors
     np.testing.assert_allclose(minimised, factors, rtol=1e-3, atol=1e-4)
     with pytest.raises(UserError, match="got order=1; leave out minimise=True"):

@@ -29,12 +29,14 @@ def last_iterate_bound(lrs: ArrayLike, norms: ArrayLike, distance: float) -> flo
 
         D²/(2 S_1) + Q_1/(2 S_1) + ½ Σ_{k<T} η_k/S_{k+1} · Q_k/S_k
 
-    lrs: η_t > 0, one a step. norms: G_t, ℓ₂, as many. distance: D, from the start to a minimiser.
+    x_T is the point that the T-th gradient is taken at: its own step η_T is not part of it, and any η_T gives a bound.
+
+    lrs: η_t > 0, one a gradient. norms: G_t, ℓ₂, as many. distance: D, from the start to a minimiser.
 
     Raises `UserError` for lengths that differ, and for numbers that are not finite or rates that are not positive.
 
     >>> last_iterate_bound([0.5], [2.0], distance=1.0)
-    1.5
+    2.0
 
     Source: Defazio, Cutkosky, Mehta, Mishchenko, *Optimal Linear Decay Learning Rate Schedules and Further
     Refinements*, 2023; it follows from the regret of each tail of the run.
@@ -50,15 +52,17 @@ def bound_factors(
     r"""Return the learning rates that minimise `last_iterate_bound`, as factors of their maximum, [num_steps].
 
     Over η = c · shape the best c gives D √(A(shape) · B(shape)), so the shape does not depend on D. L-BFGS over the
-    logarithms of T variables, O(T) an iteration, from G_t⁻² times linear decay.
+    logarithms of T variables, O(T) an iteration, from G_t⁻² times linear decay. The point behind the last step counts with the
+    last norm; the step after it, which the bound has and a run has not, is left out.
 
     norms: G_t, smoothed. max_iterations: of L-BFGS. progress: called with (iteration, bound at D = 1).
 
     >>> factors = bound_factors([1.0] * 8)
-    >>> bool(factors[-1] < factors[4] < factors[0] + 0.2)
+    >>> bool((factors[1:] < factors[:-1]).all())
     True
     """
     given = np.asarray(norms, dtype=np.float64)
+    given = np.append(given, given[-1:])
     least = 1e-6 * given[given > 0].min() if (given > 0).any() else 1.0
     floored = np.maximum(given, least)
     start, squares = _checked(floored**-2 * np.arange(len(given), 0, -1), floored)
@@ -80,7 +84,7 @@ def bound_factors(
     options = {"maxiter": max_iterations, "maxfun": 4 * max_iterations, "maxcor": 30, "ftol": 1e-14, "gtol": 1e-9}
     found = minimize(objective, first, jac=True, method="L-BFGS-B", options=options, callback=told)
     best = found.x if found.fun <= objective(first)[0] else first
-    return np.exp(best - best.max())
+    return np.exp(best[:-1] - best[:-1].max())
 
 
 def _terms(lrs: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
