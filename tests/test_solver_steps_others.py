@@ -210,6 +210,17 @@ def test_renoising_wakes_an_ensemble_that_agrees_and_no_other() -> None:
         assert torch.equal(found, plain) is not woken
 
 
+def test_the_best_point_is_kept_over_ensembles() -> None:
+    points, values = normal(3, 2, seed=1), torch.tensor([0.4, 0.1, 0.7], dtype=torch.float64)
+    first = Ensemble.of(points, values, 1.0, None)
+    worse = Ensemble.of(points + 1, values + 1, 1.0, first)
+    better = Ensemble.of(points + 2, values - 1, 1.0, worse)
+    for found, place, value in ((first, points[1], 0.1), (worse, points[1], 0.1), (better, points[1] + 2, -0.9)):
+        torch.testing.assert_close(found.best_x, place)
+        assert found.best_fun == pytest.approx(value)
+    assert (first.nit, worse.nit, better.nit) == (0, 1, 2)
+
+
 def turns(warm_up: int, every: int, num_epochs: int) -> list[int]:
     """The epochs before which a choice was made."""
     data = TensorDataset(normal(24, 3, seed=0).float(), torch.arange(24) % 2)

@@ -186,6 +186,11 @@ def test_an_outer_step_extrapolates_the_centre() -> None:
         state = method.step(oracle, state, draw)
     torch.testing.assert_close(state.centre, state.x + 0.9 * (state.x - x))
     assert (state.num_done, state.num_outer) == (0, 1)
+    first = state.x
+    for _ in range(2):
+        state = method.step(oracle, state, draw)
+    torch.testing.assert_close(state.centre, state.x + 0.9 * (state.x - first))
+    assert (state.num_done, state.num_outer) == (0, 2)
 
 
 def test_outer_steps_contract_as_the_theory_says() -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.mutation.run [--family NAME] [--faults FILE] [--record]      (not on Windows: it forks)
 
-A fault is an entry of a JSON list: `family`, `file`, `old` (text that stands there once), `new`, `tests` (files). It is
-noticed where one of the tests fails. `--record` writes the score to benchmarks/results/mutations.md.
+A fault is an entry of a JSON list: `family`, `file`, `old` (text that stands there once), `new`, `tests` (files, or
+`file::test`). It is noticed where one of the tests fails. `--record` writes the score to benchmarks/results/mutations.md.
 """
 
 from __future__ import annotations
