@@ -324,11 +324,15 @@ def test_bytes_kept_and_sent_are_those_of_the_records(rule: Rule) -> None:
     from trainwright import federated
 
     arrays = {"w": np.zeros((50, 20), np.float32)}
-    everyone = {f"c{k}": SimulatedClient(lambda state, arrays, config: ({"w": arrays["w"] + 1}, state)) for k in range(3)}
+    everyone = {
+        f"c{k}": SimulatedClient(lambda state, arrays, config: ({"w": arrays["w"] + 1}, state)) for k in range(3)
+    }
     server = simulate(Server(arrays, rule), everyone, max_aggregations=4).server
     (record,) = [each for each in federated.records() if each.cls is type(rule)]
     copies, wide = record.server_state.split(" P + ")
-    sums = sum(value.nbytes for total in (server._round.total, *server.memory.values()) for value in total.values.values())
+    sums = sum(
+        value.nbytes for total in (server._round.total, *server.memory.values()) for value in total.values.values()
+    )
     assert int(copies) * 4000 == sum(value.nbytes for value in server.arrays.values())
     assert int(wide.split()[0]) * 1000 == sums
     assert (record.up, record.down) == ("P", "P")
