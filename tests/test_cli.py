@@ -120,7 +120,15 @@ def test_a_traceback_where_asked_for(capsys: pytest.CaptureFixture[str], monkeyp
     assert "Traceback" in capsys.readouterr().err
 
 
-NO_TORCH = [("--help",), ("--version",), (), ("zoo",), ("optimizers",), ("federated",), *((verb, "--help") for verb in VERBS)]
+NO_TORCH = [
+    ("--help",),
+    ("--version",),
+    (),
+    ("zoo",),
+    ("optimizers",),
+    ("federated",),
+    *((verb, "--help") for verb in VERBS),
+]
 
 
 @pytest.mark.parametrize("arguments", NO_TORCH)

@@ -149,7 +149,15 @@ def on_a_metric(budget: int = 5_000) -> list[dict[str, Any]]:
     def trained_on(x: np.ndarray) -> float:
         return float(np.mean([fun(x) for fun in funs]))
 
-    shared = {"lr": 0.02, "radius": 0.1, "spread": 0.3, "noise": 1e-2, "nearest": 100, "nearest_fit": 200, "num_features": 1000}
+    shared = {
+        "lr": 0.02,
+        "radius": 0.1,
+        "spread": 0.3,
+        "noise": 1e-2,
+        "nearest": 100,
+        "nearest_fit": 200,
+        "num_features": 1000,
+    }
     kinds = {
         "FZooS, γ = 1": lambda: fzoos(funs, x0, budget, **shared),
         "FZooS, γ = 1/t": lambda: fzoos(funs, x0, budget, decay=True, **shared),
