@@ -123,7 +123,7 @@ FAULTS = {
     "w has the shape": with_arrays(lambda arrays: {**arrays, "w": np.zeros((2, 2), np.float32)}),
     "its arrays are others": with_arrays(lambda arrays: {"w": arrays["w"]}),
     "b is no array of floating point": with_arrays(lambda arrays: {**arrays, "b": np.zeros(2, np.int64)}),
-    "the version is not one it was sent": with_version,
+    "it answers version 10000, which is not the one it was sent": with_version,
 }
 
 
@@ -244,6 +244,16 @@ def test_metrics_and_evaluation_are_in_the_result() -> None:
     assert [record["version"] for record in result.evaluate_metrics_serverapp.values()] == list(range(7))
     assert set(result.train_metrics_clientapp) == set(range(1, 7))
     assert all(set(record) == {"loss"} for record in result.train_metrics_clientapp.values())
+
+
+def test_a_node_that_describes_itself_wrongly_is_refused_and_not_asked_again() -> None:
+    wrong = client_app(lambda context: towards(6), lambda context: {"num-examples": 0, "name": "empty"})
+    grid = grid_of()
+    grid.nodes[6] = node(wrong, 6, 0.5)
+    server = run(STRATEGIES["fedfix"], grid).server
+    assert [refused.client for refused in server.refusals] == ["empty"]
+    assert "above 0" in server.refusals[0].reason
+    assert len([message for message in grid.pushed if message.metadata.dst_node_id == 6]) == 1
 
 
 def test_names_are_told_apart() -> None:

@@ -13,6 +13,18 @@ from benchmarks.solvers.record import CPU_SECONDS, write
 from trainwright import federated
 from trainwright.federated import Server, VectorisedTraining, simulate
 
+CASES = (
+    (federated.FedAvg(), 1000, 100, 32, True),
+    (federated.FedAvg(), 100, 10, 32, False),
+    (federated.FedAvg(), 100, 10, 32, True),
+    (federated.FedFix(0.7), 1000, 100, 32, True),
+)
+REMARKS = (
+    CPU_SECONDS,
+    "Every client takes part in each of FedAvg's rounds: 100,000 pieces of work of 5 steps, batches of 16. The bar is 120 "
+    "processor seconds (60 s of 2 cores) and 1 GB.",
+)
+
 
 def run(rule: federated.Rule, num_clients: int, num_aggregations: int, hidden: int, together: bool) -> dict[str, Any]:
     model = world.build(hidden)
@@ -39,23 +51,10 @@ def run(rule: federated.Rule, num_clients: int, num_aggregations: int, hidden: i
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows = []
-    for rule, clients, count, hidden, together in (
-        (federated.FedAvg(), 1000, 100, 0, True),
-        (federated.FedAvg(), 1000, 100, 32, True),
-        (federated.FedFix(0.7), 1000, 100, 32, True),
-        (federated.FedAvg(), 100, 10, 32, False),
-        (federated.FedAvg(), 100, 10, 32, True),
-    ):
+    rows: list[dict[str, Any]] = []
+    for rule, clients, count, hidden, together in CASES:
         rows.append(run(rule, clients, count, hidden, together))
-        print(rows[-1], flush=True)
-    write(
-        "federated-speed",
-        {"one process, one thread": rows},
-        [CPU_SECONDS, "Every client takes part in each of FedAvg's rounds: 100,000 pieces of work of 5 steps, batches of 16. "
-         "The bar is 120 processor seconds (60 s of 2 cores) and 1 GB."],
-        packages=("scikit-learn",),
-    )  # fmt: skip
+        write("federated-speed", {"one process, one thread": rows}, REMARKS, packages=("scikit-learn",))
 
 
 if __name__ == "__main__":

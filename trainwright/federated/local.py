@@ -187,8 +187,7 @@ class LocalTraining:
     The state keeps the number of pieces, the last mean loss (`metric.loss`), buffers that do not travel, and what the
     method keeps. Raises `UserError` for settings out of range and for arrays that are not the model's.
 
-    >>> torch.manual_seed(0)
-    <torch._C.Generator ...>
+    >>> _ = torch.manual_seed(0)
     >>> net, data = nn.Linear(3, 1), (torch.randn(8, 3), torch.ones(8, 1))
     >>> work = LocalTraining(net, data, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
     ...                      lambda params: torch.optim.SGD(params, lr=0.1), num_steps=5, batch_size=4)

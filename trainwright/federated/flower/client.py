@@ -67,8 +67,8 @@ def name_of(context: Context) -> str:
 
 def message_update(update: ClientUpdate, message: Message, context: Context) -> Message:
     """Do the work that a server's message asks for and return the reply, for a `ClientApp` of your own."""
-    config = dict(message.content[CONFIG])
-    arrays = arrays_of(message.content[ARRAYS])
+    config: dict[str, Any] = dict(message.content.config_records[CONFIG])
+    arrays = arrays_of(message.content.array_records[ARRAYS])
     delta, state = update(state_of(context.state), arrays, config)
     keep_state(context.state, state)
     return reply_with_change(message, delta, int(config.get("version", 0)), metrics_of(state))

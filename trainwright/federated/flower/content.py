@@ -47,9 +47,9 @@ def state_of(record: RecordDict) -> State:
     """Return the client's state that a node's `Context` holds."""
     state: State = {}
     if _STATE_ARRAYS in record:
-        state |= arrays_of(record[_STATE_ARRAYS])
+        state |= arrays_of(record.array_records[_STATE_ARRAYS])
     if _STATE_VALUES in record:
-        state |= dict(record[_STATE_VALUES])
+        state |= dict(record.config_records[_STATE_VALUES])
     return state
 
 

@@ -66,6 +66,8 @@ class Exchange:
         self.awaited: dict[str, Awaited] = {}
         self.names: dict[int, str] = {}
         self.present: set[int] = set()
+        self.ignored: set[int] = set()
+        """Nodes that described themselves as no client can be."""
         self.sent_arrays: dict[int, Arrays] = {}
         """The models of the versions that are out, for clients that answer with a model."""
         self._looked_s = -float("inf")
@@ -78,7 +80,7 @@ class Exchange:
         self._looked_s = now_s
         self.present = set(self.grid.get_node_ids())
         asked = {each.node for each in self.awaited.values() if each.version is None}
-        new = sorted(self.present - self.names.keys() - asked)
+        new = sorted(self.present - self.names.keys() - self.ignored - asked)
         messages = [
             Message(RecordDict({CONFIG: ConfigRecord({})}), node, MessageType.QUERY, ttl=self.ttl_s) for node in new
         ]
@@ -142,8 +144,10 @@ class Exchange:
             server.refuse(client, version, f"its app failed: {reason}", now_s)
             return
         config = only(reply.content, "config") or {}
+        if (stated := config.get("version", version)) != version:
+            server.refuse(client, version, f"it answers version {stated}, which is not the one it was sent", now_s)
+            return
         delta = self._change(server, reply.content, config, version)
-        version = int(config.get("version", version))
         num_accepted = server.traffic.num_received
         server.receive(delta, version, client, now_s)
         if server.traffic.num_received > num_accepted:
@@ -174,11 +178,16 @@ class Exchange:
                 del self.names[gone[0]]  # the client has come back as another node
             else:
                 name = f"{name}-{node}"
+        try:
+            importance = float(found.get(self.weighted_by, 1.0))
+            predicted_s = float(found.get("predicted-s", _NO_PREDICTION)) or None
+            for server in self.servers:
+                server.enroll(name, importance, predicted_s)
+        except (TypeError, ValueError) as error:
+            self.ignored.add(node)
+            self.servers[0].refuse(name, -1, f"what it says of itself cannot be: {error}", self.timing.clock())
+            return
         self.names[node] = name
-        importance = float(found.get(self.weighted_by, 1.0))
-        predicted_s = float(found.get("predicted-s", _NO_PREDICTION)) or None
-        for server in self.servers:
-            server.enroll(name, importance, predicted_s)
         log(INFO, "client %s: importance %g, predicted time %s", name, importance, predicted_s)
 
     def _forget(self, server: Server) -> None:
