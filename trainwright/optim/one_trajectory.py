@@ -91,7 +91,7 @@ class _Shadow:
     """An optimizer over copies of the parameters, which are put at each point before it steps."""
 
     def __init__(self, make: Make, params: list[Tensor]) -> None:
-        self._copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
+        self._copies: list[Tensor] = [torch.nn.Parameter(param.detach().clone()) for param in params]
         self._optimizer = make(self._copies)
 
     @torch.no_grad()

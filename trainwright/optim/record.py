@@ -145,9 +145,8 @@ class OptimizerRecord:
         """
         if form is not None and form not in self.forms:
             raise UserError(f"{self.name} has the forms {', '.join(self.forms)}; got {form!r}; choose one of those")
-        how: dict[str, Any] = (
-            {} if form is None else {name: name == form for name in ("foreach", "fused") if name in self.forms}
-        )
+        switches = [name for name in ("foreach", "fused") if form is not None and name in self.forms]
+        how: dict[str, Any] = {name: name == form for name in switches}
         return replace(self, defaults={**self.defaults, **options, **how})
 
     @property
