@@ -8,7 +8,7 @@ least loss along −u/‖u‖                   `_least_along`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..artifacts import UserError, check_range
 from .sharpness import directional_sharpness
 
-Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 Progress = Callable[[int, int], None]
 _POINTS, _LEAST_POINTS, _SHRINK, _MAX_SHRINKS = 50, 4, 5.0, 30
 

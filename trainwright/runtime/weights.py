@@ -58,8 +58,8 @@ def load_full_state_dict(model: nn.Module, values: Mapping[str, Tensor]) -> None
         for name, whole in values.items():
             if name not in targets:
                 raise UserError(f"names of this model are needed; it has no {name}; take those of full_state_dict")
-            region = regions.get(name)
-            local = targets[name].to_local() if isinstance(targets[name], DTensor) else targets[name]
+            region, target = regions.get(name), targets[name]
+            local = target.to_local() if isinstance(target, DTensor) else target
             shape = region.shape if region is not None else tuple(local.shape)
             if tuple(whole.shape) != shape:
                 raise UserError(
