@@ -119,6 +119,7 @@ def test_corrections_are_found_on_single_rows_too() -> None:
     assert program.corrections == {":cross_entropy": "weighted"}
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_else_meets_is_met_with_more(pool2: Pool) -> None:
     spec = "zoo:gpt2-tiny"
     with pytest.raises(tw.Refusal, match="--micro-batches auto may cut this one"):
@@ -174,7 +175,7 @@ def test_what_the_solver_minimises_is_what_is_priced() -> None:
     model, batch = micro.summed()
     for num in (1, 4):
         question = tw._question(
-            model, batch, "cpu:2", None, "adamw", None, (2,), (), "none", 30.0, None, None, None, num
+            model, batch, "cpu:2", None, ("adamw", None, None), None, (2,), (), ("none", False), 30.0, None, None, None, num
         )
         (place,) = Task(**question).places
         answer = place.solve("joint")

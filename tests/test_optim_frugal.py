@@ -405,7 +405,7 @@ def test_bad_settings_are_named() -> None:
         ({"block_order": "down"}, "FRUGAL needs block_order random, ascending"),
         ({"tolerance": -1.0}, "FRUGAL needs tolerance"),
         ({"projection": "cols"}, "a projection is needed, one of block, columns"),
-        ({"fused": True}, "FRUGAL needs fused=False"),
+        ({"fused": True, "projection": "svd"}, "one pass over memory for coordinates alone"),
         ({"capturable": True}, "FRUGAL needs capturable=False"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -189,7 +189,7 @@ def _traced(plan: Plan) -> tuple:
     """What is run and what it holds."""
     program = tiny_program("gpt2-tiny")
     found = simulate(program, decisions_of(program, plan), make_optimizer, timeline=True)
-    ran = [(re.sub(r" at 0x\w+", "", str(i.function)), i.key) for i in found.executor.local.instructions]
+    ran = [re.sub(r" at 0x\w+", "", repr(instruction)) for instruction in found.executor.local.instructions]
     kept = [(value.key, value.layout) for value in found.executor.local.values]
     return (
         found.peak_bytes,

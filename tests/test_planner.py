@@ -179,7 +179,7 @@ def test_every_plan_fits_and_joint_is_fastest_on_other_machines(num_cores, flags
     ("name", "hardware", "mesh"),
     [
         ("gpt2-tiny", "cpu:2", (2,)),
-        ("llama-tiny", "cpu:2", (2,)),
+        pytest.param("llama-tiny", "cpu:2", (2,), marks=pytest.mark.slow),
         pytest.param("llama-tiny", "cpu:4", (4,), marks=pytest.mark.slow),
         pytest.param("gpt2-tiny", "cpu:4", (2, 2), marks=pytest.mark.slow),
     ],
@@ -438,10 +438,10 @@ def test_explain_names_the_choice_and_the_next_best():
 
 
 def test_explain_prices_the_other_option_as_check_does_an_edited_plan():
-    given = question(tiny_program("gpt2-tiny"), budget_bytes=1_100_000)
-    plan = make_plan(**given)
+    given = question(tiny_program("gpt2-tiny"), budget_bytes=1_300_000)
+    plan = make_plan(**given, solver="fsdp")
     record, make = optim.record("adamw"), given["make_optimizer"]
-    found = explain(plan, given["program"], "h.*.mlp.c_proj", record, make)
+    found = explain(plan, given["program"], "transformer.h.1.mlp.c_proj", record, make)
     row = next(row for row in found.rows if row.key.endswith("c_proj:linear"))
     other = row.alternative
     entry = plan.modules[row.key].model_copy(update={"split": other.option})

@@ -162,7 +162,7 @@ def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share)
 
 SHARES_HIDDEN = [
     # a recipe within its own budget chooses other shardings than those that are known beforehand
-    (400, 0.33),
+    pytest.param(400, 0.33, marks=pytest.mark.slow),
     (0, 0.3),
     pytest.param(400, 0.3, marks=pytest.mark.slow),
     pytest.param(400, 0.31, marks=pytest.mark.slow),

@@ -163,7 +163,7 @@ QUICK = [
     "HS77",
     "HS78",
     "HS79",
-    "BYRDSPHR",
+    pytest.param("BYRDSPHR", marks=pytest.mark.slow),
 ]
 
 

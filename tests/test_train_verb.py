@@ -98,7 +98,7 @@ def test_it_runs_what_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.
         (Squares.build, {"checkpoint_every": 5}, "checkpoint_every needs the directory"),
         (Squares.build, {"data": [], "dataset": []}, "got data and dataset"),
         (Squares.build, {"data": [(torch.zeros(4, 6).double(),)], "steps": 2}, "it ended before step 1"),
-        (Squares.build, {"optimizer": "adahessian"}, "adahessian"),
+        (Squares.build, {"optimizer": "adahesian"}, "did you mean adahessian"),
         (torch.nn.Linear(6, 4), {}, "data to train on is needed beside a model; got none; give data=BATCHES"),
         (lambda: torch.nn.Linear(6, 4), {}, "returned Linear; return one of those"),
         (3, {}, "a model is needed as an nn.Module, zoo:NAME, .* got int"),

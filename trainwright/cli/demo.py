@@ -130,7 +130,6 @@ class _Tour:
             "model": self.options.payload(),
             "plan": self._plan.to_json(),
             "steps": num_steps,
-            "optimizer": self._plan.optimizer,
             "lr": LEARNING_RATE,
             "seed": 0,
             "data": self.files,

@@ -32,10 +32,10 @@ def train(
     model: dict[str, Any],
     plan: str,
     steps: int,
-    optimizer: dict[str, Any],
     lr: float | None,
     seed: int,
     data: list[str],
+    optimizer: dict[str, Any] | None = None,
     saving: dict[str, Any] | None = None,
     metrics: str | None = None,
     tensorboard: str | None = None,
@@ -47,7 +47,7 @@ def train(
 ) -> dict[str, Any]:
     """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the records.
 
-    optimizer: name, options and form, None where the plan's stand.
+    optimizer: name, options and form, each None where the plan's stands; without, all are the plan's.
     saving: the fields of `SavePolicy`. trace: where to write a trace of some steps.
     learning: the options of `cli.learning`.
     """
@@ -58,14 +58,15 @@ def train(
 
     parsed = Plan.parse(plan, where="the plan")
     loaded = _load(model)
+    asked = optimizer or {}
     extras = None if learning is None else extras_of(learning, loaded, parsed)
     if extras is not None:
-        extras.check(parsed, steps, optimizer["name"])
+        extras.check(parsed, steps, asked.get("name"))
     module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed)
     module.train()
     if rank() == 0:
         module.steps.notice = lambda text: emit({"kind": "note", "text": text})
-    stepping, _ = training.optimizer_of(parsed, **optimizer, model=loaded.model)
+    stepping, _ = training.optimizer_of(parsed, **asked, model=loaded.model)
     chosen = training.made(stepping, module, lr)
     subset = None if select is None else selected(module, loaded, select, seed)
 
