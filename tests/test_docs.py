@@ -45,6 +45,8 @@ SLOW_PAGES = {
     "docs/hardware.md",
     "docs/integrations.md",
     "docs/solvers/selection.md",
+    "docs/planning.md",
+    "docs/your-own-model.md",
 }
 """Pages whose commands together take minutes. All others, new ones too, are run on each change."""
 PAST = {"docs/decisions.md"}
@@ -75,8 +77,8 @@ def pages_with(*languages: str) -> list[str]:
     return [page for page in PAGES if any(block.page == page and block.language in languages for block in blocks())]
 
 
-def marked(pages: list[str]) -> list[Any]:
-    return [pytest.param(page, marks=pytest.mark.slow) if page in SLOW_PAGES else page for page in pages]
+def marked(pages: list[str], slow: set[str]) -> list[Any]:
+    return [pytest.param(page, marks=pytest.mark.slow) if page in slow else page for page in pages]
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +182,7 @@ def options(verb: Any) -> list[str]:
     return [option for parameter in verb.params for option in parameter.opts]
 
 
-@pytest.mark.parametrize("page", pages_with("python", "diff"))
+@pytest.mark.parametrize("page", marked(pages_with("python", "diff"), {"docs/solvers/policy.md"}))
 def test_python_runs(page: str, tmp_path: Path, plan_for_one: str) -> None:
     folder = prepared(tmp_path)
     (folder / "plan.json").write_text(plan_for_one)
@@ -225,7 +227,7 @@ def test_json_can_be_read(page: str) -> None:
             assert json.loads(text), block.place
 
 
-@pytest.mark.parametrize("page", marked(pages_with(*SHELLS)))
+@pytest.mark.parametrize("page", marked(pages_with(*SHELLS), SLOW_PAGES))
 def test_commands_run(page: str, tmp_path: Path) -> None:
     shell = Shell(prepared(tmp_path))
     with in_folder(shell.folder):

@@ -275,6 +275,7 @@ def test_fifty_kills(plan_path: Path, tmp_path: Path) -> None:
     print(*(f"{count:3} {place}" for place, count in sorted(places.items())), sep="\n")
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_again_and_they_go_on(plan_path: Path, tmp_path: Path) -> None:
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
     whole.mkdir()

@@ -110,6 +110,7 @@ def run(rounds: int = 12, **changed: Any) -> tuple[float, int]:
     return gap(going.x), sum(len(state["values"]) for state in going.states.values())
 
 
+@pytest.mark.slow
 def test_correction_removes_the_drift() -> None:
     uncorrected, _ = run(correction=0.0)
     decaying, _ = run(decay=True)

@@ -181,6 +181,7 @@ def test_what_is_sent_beside_shared_memory_takes_its_own_factor() -> None:
     assert factors == times
 
 
+@pytest.mark.slow  # the demo calibrates on each change
 def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> None:
     told: list[str] = []
     cluster = hardware.calibrate(2, quick=True, progress=told.append)

@@ -175,7 +175,20 @@ def test_what_the_solver_minimises_is_what_is_priced() -> None:
     model, batch = micro.summed()
     for num in (1, 4):
         question = tw._question(
-            model, batch, "cpu:2", None, ("adamw", None, None), None, (2,), (), ("none", False), 30.0, None, None, None, num
+            model,
+            batch,
+            "cpu:2",
+            None,
+            ("adamw", None, None),
+            None,
+            (2,),
+            (),
+            ("none", False),
+            30.0,
+            None,
+            None,
+            None,
+            num,
         )
         (place,) = Task(**question).places
         answer = place.solve("joint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections.abc import Callable
@@ -52,6 +53,7 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
 
 def peak_bytes(run: Callable[[], object], folder: Path) -> int:
     """The most that `run` held of what it allocated, by the allocator's own records."""
+    gc.collect()  # what an earlier test left behind would be counted as freed by `run`
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     trace = folder / "trace.json"

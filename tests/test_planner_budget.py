@@ -43,6 +43,7 @@ def test_a_budget_that_binds_is_used(share):
     assert plan.predicted.recompute_s > 0
 
 
+@pytest.mark.slow
 def test_joint_is_no_slower_than_any_recipe():
     low, high = peaks()
     found = compare(**question(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))))

@@ -34,7 +34,7 @@ def best_of_each(program, hardware, **options):
     return steps
 
 
-@pytest.mark.parametrize("budget", [LARGE, SMALL])
+@pytest.mark.parametrize("budget", [LARGE, pytest.param(SMALL, marks=pytest.mark.slow)])
 def test_the_mesh_is_the_fastest_of_all(budget):
     program = tiny_program("gpt2-tiny")
     steps = best_of_each(program, "2x2xh100", budget_bytes=budget)

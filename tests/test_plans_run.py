@@ -117,9 +117,8 @@ def test_in_single_precision(pool2: Pool, model: str) -> None:
     check(pool2, model, planned(model, "joint", (2,), None), dtype="fp32")
 
 
-@pytest.mark.parametrize(
-    "model", ["gpt2-tiny", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m != "gpt2-tiny")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_on_two_axes(pool4: Pool, model: str) -> None:
     check(pool4, model, planned(model, "joint", (2, 2), 0.8))
 
