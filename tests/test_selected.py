@@ -240,7 +240,8 @@ def test_a_dataset_alone_is_trained_on_in_epochs(folder: Path, capsys: pytest.Ca
         (
             "drawn",
             ["--select", "cragi"],
-            "one of craig, augment, augment-coreset, augment-loss, augment-all, augment-random, largest-loss, random; got 'cragi'; did you mean craig?",
+            "one of craig, augment, augment-coreset, augment-loss, augment-all, augment-random, "
+            "largest-loss, random; got 'cragi'; did you mean craig?",
         ),
         ("drawn", ["--select", "augment"], "returns none; add to its function's dict an `augment`"),
         ("drawn", ["--select", "craig", "--select-fraction", "0"], "--select-fraction in (0, 1]; got 0.0"),
