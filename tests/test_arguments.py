@@ -48,9 +48,9 @@ def of_own_making(params: Any) -> Any:
         {"memory": "100MB"},
         {"autocast": torch.bfloat16},
         {"autocast": "bfloat16"},
-        {"optimizer": torch.optim.AdamW},
-        {"optimizer": functools.partial(torch.optim.AdamW, lr=1e-4)},
-        {"optimizer": torch.optim.AdamW(model().parameters(), lr=1e-4)},
+        {"optimizer": torch.optim.AdamW, "optimizer_form": "fused"},
+        {"optimizer": functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)},
+        {"optimizer": torch.optim.AdamW(model().parameters(), lr=1e-4, fused=True)},
         {"pins": "*=auto"},
     ],
     ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),  # alike in every process
@@ -62,6 +62,13 @@ def test_what_is_clear_is_accepted(plain: Plan, options: dict[str, Any]) -> None
     found = planned(**{"mesh": (2,), "memory": 10**8, "autocast": "bf16", "solver": "ddp", **options})
     for name in ("cluster", "mesh", "budget_bytes", "autocast", "optimizer", "params", "predicted"):
         assert getattr(found, name) == getattr(plain, name), name
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(torch.optim.AdamW, lr=1e-4)])
+def test_of_a_class_the_form_is_priced_that_it_runs(make: Any) -> None:
+    assert planned(optimizer=make).optimizer_form == "loop"
+    assert planned(optimizer=make).predicted == planned(optimizer="adamw", optimizer_form="loop").predicted
+    assert planned(optimizer="adamw").optimizer_form == "fused"
 
 
 @pytest.mark.parametrize(
