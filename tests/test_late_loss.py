@@ -22,6 +22,7 @@ def test_on_two_ranks(pool2: Pool, model: str, factor: float) -> None:
     assert ranks[0]["inside"] != ranks[0]["loss"][0]  # else nothing was late
 
 
+@pytest.mark.slow
 def test_on_two_axes(pool4: Pool) -> None:
     for found in pool4.run(
         CASES + "compared", model="gpt2-tiny", question={"hardware": "cpu:4", "mesh": [2, 2], "solver": "ddp"}

@@ -216,6 +216,7 @@ def test_sharpness_equals_the_explicit_hessian_over_all_layers() -> None:
     assert sum(blocks) / float(direction.square().sum()) != pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_clipping_gains_on_a_quadratic_with_a_few_steep_coordinates() -> None:
     """The start matters: a steep coordinate farther out than the shrinking threshold allows is never reached."""
     curvature = torch.ones(1000, dtype=torch.float64)

@@ -217,6 +217,7 @@ def test_the_best_of_all_plans_that_may_offload_states_is_found_short():
     assert all(compare_with_all(seed, offload=True, num_states=1) > 0 for seed in STATE_SEEDS)
 
 
+@pytest.mark.slow
 def test_the_best_of_all_plans_with_a_tied_parameter_is_found_short():
     assert all(compare_with_all(seed, tied=True) > 0 for seed in TIED_SEEDS)
 

@@ -28,6 +28,7 @@ def bound(name: str, hardware: str, mesh: tuple[int, ...], share: float):
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "share"), [("llama-tiny", 0.7), pytest.param("t5-tiny", 0.7, marks=pytest.mark.slow)])
 def test_on_slow_links_a_plan_within_a_budget_is_found_for_the_buckets_that_run(name, share):
     place = bound(name, "cpu:2", (2,), share)
@@ -163,7 +164,7 @@ def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share)
 SHARES_HIDDEN = [
     # a recipe within its own budget chooses other shardings than those that are known beforehand
     pytest.param(400, 0.33, marks=pytest.mark.slow),
-    (0, 0.3),
+    pytest.param(0, 0.3, marks=pytest.mark.slow),
     pytest.param(400, 0.3, marks=pytest.mark.slow),
     pytest.param(400, 0.31, marks=pytest.mark.slow),
     pytest.param(0, 0.33, marks=pytest.mark.slow),
