@@ -48,11 +48,16 @@ def _shares(plan: Plan) -> str:
     parts = [
         ("compute", predicted.compute_s),
         ("communication that nothing hides", predicted.exposed_comm_s),
-        ("recomputation", predicted.recompute_s),
-        ("transfers that nothing hides", predicted.transfer_s),
+        *_paid(plan),
     ]
     told = ", ".join(f"{format_s(value)} {name}" for name, value in parts if value > 0)
     return told + (f"; {format_s(hidden)} of communication runs beside it" if hidden > 0 else "")
+
+
+def _paid(plan: Plan) -> list[tuple[str, float]]:
+    """The seconds that a step pays to hold less."""
+    predicted = plan.predicted
+    return [("recomputation", predicted.recompute_s), ("transfers that nothing hides", predicted.transfer_s)]
 
 
 def _memory(found: Explanation) -> str:
@@ -60,14 +65,7 @@ def _memory(found: Explanation) -> str:
     plan = found.plan
     if plan.budget_bytes is None:
         return f"no budget{_away(plan)}"
-    paid = [
-        f"{format_s(seconds)} {name}"
-        for name, seconds in (
-            ("recomputation", plan.predicted.recompute_s),
-            ("transfers that nothing hides", plan.predicted.transfer_s),
-        )
-        if seconds > 0
-    ]
+    paid = [f"{format_s(seconds)} {name}" for name, seconds in _paid(plan) if seconds > 0]
     barred = [row.key for row in found.rows if row.alternative is not None and _is_barred(plan, row.alternative)]
     left = f"{format_bytes(plan.budget_bytes - plan.predicted.peak_bytes)} of the budget left{_away(plan)}"
     if paid:
