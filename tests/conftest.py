@@ -21,6 +21,9 @@ settings.load_profile("default")
 def pytest_configure() -> None:
     """Use no cache, and let `cpu:N` be guessed for one machine wherever the tests run: plans hang on the guess."""
     os.environ["TRAINWRIGHT_NO_CACHE"] = "1"  # of captures: tests of capturing capture
+    # Two workers and their ranks share the cores: a thread that spins while it waits takes them from one that computes.
+    # OpenMP reads this as a process starts, so it holds for workers of pytest-xdist, pools and commands.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     presets = importlib.import_module("trainwright.hardware.presets")
     presets.num_cores = lambda: 2
     presets.machine.cpu_flags = lambda: frozenset({"avx512f", "avx512_bf16"})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import trainwright as tw
 from trainwright.artifacts import Plan, Report
 from trainwright.cli import demo, main
 from trainwright.cli.model import ModelOptions
@@ -169,6 +170,8 @@ def test_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     """The whole tour on a model that is smaller still."""
     settings = ["n_layer=2", "n_embd=48", "n_head=3", "n_positions=64", "vocab_size=260"]
     monkeypatch.setattr(demo, "MODEL", ModelOptions("zoo:gpt2", batch_size=4, seq_len=64, settings=settings))
+    monkeypatch.setattr(demo, "BUDGET_SHARES", (0.05, 0.8))
+    monkeypatch.setattr(tw, "calibrate", lambda *_, **__: tw.hardware("cpu:2"))  # tests/test_hardware.py measures
     assert main(["demo", "--steps", "5", "--html", str(tmp_path / "demo.html")]) == 0
     printed = capsys.readouterr().out
     for part in ("ddp does not fit", "joint", "5 steps on 2 ranks", "verified: 2 ranks", "peak, rank 1"):

@@ -449,9 +449,9 @@ def test_bytes_declared_are_bytes_allocated(name: str) -> None:
 @every
 def test_temporaries_declared_are_those_of_the_step(name: str, tmp_path: Path) -> None:
     case, entry = case_of(name, "temporaries"), optim.record(name)
-    for dtype, variant, maximize in itertools.product(
-        (torch.float32, torch.bfloat16), case.all_variants, (False, True)
-    ):
+    # one sign for every dtype and variant, the other for the first dtype: what it takes hangs on neither of the two
+    forms = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+    for (dtype, maximize), variant in itertools.product(forms, case.all_variants):
         shape = (96, 512)
         problem = Problem((shape,), dtype)
         options = {**variant, **({"maximize": True} if maximize else {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -48,10 +49,11 @@ def test_its_name_says_what_it_does_in_any_process() -> None:
     (first,) = targets(models.Calls(models.Reverse, 0.5))
     again: Any = type("Reverse", (models.Reverse,), {"__qualname__": "Reverse", "__module__": models.__name__})
     (second,) = targets(models.Calls(again, 0.5))
-    assert first is not second
-    assert str(second).removesuffix("_2") == str(first)
     (other,) = targets(models.Calls(models.Reverse, 0.25))
-    assert not str(other).startswith(str(first))
+    assert first is not second
+    # a suffix counts the ops of one name in this process, where other tests may have made some
+    names = [re.sub(r"_\d+$", "", str(target)) for target in (first, second, other)]
+    assert names[0] == names[1] != names[2]
 
 
 def test_where_no_gradient_passes_the_forward_is_followed() -> None:

@@ -47,12 +47,18 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
     if solver not in RECIPES:
         raise UserError(f"a solver is one of {', '.join(RECIPES)}; got {solver!r}")
     task = Task(**question)
-    found = _search(task, solver)
+    try:
+        found = _search(task, solver)
+    except NothingFits as refused:
+        raise refused.tried(lambda again: _search_as_asked(again, solver)) from None
     return as_plan(solver, found, time.perf_counter() - began)
 
 
 def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, Plan | Refusal]:
-    """Return each solver's plan, or why it has none; `joint`, the last, may take an answer of the others."""
+    """Return each solver's plan, or why it has none; `joint`, the last, may take an answer of the others.
+
+    The budget that a refusal names is an estimate here: to try one takes searches that only an answer for one solver is worth.
+    """
     task = Task(**question)
     results: dict[str, Plan | Refusal] = {}
     found: dict[str, Found] = {}
@@ -124,21 +130,17 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
 
 
 def _search(task: Task, solver: str) -> Found:
-    """Return the fastest answer of all meshes and numbers of micro-batches; `Refusal` where there is none.
+    """Return the fastest answer of all meshes and numbers of micro-batches; raise `NothingFits` where there is none.
 
     Where offloading is left to us, it is taken up when nothing fits without: it doubles the columns of what is kept.
     """
     task.deadline = Deadline(task.time_limit_s)
     try:
         return _until_deadline(task, solver)
-    except NothingFits as refused:
+    except NothingFits:
         if task.offload != "auto" or solver != "joint" or not task.has_host:
-            raise refused.tried(lambda again: _search_as_asked(again, solver)) from None
-    task = replace(task, offload="host", deadline=Deadline(task.time_limit_s))
-    try:
-        return _until_deadline(task, solver)
-    except NothingFits as refused:
-        raise refused.tried(lambda again: _search_as_asked(again, solver)) from None
+            raise
+    return _until_deadline(replace(task, offload="host", deadline=Deadline(task.time_limit_s)), solver)
 
 
 def _until_deadline(task: Task, solver: str) -> Found:
