@@ -15,6 +15,7 @@ from trainwright.capture.micro_batches import capture_step
 from trainwright.cli import main
 from trainwright.planner import Task
 from trainwright.planner.solve import Answer
+from trainwright.request import PlanRequest
 from trainwright.runtime.batch import own_rows
 
 PEAK_BAR = 0.01
@@ -174,22 +175,7 @@ def test_in_training(pool2: Pool, function: str, tmp_path: Any) -> None:
 def test_what_the_solver_minimises_is_what_is_priced() -> None:
     model, batch = micro.summed()
     for num in (1, 4):
-        question = tw._question(
-            model,
-            batch,
-            "cpu:2",
-            None,
-            ("adamw", None, None),
-            None,
-            (2,),
-            (),
-            ("none", False),
-            30.0,
-            None,
-            None,
-            None,
-            num,
-        )
+        question = PlanRequest(model, batch, "cpu:2", mesh=(2,), offload="none", micro_batches=num).question()
         (place,) = Task(**question).places
         answer = place.solve("joint")
         assert isinstance(answer, Answer)

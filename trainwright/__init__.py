@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from . import hardware as _hardware  # imported before the verb of that name, which then stands in its place
-from .arguments import as_chosen, as_cluster, as_dtype_name, as_maker, as_mesh, as_pins, as_plan, check_model
+from .arguments import as_cluster, as_dtype_name, as_maker, as_plan, check_model
 from .artifacts import Cluster, Difference, Explanation, ModelRef, Plan, Profile, Refusal, Report, UserError, diff
 from .cli.sizes import parse_bytes
+from .request import PlanOptions, PlanRequest, by_size, program_of
 from .training import Trained, train
 
 if TYPE_CHECKING:
@@ -64,8 +66,6 @@ FOLDERS = (
 )  # fmt: skip
 """The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
 _COLLECT_EVERY = 200_000
-MEMORY_SHARE = 0.9
-"""Of a device's memory, the budget where none is given."""
 
 
 def hardware(text: HardwareLike) -> Cluster:
@@ -170,27 +170,19 @@ def plan(
     model: nn.Module,
     batch: Any,
     *,
-    hardware: HardwareLike,
-    memory: float | str | None = None,
-    optimizer: OptimizerLike = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    optimizer_form: str | None = None,
-    loss_fn: LossFn | None = None,
-    mesh: int | str | Sequence[int] | None = None,
     solver: str = "joint",
-    pins: str | Sequence[str] = (),
-    offload: str = "auto",
-    keep_graph: bool = False,
-    time_limit_s: float = 30.0,
-    autocast: DtypeLike | None = None,
-    micro_batches: int | str = 1,
     shapes: Sequence[Any] = (),
-    model_ref: ModelRef | None = None,
-    progress: Callable[[str], None] | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Choose how every tensor is laid out and what is kept, recomputed or offloaded, so that a step is fastest within `memory`.
 
     model, batch, loss_fn, autocast: as for `profile`; the batch is the whole one, of all devices together.
+    solver: `"joint"`, `"two-stage"`, `"ddp"`, `"fsdp"` or `"megatron"`.
+    shapes: further batches, of other shapes, that the plan is to run within the same memory; batches that are nowhere
+        larger than one of the planned run anyway.
+
+    The options, all by keyword, of which `hardware` is needed:
+
     hardware: as for `hardware()`: `"8xh100"`, `"cpu:2"`, `2`, the path of a file from `calibrate`.
     memory: per device, the batch excluded: `"20GiB"`, or bytes; default 90 % of the device's.
     optimizer: a name, or a class, an instance or a `functools.partial` of one that has a name, whose settings count too.
@@ -198,7 +190,6 @@ def plan(
         the parameter groups that the method's documentation asks for.
     optimizer_form: how its step runs: `"fused"`, `"foreach"` or `"loop"`; default: fused where the method has that.
     mesh: sizes of its axes, outermost first: `(2, 4)`, `"2x4"`, `8`; default: the factorisations are searched.
-    solver: `"joint"`, `"two-stage"`, `"ddp"`, `"fsdp"` or `"megatron"`.
     pins: decisions that are not left to the solver, as text; one or several (docs/planning.md).
     offload: `"host"`, `"disk"`, `"none"`, or `"auto"`: to the host, for GPUs, where nothing fits without (`frontier` and the
         other solvers then offload nothing).
@@ -208,8 +199,6 @@ def plan(
         gradients; `"auto"` chooses.
     time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
         optimum it may be.
-    shapes: further batches, of other shapes, that the plan is to run within the same memory; batches that are nowhere
-        larger than one of the planned run anyway.
     model_ref: where the model comes from, for the plan's `model`. progress: told, in words, how the search goes.
 
     Raises `Refusal` when nothing fits, with what binds, the smallest budget that would do, and the cheapest way out; or
@@ -223,40 +212,19 @@ def plan(
     """
     from .planner import make_plan, make_plan_for
 
-    if shapes:
-        batch, others = _by_size(model, [batch, *shapes], loss_fn, as_dtype_name(autocast), micro_batches)
-        return make_plan_for(others, **_question(model, batch, hardware, memory,
-        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph),
-                                                 time_limit_s, autocast, model_ref, progress, 1), solver=solver)  # fmt: skip
-    return make_plan(**_question(model, batch, hardware, memory,
-        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
-                                 autocast, model_ref, progress, micro_batches), solver=solver)  # fmt: skip
+    request = PlanRequest.of("plan", model, batch, options)
+    if not shapes:
+        return make_plan(**request.question(), solver=solver)
+    largest, others = by_size(request, shapes)
+    return make_plan_for(others, **replace(request, batch=largest).question(), solver=solver)
 
 
 @_rarely_collecting()
-def compare(
-    model: nn.Module,
-    batch: Any,
-    *,
-    hardware: HardwareLike,
-    memory: float | str | None = None,
-    optimizer: OptimizerLike = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    optimizer_form: str | None = None,
-    loss_fn: LossFn | None = None,
-    mesh: int | str | Sequence[int] | None = None,
-    pins: str | Sequence[str] = (),
-    offload: str = "auto",
-    keep_graph: bool = False,
-    time_limit_s: float = 30.0,
-    autocast: DtypeLike | None = None,
-    micro_batches: int | str = 1,
-    model_ref: ModelRef | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Plan | Refusal]:
+def compare(model: nn.Module, batch: Any, **options: Unpack[PlanOptions]) -> dict[str, Plan | Refusal]:
     """Plan with every solver; one that cannot meet the budget answers with its `Refusal`. Without `memory`, all can.
 
-    The arguments are those of `plan`; the result is a dict from the solver's name to its plan.
+    model, batch, options: those of `plan`, but for `solver` and `shapes`. The result is a dict from the solver's name to its
+    plan.
 
     >>> import torch
     >>> found = compare(torch.nn.Linear(4, 1), (torch.ones(8, 4),), loss_fn=lambda output: output.mean(), hardware=2)
@@ -265,39 +233,19 @@ def compare(
     """
     from .planner import compare as run
 
-    question = _question(model, batch, hardware, memory,
-        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s, autocast,
-                         model_ref, progress, micro_batches)  # fmt: skip
-    if memory is None:
+    request = PlanRequest.of("compare", model, batch, options)
+    question = request.question()
+    if request.memory is None:
         question["budget_bytes"] = None
     return run(**question)
 
 
 @_rarely_collecting()
-def frontier(
-    model: nn.Module,
-    batch: Any,
-    *,
-    hardware: HardwareLike,
-    memory: float | str | None = None,
-    optimizer: OptimizerLike = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    optimizer_form: str | None = None,
-    loss_fn: LossFn | None = None,
-    mesh: int | str | Sequence[int] | None = None,
-    pins: str | Sequence[str] = (),
-    offload: str = "auto",
-    keep_graph: bool = False,
-    time_limit_s: float = 30.0,
-    autocast: DtypeLike | None = None,
-    micro_batches: int | str = 1,
-    model_ref: ModelRef | None = None,
-    num_points: int = 8,
-    progress: Callable[[str], None] | None = None,
-) -> list[Plan]:
+def frontier(model: nn.Module, batch: Any, *, num_points: int = 8, **options: Unpack[PlanOptions]) -> list[Plan]:
     """Return plans from the smallest peak to the fastest step within `memory`: none is both slower and larger than another.
 
-    num_points: budgets to solve for on each mesh, from 2 on. The rest is as for `plan`.
+    num_points: budgets to solve for on each mesh, from 2 on. model, batch, options: those of `plan`, but for `solver` and
+    `shapes`.
 
     >>> import torch
     >>> found = frontier(torch.nn.Linear(4, 1), (torch.ones(8, 4),), loss_fn=lambda output: output.mean(), hardware=2,
@@ -307,9 +255,7 @@ def frontier(
     """
     from .planner import frontier as run
 
-    return run(**_question(model, batch, hardware, memory,
-        (optimizer, optimizer_options, optimizer_form), loss_fn, mesh, pins, (offload, keep_graph), time_limit_s,
-                           autocast, model_ref, progress, micro_batches), num_points=num_points)  # fmt: skip
+    return run(**PlanRequest.of("frontier", model, batch, options).question(), num_points=num_points)
 
 
 def check(
@@ -333,11 +279,11 @@ def check(
 
     plan = as_plan(plan)
     budget = parse_bytes(memory) if memory is not None else plan.budget_bytes
-    chosen, program = optim.of_plan(plan), _program_of(plan, model, batch, loss_fn)
+    chosen, program = optim.of_plan(plan), program_of(plan, model, batch, loss_fn)
     cost, make = chosen, chosen.on_fakes
     checked = run(plan, program, budget, cost, make)
     others = [
-        Shaped(_program_of(plan, model, batch_like(plan, each.batch), loss_fn), each.batch) for each in plan.shapes
+        Shaped(program_of(plan, model, batch_like(plan, each.batch), loss_fn), each.batch) for each in plan.shapes
     ]
     return check_shapes(checked, program, others, cost, make) if others else checked
 
@@ -364,7 +310,7 @@ def explain(
 
     plan = as_plan(plan)
     chosen = optim.of_plan(plan)
-    return run(plan, _program_of(plan, model, batch, loss_fn), key, chosen, chosen.on_fakes)
+    return run(plan, program_of(plan, model, batch, loss_fn), key, chosen, chosen.on_fakes)
 
 
 def simulate_plan(plan: PlanLike, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:
@@ -374,7 +320,7 @@ def simulate_plan(plan: PlanLike, model: nn.Module, batch: Any, *, loss_fn: Loss
     from .planner import simulate
 
     plan = as_plan(plan)
-    program = _program_of(plan, model, batch, loss_fn)
+    program = program_of(plan, model, batch, loss_fn)
     chosen = optim.of_plan(plan)
     return simulate(program, decisions_of(program, plan), chosen.on_fakes, target=plan.cluster.device.kind, timeline=True,
                     optimizer_cost=chosen)  # fmt: skip
@@ -512,112 +458,6 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *FOLDERS, "zoo", *(name for name in globals() if name.startswith("__"))})
 
 
-def _question(model: Any, batch: Any, hardware: Any, memory: Any, optimizer: Any, loss_fn: Any, mesh: Any, pins: Any,
-              offload: tuple[str, bool], time_limit_s: float, autocast: Any, model_ref: ModelRef | None, progress: Any,
-              micro_batches: int | str) -> dict[str, Any]:  # fmt: skip
-    from .capture.call import name_of_loss
-
-    check_model(model)
-    cluster, autocast = as_cluster(hardware), as_dtype_name(autocast)
-    sizes, pins = as_mesh(mesh), as_pins(pins)
-    budget = parse_bytes(memory) if memory is not None else int(MEMORY_SHARE * cluster.device.memory_bytes)
-    named, options, form = optimizer
-    chosen = as_chosen(named, options, form, model, cluster.device.kind)
-    micro_batches = _runs_of(micro_batches, chosen.name if chosen.needs_loss else "keep_graph" if offload[1] else None)
-    program, variants = _programs(model, batch, loss_fn, autocast, micro_batches)
-    return {
-        "program": program,
-        "variants": variants,
-        "model_ref": model_ref or ModelRef(name=type(model).__name__),
-        "cluster": cluster,
-        "budget_bytes": budget,
-        "mesh": sizes,
-        "optimizer": chosen.name,
-        "optimizer_cost": chosen,
-        "make_optimizer": chosen.on_fakes,
-        "literals": _literals(batch),
-        "loss_fn": name_of_loss(loss_fn),
-        "dtype": _dtype_name(model),
-        "autocast": autocast,
-        "pins": pins,
-        "offload": offload[0],
-        "keep_graph": offload[1],
-        "time_limit_s": time_limit_s,
-        "progress": progress,
-    }
-
-
-def _runs_of(micro_batches: int | str, goes_again: str | None) -> int | str:
-    """The number of micro-batches; 1 where the loss is differentiated more than once, for their graphs are gone by then."""
-    if goes_again is None or micro_batches in ("auto", 1):
-        return micro_batches if goes_again is None else 1
-    raise UserError(
-        f"one micro-batch is needed for {goes_again}, for the graph of the loss is gone through more than once; got "
-        f"{micro_batches}; leave micro_batches out, or take adamw"
-    )
-
-
-def _programs(model: nn.Module, batch: Any, loss_fn: Any, autocast: str | None, micro_batches: int | str) -> Any:
-    """The program of `micro_batches`, and those of other numbers where it is to be chosen."""
-    from .capture.micro_batches import batch_size, candidates, capture_step
-    from .planner import Variants
-    from .profiler.step import DTYPES
-
-    dtype = DTYPES[autocast] if autocast else None
-    if micro_batches != "auto" and (not isinstance(micro_batches, int) or micro_batches < 1):
-        raise UserError(f"a number of micro-batches is needed, 1 or more, or auto; got {micro_batches!r}; try auto")
-    if isinstance(micro_batches, int):
-        return capture_step(model, batch, loss_fn, dtype, micro_batches), None
-    whole = capture_step(model, batch, loss_fn, dtype)
-    return whole, Variants(
-        candidates(batch_size(batch)), lambda num: capture_step(model, batch, loss_fn, dtype, num, whole=whole)
-    )
-
-
-def _by_size(
-    model: nn.Module, batches: Sequence[Any], loss_fn: Any, autocast: str | None, micro_batches: int | str
-) -> Any:
-    """The batch to plan on, and the others as captures of their own; batches of equal shapes count once."""
-    from .capture.micro_batches import capture_step, shapes_of
-    from .planner import Shaped, check_alike, largest
-    from .runtime.module import DTYPES
-
-    if micro_batches != 1:
-        raise UserError(
-            f"one micro-batch is needed to plan for several shapes; got {micro_batches}; plan for the largest shape alone: "
-            "smaller batches run under its plan"
-        )
-    found = [shapes_of(batch) for batch in batches]
-    for each in found:
-        check_alike(found[0], each)
-    at, dtype = largest(found), DTYPES[autocast] if autocast else None
-    different = [k for k in range(len(found)) if found[k] not in (found[at], *found[:k])]
-    return batches[at], [Shaped(capture_step(model, batches[k], loss_fn, dtype), found[k]) for k in different]
-
-
-def _program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Any:
-    from .capture.call import check_same_loss
-    from .capture.micro_batches import capture_step
-    from .capture.program import Program
-    from .profiler.step import DTYPES
-
-    if isinstance(model, Program):  # the command line may have it at hand without the model
-        return model
-    given, own = (
-        {"dtype": _dtype_name(model), "literals": _literals(batch)},
-        {"dtype": plan.dtype, "literals": plan.literals},
-    )
-    for name, value in given.items():
-        if value != own[name]:
-            raise UserError(
-                f"the model and batch that were planned are needed; {name} is {value!r} here, and {own[name]!r} in the plan; "
-                "plan anew, or restore it"
-            )
-    check_same_loss(plan, loss_fn)
-    dtype = DTYPES[plan.autocast] if plan.autocast else None
-    return capture_step(model, batch, loss_fn, dtype, plan.micro_batches, plan.corrections)
-
-
 def _with_extra_passes(found: Profile, cluster: Cluster | None) -> Profile:
     """Add what the stand-in for a method that reads values did not run: its further passes and its update."""
     from . import optim
@@ -637,22 +477,6 @@ def _with_extra_passes(found: Profile, cluster: Cluster | None) -> Profile:
         update_s = moved / cluster.device.bandwidth_bytes_per_s
         update["step_s"] = found.step_s + (entry.num_passes - 1) * pass_s + update_s
     return found.model_copy(update=update)
-
-
-def _literals(batch: Any) -> dict[str, Any]:
-    import torch
-
-    from .capture._torch_private import flatten_batch
-    from .capture.export import as_batch
-
-    return {name: leaf for name, leaf in flatten_batch(as_batch(batch))[0] if not isinstance(leaf, torch.Tensor)}
-
-
-def _dtype_name(model: nn.Module) -> str:
-    from .profiler.step import DTYPES
-
-    found = next((param.dtype for param in model.parameters() if param.is_floating_point()), DTYPES["fp32"])
-    return next((name for name, dtype in DTYPES.items() if dtype == found), str(found).removeprefix("torch."))
 
 
 __all__ = [

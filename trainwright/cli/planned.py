@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..artifacts import Plan
+from ..request import dtype_of, literals_of
 from .model import ModelOptions
 from .output import remarks
 
@@ -58,11 +59,9 @@ class Planned:
 @contextmanager
 def named(options: ModelOptions, loaded: Loaded) -> Iterator[None]:
     """Store what is captured of `loaded` inside under its name too, if the zoo gave it one."""
-    import trainwright as tw
-
     from ..capture.cached import naming
 
-    with naming(_name(options, tw._dtype_name(loaded.model), tw._literals(loaded.batch)), loaded.batch):
+    with naming(_name(options, dtype_of(loaded.model), literals_of(loaded.batch)), loaded.batch):
         yield
 
 
