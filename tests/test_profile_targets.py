@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiler_models import gpt2, llama, mlp
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from trainwright.capture import zoo
 from trainwright.capture.fakes import faked, new_mode
@@ -146,6 +147,35 @@ def test_dropout_keeps_bytes_and_so_does_that_inside_torchs_own_functions():
     assert kept_bytes(lambda x: F.dropout(x, 0.3, training=False), (6, 8)) == 0
     assert "ScaledDotProductFlashAttentionBackward0" in _nodes_of_multihead_attention()
     assert F.dropout.__module__ == "torch.nn.functional"
+
+
+class Powers(nn.Module):
+    """Blocks with an op of autocast's list, checkpointed or not."""
+
+    def __init__(self, num_blocks: int, is_checkpointed: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(num_blocks))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(self.block, layer, x, use_reentrant=False) if self.is_checkpointed else self.block(layer, x)
+        return x.float().mean()
+
+    @staticmethod
+    def block(layer, x):
+        return F.dropout(torch.pow(layer(x), 3.0).tanh(), 0.1)
+
+
+@pytest.mark.parametrize("autocast", ["fp16", "bf16"])
+def test_checkpointed_blocks_are_recomputed_in_the_forms_that_they_had(autocast):
+    batch = (torch.zeros(256, 16),)
+    six, eight = (
+        profile(Powers(num_blocks, True), batch, autocast=autocast, hardware=resolve("h100")).peak_bytes
+        for num_blocks in (6, 8)
+    )
+    per_block = 256 * 16 * 4 + 3 * (16 * 16 * 4 + 512)  # its input; weight and rounded bias, and two of AdamW's states
+    assert eight - six == 2 * per_block
 
 
 def _nodes_of_multihead_attention() -> set[str]:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from trainwright.capture import _torch_private as private
 from trainwright.capture.fakes import new_mode
@@ -135,3 +137,23 @@ def test_a_trial_amid_a_trace_leaves_nothing_in_it():
 def test_a_call_has_its_arguments_by_name():
     assert private.bound(aten.add.Tensor, (1, 2), {"alpha": 3}) == {"self": 1, "other": 2, "alpha": 3}, RELEASE
     assert private.bound(aten.add.Tensor, (1, 2), {})["alpha"] == 1, RELEASE
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_backward_can_be_run_under_a_mode():
+    x = torch.ones(3, requires_grad=True)
+    y = checkpoint(lambda x: torch.exp(x).sin(), x, use_reentrant=False).sum()
+    with Seen() as seen:
+        private.run_backward(y, torch.ones_like(y), False, False)
+    assert "exp" in seen.names, RELEASE
+    assert "backward" not in seen.names, RELEASE
+    assert torch.equal(x.grad, (torch.e * torch.ones(3)).cos() * torch.ones(3).exp()), RELEASE

@@ -246,6 +246,23 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def run_backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor,
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: tuple[torch.Tensor, ...] = (),
+) -> None:
+    """Accumulate gradients as `tensor.backward(gradient)` does, with the function modes of now active in what is recomputed.
+
+    `torch.autograd.backward` hands itself to those modes first, and runs without them.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (tensor,), (gradient,), retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def dtensor_like(local: torch.Tensor, like: Any) -> Any:
     """Return this rank's part `local` as a `DTensor` of the layout of `like`, outside of autograd.
 

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..capture import _torch_private as private
+
 aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_MAX_HEAD_DIM = 256
@@ -57,7 +59,10 @@ class GpuForms(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.is_autocast_enabled("cpu"):
             args, kwargs = _widened(getattr(func, "__name__", ""), args, kwargs)
-        if func in _CALL_FORMS_INSIDE:
+        if func is Tensor.backward:  # what checkpointed blocks recompute in it takes the same forms
+            with self:
+                return _backward(*args, **kwargs)  # type: ignore[func-returns-value]
+        if func is F.multi_head_attention_forward:
             with _replaced():
                 return func(*args, **kwargs)
         return _FORMS.get(func, func)(*args, **kwargs)
@@ -192,12 +197,22 @@ _FORMS: dict[Any, Callable[..., Any]] = {
 }
 
 
-_CALL_FORMS_INSIDE = frozenset([F.multi_head_attention_forward, Tensor.backward])
-"""What these call themselves comes past no mode; in a backward, that is what checkpointed blocks recompute."""
+def _backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward` under a mode, which its own way to the engine would ask again."""
+    gradient = torch.ones_like(tensor) if gradient is None else gradient
+    inputs = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    private.run_backward(tensor, gradient, create_graph if retain_graph is None else retain_graph, create_graph, inputs)
 
 
 @contextmanager
 def _replaced() -> Iterator[None]:
+    """Replace what a function calls itself, past every mode."""
     names = ("scaled_dot_product_attention", "dropout")
     before = [getattr(F, name) for name in names]
     try:
