@@ -6,6 +6,7 @@ import importlib
 import itertools
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,6 +99,15 @@ def test_presets_stay_below_their_data_sheets() -> None:
         assert 0.7 * bandwidth < device.bandwidth_bytes_per_s < bandwidth
         assert device.flops_per_s["fp32"] < 0.2 * device.flops_per_s["bf16"]
     assert 139e9 < hardware.DEVICES["h200"].memory_bytes * 1.0 < 151e9
+
+
+@pytest.mark.parametrize("name", sorted(hardware.DEVICES))
+def test_a_preset_names_the_document_that_it_is_from(name: str) -> None:
+    cluster = hardware.resolve(name)
+    assert re.search(r"\((NVIDIA|AMD) .* 20\d\d", cluster.source), cluster.source
+    assert f"`{name}`" in (Path(__file__).parent.parent / "docs" / "hardware.md").read_text(encoding="utf8")
+    rates = cluster.device.flops_per_s
+    assert rates["fp64"] <= rates["fp32"] <= rates["bf16"] <= rates["fp16"], "a device's narrower types are no slower"
 
 
 def test_a_cpu_clusters_processes_share_the_machine() -> None:

@@ -1,6 +1,6 @@
 """Names of hardware → `Cluster`: `cpu:4`, `h200`, `8xh200`, `2x8xh100`, or a JSON file from `calibrate` or by hand.
 
-`_SHEETS` holds what the vendors' data sheets state; what a program reaches is a fraction of it, stated once in
+sheets.py holds what the vendors' data sheets state; what a program reaches is a fraction of it, stated once in
 `_sheet_device`. A preset is a starting point: a file written for the machine at hand predicts better.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import dataclass
 
 from ..artifacts import Cluster, Device, Link, Tier, UserError
 from ..launch.cores import num_cores
 from . import machine
 from .collectives import GLOO_FACTORS
+from .sheets import SHEETS, Sheet
 
 GRAMMAR = "cpu:N, [[NODESx]Nx]DEVICE such as h200, 8xh200 or 2x8xh100, or a JSON file"
 _TERA, _GIGA, _GIB = 1e12, 1e9, 2**30
@@ -44,7 +44,7 @@ def resolve(text: str) -> Cluster:
 
 def gpu_cluster(device: str, num_per_node: int = 1, num_nodes: int | None = None) -> Cluster:
     """Return `num_nodes` nodes of `num_per_node` devices each; the links, hence the mesh axes, are `node` and `gpu`."""
-    sheet = _SHEETS[device]
+    sheet = SHEETS[device]
     links = [
         Link(name="gpu", size=num_per_node, bandwidth_bytes_per_s=sheet.link * _GIGA, latency_s=sheet.link_us / 1e6)
     ]
@@ -63,7 +63,7 @@ def gpu_cluster(device: str, num_per_node: int = 1, num_nodes: int | None = None
                 write_bytes_per_s=sheet.host * _GIGA, read_bytes_per_s=sheet.host * _GIGA, latency_s=_HOST_LATENCY_S
             )
         },
-        source="preset: a fraction of the vendor's data sheet; not measured",
+        source=f"preset: a fraction of a data sheet ({sheet.source}); not measured",
     )
 
 
@@ -106,90 +106,6 @@ def _cpu_disk(num_processes: int) -> Tier:
     return Tier(write_bytes_per_s=rate, read_bytes_per_s=rate, latency_s=DISK_LATENCY_S, overlap=_DISK_OVERLAP)
 
 
-# What torch gives cuBLAS where CUBLAS_WORKSPACE_CONFIG is not set: `:4096:2:16:8`, 32 MiB from Hopper on; hipBLAS on an
-# MI300X gets 128 MiB.
-_BLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 2**10
-_HOPPER_BLAS_WORKSPACE_BYTES = 32 * 2**20
-_MI300_BLAS_WORKSPACE_BYTES = 128 * 2**20
-
-
-@dataclass(frozen=True)
-class _Sheet:
-    """A vendor's data sheet: dense (not sparse) TFLOP/s by dtype, GB/s; and the memory that a program sees, in GiB."""
-
-    memory_gib: float
-    bandwidth: float
-    tflops: dict[str, float]
-    link: float
-    """GB/s that one device sends to the others of its node, one direction, as collectives reach it."""
-    link_us: float
-    """Latency of a hop within the node, in microseconds."""
-    network: float
-    """GB/s of one device's share of its node's network, one direction, as collectives reach it."""
-    host: float
-    """GB/s from device to pinned host memory, one direction, as copies reach it: seven tenths of what PCIe 3, 4 or 5 signals
-    over 16 lanes (16, 32, 64 GB/s)."""
-    blas_workspace: int = _BLAS_WORKSPACE_BYTES
-    matmul_fraction: float = 0.75
-    """Of the sheet's rate that large matrix products reach: cuBLAS gets 0.80 at 8192³ in bf16 on an H200."""
-
-
-# fp32 is the plain fp32 rate, not tf32: torch multiplies fp32 matrices in full precision unless told otherwise.
-# Links: NVLink 3/4/5 send 300/450/900 GB/s one direction, of which ring collectives reach about four fifths; cards
-# without it go through the host's PCIe. Networks: one 200 (A100) or 400 Gbit/s adapter a device in the vendors' own
-# nodes, 100 Gbit/s a device otherwise.
-_HOPPER = {"fp64": 67.0, "fp32": 67.0, "bf16": 989.0, "fp16": 989.0}
-_AMPERE = {"fp64": 19.5, "fp32": 19.5, "bf16": 312.0, "fp16": 312.0}
-_VOLTA = {"fp64": 7.8, "fp32": 15.7, "bf16": 15.7, "fp16": 125.0}
-_SHEETS = {
-    "v100": _Sheet(31.7, 900, _VOLTA, link=120, link_us=3, network=10, host=11),
-    "v100-16gb": _Sheet(15.7, 900, _VOLTA, link=120, link_us=3, network=10, host=11),
-    "a100": _Sheet(79.1, 2039, _AMPERE, link=240, link_us=2, network=22, host=22),
-    "a100-40gb": _Sheet(39.4, 1555, _AMPERE, link=240, link_us=2, network=22, host=22),
-    "h100": _Sheet(
-        79.1, 3350, _HOPPER, link=360, link_us=2, network=45, host=45, blas_workspace=_HOPPER_BLAS_WORKSPACE_BYTES
-    ),
-    "h100-pcie": _Sheet(
-        79.1,
-        2000,
-        {"fp64": 51.0, "fp32": 51.0, "bf16": 756.0, "fp16": 756.0},
-        link=40,
-        link_us=5,
-        network=22,
-        host=45,
-        blas_workspace=_HOPPER_BLAS_WORKSPACE_BYTES,
-    ),
-    "h200": _Sheet(
-        139.8, 4800, _HOPPER, link=360, link_us=2, network=45, host=45, blas_workspace=_HOPPER_BLAS_WORKSPACE_BYTES
-    ),
-    "b200": _Sheet(
-        178.3,
-        7700,
-        {"fp64": 37.0, "fp32": 75.0, "bf16": 2250.0, "fp16": 2250.0},
-        link=720,
-        link_us=2,
-        network=45,
-        host=50,
-        blas_workspace=_HOPPER_BLAS_WORKSPACE_BYTES,
-    ),
-    "rtx4090": _Sheet(
-        23.6, 1008, {"fp64": 1.3, "fp32": 82.6, "bf16": 165.2, "fp16": 165.2}, link=12, link_us=8, network=11, host=22
-    ),
-    "l40s": _Sheet(
-        44.4, 864, {"fp64": 1.4, "fp32": 91.6, "bf16": 362.0, "fp16": 362.0}, link=18, link_us=8, network=11, host=22
-    ),
-    "mi300x": _Sheet(
-        191.9,
-        5300,
-        {"fp64": 163.4, "fp32": 163.4, "bf16": 1307.0, "fp16": 1307.0},
-        link=320,
-        link_us=4,
-        network=45,
-        host=45,
-        blas_workspace=_MI300_BLAS_WORKSPACE_BYTES,
-        matmul_fraction=0.5,
-    ),
-}
 _BANDWIDTH_FRACTION = 0.88
 _NETWORK_LATENCY_S = 6e-6
 _HOST_LATENCY_S = 10e-6
@@ -219,7 +135,7 @@ def _cpu_core_flops_per_s() -> dict[str, float]:
     return {"fp64": single / 2, "fp32": single, "bf16": half, "fp16": single / 16}
 
 
-def _sheet_device(name: str, sheet: _Sheet) -> Device:
+def _sheet_device(name: str, sheet: Sheet) -> Device:
     rates = {dtype: sheet.matmul_fraction * rate * _TERA for dtype, rate in sheet.tflops.items()}
     return Device(
         name=name,
@@ -232,7 +148,7 @@ def _sheet_device(name: str, sheet: _Sheet) -> Device:
     )
 
 
-DEVICES: dict[str, Device] = {name: _sheet_device(name, sheet) for name, sheet in _SHEETS.items()}
+DEVICES: dict[str, Device] = {name: _sheet_device(name, sheet) for name, sheet in SHEETS.items()}
 """Every device that has a preset, by name."""
 
 
