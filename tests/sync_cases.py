@@ -1,0 +1,115 @@
+"""One small training run a sync method, as a program that real ranks and the simulator run alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright import sync
+from trainwright.sync import Compute, Ranks, Steps, Sync
+
+STEPS = 12
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """options: for the battery's short runs. equal_every: steps after which all workers hold the same; 0: never."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    equal_every: int = 0
+    sizes: tuple[int, ...] = (1, 2, 4)
+    num_steps: int = STEPS
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("data-parallel", equal_every=1),
+        Case("local-sgd", {"period": 3, "shared_steps": 3}, equal_every=3),
+        Case("diloco", {"period": 4}, adam, equal_every=4),
+        Case("streaming-diloco", {"period": 6, "fragments": 3, "delay": 1}, adam),
+        Case("gossip", {"graph": "one-peer"}, adam),
+        Case("atc-dsgd", {"graph": "path"}),
+        Case("dmsgd"),
+        Case("decentlam", {"graph": "star"}),
+    )
+}
+
+
+def net(seed: int = 0) -> nn.Module:
+    """Seventeen parameters and ten, so that nothing divides evenly."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Of worker `rank`, whose data differ from the others'."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    return x, x[:, :3].roll(rank, 1) + rank
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    x, y = batch(rank, step)
+    return (model(x) - y).square().mean()
+
+
+def program(
+    name: str, num_steps: int = 0, begin: dict[str, Any] | None = None, **options: Any
+) -> Steps[tuple[Sync, dict[str, Any]]]:
+    """Train from the start, or from what another run returned, to `num_steps` in all."""
+    case = CASES[name]
+    model = net()
+    optimizer = case.optimizer(model.parameters())
+    joined = yield from sync.join(name, model, optimizer, **{**case.options, **options})
+    if begin is not None:
+        model.load_state_dict(begin["model"])
+        optimizer.load_state_dict(begin["optimizer"])
+        assert joined.load_state_dict(begin["sync"]) == ()
+    for step in range(joined.method.num_steps, num_steps or case.num_steps):
+        yield from one_step(joined, model, optimizer, step)
+    # A model's state_dict shares its memory; an optimizer's does too.
+    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sync": joined.state_dict()}
+    return joined, held
+
+
+def one_step(joined: Sync, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Steps[None]:
+    rank = joined.method.worker.rank
+    optimizer.zero_grad()
+    loss = loss_of(model, rank, step)
+    loss.backward()
+    yield Compute()
+    yield from joined.steps(loss)
+
+
+def digest(joined: Sync) -> str:
+    return joined.method.replica.digest().hex()
+
+
+def on_ranks(names: list[str]) -> dict[str, Any]:
+    """On the ranks of a pool: each method's digest and bytes."""
+    found = {}
+    for name in names:
+        engine = Ranks()
+        joined, _ = engine.run(program(name))
+        engine.close()
+        found[name] = [
+            digest(joined),
+            engine.traffic.sent_bytes,
+            joined.record.sent_bytes(joined.size, joined.method.num_steps),
+        ]
+    return found
