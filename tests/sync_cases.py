@@ -19,6 +19,10 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+def plain(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.02, weight_decay=0.01)
 
@@ -46,6 +50,15 @@ CASES = {
         Case("atc-dsgd", {"graph": "path"}),
         Case("dmsgd"),
         Case("decentlam", {"graph": "star"}),
+        Case("easgd", {"period": 3}),
+        Case("lsgd", {"group_period": 2, "global_period": 4, "num_groups": 2}, sizes=(2, 4)),
+        Case("cr-psgd", {"growth": 1.5, "budget": 60}, equal_every=1),
+        Case("cr-psgd-catalyst", {"growth": 1.5, "budget": 100}, equal_every=1),
+        Case("1-bit-adam", {"freeze_step": 4}, adam, equal_every=1),
+        Case("1-bit-lamb", {"freeze_step": 4}, adam, equal_every=1),
+        Case("sa-srrw", {"graph": "complete"}, plain, sizes=(2, 4)),
+        Case("dadao", {"smoothness": 20.0, "convexity": 1.0}, plain, sizes=(2, 4), num_steps=8),
+        Case("just-one-byte", {"num_samples": 3}, plain, equal_every=1),
     )
 }
 
@@ -89,6 +102,9 @@ def program(
 
 def one_step(joined: Sync, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Steps[None]:
     rank = joined.method.worker.rank
+    if joined.record.takes == "closure":
+        yield from joined.steps(lambda sample=0: loss_of(model, rank, 100 * step + sample))
+        return
     optimizer.zero_grad()
     loss = loss_of(model, rank, step)
     loss.backward()

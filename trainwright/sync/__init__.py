@@ -17,13 +17,33 @@ from torch import nn
 
 from .. import launch
 from ..artifacts import UserError
-from . import diloco, face, gossip, local_sgd
+from . import (
+    cr_psgd,
+    dadao,
+    diloco,
+    easgd,
+    face,
+    gossip,
+    just_one_byte,
+    local_sgd,
+    lsgd,
+    one_bit_adam,
+    one_bit_lamb,
+    token,
+)
+from .cr_psgd import CRPSGD, CRPSGDCatalyst
+from .dadao import DADAO
 from .diloco import DiLoCo
+from .easgd import EASGD
 from .face import Sync
 from .gossip import DecentLaM, Gossip
 from .graphs import Graph, metropolis
+from .just_one_byte import JustOneByte
 from .local_sgd import DataParallel, LocalSGD
+from .lsgd import LSGD
 from .method import Method
+from .one_bit_adam import OneBitAdam
+from .one_bit_lamb import OneBitLAMB
 from .ranks import Ranks
 from .record import Message, Size, StateVector, SyncRecord
 from .replica import Replica, Worker
@@ -46,13 +66,20 @@ from .requests import (
     Steps,
 )
 from .simulator import Network, Simulation, simulate
+from .token import SASRRW, SelfRepellentWalk
 from .traffic import Traffic
 
 __all__ = [
+    "CRPSGD",
+    "DADAO",
+    "EASGD",
+    "LSGD",
+    "SASRRW",
     "AllGather",
     "AllReduce",
     "AllToAll",
     "Broadcast",
+    "CRPSGDCatalyst",
     "Compute",
     "Count",
     "DataParallel",
@@ -63,17 +90,21 @@ __all__ = [
     "Gossip",
     "Graph",
     "Identify",
+    "JustOneByte",
     "Letter",
     "LocalSGD",
     "Message",
     "Method",
     "Network",
     "Now",
+    "OneBitAdam",
+    "OneBitLAMB",
     "Place",
     "Ranks",
     "Receive",
     "Replica",
     "Request",
+    "SelfRepellentWalk",
     "Send",
     "Simulation",
     "Size",
@@ -97,7 +128,15 @@ _RECORDS = {
     for entry in (
         *local_sgd.RECORDS,
         *diloco.RECORDS,
+        easgd.RECORD,
+        lsgd.RECORD,
         *gossip.RECORDS,
+        *cr_psgd.RECORDS,
+        one_bit_adam.RECORD,
+        one_bit_lamb.RECORD,
+        token.RECORD,
+        dadao.RECORD,
+        just_one_byte.RECORD,
     )
 }
 _TYPICAL = 1_000_000

@@ -52,6 +52,15 @@ class Sync:
         self.method.num_steps += 1
         yield from _without_gradients(self.method.step(loss, num_samples))
 
+    def finish(self) -> None:
+        """Give all workers the same parameters, those to evaluate or keep; to be called by all, after the last step."""
+        assert self.engine is not None
+        self.engine.run(self.finishing())
+
+    def finishing(self) -> Steps[None]:
+        """The same as a program."""
+        yield from _without_gradients(self.method.finish())
+
     @property
     def traffic(self) -> Traffic:
         """What this worker has sent since `create`, the agreement before the first step included."""

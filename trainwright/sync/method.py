@@ -48,6 +48,10 @@ class Method:
         """Do one step; `num_steps` is its number already, from 1."""
         raise NotImplementedError
 
+    def finish(self) -> Steps[None]:
+        """Give all workers the same parameters, those to evaluate or keep: their mean, unless the method knows better."""
+        self.replica.write((yield from self.mean(self.replica.read())))
+
     def mean(self, vector: Tensor) -> Steps[Tensor]:
         """Return the mean over all workers."""
         total: Tensor = yield AllReduce(vector)

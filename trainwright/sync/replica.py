@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,15 @@ class Replica:
         for param, part in zip(self.params, vector.split(self.shapes)):
             part = part.view(param.shape).to(param.dtype)
             param.grad = part.clone() if param.grad is None else param.grad.copy_(part)
+
+    def gradients_by(self, closure: Callable[[], Tensor]) -> Tensor:
+        """Compute a loss and its gradients, in place of those that were there."""
+        for param in self.params:
+            param.grad = None
+        with torch.enable_grad():
+            loss = closure()
+            loss.backward()
+        return loss.detach()
 
     def update(self) -> None:
         """Let the optimizer take its step."""
