@@ -16,6 +16,7 @@ from trainwright.artifacts import UserError
 from trainwright.launch import run_processes
 from trainwright.sync import Simulation, simulate
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 every = pytest.mark.parametrize("name", tuple(CASES))
 
 

@@ -154,10 +154,10 @@ def grown_batch(first_batch: int, growth: Fraction, num_rounds: int) -> int:
 
 
 def rounds_for(budget: int, first_batch: int, growth: float) -> int:
-    """Return the rounds that a budget of examples a worker takes.
+    """Return the rounds that a budget of examples a worker takes, the last of which is clipped to it.
 
     >>> rounds_for(2000, 1, 1.3)
-    24
+    25
     """
     spent, rounds = 0, 0
     while spent < budget:

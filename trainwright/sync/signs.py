@@ -124,7 +124,7 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
     table = torch.from_numpy(bits * 2.0 - 1.0).to(dtype).to(packed.device)
-    return table.index_select(0, packed.reshape(-1).int()).view(*packed.shape[:-1], -1)
+    return table.index_select(0, packed.reshape(-1).int()).view(*packed.shape[:-1], 8 * packed.shape[-1])
 
 
 def _mean_of(given: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
