@@ -35,7 +35,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     equal_every: int = 0
-    sizes: tuple[int, ...] = (1, 2, 4)
+    sizes: tuple[int, ...] = (1, 2, 4, 8)
     num_steps: int = STEPS
 
 
@@ -51,13 +51,14 @@ CASES = {
         Case("dmsgd"),
         Case("decentlam", {"graph": "star"}),
         Case("easgd", {"period": 3}),
-        Case("lsgd", {"group_period": 2, "global_period": 4, "num_groups": 2}, sizes=(2, 4)),
+        Case("lsgd", {"group_period": 2, "global_period": 4, "num_groups": 2}, sizes=(2, 4, 8)),
         Case("cr-psgd", {"growth": 1.5, "budget": 60}, equal_every=1),
         Case("cr-psgd-catalyst", {"growth": 1.5, "budget": 100}, equal_every=1),
         Case("1-bit-adam", {"freeze_step": 4}, adam, equal_every=1),
         Case("1-bit-lamb", {"freeze_step": 4}, adam, equal_every=1),
-        Case("sa-srrw", {"graph": "complete"}, plain, sizes=(2, 4)),
-        Case("dadao", {"smoothness": 20.0, "convexity": 1.0}, plain, sizes=(2, 4), num_steps=8),
+        Case("sa-srrw", {"graph": "complete"}, plain, sizes=(2, 4, 8)),
+        Case("gradient-coding", {"stragglers": 2}, sizes=(4,)),
+        Case("dadao", {"smoothness": 20.0, "convexity": 1.0}, plain, sizes=(2, 4, 8), num_steps=8),
         Case("just-one-byte", {"num_samples": 3}, plain, equal_every=1),
     )
 }

@@ -128,6 +128,7 @@ NO_TORCH = [
     ("zoo",),
     ("optimizers",),
     ("federated",),
+    ("sync",),
     *((verb, "--help") for verb in VERBS),
 ]
 

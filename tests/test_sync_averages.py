@@ -51,7 +51,14 @@ def test_local_sgd_with_period_one_is_data_parallel_sgd() -> None:
 
 @pytest.mark.parametrize(("fragments", "delay", "mix"), [(1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.5)])
 def test_diloco_by_hand(fragments: int, delay: int, mix: float) -> None:
-    options: Any = {"period": 4, "fragments": fragments, "delay": delay, "mix": mix, "outer_lr": 0.7, "outer_momentum": 0.9}
+    options: Any = {
+        "period": 4,
+        "fragments": fragments,
+        "delay": delay,
+        "mix": mix,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+    }
     done = run("streaming-diloco", 4, START, PROBLEM.gradient, 21, sgd(0.1), **options)
     rows, theta, v = START.repeat(4, 1), START.clone(), torch.zeros(5, dtype=torch.float64)
     parts = np.array_split(np.arange(5), fragments)
@@ -125,9 +132,7 @@ def test_decentlam_for_every_momentum(beta: float) -> None:
     assert bias("decentlam", 0.005, beta, 6000) == pytest.approx(bias("atc-dsgd", 0.005, 0.0, 6000), rel=1e-3)
 
 
-def error_by_budget(
-    num_workers: int, budget: int, growth: float, num_seeds: int = 4
-) -> tuple[float, int]:
+def error_by_budget(num_workers: int, budget: int, growth: float, num_seeds: int = 4) -> tuple[float, int]:
     """N·T·(f − f*) of CR-PSGD on a noisy quadratic, spectrum 0.5 … 1, σ = 1, γ = 0.5, and its rounds."""
     spectrum = torch.linspace(0.5, 1, 20, dtype=torch.float64)
     generator = torch.Generator().manual_seed(budget + num_workers)

@@ -24,6 +24,10 @@ def simulated(name: str, size: int, **keywords: Any) -> Simulation[Any]:
     return simulate([program(name, **keywords) for _ in range(size)])
 
 
+def largest(name: str) -> int:
+    return max(size for size in CASES[name].sizes if size <= 4)
+
+
 def expected(names: list[str], size: int) -> dict[str, list[Any]]:
     """What `sync_cases.on_ranks` has to find: each worker's digest, and the bytes of all together."""
     runs = {name: simulated(name, size) for name in names}
@@ -35,13 +39,13 @@ def test_every_method_has_a_case() -> None:
 
 
 @every
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bytes_sent_are_those_declared(name: str, size: int) -> None:
-    if size not in CASES[name].sizes and size < 5:
+    if size not in CASES[name].sizes and size != 3:
         pytest.skip("not a number of workers of the battery's case")
-    for num_steps in (0, 1, 5, CASES[name].num_steps):
+    for num_steps in (1, 5, CASES[name].num_steps):
         try:
-            run = simulated(name, size, num_steps=num_steps) if num_steps else simulated(name, size)
+            run = simulated(name, size, num_steps=num_steps)
         except UserError as error:  # three workers of one-peer, say
             assert "worker" in str(error)  # noqa: PT017
             return
@@ -52,7 +56,7 @@ def test_bytes_sent_are_those_declared(name: str, size: int) -> None:
 
 @every
 def test_the_state_kept_is_the_state_declared(name: str) -> None:
-    for joined, held in simulated(name, CASES[name].sizes[-1]).results:
+    for joined, held in simulated(name, largest(name)).results:
         vectors = [value for value in held["sync"]["state"].values() if isinstance(value, torch.Tensor)]
         kept = sum(value.numel() * value.element_size() for value in vectors if value.numel() > 1)
         assert kept == joined.record.state_bytes(joined.size)
@@ -61,7 +65,7 @@ def test_the_state_kept_is_the_state_declared(name: str) -> None:
 @every
 def test_resume_equals_uninterrupted_to_the_bit(name: str) -> None:
     case = CASES[name]
-    size = case.sizes[-1]
+    size = largest(name)
     for stop in {1, case.num_steps // 2 + 1}:
         halves = [copy.deepcopy(held) for _, held in simulated(name, size, num_steps=stop).results]
         run = simulate([program(name, begin=half) for half in halves])
@@ -73,7 +77,7 @@ def test_resume_equals_uninterrupted_to_the_bit(name: str) -> None:
 def test_workers_are_equal_when_they_should_be(name: str) -> None:
     case = CASES[name]
     for num_steps in range(1, case.num_steps + 1) if case.equal_every else ():
-        run = simulated(name, case.sizes[-1], num_steps=num_steps)
+        run = simulated(name, largest(name), num_steps=num_steps)
         equal = len({digest(joined) for joined, _ in run.results}) == 1
         assert equal or num_steps % case.equal_every
 
@@ -99,7 +103,7 @@ def test_four_ranks_equal_the_simulator_to_the_bit(pool4: Pool) -> None:
 
 @pytest.mark.slow
 def test_eight_ranks_equal_the_simulator_to_the_bit() -> None:
-    names = [name for name, case in CASES.items() if 4 in case.sizes]
+    names = [name for name, case in CASES.items() if 8 in case.sizes]
     want, found = expected(names, 8), run_processes("tests.sync_cases:on_ranks", {"names": names}, 8)
     for name in names:
         assert [rank[name][0] for rank in found] == want[name][0], name

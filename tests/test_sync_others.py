@@ -73,7 +73,17 @@ def test_leaders_leave_the_minimum_where_it_is(pull: float) -> None:
 
     def worst(pull: float) -> float:
         options = {"group_period": 1, "global_period": 1, "global_pull": 0.0, "global_move": rate * pull}
-        done = run("lsgd", 4, starts[0], lambda x, rank, step: curvature * x, 200, sgd(rate), loss=loss, starts=starts, **options)
+        done = run(
+            "lsgd",
+            4,
+            starts[0],
+            lambda x, rank, step: curvature * x,
+            200,
+            sgd(rate),
+            loss=loss,
+            starts=starts,
+            **options,
+        )
         return float(ends(done).norm(dim=1).max())
 
     assert worst(pull) < 0.5
@@ -100,7 +110,12 @@ def test_two_groups_move_by_c1_and_then_by_c2_to_the_last_worker() -> None:
         loss=lambda x, rank, step: losses[rank], starts=starts, num_groups=2, group_period=1, global_period=2,
         group_move=0.3, global_move=0.2,
     )  # fmt: skip
-    expected = [starts[0] - 0.3 * (starts[0] - starts[1]), starts[1], starts[2] - 0.3 * (starts[2] - starts[3]), starts[3]]
+    expected = [
+        starts[0] - 0.3 * (starts[0] - starts[1]),
+        starts[1],
+        starts[2] - 0.3 * (starts[2] - starts[3]),
+        starts[3],
+    ]
     torch.testing.assert_close(ends(done), torch.stack(expected), rtol=0, atol=1e-15)
     both = run(
         "lsgd", 4, torch.zeros(3).double(), lambda x, rank, step: torch.zeros_like(x), 1, sgd(0.1),
@@ -413,7 +428,9 @@ def test_who_missed_a_step_catches_up_by_the_bytes_alone() -> None:
 
     def program(rank: int) -> Any:
         model = Vector(torch.zeros(5).double())
-        joined = yield from sync.join("just-one-byte", model, torch.optim.SGD(model.parameters(), lr=0.1), num_samples=3)
+        joined = yield from sync.join(
+            "just-one-byte", model, torch.optim.SGD(model.parameters(), lr=0.1), num_samples=3
+        )
 
         def closure(sample: int) -> Tensor:
             x = model.x

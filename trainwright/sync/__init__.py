@@ -24,6 +24,7 @@ from . import (
     easgd,
     face,
     gossip,
+    gradient_coding,
     just_one_byte,
     local_sgd,
     lsgd,
@@ -31,12 +32,14 @@ from . import (
     one_bit_lamb,
     token,
 )
+from .codes import GradientCode
 from .cr_psgd import CRPSGD, CRPSGDCatalyst
 from .dadao import DADAO
 from .diloco import DiLoCo
 from .easgd import EASGD
 from .face import Sync
 from .gossip import DecentLaM, Gossip
+from .gradient_coding import GradientCoding
 from .graphs import Graph, metropolis
 from .just_one_byte import JustOneByte
 from .local_sgd import DataParallel, LocalSGD
@@ -65,6 +68,7 @@ from .requests import (
     Send,
     Steps,
 )
+from .sequential_codes import MSGC, SRSGC
 from .simulator import Network, Simulation, simulate
 from .token import SASRRW, SelfRepellentWalk
 from .traffic import Traffic
@@ -74,7 +78,9 @@ __all__ = [
     "DADAO",
     "EASGD",
     "LSGD",
+    "MSGC",
     "SASRRW",
+    "SRSGC",
     "AllGather",
     "AllReduce",
     "AllToAll",
@@ -88,6 +94,8 @@ __all__ = [
     "Exchange",
     "Form",
     "Gossip",
+    "GradientCode",
+    "GradientCoding",
     "Graph",
     "Identify",
     "JustOneByte",
@@ -135,6 +143,7 @@ _RECORDS = {
         one_bit_adam.RECORD,
         one_bit_lamb.RECORD,
         token.RECORD,
+        gradient_coding.RECORD,
         dadao.RECORD,
         just_one_byte.RECORD,
     )

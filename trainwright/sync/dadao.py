@@ -170,11 +170,16 @@ def exponential(matrix: np.ndarray) -> np.ndarray:
     scaled = matrix / 2.0**squarings
     term = total = np.eye(len(matrix))
     for k in range(1, _TERMS):
-        term = term @ scaled / k
+        term = _product(term, scaled) / k
         total = total + term
     for _ in range(squarings):
-        total = total @ total
+        total = _product(total, total)
     return total
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Without BLAS, whose last bit may hang on its threads."""
+    return np.asarray((a[:, :, None] * b).sum(1))
 
 
 @dataclass(frozen=True)
@@ -231,13 +236,18 @@ def chi(graph: Graph, rates: Sequence[float]) -> tuple[float, float]:
         return math.inf, math.inf
     inverse = np.linalg.pinv(matrix, hermitian=True)
     resistances = [inverse[a, a] + inverse[b, b] - 2 * inverse[a, b] for a, b in graph.edges]
-    return 1 / second, max(resistances) / 2
+    return _short(1 / second), _short(max(resistances) / 2)
 
 
 def uniform_rates(graph: Graph) -> tuple[float, ...]:
     """Return the smallest rate that all edges can have: χ1 χ2 = 1/2."""
     first, second = chi(graph, [1.0] * len(graph.edges))
-    return (math.sqrt(2 * first * second),) * len(graph.edges)
+    return (_short(math.sqrt(2 * first * second)),) * len(graph.edges)
+
+
+def _short(value: float) -> float:
+    """Twelve digits: those on which all machines' linear algebra agrees, so that they run the same numbers."""
+    return float(f"{value:.12g}")
 
 
 def _edge_events(size: Size, k: int) -> int:

@@ -106,7 +106,7 @@ def _quantiles() -> np.ndarray:
 def encode(slopes: Tensor) -> Tensor:
     """Return a byte (int8) a slope: 0, or the sign times (p + 64), p = round(8 ln |g|) within ±63.
 
-    >>> encode(torch.tensor([0.0, 1.0, -1.0, 1e9, math.nan])).tolist()
+    >>> encode(torch.tensor([0.0, 1.0, -1.0, 1e9, float('nan')])).tolist()
     [0, 64, -64, 127, 0]
     """
     magnitudes = slopes.abs()

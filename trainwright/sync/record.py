@@ -101,7 +101,7 @@ class SyncRecord:
         of_steps = sum(each.total_bytes(size) * each.times(size, num_steps) for each in self.messages if n > 1)
         return n * (n - 1) * AGREEMENT_BYTES + of_steps
 
-    def bytes_per_step(self, size: Size, over: int = 10_000) -> float:
+    def bytes_per_step(self, size: Size, over: int = 1000) -> float:
         """Return the bytes that one worker sends a step, on average over so many steps."""
         return (self.sent_bytes(size, over) - self.sent_bytes(size, 0)) / over / size.num_workers
 
@@ -109,7 +109,8 @@ class SyncRecord:
         """Return the row of the table that lists the methods; numbers are those of `size`."""
         return {
             "name": self.name,
-            "sent a step": " + ".join(each.says for each in self.messages) or "nothing",
+            "sent a step": " + ".join(each.says for each in self.messages if each.says),
+            "sent B/param": f"{self.bytes_per_step(size) / size.num_params:.3g}",
             "state B/param": f"{self.state_bytes(size) / size.num_params:.3g}",
             "what it does": self.summary,
             "promises": self.promises,

@@ -135,7 +135,13 @@ def _mean_of(given: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
 def _opened(messages: Tensor, segments: Segments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Signs [n, chunk_length] and scales [n, segments] of n messages."""
     num_bytes = segments.chunk_length // 8
-    scales = messages[:, num_bytes:].clone(memory_format=torch.contiguous_format).view(-1).view(dtype).view(len(messages), -1)
+    scales = (
+        messages[:, num_bytes:]
+        .clone(memory_format=torch.contiguous_format)
+        .view(-1)
+        .view(dtype)
+        .view(len(messages), -1)
+    )
     return unpack(messages[:, :num_bytes].contiguous(), dtype), scales
 
 

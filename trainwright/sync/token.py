@@ -28,7 +28,7 @@ class SelfRepellentWalk:
 
     >>> walk = SelfRepellentWalk(Graph.of([(0, 1), (1, 2)]), alpha=5.0)
     >>> [int(walk.move(np.array([0.5]))[0]) for _ in range(4)]
-    [1, 2, 1, 0]
+    [0, 1, 2, 1]
 
     Source: Doshi, Hu & Eun 2023, Self-Repellent Random Walks on General Graphs (arXiv:2305.05097).
     """
