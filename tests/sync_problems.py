@@ -1,4 +1,4 @@
-"""Problems whose parameters are one vector and whose gradients are a function: methods against references written by hand."""
+"""Problems whose parameters are one vector and whose gradients are a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One battery for every sync method: its record against what is sent and kept, resume, and real ranks against the simulator."""
+"""One battery for every sync method: its record against what is sent and kept, resume, real ranks against simulated."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_models_and_steps_that_cannot_be(what: str) -> None:
             sync.create("just-one-byte", model, sgd(model.parameters())).step(1.0)
     if what == "not created":
         joined = Ranks().run(sync.join("local-sgd", model, sgd(model.parameters())))
-        with pytest.raises(UserError, match="yield from sync.steps"):
+        with pytest.raises(UserError, match=r"yield from sync\.steps"):
             joined.step()
 
 

@@ -260,7 +260,7 @@ def test_the_token_carries_one_trajectory() -> None:
 
 
 def dadao_error(num_steps: int, rates: Any = None) -> list[float]:
-    """Squared distance from the minimum, a unit of time at a time: ring of 8, least squares of κ ≈ 5, d = 5, 40 rows a node."""
+    """Squared distance from the minimum, a unit of time at a time: ring of 8, least squares of κ ≈ 5, d = 5."""
     problem = LeastSquares(8, 5, 40)
     spectrum = torch.linalg.eigvalsh(problem.hessians)
     errors = []

@@ -155,12 +155,12 @@ _TYPICAL = 1_000_000
 def create(name: str, model: nn.Module, optimizer: Any = None, *, group: Any = None, **options: Any) -> Sync:
     """Return the method `name` over `model` and `optimizer`, agreed upon with all other ranks of `group`.
 
-    model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel. optimizer: over its parameters; the
-    method calls it, or reads its settings. group: a process group of torch.distributed; default: all ranks, under torchrun, or
-    this process alone. options: the method's own; its class says what they mean.
+    model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel. optimizer: over its
+    parameters; the method calls it, or reads its settings. group: a process group of torch.distributed; default: all
+    ranks, under torchrun, or this process alone. options: the method's own; its class says what they mean.
 
-    Raises `UserError` on all ranks alike, before anything is sent of the model, for an unknown name or option, a value that the method
-    refuses, a number of workers that it cannot take, and ranks that differ in method, options or parameters.
+    Raises `UserError` on all ranks alike, before anything is sent of the model, for an unknown name or option, a value
+    that the method refuses, a number of workers that it cannot take, and ranks that differ in method, options or parameters.
 
     >>> import torch
     >>> net = torch.nn.Linear(2, 1)
@@ -203,7 +203,7 @@ def names() -> tuple[str, ...]:
 
 
 def table() -> list[dict[str, str]]:
-    """Return a row a method: what it sends and keeps, promises and assumes, its paper; a million parameters, 8 workers, fp32."""
+    """Return a row a method; its numbers are for a million parameters in fp32 on 8 workers."""
     rows = []
     for entry in _RECORDS.values():
         options = {**face.options_of(entry.cls), **entry.defaults}

@@ -3,8 +3,9 @@
     a code      B, [n, n]: worker i returns Σ_j B_ij g_j
     decoding    a with aᵀ B_S = 1ᵀ for the workers S that have answered, in float64
 
-Fractional repetition (s + 1 divides n) has groups of s + 1 workers with the same chunks, and coefficients of 1. Else the code is cyclic: worker i
-holds chunks i … i + s, with coefficients that grow up to 1e5 for n = 256, s = 15, so that fp32 loses what they multiply.
+Fractional repetition (s + 1 divides n) has groups of s + 1 workers with the same chunks, and coefficients of 1. Else the
+code is cyclic: worker i holds chunks i … i + s, with coefficients that grow up to 1e5 for n = 256, s = 15, so that fp32
+loses what they multiply.
 
 Source: Tandon, Lei, Dimakis & Karampatziakis 2017, Gradient Coding (ICML).
 """
@@ -79,8 +80,8 @@ class GradientCode:
         there = sorted(set(answered))
         if not self.decodes(there):
             raise UserError(
-                f"answers of {self.num_workers - self.stragglers} of {self.num_workers} workers are needed, or of one in each group; "
-                f"got {len(there)}; wait for more"
+                f"answers of {self.num_workers - self.stragglers} of {self.num_workers} workers are needed, or of one in each "
+                f"group; got {len(there)}; wait for more"
             )
         found = np.zeros(self.num_workers)
         if self.repeats:

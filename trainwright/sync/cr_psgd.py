@@ -71,7 +71,7 @@ class CRPSGD(DataParallel):
     @property
     def finished(self) -> bool:
         """Whether the budget is spent."""
-        return self.budget is not None and self.state["spent"] >= self.budget
+        return self.budget is not None and int(self.state["spent"]) >= self.budget
 
     def step(self, loss: Any, num_samples: int) -> Steps[None]:
         gradient = yield from self._mean_gradient(num_samples)
@@ -91,8 +91,8 @@ class CRPSGDCatalyst(CRPSGD):
         h_k(x) = f(x) + (θ/2) ‖x − y_{k−1}‖²        k = 1 … ⌊√(nT)⌋
         y_k = CR-PSGD on h_k from y_{k−1}, ⌊√(T/n)⌋ examples a worker, batches from B_1 anew
 
-    theta: θ, above the weak-convexity constant of f (for an L-smooth f, above L). budget: T; without it there is no end. Other
-    options as in `cr-psgd`; O(√(nT) log(T/n)) rounds in all. The gradient of the proximal term is added for you.
+    theta: θ, above the weak-convexity constant of f (for an L-smooth f, above L). budget: T; without it there is no end.
+    Other options as in `cr-psgd`; O(√(nT) log(T/n)) rounds in all. The gradient of the proximal term is added for you.
 
     Source: Yu & Jin 2019 (ICML), algorithm 2.
     """
@@ -125,7 +125,7 @@ class CRPSGDCatalyst(CRPSGD):
     @property
     def finished(self) -> bool:
         """Whether all problems are done."""
-        return self.state["problem"] >= self.num_problems
+        return int(self.state["problem"]) >= self.num_problems
 
     def start(self) -> Steps[None]:
         self.state["centre"] = self.replica.read()
@@ -137,7 +137,7 @@ class CRPSGDCatalyst(CRPSGD):
 
     def step(self, loss: Any, num_samples: int) -> Steps[None]:
         yield from super().step(loss, num_samples)
-        if self.budget is not None and self.state["spent"] >= self.budget:
+        if super().finished:
             self.state |= {"num_rounds": 0, "spent": 0, "problem": self.state["problem"] + 1}
             self.state["centre"] = self.replica.read()
 

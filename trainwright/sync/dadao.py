@@ -34,13 +34,13 @@ class DADAO(Method):
         gradient (rate 1 a node):   h = ∇f_i(x) − νx − ỹ,   x ← x − γh,   x̃ ← x̃ − γ̃h,   ỹ ← ỹ + (δ + δ̃)h
         edge (rate λ_ij):           m = (y + z)_i − (y + z)_j,   z_i ← z_i − βm,   z̃_i ← z̃_i − β̃m,   j with +
 
-    `sync.step(closure)` goes on by one unit of time, in which a node takes about one gradient: the closure returns f_i's loss, each
-    time that it is called. Constants follow from smoothness, L, and convexity, μ, of the f_i, which have to be right: a wrong μ is slow
-    or diverges. The events are drawn by one seed on all nodes, so a run can be repeated on any engine.
+    `sync.step(closure)` goes on by one unit of time, in which a node takes about one gradient: the closure returns f_i's
+    loss, each time that it is called. Constants follow from smoothness, L, and convexity, μ, of the f_i, which have to
+    be right: a wrong μ is slow or diverges. The events are drawn by one seed on all nodes, so a run can be repeated on
+    any engine.
 
-    graph: as for `gossip`. rates: λ_ij in the order of the graph's edges; uniform unless given, at the least sum that theory allows,
-    χ1 χ2 = 1/2; `optimal_rates` needs fewer messages where a graph has a bottleneck. In float64, please: ỹ is stiff. Six copies of
-    the parameters. Not for losses that are not strongly convex.
+    graph: as for `gossip`. rates: λ_ij in the order of the graph's edges; uniform unless given, at the least sum that
+    theory allows, χ1 χ2 = 1/2. In float64, please: ỹ is stiff. Six copies of the parameters. Not for losses that are not strongly convex.
 
     Source: Nabli & Oyallon 2023, DADAO: Decoupled Accelerated Decentralized Asynchronous Optimization (arXiv:2208.00779).
     """

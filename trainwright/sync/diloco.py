@@ -22,14 +22,15 @@ class DiLoCo(Method):
         v ← μ v + Δ
         θ ← θ − η (Δ + μ v),   x_i ← θ
 
-    The inner optimizer is yours (AdamW, as a rule), and keeps its state. period: H, in the hundreds. outer_lr: η. outer_momentum: μ.
+    The inner optimizer is yours (AdamW, as a rule), and keeps its state. period: H, in the hundreds. outer_lr: η.
+    outer_momentum: μ.
 
-    fragments: F > 1 is streaming DiLoCo: the parameters are cut into F parts of one length, each averaged once in H steps, H/F steps
-    after the one before, so that no moment sends more than 2P/F. delay: steps between the exchange of a part and its use; x_i is then
-    mixed with what it has become: x_i ← mix · x_i + (1 − mix) · θ.
+    fragments: F > 1 is streaming DiLoCo: the parameters are cut into F parts of one length, each averaged once in H
+    steps, H/F steps after the one before, so that no moment sends more than 2P/F. delay: steps between the exchange of a
+    part and its use; x_i is then mixed with what it has become: x_i ← mix · x_i + (1 − mix) · θ.
 
-    Not for short periods: local-sgd is simpler there, and η = 0.7 with μ = 0.9 needs a long one. This program waits for the exchange
-    at once, also with a delay, which changes no number; sending while computing is not there yet.
+    Not for short periods: local-sgd is simpler there, and η = 0.7 with μ = 0.9 needs a long one. This program waits for
+    the exchange at once, also with a delay, which changes no number; sending while computing is not there yet.
 
     Source: Douillard et al. 2023 (arXiv:2311.08105); streaming: Douillard et al. 2025 (arXiv:2501.18512).
     """
@@ -49,8 +50,8 @@ class DiLoCo(Method):
         )
         if period % fragments or fragments > worker.replica.num_params:
             raise UserError(
-                f"diloco needs a period that its fragments divide, and a parameter for each; got period {period}, {fragments} fragments"
-                f" and {worker.replica.num_params} parameters; change one of them"
+                f"diloco needs a period that its fragments divide, and a parameter for each; got period {period}, {fragments} "
+                f"fragments and {worker.replica.num_params} parameters; change one of them"
             )
         if not 0 <= delay < period // fragments:
             raise UserError(

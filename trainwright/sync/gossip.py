@@ -23,8 +23,9 @@ class Gossip(Method):
         u_i = the optimizer's step from x_i
         x_i ← Σ_j w_ij u_j
 
-    With plain SGD this is ATC-DSGD, with SGD and momentum DmSGD, with any other optimizer its decentralised form. W is symmetric and
-    doubly stochastic. graph: a name (`trainwright.sync.graphs`), a `Graph`, or edges. weights: W; Metropolis–Hastings unless given.
+    With plain SGD this is ATC-DSGD, with SGD and momentum DmSGD, with any other optimizer its decentralised form. W is
+    symmetric and doubly stochastic. graph: a name (`trainwright.sync.graphs`), a `Graph`, or edges. weights: W;
+    Metropolis–Hastings unless given.
 
     Nobody waits for more than its neighbours. Workers whose data differ end up around the minimum, not on it: by lr² for
     SGD, by lr² / (1 − momentum)² with momentum; `decentlam` has the former with momentum too.
@@ -64,8 +65,9 @@ class DecentLaM(Gossip):
         g̃_i = (x_i − Σ_j w_ij u_j) / γ
         x_i ← SGD with momentum, stepping with g̃_i
 
-    γ is the optimizer's lr, which may change from step to step; the optimizer is `torch.optim.SGD`, without Nesterov or dampening. Its
-    weight decay enters g_i, so that neighbours average it. momentum = 0 is ATC-DSGD. Where γ is 0, nothing is averaged.
+    γ is the optimizer's lr, which may change from step to step; the optimizer is `torch.optim.SGD`, without Nesterov or
+    dampening. Its weight decay enters g_i, so that neighbours average it. momentum = 0 is ATC-DSGD. Where γ is 0,
+    nothing is averaged.
 
     Differences are taken in fp32 at least; in a very small γ they still cancel. For large batches, where the bias is what is
     left; with much noise the methods end alike.

@@ -1,7 +1,8 @@
-"""Gradient coding on a master and its workers: the slowest s of a round are not waited for, and the gradient is the whole one."""
+"""Gradient coding on a master and its workers: the slowest s of a round are not waited for."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,16 +21,20 @@ _MASTER, _DOWN, _UP = 0, 1, 2
 class GradientCoding(Method):
     r"""Compute each chunk of the data on s + 1 workers, and decode the sum of all from the answers of any n − s.
 
-        worker i:  Σ_j B_ij g_j over its s + 1 chunks            `sync.step(closure)`: closure(chunk) returns a chunk's summed loss
-        master:    g = Σ_{i answered} a_i (…),  aᵀ B_S = 1ᵀ      and the optimizer's step
+        worker i:  Σ_j B_ij g_j over its s + 1 chunks
+        master:    g = Σ_{i answered} a_i (…),  aᵀ B_S = 1ᵀ,  and the optimizer's step
 
-    Rank 0 is the master and computes nothing; ranks 1 … n are the workers, so that `method.num_chunks` is n. The gradient is that of
-    the sum of all chunks' losses, divided by `scale`: give each closure sums with a fixed normalisation, no means of unequal chunks, and no
-    dropout or batch norm, which would differ between the copies of a chunk.
+    `sync.step(closure)` calls closure(chunk), which returns the summed loss of a chunk.
 
-    stragglers: s. patience: μ; a round waits (1 + μ) times as long as its fastest worker took, and longer only while the answers do
-    not give the whole. A worker that is late does not hold up the next round: it goes on with the newest parameters. cyclic: the
-    cyclic code even where fractional repetition fits. After the last step, `sync.finish()` gives all ranks the parameters of the master.
+    Rank 0 is the master and computes nothing; ranks 1 … n are the workers, so that `method.num_chunks` is n. The
+    gradient is that of the sum of all chunks' losses, divided by `scale`: give each closure sums with a fixed
+    normalisation, no means of unequal chunks, and no dropout or batch norm, which would differ between the copies of a
+    chunk.
+
+    stragglers: s. patience: μ; a round waits (1 + μ) times as long as its fastest worker took, and longer only while the
+    answers do not give the whole. A worker that is late does not hold up the next round: it goes on with the newest
+    parameters. cyclic: the cyclic code even where fractional repetition fits. After the last step, `sync.finish()` gives
+    all ranks the parameters of the master.
 
     Data is held s + 1 times and computed s + 1 times: worth it where waiting costs more. Sequential codes need far less work
     (`trainwright.sync.sequential_codes` plans them; a method that runs them is not there yet).
@@ -101,7 +106,7 @@ class GradientCoding(Method):
         self.replica.update()
 
     def _follow(self, closure: Any) -> Steps[None]:
-        """Take the newest parameters, add up the own chunks' gradients, and send the sum; rounds that are over get an empty answer."""
+        """Take the newest parameters, add up the own chunks' gradients, send the sum; what is over gets an empty answer."""
         letter = yield Receive(self._message(), _MASTER, _DOWN)
         while (newer := (yield Receive(self._message(), _MASTER, _DOWN, within_s=0.0))) is not None:
             yield Send(torch.zeros_like(letter.tensor), _MASTER, _UP)
@@ -111,7 +116,7 @@ class GradientCoding(Method):
         total = torch.zeros_like(letter.tensor[1:])
         rank = self.worker.rank - 1
         for chunk in self.code.chunks(rank):
-            self.replica.gradients_by(lambda chunk=chunk: closure(chunk))
+            self.replica.gradients_by(functools.partial(closure, chunk))
             total += float(self.code.matrix[rank, chunk]) * self.replica.read_gradient()
         yield Compute(amount=self.code.load)
         yield Send(self._message(total), _MASTER, _UP)

@@ -27,16 +27,19 @@ class JustOneByte(Method):
         g_ms = (L(θ + εz) − L(θ − εz)) / 2ε,   z from (seed, step, worker m, sample s)
         θ ← θ − (lr / c) Σ_m Σ_s ĝ_ms z_ms              in the order of workers, then samples; c: how many there are
 
-    ĝ is the byte's value: 7 bits of log-magnitude and a sign (`encode`), within 6.5 % from 3.8e-4 to 2.6e3; 0 is 0, and so is a slope
-    that is not a number. `sync.step(closure)` calls closure(s) twice a sample, with gradients off; it returns the loss of the s-th sample
-    (or batch) of this step, the same both times: no dropout. lr is that of `optimizer`, whose own step is not taken.
+    ĝ is the byte's value: 7 bits of log-magnitude and a sign (`encode`), within 6.5 % from 3.8e-4 to 2.6e3; 0 is 0, and
+    so is a slope that is not a number. `sync.step(closure)` calls closure(s) twice a sample, with gradients off; it
+    returns the loss of the s-th sample (or batch) of this step, the same both times: no dropout. lr is that of
+    `optimizer`, whose own step is not taken.
 
-    num_samples: directions a worker and step. epsilon: ε. seed: of all perturbations. Memory is that of evaluation and one copy; each step
-    generates n·num_samples directions on each worker, which is what limits n. The parameters stay equal to the bit on all
-    workers: they are restored from the copy, never by subtraction, and directions come from a counter and tables, not from a
-    device's own generator. For fine-tuning, where few directions matter; from scratch it hardly learns.
+    num_samples: directions a worker and step. epsilon: ε. seed: of all perturbations. Memory is that of evaluation and
+    one copy; each step generates n·num_samples directions on each worker, which is what limits n. The parameters stay
+    equal to the bit on all workers: they are restored from the copy, never by subtraction, and directions come from a
+    counter and tables, not from a device's own generator. For fine-tuning, where few directions matter; from scratch it
+    hardly learns.
 
-    Source: Zelikman et al. 2023, Just One Byte (per gradient) (arXiv:2306.10015); MeZO: Malladi et al. 2023 (arXiv:2305.17333).
+    Source: Zelikman et al. 2023, Just One Byte (per gradient) (arXiv:2306.10015); MeZO: Malladi et al. 2023
+    (arXiv:2305.17333).
     """
 
     def __init__(self, worker: Worker, *, num_samples: int = 8, epsilon: float = 1e-3, seed: int = 0) -> None:
@@ -60,7 +63,7 @@ class JustOneByte(Method):
         self.replica.count_step()
 
     def caught_up(self, theta: Tensor, step: int, rows: Tensor) -> Tensor:
-        """Return the parameters after `step`, from those before it and all workers' bytes ([n, num_samples]): also for who missed it."""
+        """Return the parameters after `step` from those before it and all workers' bytes ([n, num_samples])."""
         scale = self.replica.settings("lr")
         values = decode(rows)
         for rank, own in enumerate(values.tolist()):
@@ -84,8 +87,8 @@ class JustOneByte(Method):
 def normals(num: int, key: tuple[int, ...]) -> Tensor:
     """Return `num` standard normal numbers (fp32) that depend on `key` alone, on every machine.
 
-    Philox (Salmon et al. 2011) counts, 16 bits at a time choose one of 65536 quantiles, each a multiple of 2⁻¹⁶: no function whose last
-    bit is a library's own. The largest is 4.3.
+    Philox (Salmon et al. 2011) counts, 16 bits at a time choose one of 65536 quantiles, each a multiple of 2⁻¹⁶: no
+    function whose last bit is a library's own. The largest is 4.3.
 
     >>> normals(3, (0, 1, 2, 3)).tolist() == normals(5, (0, 1, 2, 3)).tolist()[:3]
     True
@@ -121,7 +124,7 @@ def decode(codes: Tensor) -> Tensor:
     >>> decode(torch.tensor([0, 64, -72], dtype=torch.int8)).tolist()
     [0.0, 1.0, -2.7182817459106445]
     """
-    table = np.float32(np.exp((np.arange(128) - _MOST - 1) / _SHARPNESS)).astype(np.float64)
+    table = np.exp((np.arange(128) - _MOST - 1) / _SHARPNESS).astype(np.float32).astype(np.float64)
     table[0] = 0.0
     found = torch.from_numpy(table)[codes.cpu().long().abs()]
     return found * codes.cpu().sign()

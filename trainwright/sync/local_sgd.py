@@ -40,8 +40,8 @@ class LocalSGD(DataParallel):
     Any optimizer; its state stays with each worker. period: steps between averages, H. shared_steps: this many steps at the
     beginning average gradients in place of parameters (post-local SGD), which helps where the first steps are large.
 
-    The fewer the averages, the further workers drift apart where their data differ: at the minimum of a quadratic the bias grows with
-    lr · H. Use `diloco` for long periods.
+    The fewer the averages, the further workers drift apart where their data differ: at the minimum of a quadratic the
+    bias grows with lr · H. Use `diloco` for long periods.
 
     Source: Stich 2019 (arXiv:1805.09767); shared steps: Lin, Stich, Patel & Jaggi 2020 (arXiv:1808.07217).
     """

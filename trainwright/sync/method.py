@@ -14,9 +14,9 @@ from .requests import AllReduce, Steps
 class Method:
     """The base of all methods; one object a worker.
 
-    A method is its `step`, a generator that yields requests (`trainwright.sync.requests`). Its options are the keywords of its
-    constructor, which raises `UserError` for those that cannot be; what it keeps between steps stands in `state`, as tensors and
-    numbers, and nowhere else: checkpoints hold that and nothing more.
+    A method is its `step`, a generator that yields requests (`trainwright.sync.requests`). Its options are the keywords
+    of its constructor, which raises `UserError` for those that cannot be; what it keeps between steps stands in `state`, as
+    tensors and numbers, and nowhere else: checkpoints hold that and nothing more.
 
     >>> from trainwright.sync import Compute, simulate
     >>> class Alone(Method):

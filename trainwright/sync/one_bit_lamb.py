@@ -22,7 +22,8 @@ _AVERAGED = 0.9
 class OneBitLAMB(OneBit):
     r"""LAMB whose momentum is averaged at one bit an element, all parameters under one scale.
 
-        first phase, per parameter:  u = m / (√v + ε) + λx,   c = clip(‖x‖ / ‖u‖, 0.01, 10),   c̄ ← 0.9 c̄ + 0.1 c where c ≠ 1
+        first phase, per parameter:  u = m / (√v + ε) + λx,   c = clip(‖x‖ / ‖u‖, 0.01, 10),   c̄ ← 0.9 c̄ + 0.1 c where
+        c ≠ 1
                                      x ← x − lr · c · u
         at the end of it:            k = (mean over parameters of rms(m)) / rms(m)
         later:   m ← compressed mean of (β₁ m + (1 − β₁) g_i) k, divided by k
@@ -30,8 +31,8 @@ class OneBitLAMB(OneBit):
                  f = max (√v + ε) / (√w + ε), blended with the decay's share, in [0.5, 4], within 10 % of the last
                  x ← x − lr · c̄ · f · (m / (√v + ε) + λx)
 
-    Settings come from `optimizer` as for `1-bit-adam`; the same advice holds. c̄ begins at 0: a first phase of fewer than some twenty
-    steps leaves the second one with small steps.
+    Settings come from `optimizer` as for `1-bit-adam`; the same advice holds. c̄ begins at 0: a first phase of fewer
+    than some twenty steps leaves the second one with small steps.
 
     Source: Li, Awan, Tang, Rajbhandari & He 2021, 1-bit LAMB (arXiv:2104.06069).
     """

@@ -112,7 +112,7 @@ class Ranks:
 
     def close(self) -> None:
         """Let receives that nobody answered end; to be called by all ranks, after the last program."""
-        waiting = [None] * self.place.size
+        waiting: list[Any] = [None] * self.place.size
         own = [(source, tag) for (source, tag), future in self._due.items() if not future.done()]
         dist.all_gather_object(waiting, own, group=self.group)
         for rank, places in enumerate(waiting):
@@ -231,7 +231,8 @@ def _shared_store(place: Place, group: Any) -> Any:
     own = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) if place.rank == 0 else None
     address: list[Any] = [(_hostname(socket), own.port) if own is not None else None]
     dist.broadcast_object_list(address, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
-    return own or dist.TCPStore(*address[0], is_master=False)
+    host, port = address[0]
+    return own or dist.TCPStore(host, port, is_master=False)
 
 
 def _hostname(socket: Any) -> str:

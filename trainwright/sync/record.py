@@ -19,7 +19,8 @@ AGREEMENT_BYTES = 512
 class Size:
     """What the declared numbers hang on.
 
-    shapes: elements of each parameter. itemsize: bytes of an element as it is sent. options: of the method, defaults included.
+    shapes: elements of each parameter. itemsize: bytes of an element as it is sent. options: of the method, defaults
+    included.
     """
 
     shapes: tuple[int, ...]

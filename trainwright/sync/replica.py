@@ -103,7 +103,7 @@ class Replica:
                 group[name] = value
 
     def count_step(self) -> None:
-        """Call the optimizer's step with no gradient in sight: for methods that update themselves, so that schedules see steps."""
+        """Call the optimizer's step with no gradient in sight, so that schedules see a step of a method that updates itself."""
         assert self.optimizer is not None
         grads = [param.grad for param in self.params]
         for param in self.params:

@@ -7,8 +7,8 @@
     others = yield Exchange(x, peers)           {peer: its x}, from each of the peers, which ask the same of us
     yield Send(x, to, tag);  message = yield Receive(like, source, tag)
 
-A method does not know who answers: `ranks.Ranks` does by torch.distributed, `simulator.simulate` in one process. Tensors that are
-handed over belong to the engine until the answer is there, and are not written to by it.
+A method does not know who answers: `ranks.Ranks` does by torch.distributed, `simulator.simulate` in one process. Tensors
+that are handed over belong to the engine until the answer is there, and are not written to by it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Send:
 class Receive:
     """Wait for a message of `source`, or of anyone (`None`), under `tag`; answered by a `Letter`.
 
-    like: says shape and type. within_s: seconds after which `None` is the answer; the message may still come, to a later `Receive`.
+    like: says shape and type. within_s: seconds after which `None` is the answer; the message may still come, to a later
+    `Receive`.
     """
 
     like: Tensor

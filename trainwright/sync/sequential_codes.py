@@ -1,12 +1,13 @@
-r"""Sequential gradient codes: jobs that may end T rounds after they began, so that stragglers are borne over time, for less work.
+r"""Sequential gradient codes: jobs that may end T rounds after they began, so that stragglers are borne over time, for
+less work.
 
     GC(n, s)           T = 0         load (s + 1)/n                                        at most s stragglers a round
     SR-SGC(n; B, W, λ)  T = B         load (s + 1)/n, s = ⌈Bλ/(W − 1 + B)⌉, B | W − 1       bursts, or at most s a round
     M-SGC(n; B, W, λ)   T = W − 2 + B  load (λ + 1)(W − 1 + B) / (n (B + (W − 1)(λ + 1)))    bursts
 
-A (B, W, λ)-bursty pattern has, in any W rounds, at most λ workers that straggle, each within B consecutive ones. A scheme says what each worker
-does in a round, is told who answered, and knows which jobs are done. With one model, job t + 1 needs the outcome of job t: train T + 1
-models in turn, or accept gradients that are T rounds old.
+A (B, W, λ)-bursty pattern has, in any W rounds, at most λ workers that straggle, each within B consecutive ones. A
+scheme says what each worker does in a round, is told who answered, and knows which jobs are done. With one model, job t
++ 1 needs the outcome of job t: train T + 1 models in turn, or accept gradients that are T rounds old.
 
 Source: Krishnan, Ebrahimi & Khisti 2023, Sequential Gradient Coding For Straggler Mitigation (ICLR).
 """
@@ -121,7 +122,8 @@ class SRSGC:
 
 @dataclass
 class MSGC:
-    """Multiplexing: a worker does a small part of each of W − 1 + B jobs in a round, its own data first, coded data for the rest.
+    """Multiplexing: a worker does a small part of each of W − 1 + B jobs in a round, its own data first, coded data for
+    the rest.
 
     >>> scheme = MSGC(8, burst=2, window=3, most=3)
     >>> scheme.load, scheme.delay, scheme.num_units

@@ -4,8 +4,8 @@ r"""A mean over workers of which every element travels as one bit, with feedback
     worker:  z ← z + e,   q = C(z),   e ← z − q                q is sent in n chunks, one to each worker
     server:  a = (1/n) Σ_i q_i + δ,   p = C(a),   δ ← a − p    of the own chunk; p is sent to all
 
-Two calls, an all-to-all and an all-gather, of an eighth of a byte an element and a scale a segment. Segments (parameters, or one for
-all) are padded to a multiple of 8n; pads are in no scale and carry no error.
+Two calls, an all-to-all and an all-gather, of an eighth of a byte an element and a scale a segment. Segments
+(parameters, or one for all) are padded to a multiple of 8n; pads are in no scale and carry no error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def compressed_mean(
 ) -> Steps[Tensor]:
     """Return the compressed mean of the workers' vectors, the same on all; both errors are updated in place.
 
-    vector, error: [Σ lengths]. server_error: [chunk_length]. What the mean leaves out is in the errors, so that sums over time are right.
+    vector, error: [Σ lengths]. server_error: [chunk_length]. What the mean leaves out is in the
+    errors, so that sums over time are right.
     """
     z = vector + error
     scales = torch.stack([_scale(part, part.numel()) for part in z.split(segments.lengths)])

@@ -80,7 +80,7 @@ class Network:
         return max(latency for latency, _ in own), min(speed for _, speed in own)
 
     def collective_s(self, kind: str, num_bytes: int, members: Members) -> float:
-        """Return the seconds of a collective: `all_to_all` and `all_gather` of parts, `broadcast` of a tensor of `num_bytes`."""
+        """Return the seconds of a collective of parts, for `broadcast` of a tensor, of `num_bytes`."""
         if len(members) == 1:
             return 0.0
         latency_s, bytes_per_s = self.slowest(members)
@@ -112,11 +112,11 @@ def simulate(
 ) -> Simulation[T]:
     """Run a program a worker, together, on one counted clock.
 
-    compute_s: seconds of a gradient, the same for all or one entry a worker; an entry may be a function of how many gradients
-    the worker has computed, such as a `trainwright.federated.Speeds`.
+    compute_s: seconds of a gradient, the same for all or one entry a worker; an entry may be a function of how many
+    gradients the worker has computed, such as a `trainwright.federated.Speeds`.
 
-    Raises `UserError` for a number of entries that is not that of workers, `RuntimeError` where workers wait for ever, and what
-    a worker raises, with its rank.
+    Raises `UserError` for a number of entries that is not that of workers, `RuntimeError` where workers wait for ever,
+    and what a worker raises, with its rank.
 
     >>> import torch
     >>> def program(rank):
@@ -212,8 +212,8 @@ class _Run(Generic[T]):
                 return None
             case Now():
                 return now_s
-            case Count(name, amount):
-                self.counters[name] += amount
+            case Count(name, added):
+                self.counters[name] += added
                 return self.counters[name]
             case Send(tensor, to, tag):
                 self._send(rank, to, tag, tensor, now_s)

@@ -19,7 +19,8 @@ from .requests import Broadcast, Receive, Send, Steps
 
 
 class SelfRepellentWalk:
-    r"""A walk whose next node is drawn with weights that fall with its visits; several walks at once, each by its own numbers.
+    r"""A walk whose next node is drawn with weights that fall with its visits; several walks at once, each by its own
+    numbers.
 
         K_ij[x] ∝ P_ij x_j^(−α)                    P: Metropolis–Hastings, min(1/d_i, 1/d_j), its loops the rest
         x ← x + γ_n (e_next − x),   γ_n = (n + offset)^(−a)
@@ -72,15 +73,17 @@ class SASRRW(Method):
 
         X_n ~ K_{X_{n−1}}[x],   θ ← the optimizer's step at node X_n with the gradient times (n + n₀)^(−b)
 
-    Only the node that has the token computes: `sync.step(closure)` calls the closure there and nowhere else. It sends θ to the next
-    one; the visits need no message, since all nodes follow the walk by one seed, at O(degree) each step. `sync.finish()` gives all
-    nodes the parameters of the token.
+    Only the node that has the token computes: `sync.step(closure)` calls the closure there and nowhere else. It sends θ
+    to the next one; the visits need no message, since all nodes follow the walk by one seed, at O(degree) each step.
+    `sync.finish()` gives all nodes the parameters of the token.
 
-    graph: as for `gossip`. alpha: α, how strongly visited nodes are avoided; 0 is the plain walk. The asymptotic variance falls as
-    1/α² if visits settle faster than the parameters: visit_exponent a < step_exponent b, both in (½, 1]; with a > b α does nothing in
-    the limit. The optimizer is SGD without momentum, as a rule: its state stays at each node.
+    graph: as for `gossip`. alpha: α, how strongly visited nodes are avoided; 0 is the plain walk. The asymptotic
+    variance falls as 1/α² if visits settle faster than the parameters: visit_exponent a < step_exponent b, both in (½,
+    1]; with a > b α does nothing in the limit. The optimizer is SGD without momentum, as a rule: its state stays at each
+    node.
 
-    For one link that is busy at a time and nodes that hold their own data; the wall time is that of one worker and its messages.
+    For one link that is busy at a time and nodes that hold their own data; the wall time is that of one worker and its
+    messages.
 
     Source: Hu, Doshi & Eun 2024, Accelerating Distributed Stochastic Optimization via Self-Repellent Random Walks
     (arXiv:2401.09665).
