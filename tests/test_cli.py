@@ -35,6 +35,7 @@ VERBS = (
     "solve",
     "calibrate",
     "optimizers",
+    "sync",
     "zoo",
     "examples",
     "demo",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from tests.sync_cases import CASES, net, program, sgd
 from tests.sync_problems import Vector
 from trainwright import sync
 from trainwright.artifacts import UserError
+from trainwright.cli.listings import listing
 from trainwright.launch import init
 from trainwright.sync import (
     AllGather,
@@ -293,6 +296,28 @@ def test_bf16_parameters_are_averaged_in_fp32() -> None:
     assert x.dtype == torch.bfloat16
     assert x.item() == 1 + 1 / 128
     assert itemsize == 4
+
+
+def test_the_listing_is_what_the_records_say() -> None:
+    assert tw.sync.table() == listing("sync"), "the records changed: run python -m trainwright.cli.listings"
+
+
+@pytest.mark.parametrize("method", ["local-sgd", "diloco"])
+def test_the_example_runs_alone(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "sync_local_sgd.py"))
+    init("cpu")
+    assert script["main"](method) < 0.5
+    assert f"{method} on 1: loss" in capsys.readouterr().out
+
+
+def test_the_example_runs_on_two_ranks(pool2: Pool) -> None:
+    losses = pool2.run("tests.test_sync_face:example")
+    assert losses[0] == losses[1] < 0.5
+
+
+def example() -> float:
+    script = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "sync_local_sgd.py"))
+    return float(script["main"]("local-sgd"))
 
 
 def test_the_table_names_every_method_and_its_paper() -> None:
