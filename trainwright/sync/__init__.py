@@ -48,6 +48,7 @@ from .method import Method
 from .one_bit_adam import OneBitAdam
 from .one_bit_lamb import OneBitLAMB
 from .ranks import Ranks
+from .rates import optimal_rates
 from .record import Message, Size, StateVector, SyncRecord
 from .replica import Replica, Worker
 from .requests import (
@@ -126,6 +127,7 @@ __all__ = [
     "join",
     "metropolis",
     "names",
+    "optimal_rates",
     "record",
     "simulate",
     "table",

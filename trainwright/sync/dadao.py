@@ -40,8 +40,8 @@ class DADAO(Method):
     any engine.
 
     graph: as for `gossip`. rates: λ_ij in the order of the graph's edges; uniform unless given, at the least sum that
-    theory allows, χ1 χ2 = 1/2. In float64, please: ỹ is stiff. Six copies of the parameters. Not for losses
-    that are not strongly convex.
+    theory allows, χ1 χ2 = 1/2; `trainwright.sync.optimal_rates` makes do with fewer where there is a bottleneck. In float64,
+    please: ỹ is stiff. Six copies of the parameters. Not for losses that are not strongly convex.
 
     Source: Nabli & Oyallon 2023, DADAO: Decoupled Accelerated Decentralized Asynchronous Optimization (arXiv:2208.00779).
     """
