@@ -57,7 +57,6 @@ class JustOneByte(Method):
         theta = self.replica.read()
         slopes = [self._slope(loss, theta, sample) for sample in range(self.num_samples)]
         yield Compute(amount=2 * self.num_samples / 3)
-        self.replica.write(theta)
         rows: Tensor = yield AllGather(encode(torch.tensor(slopes, dtype=torch.float64)))
         self.replica.write(self.caught_up(theta, self.num_steps, rows))
         self.replica.count_step()
