@@ -94,10 +94,17 @@ def program(
         model.load_state_dict(begin["model"])
         optimizer.load_state_dict(begin["optimizer"])
         assert joined.load_state_dict(begin["sync"]) == ()
+    digests = []
     for step in range(joined.method.num_steps, num_steps or case.num_steps):
         yield from one_step(joined, model, optimizer, step)
+        digests.append(digest(joined))
     # A model's state_dict shares its memory; an optimizer's does too.
-    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sync": joined.state_dict()}
+    held = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "sync": joined.state_dict(),
+        "digests": digests,
+    }
     return joined, held
 
 

@@ -123,7 +123,7 @@ def test_momentum_adds_no_bias_to_decentlam_and_much_to_dmsgd() -> None:
 
 
 def test_the_limit_of_dmsgd_is_that_of_dsgd_at_a_larger_rate() -> None:
-    assert bias("dmsgd", 0.01, 0.5) == pytest.approx(bias("atc-dsgd", 0.02, 0.0), rel=1e-4)
+    assert bias("dmsgd", 0.01, 0.5, 250) == pytest.approx(bias("atc-dsgd", 0.02, 0.0, 250), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -211,8 +211,8 @@ def mlp_run(name: str, num_steps: int, warm_up: int) -> tuple[float, int, bool]:
 
 def test_a_network_learns_as_well_at_a_quarter_of_the_bits() -> None:
     """A fifth of the steps is whole: bits fall to about 1 / (0.2 + 0.8 / 32) of LAMB's, 4.4 at 2/32 a number each way."""
-    loss, bits, equal = mlp_run("1-bit-lamb", 250, 50)
-    whole_loss, whole_bits, _ = mlp_run("1-bit-lamb", 250, 250)
+    loss, bits, equal = mlp_run("1-bit-lamb", 200, 40)
+    whole_loss, whole_bits, _ = mlp_run("1-bit-lamb", 200, 200)
     assert equal
     assert whole_loss < 0.01
     assert loss < 0.02
