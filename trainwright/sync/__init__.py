@@ -45,6 +45,7 @@ from .just_one_byte import JustOneByte
 from .local_sgd import DataParallel, LocalSGD
 from .lsgd import LSGD
 from .method import Method
+from .network import Network
 from .one_bit_adam import OneBitAdam
 from .one_bit_lamb import OneBitLAMB
 from .ranks import Ranks
@@ -70,7 +71,7 @@ from .requests import (
     Steps,
 )
 from .sequential_codes import MSGC, SRSGC
-from .simulator import Network, Simulation, simulate
+from .simulator import Simulation, simulate
 from .token import SASRRW, SelfRepellentWalk
 from .traffic import Traffic
 
