@@ -38,6 +38,16 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if is_helper and Path(__file__).parent in collection_path.parents else None
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for torch: small tensors of simulated workers gain nothing from several, which wait for one another."""
+    torch = importlib.import_module("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[Pool]:
     """Two ranks over gloo."""

@@ -35,6 +35,7 @@ VERBS = (
     "solve",
     "calibrate",
     "optimizers",
+    "sync",
     "zoo",
     "examples",
     "demo",
@@ -128,6 +129,7 @@ NO_TORCH = [
     ("zoo",),
     ("optimizers",),
     ("federated",),
+    ("sync",),
     *((verb, "--help") for verb in VERBS),
 ]
 

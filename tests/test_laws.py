@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "selection": {"selection", "artifacts", "numerics"},
     "solvers": {"solvers", "artifacts", "numerics"},
     "federated": {"federated", "artifacts", "numerics"},
+    "sync": {"sync", "artifacts", "launch", "numerics"},
 }
 THIN = {("artifacts", "reports"), ("artifacts", "runtime")}
 """Imports inside a method of an artifact that only passes the call on."""

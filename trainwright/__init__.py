@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from . import schedules as schedules
     from . import selection as selection
     from . import solvers as solvers
+    from . import sync as sync
     from .capture import zoo as zoo
     from .planner import Simulation
     from .runtime import ParallelModule
@@ -62,7 +63,7 @@ __version__ = "0.1.0"
 SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
 FOLDERS = (
     "artifacts", "capture", "federated", "integrations", "launch", "nn", "numerics", "ops", "optim", "planner", "profiler",
-    "reports", "runtime", "schedules", "selection", "solvers",
+    "reports", "runtime", "schedules", "selection", "solvers", "sync",
 )  # fmt: skip
 """The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
 _COLLECT_EVERY = 200_000

@@ -1,4 +1,4 @@
-"""The tables of `zoo`, `optimizers`, `federated`, written down as data: printing them imports neither torch nor transformers.
+"""The tables of `zoo`, `optimizers`, `federated` and `sync` as data: printing them imports neither torch nor transformers.
 
 The records beside the models and optimizers stay the only source. `python -m trainwright.cli.listings` writes the
 tables from them, and a test compares the files with the records.
@@ -18,6 +18,7 @@ SOURCES = {
     "zoo": "trainwright.capture.zoo",
     "optimizers": "trainwright.optim",
     "federated": "trainwright.federated",
+    "sync": "trainwright.sync",
 }
 """Each listing's name and the module whose `table()` makes it."""
 

@@ -1,0 +1,110 @@
+"""One battery for every sync method: its record against what is sent and kept, resume, real ranks against simulated."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests import sync_cases
+from tests.pool import Pool
+from tests.sync_cases import CASES, digest, program
+from trainwright import launch, sync
+from trainwright.artifacts import UserError
+from trainwright.launch import run_processes
+from trainwright.sync import Simulation, simulate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+every = pytest.mark.parametrize("name", tuple(CASES))
+
+
+def simulated(name: str, size: int, **keywords: Any) -> Simulation[Any]:
+    return simulate([program(name, **keywords) for _ in range(size)])
+
+
+def largest(name: str) -> int:
+    return max(size for size in CASES[name].sizes if size <= 4)
+
+
+def expected(names: list[str], size: int) -> dict[str, list[Any]]:
+    """What `sync_cases.on_ranks` has to find: each worker's digest, and the bytes of all together."""
+    runs = {name: simulated(name, size) for name in names}
+    return {name: [[digest(joined) for joined, _ in run.results], run.sent_bytes] for name, run in runs.items()}
+
+
+def test_every_method_has_a_case() -> None:
+    assert set(CASES) == set(sync.names())
+
+
+@every
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_bytes_sent_are_those_declared(name: str, size: int) -> None:
+    if size not in CASES[name].sizes and size != 3:
+        pytest.skip("not a number of workers of the battery's case")
+    for num_steps in (5, CASES[name].num_steps):
+        try:
+            run = simulated(name, size, num_steps=num_steps)
+        except UserError as error:  # three workers of one-peer, say
+            assert "worker" in str(error)  # noqa: PT017
+            return
+        joined = run.results[0][0]
+        assert run.sent_bytes == joined.record.sent_bytes(joined.size, joined.method.num_steps)
+        assert (size == 1) == (run.sent_bytes == 0)
+
+
+@every
+def test_the_state_kept_is_the_state_declared(name: str) -> None:
+    for joined, held in simulated(name, largest(name)).results:
+        vectors = [value for value in held["sync"]["state"].values() if isinstance(value, torch.Tensor)]
+        kept = sum(value.numel() * value.element_size() for value in vectors if value.numel() > 1)
+        assert kept == joined.record.state_bytes(joined.size)
+
+
+@every
+def test_resume_equals_uninterrupted_to_the_bit(name: str) -> None:
+    case = CASES[name]
+    size = largest(name)
+    for stop in {1, case.num_steps // 2 + 1}:
+        halves = [copy.deepcopy(held) for _, held in simulated(name, size, num_steps=stop).results]
+        run = simulate([program(name, begin=half) for half in halves])
+        whole = simulated(name, size)
+        assert [digest(joined) for joined, _ in run.results] == [digest(joined) for joined, _ in whole.results]
+
+
+@every
+def test_workers_are_equal_when_they_should_be(name: str) -> None:
+    case = CASES[name]
+    run = simulated(name, largest(name))
+    for step, digests in enumerate(zip(*(held["digests"] for _, held in run.results)), start=1):
+        should = case.equal_every > 0 and step % case.equal_every == 0
+        assert len(set(digests)) == 1 or not should
+
+
+def equals_simulated(pool: Any, size: int) -> None:
+    names = [name for name, case in CASES.items() if size in case.sizes]
+    want, found = expected(names, size), pool("tests.sync_cases:on_ranks", names=names)
+    for name in names:
+        assert [rank[name][0] for rank in found] == want[name][0], name
+        sent, declared = sum(rank[name][1] for rank in found), found[0][name][2]
+        assert sent == declared == want[name][1], name
+
+
+def test_one_and_two_ranks_equal_the_simulator_to_the_bit(pool2: Pool) -> None:
+    launch.init("cpu")
+    equals_simulated(lambda function, names: [sync_cases.on_ranks(names)], 1)
+    equals_simulated(pool2.run, 2)
+
+
+def test_four_ranks_equal_the_simulator_to_the_bit(pool4: Pool) -> None:
+    equals_simulated(pool4.run, 4)
+
+
+@pytest.mark.slow
+def test_eight_ranks_equal_the_simulator_to_the_bit() -> None:
+    names = [name for name, case in CASES.items() if 8 in case.sizes]
+    want, found = expected(names, 8), run_processes("tests.sync_cases:on_ranks", {"names": names}, 8)
+    for name in names:
+        assert [rank[name][0] for rank in found] == want[name][0], name
+        assert sum(rank[name][1] for rank in found) == found[0][name][2] == want[name][1], name

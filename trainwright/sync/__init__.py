@@ -1,0 +1,218 @@
+"""Training with less exchange: methods by which workers agree, each written once and run on real ranks or simulated.
+
+sync = tw.sync.create("local-sgd", model, optimizer, period=8)       under torchrun, or alone
+loss.backward(); sync.step(loss)                                     in place of optimizer.step()
+
+sync = yield from tw.sync.join("local-sgd", model, optimizer)        in a program: a generator that yields requests
+simulate([program(rank) for rank in range(1000)], Network(…))        `simulator`: one process, a counted clock
+Ranks(group).run(program(rank))                                      `ranks`: torch.distributed
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from torch import nn
+
+from .. import launch
+from ..artifacts import UserError
+from . import (
+    cr_psgd,
+    dadao,
+    diloco,
+    easgd,
+    face,
+    gossip,
+    gradient_coding,
+    just_one_byte,
+    local_sgd,
+    lsgd,
+    one_bit_adam,
+    one_bit_lamb,
+    token,
+)
+from .codes import GradientCode
+from .cr_psgd import CRPSGD, CRPSGDCatalyst
+from .dadao import DADAO
+from .diloco import DiLoCo
+from .easgd import EASGD
+from .face import Sync
+from .gossip import DecentLaM, Gossip
+from .gradient_coding import GradientCoding
+from .graphs import Graph, metropolis
+from .just_one_byte import JustOneByte
+from .local_sgd import DataParallel, LocalSGD
+from .lsgd import LSGD
+from .method import Method
+from .network import Network
+from .one_bit_adam import OneBitAdam
+from .one_bit_lamb import OneBitLAMB
+from .ranks import Ranks
+from .rates import optimal_rates
+from .record import Message, Size, StateVector, SyncRecord
+from .replica import Replica, Worker
+from .requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Compute,
+    Count,
+    Exchange,
+    Form,
+    Identify,
+    Letter,
+    Now,
+    Place,
+    Receive,
+    Request,
+    Send,
+    Steps,
+)
+from .sequential_codes import MSGC, SRSGC
+from .simulator import Simulation, simulate
+from .token import SASRRW, SelfRepellentWalk
+from .traffic import Traffic
+
+__all__ = [
+    "CRPSGD",
+    "DADAO",
+    "EASGD",
+    "LSGD",
+    "MSGC",
+    "SASRRW",
+    "SRSGC",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Broadcast",
+    "CRPSGDCatalyst",
+    "Compute",
+    "Count",
+    "DataParallel",
+    "DecentLaM",
+    "DiLoCo",
+    "Exchange",
+    "Form",
+    "Gossip",
+    "GradientCode",
+    "GradientCoding",
+    "Graph",
+    "Identify",
+    "JustOneByte",
+    "Letter",
+    "LocalSGD",
+    "Message",
+    "Method",
+    "Network",
+    "Now",
+    "OneBitAdam",
+    "OneBitLAMB",
+    "Place",
+    "Ranks",
+    "Receive",
+    "Replica",
+    "Request",
+    "SelfRepellentWalk",
+    "Send",
+    "Simulation",
+    "Size",
+    "StateVector",
+    "Steps",
+    "Sync",
+    "SyncRecord",
+    "Traffic",
+    "Worker",
+    "create",
+    "join",
+    "metropolis",
+    "names",
+    "optimal_rates",
+    "record",
+    "simulate",
+    "table",
+]
+
+_RECORDS = {
+    entry.name: entry
+    for entry in (
+        *local_sgd.RECORDS,
+        *diloco.RECORDS,
+        easgd.RECORD,
+        lsgd.RECORD,
+        *gossip.RECORDS,
+        *cr_psgd.RECORDS,
+        one_bit_adam.RECORD,
+        one_bit_lamb.RECORD,
+        token.RECORD,
+        gradient_coding.RECORD,
+        dadao.RECORD,
+        just_one_byte.RECORD,
+    )
+}
+_TYPICAL = 1_000_000
+"""Parameters of the model that the table's numbers are for, over 8 workers in fp32."""
+
+
+def create(name: str, model: nn.Module, optimizer: Any = None, *, group: Any = None, **options: Any) -> Sync:
+    """Return the method `name` over `model` and `optimizer`, agreed upon with all other ranks of `group`.
+
+    model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel. optimizer: over its
+    parameters; the method calls it, or reads its settings. group: a process group of torch.distributed; default: all
+    ranks, under torchrun, or this process alone. options: the method's own; its class says what they mean.
+
+    Raises `UserError` on all ranks alike, before anything is sent of the model, for an unknown name or option, a value
+    that the method refuses, a number of workers that it cannot take, and ranks that differ in method, options or parameters.
+
+    >>> import torch
+    >>> net = torch.nn.Linear(2, 1)
+    >>> sync = create("local-sgd", net, torch.optim.SGD(net.parameters(), lr=0.1), period=4)
+    >>> loss = net(torch.ones(3, 2)).mean()
+    >>> loss.backward(); sync.step(loss)
+    >>> sync.method.num_steps, sync.traffic.sent_bytes
+    (1, 0)
+    """
+    entry = record(name)
+    launch.init()
+    engine = Ranks(group)
+    sync = engine.run(face.join(entry, model, optimizer, options))
+    sync.engine = engine
+    return sync
+
+
+def join(name: str, model: nn.Module, optimizer: Any = None, **options: Any) -> Steps[Sync]:
+    """Return `create` as a program: `sync = yield from join(…)`, then `yield from sync.steps(loss)`; see `simulate`."""
+    return face.join(record(name), model, optimizer, options)
+
+
+def record(name: str) -> SyncRecord:
+    """Return the record of the method `name`; case, hyphens and underscores do not matter.
+
+    >>> record("Local_SGD").name
+    'local-sgd'
+    """
+    by_key = {_key(known): known for known in _RECORDS}
+    if _key(name) in by_key:
+        return _RECORDS[by_key[_key(name)]]
+    near = [by_key[key] for key in difflib.get_close_matches(_key(name), by_key, n=3)]
+    advice = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(names())}"
+    raise UserError(f"there is no sync method {name!r}; {advice}")
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all methods."""
+    return tuple(_RECORDS)
+
+
+def table() -> list[dict[str, str]]:
+    """Return a row a method; its numbers are for a million parameters in fp32 on 8 workers."""
+    rows = []
+    for entry in _RECORDS.values():
+        options = {**face.options_of(entry.cls), **entry.defaults}
+        rows.append(entry.row(Size((_TYPICAL,), 4, 8, options)))
+    return rows
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

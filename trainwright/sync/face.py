@@ -1,0 +1,175 @@
+"""`Sync`: a method with a model and an optimizer, as a training loop uses it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..artifacts import UserError
+from .method import Method, options_of
+from .ranks import Ranks
+from .record import AGREEMENT_BYTES, Size, SyncRecord
+from .replica import Replica, Worker
+from .requests import AllGather, Identify, Place, Steps
+from .traffic import Traffic
+
+_DIGEST = 32
+
+
+class Sync:
+    """What `create` and `join` return: `step(loss)` in place of `optimizer.step()`.
+
+    method: what it runs; its numbers (`num_steps`, a batch size, a leader) are attributes of it. record: what it declares.
+    """
+
+    def __init__(
+        self, record: SyncRecord, method: Method, options: Mapping[str, Any], engine: Ranks | None = None
+    ) -> None:
+        self.record, self.method, self.options, self.engine = record, method, dict(options), engine
+
+    def step(self, loss: Any = None, num_samples: int = 1) -> None:
+        """Take one step with the others: exchange what the method exchanges, and update the parameters.
+
+        loss: this worker's, after `loss.backward()`; for methods that take a closure, a function that returns one.
+        num_samples: examples that the loss is a mean of, where workers have unequal numbers of them.
+        """
+        if self.engine is None:
+            raise UserError(
+                "a process group is needed for sync.step; this one was joined in a program; write `yield from sync.steps(loss)`"
+            )
+        self.engine.run(self.steps(loss, num_samples))
+
+    def steps(self, loss: Any = None, num_samples: int = 1) -> Steps[None]:
+        """The same as a program, for `simulate` and `Ranks.run`: `yield from sync.steps(loss)`."""
+        if self.record.takes == "closure" and not callable(loss):
+            raise UserError(
+                f"{self.record.name} needs a function that computes a loss; got {type(loss).__name__}; give sync.step(closure)"
+            )
+        self.method.num_steps += 1
+        yield from _without_gradients(self.method.step(loss, num_samples))
+
+    def finish(self) -> None:
+        """Give all workers the same parameters, those to evaluate or keep; to be called by all, after the last step."""
+        assert self.engine is not None
+        self.engine.run(self.finishing())
+
+    def finishing(self) -> Steps[None]:
+        """The same as a program."""
+        yield from _without_gradients(self.method.finish())
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this worker has sent since `create`, the agreement before the first step included."""
+        assert self.engine is not None
+        return self.engine.traffic
+
+    @property
+    def size(self) -> Size:
+        """What the record's numbers hang on, here."""
+        worker = self.method.worker
+        return Size(worker.replica.shapes, worker.replica.dtype.itemsize, worker.size, self.options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint of this worker has to hold beside model and optimizer: plain values and tensors."""
+        kept = {
+            name: value.clone() if isinstance(value, Tensor) else value for name, value in self.method.state.items()
+        }
+        return {
+            "method": self.record.name,
+            "num_workers": self.method.worker.size,
+            "num_steps": self.method.num_steps,
+            "state": kept,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Go on from a `state_dict`, to the bit if it is this worker's own.
+
+        Of another number of workers, the state that means nothing here is left as it is at a start; its names are returned.
+        Raises `UserError` for the state of another method or another model.
+        """
+        own = self.method.state
+        if saved.get("method") != self.record.name:
+            raise UserError(
+                f"a state of {self.record.name} is needed; got one of {saved.get('method')}; create that method to go on from it"
+            )
+        same_size = saved["num_workers"] == self.method.worker.size
+        left = () if same_size else tuple(name for name in self.method.of_size if name in saved["state"])
+        taken = {name: value for name, value in saved["state"].items() if name not in left}
+        for name, value in taken.items():
+            if isinstance(value, Tensor) and name in own and value.shape != own[name].shape:  # type: ignore[union-attr]
+                raise UserError(
+                    f"the model of the checkpoint is needed; its {name} has {value.numel()} elements, here it has "
+                    f"{own[name].numel()}; build that model"  # type: ignore[union-attr]
+                )
+        own.update({name: value.clone() if isinstance(value, Tensor) else value for name, value in taken.items()})
+        self.method.num_steps = saved["num_steps"]
+        return left
+
+    def close(self) -> None:
+        """Let go of messages that are awaited still; to be called by all workers, at the end."""
+        if self.engine is not None:
+            self.engine.close()
+
+
+def join(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[str, Any]) -> Steps[Sync]:
+    """Make a `Sync` on this worker, together with all others: a program."""
+    place = yield Identify()
+    filled = {**options_of(record.cls), **record.defaults, **options}
+    method, replica, problem = None, None, ""
+    try:
+        _check_options(record, options)
+        replica = Replica(model, optimizer)
+        method = record.cls(Worker(place.rank, place.size, replica), **{**record.defaults, **options})
+    except UserError as error:
+        problem = str(error)
+    chosen = hashlib.sha256(repr((record.name, sorted(filled.items(), key=str))).encode()).digest()
+    start = replica.digest() if replica is not None and getattr(method, "equal_start", False) else bytes(_DIGEST)
+    yield from _agree(place, problem, chosen, start)
+    assert method is not None
+    yield from _without_gradients(method.start())
+    return Sync(record, method, filled)
+
+
+def _without_gradients(program: Steps[None]) -> Steps[None]:
+    """Run `program` under `no_grad`, which ends at each yield: what other workers of this process do meanwhile is theirs."""
+    answer: Any = None
+    while True:
+        with torch.no_grad():
+            try:
+                request = program.send(answer)
+            except StopIteration:
+                return
+        answer = yield request
+
+
+def _check_options(record: SyncRecord, options: Mapping[str, Any]) -> None:
+    known = options_of(record.cls)
+    if unknown := [name for name in options if name not in known]:
+        raise UserError(
+            f"{record.name} has no option {', '.join(unknown)}; its options are {', '.join(known) or 'none'}; choose among those"
+        )
+
+
+def _agree(place: Place, problem: str, chosen: bytes, start: bytes) -> Steps[None]:
+    """Raise the same `UserError` on all workers where one has a problem, or where they differ."""
+    text = problem.encode()[: AGREEMENT_BYTES - 2 * _DIGEST]
+    own = torch.frombuffer(bytearray((chosen + start + text).ljust(AGREEMENT_BYTES, b"\0")), dtype=torch.uint8)
+    rows = yield AllGather(own)
+    if not text and torch.equal(rows, own.expand_as(rows)):
+        return
+    shown = [bytes(row.tolist()) for row in rows]
+    for rank, row in enumerate(shown):
+        if said := row[2 * _DIGEST :].rstrip(b"\0").decode(errors="ignore"):
+            raise UserError(said if place.size == 1 else f"{said} (worker {rank})")
+    what = {"the same method and options": slice(_DIGEST), "equal parameters at the start": slice(_DIGEST, 2 * _DIGEST)}
+    for needed, part in what.items():
+        odd = [rank for rank, row in enumerate(shown) if row[part] != shown[0][part]]
+        if odd:
+            raise UserError(
+                f"{needed} are needed on all workers; those of worker {odd[0]} differ from worker 0's; give all the same"
+                + (", by one seed or from one checkpoint" if "param" in needed else "")
+            )

@@ -1,0 +1,170 @@
+"""Averages with neighbours alone: ATC-DSGD and DmSGD, and DecentLaM, whose momentum adds no bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..artifacts import UserError
+from .graphs import Graph, check_weights, graphs_of, metropolis
+from .method import Method
+from .record import Message, Size, SyncRecord
+from .replica import Worker
+from .requests import Exchange, Steps
+
+
+class Gossip(Method):
+    r"""Step, then average with the neighbours (adapt, then combine).
+
+        u_i = the optimizer's step from x_i
+        x_i ← Σ_j w_ij u_j
+
+    With plain SGD this is ATC-DSGD, with SGD and momentum DmSGD, with any other optimizer its decentralised form. W is
+    symmetric and doubly stochastic. graph: a name (`trainwright.sync.graphs`), a `Graph`, or edges. weights: W;
+    Metropolis–Hastings unless given.
+
+    Nobody waits for more than its neighbours. Workers whose data differ end up around the minimum, not on it: by lr² for
+    SGD, by lr² / (1 − momentum)² with momentum; `decentlam` has the former with momentum too.
+
+    Source: Lian et al. 2017 (arXiv:1705.09056); DmSGD: Yu, Jin & Yang 2019 (arXiv:1905.03817).
+    """
+
+    def __init__(
+        self, worker: Worker, *, graph: str | Graph | Sequence[Sequence[int]] = "ring", weights: Any = None
+    ) -> None:
+        super().__init__(worker)
+        self.graphs = graphs_of(graph, worker.size, "gossip")
+        if weights is None:
+            self.weights = [metropolis(each) for each in self.graphs]
+        else:
+            self.weights = [np.asarray(weights, dtype=np.float64)]
+            check_weights(self.weights[0], self.graphs[0], "gossip")
+
+    def step(self, loss: Any, num_samples: int) -> Steps[None]:
+        self.replica.update()
+        self.replica.write((yield from self.average(self.replica.read())))
+
+    def average(self, vector: Tensor) -> Steps[Tensor]:
+        """Return Σ_j w_ij u_j, added in the order of ranks."""
+        turn, rank = (self.num_steps - 1) % len(self.graphs), self.worker.rank
+        came = yield Exchange(vector, self.graphs[turn].neighbours[rank])
+        total = torch.zeros_like(vector)
+        for other, theirs in sorted([*came.items(), (rank, vector)], key=lambda item: item[0]):
+            total += float(self.weights[turn][rank, other]) * theirs
+        return total
+
+
+class DecentLaM(Gossip):
+    r"""Momentum over neighbours without the bias that momentum brings, at the same traffic.
+
+        u_i = x_i − γ g_i
+        g̃_i = (x_i − Σ_j w_ij u_j) / γ
+        x_i ← SGD with momentum, stepping with g̃_i
+
+    γ is the optimizer's lr, which may change from step to step; the optimizer is `torch.optim.SGD`, without Nesterov or
+    dampening. Its weight decay enters g_i, so that neighbours average it. momentum = 0 is ATC-DSGD. Where γ is 0,
+    nothing is averaged.
+
+    Differences are taken in fp32 at least; in a very small γ they still cancel. For large batches, where the bias is what is
+    left; with much noise the methods end alike.
+
+    Source: Yuan et al. 2021, DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training (arXiv:2104.11981).
+    """
+
+    def __init__(
+        self, worker: Worker, *, graph: str | Graph | Sequence[Sequence[int]] = "ring", weights: Any = None
+    ) -> None:
+        super().__init__(worker, graph=graph, weights=weights)
+        optimizer = worker.replica.optimizer
+        if not isinstance(optimizer, torch.optim.SGD) or any(
+            group["nesterov"] or group["dampening"] or group["maximize"] for group in optimizer.param_groups
+        ):
+            raise UserError(
+                f"decentlam needs torch.optim.SGD, with momentum and without nesterov, dampening or maximize; got "
+                f"{type(optimizer).__name__}; take that, or gossip, which takes any optimizer"
+            )
+
+    def step(self, loss: Any, num_samples: int) -> Steps[None]:
+        x, lr, decay = self.replica.read(), self.replica.settings("lr"), self.replica.settings("weight_decay")
+        gradient = self.replica.read_gradient() + decay * x
+        mixed = yield from self.average(x - lr * gradient)
+        self.replica.write_gradient(_penalised(x, mixed, lr, gradient))
+        with self.replica.without("weight_decay"):
+            self.replica.update()
+
+
+def _penalised(x: Tensor, mixed: Tensor, lr: Tensor | float, gradient: Tensor) -> Tensor:
+    """(x − mixed) / lr, and the gradient itself where lr is 0."""
+    lr = torch.as_tensor(lr, dtype=x.dtype)
+    return torch.where(lr == 0, gradient, (x - mixed) / torch.where(lr == 0, 1.0, lr))
+
+
+def _edge_bytes(size: Size) -> int:
+    """Of one round of all graphs in turn."""
+    graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
+    return sum(2 * len(graph.edges) for graph in graphs) * size.param_bytes
+
+
+def _rounds(size: Size, k: int) -> int:
+    return k // len(graphs_of(size.options["graph"], size.num_workers, "gossip"))
+
+
+def _edges() -> tuple[Message, ...]:
+    """Whole rounds of the graphs in turn, and what has been sent of the round that is under way."""
+
+    def rest(size: Size, k: int) -> int:
+        graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
+        return sum(2 * len(graph.edges) for graph in graphs[: k % len(graphs)])
+
+    return (
+        Message("neighbours", "edge", _edge_bytes, _rounds, "deg·P"),
+        Message("neighbours, of a round under way", "edge", lambda size: size.param_bytes, rest, ""),
+    )
+
+
+RECORDS = (
+    SyncRecord(
+        "gossip",
+        Gossip,
+        "steps, then averages with neighbours",
+        _edges(),
+        promises="a neighbourhood of the minimum",
+        assumes="symmetric W; a connected graph",
+        faults="its neighbours wait",
+        paper="Lian et al. 2017, arXiv:1705.09056",
+    ),
+    SyncRecord(
+        "atc-dsgd",
+        Gossip,
+        "the same, with SGD",
+        _edges(),
+        promises="bias of lr²",
+        assumes="symmetric W; a connected graph",
+        faults="its neighbours wait",
+        paper="Lian et al. 2017, arXiv:1705.09056",
+    ),
+    SyncRecord(
+        "dmsgd",
+        Gossip,
+        "the same, with SGD and momentum",
+        _edges(),
+        promises="bias of lr² / (1 − momentum)²",
+        assumes="symmetric W; a connected graph",
+        faults="its neighbours wait",
+        paper="Yu, Jin & Yang 2019, arXiv:1905.03817",
+    ),
+    SyncRecord(
+        "decentlam",
+        DecentLaM,
+        "neighbours; momentum adds no bias",
+        _edges(),
+        promises="bias of lr², whatever the momentum",
+        assumes="symmetric W; a connected graph; SGD",
+        faults="its neighbours wait",
+        paper="Yuan et al. 2021, arXiv:2104.11981",
+    ),
+)

@@ -1,0 +1,64 @@
+"""`Method`: what one worker does, a step at a time."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .replica import Replica, Worker
+from .requests import AllReduce, Steps
+
+
+class Method:
+    """The base of all methods; one object a worker.
+
+    A method is its `step`, a generator that yields requests (`trainwright.sync.requests`). Its options are the keywords
+    of its constructor, which raises `UserError` for those that cannot be; what it keeps between steps stands in `state`, as
+    tensors and numbers, and nowhere else: checkpoints hold that and nothing more.
+
+    >>> from trainwright.sync import Compute, simulate
+    >>> class Alone(Method):
+    ...     def step(self, loss, num_samples):
+    ...         yield Compute()
+    ...         self.replica.update()
+    """
+
+    equal_start: ClassVar[bool] = True
+    """Whether all workers have to begin with the same parameters."""
+    of_size: ClassVar[tuple[str, ...]] = ()
+    """Entries of the state that mean nothing to another number of workers."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.num_steps = 0
+        self.state: dict[str, Tensor | int | float] = {}
+
+    @property
+    def replica(self) -> Replica:
+        """This worker's copy of the model."""
+        return self.worker.replica
+
+    def start(self) -> Steps[None]:
+        """Do what has to be done before the first step: form groups, set up the state."""
+        yield from ()
+
+    def step(self, loss: Any, num_samples: int) -> Steps[None]:
+        """Do one step; `num_steps` is its number already, from 1."""
+        raise NotImplementedError
+
+    def finish(self) -> Steps[None]:
+        """Give all workers the same parameters, those to evaluate or keep: their mean, unless the method knows better."""
+        self.replica.write((yield from self.mean(self.replica.read())))
+
+    def mean(self, vector: Tensor) -> Steps[Tensor]:
+        """Return the mean over all workers."""
+        total: Tensor = yield AllReduce(vector)
+        return total / self.worker.size
+
+
+def options_of(cls: type) -> dict[str, Any]:
+    """Return the options of a method's class with their defaults."""
+    accepted = list(inspect.signature(cls).parameters.values())[1:]
+    return {each.name: each.default for each in accepted}

@@ -1,0 +1,244 @@
+"""The engine on real ranks: answers requests by torch.distributed, over gloo or NCCL, and counts what is sent.
+
+An all-reduce is an all-to-all of parts, a sum of the own part in the order of ranks, and an all-gather: the bytes of a ring
+all-reduce, n parts of memory beside the tensor, and the same bits on every rank, in every run and on the simulator.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..launch.flat import all_gather_flat
+from .requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Compute,
+    Count,
+    Exchange,
+    Form,
+    Identify,
+    Letter,
+    Members,
+    Now,
+    Place,
+    Receive,
+    Request,
+    Send,
+    Steps,
+    T,
+)
+from .sums import ordered_sum
+from .traffic import Traffic
+
+_LAST_TAG = 1 << 20
+"""Tags of a method are below; exchanges use it."""
+
+
+class Ranks:
+    """Runs programs on this rank of `group` (default: all ranks), whose other ranks run theirs; `traffic` counts.
+
+    Ranks of requests are those inside the group. Any group of torch.distributed does, one of a `DeviceMesh` too; with NCCL,
+    `Receive` needs a named source and no time limit, for its receives cannot be left.
+
+    >>> import torch
+    >>> from trainwright.launch import process_group
+    >>> def mean(x):
+    ...     place = yield Identify()
+    ...     return (yield AllReduce(x)) / place.size
+    >>> with process_group():
+    ...     Ranks().run(mean(torch.ones(2)))
+    tensor([1., 1.])
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.place = Place(dist.get_rank(group), dist.get_world_size(group))
+        self.traffic = Traffic()
+        self._groups: dict[Members, Any] = {}
+        self._due: dict[tuple[int | None, int], Future[Letter]] = {}
+        """Receives that a thread waits in, by source and tag."""
+        self._store: Any = None
+        self._began_s = time.monotonic()
+
+    def run(self, program: Steps[T]) -> T:
+        """Answer the requests of `program` until it returns, and return what it does."""
+        answer: Any = None
+        while True:
+            try:
+                request = program.send(answer)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            answer = self.answer(request)
+
+    def answer(self, request: Request) -> Any:
+        """Return the answer to one request."""
+        match request:
+            case Identify():
+                return self.place
+            case AllReduce(tensor, members):
+                return self._all_reduce(tensor, members)
+            case AllGather(tensor, members):
+                return self._all_gather(tensor, members)
+            case AllToAll(tensor, members):
+                return self._all_to_all(tensor, members)
+            case Broadcast(tensor, root, members):
+                return self._broadcast(tensor, root, members)
+            case Exchange(tensor, peers):
+                return self._exchange(tensor, peers)
+            case Send(tensor, to, tag):
+                self.traffic.count("send", tensor)
+                dist.send(tensor.contiguous(), self._global(to), self.group, tag)
+            case Receive():
+                return self._receive(request)
+            case Form(groups):
+                self._form(groups)
+            case Now():
+                return time.monotonic() - self._began_s
+            case Count(name, amount):
+                return self._counters().add(name, amount)
+            case Compute():
+                pass
+        return None
+
+    def close(self) -> None:
+        """Let receives that nobody answered end; to be called by all ranks, after the last program."""
+        waiting: list[Any] = [None] * self.place.size
+        own = [(source, tag) for (source, tag), future in self._due.items() if not future.done()]
+        dist.all_gather_object(waiting, own, group=self.group)
+        for rank, places in enumerate(waiting):
+            for source, tag in places or ():
+                sender = (rank + 1) % self.place.size if source is None else source
+                if sender == self.place.rank:
+                    dist.send(torch.zeros(0), self._global(rank), self.group, tag)
+        for future in self._due.values():
+            future.exception(timeout=60)
+        self._due.clear()
+
+    def _all_reduce(self, tensor: Tensor, members: Members | None) -> Tensor:
+        size = self._size(members)
+        flat = tensor.reshape(-1)
+        length = -(-flat.numel() // size)
+        parts = flat.new_zeros(size * length)
+        parts[: flat.numel()] = flat
+        own = ordered_sum(self._all_to_all(parts.view(size, length), members))
+        return self._all_gather(own, members).view(-1)[: flat.numel()].view(tensor.shape)
+
+    def _all_gather(self, tensor: Tensor, members: Members | None) -> Tensor:
+        size, part = self._size(members), tensor.contiguous()
+        if size == 1:
+            return part.clone().unsqueeze(0)
+        self.traffic.count("all_gather", part, size)
+        rows = part.new_empty((size, part.numel()))
+        all_gather_flat(rows.view(-1), part.view(-1), group=self._group(members))
+        return rows.view(size, *part.shape)
+
+    def _all_to_all(self, parts: Tensor, members: Members | None) -> Tensor:
+        size = self._size(members)
+        if size == 1:
+            return parts.clone()
+        self.traffic.count("all_to_all", parts, size)
+        given = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(given, parts.contiguous(), group=self._group(members))
+        return given
+
+    def _broadcast(self, tensor: Tensor, root: int, members: Members | None) -> Tensor:
+        size, copy = self._size(members), tensor.clone(memory_format=torch.contiguous_format)
+        if size > 1:
+            self.traffic.count("broadcast", copy, size, is_root=root == self.place.rank)
+            dist.broadcast(copy, self._global(root), group=self._group(members))
+        return copy
+
+    def _exchange(self, tensor: Tensor, peers: Members) -> dict[int, Tensor]:
+        sent = tensor.contiguous()
+        came = {peer: torch.empty_like(sent) for peer in sorted(peers)}
+        ops = []
+        for peer, room in came.items():
+            self.traffic.count("send", sent)
+            there = self._global(peer)
+            ops.append(dist.P2POp(dist.isend, sent, there, self.group, _LAST_TAG))
+            ops.append(dist.P2POp(dist.irecv, room, there, self.group, _LAST_TAG))
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+        return came
+
+    def _receive(self, request: Receive) -> Letter | None:
+        key = (request.source, request.tag)
+        future = self._due.pop(key, None)
+        if future is None and request.within_s is None:
+            return self._received(request)
+        if future is None:
+            future = Future()
+            Thread(target=self._await, args=(request, future), daemon=True).start()
+        try:
+            return future.result(request.within_s)
+        except Late:
+            self._due[key] = future
+            return None
+
+    def _await(self, request: Receive, future: Future[Letter]) -> None:
+        """Receive on a thread of its own: gloo closes the connection of a wait that was given up."""
+        try:
+            future.set_result(self._received(request))
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    def _received(self, request: Receive) -> Letter:
+        room = torch.empty_like(request.like, memory_format=torch.contiguous_format)
+        source = None if request.source is None else self._global(request.source)
+        sender = dist.recv(room, source, self.group, request.tag)
+        return Letter(self._local(sender), room)
+
+    def _form(self, groups: tuple[Members, ...]) -> None:
+        """Make groups, all of them on all ranks in one order; a rank that is in none of two has made both."""
+        for members in groups:
+            if members not in self._groups and len(members) < self.place.size:
+                self._groups[members] = dist.new_group([self._global(rank) for rank in members])
+
+    def _group(self, members: Members | None) -> Any:
+        return self.group if members is None or len(members) == self.place.size else self._groups[members]
+
+    def _size(self, members: Members | None) -> int:
+        return self.place.size if members is None else len(members)
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _local(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_group_rank(self.group, rank)
+
+    def _counters(self) -> Any:
+        """The store that holds the shared counters: a TCPStore of rank 0, made by all ranks when first asked for."""
+        if self._store is None:
+            self._store = _shared_store(self.place, self.group)
+        return self._store
+
+
+def _shared_store(place: Place, group: Any) -> Any:
+    import socket
+
+    if place.size == 1:
+        return dist.HashStore()
+    own = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) if place.rank == 0 else None
+    address: list[Any] = [(_hostname(socket), own.port) if own is not None else None]
+    dist.broadcast_object_list(address, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    host, port = address[0]
+    return own or dist.TCPStore(host, port, is_master=False)
+
+
+def _hostname(socket: Any) -> str:
+    """A name under which the other ranks reach this machine; its own loopback where it has none."""
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+    return str(socket.gethostname())

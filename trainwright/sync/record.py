@@ -1,0 +1,137 @@
+"""`SyncRecord`: what a method keeps, sends, promises and assumes, stated once beside its class.
+
+Tables and documentation print it, a planner can price it, and the tests count what is really sent and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .traffic import all_reduce_bytes
+
+AGREEMENT_BYTES = 512
+"""What each worker shows to all others before the first step."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the declared numbers hang on.
+
+    shapes: elements of each parameter. itemsize: bytes of an element as it is sent. options: of the method, defaults
+    included.
+    """
+
+    shapes: tuple[int, ...]
+    itemsize: int
+    num_workers: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_params(self) -> int:
+        return sum(self.shapes)
+
+    @property
+    def param_bytes(self) -> int:
+        """P, the bytes of one copy of the parameters."""
+        return self.num_params * self.itemsize
+
+
+@dataclass(frozen=True)
+class Message:
+    """One kind of message or collective.
+
+    total_bytes: that all workers together send in one occurrence. times: how often it occurs in the first k steps.
+    says: the same in words, for one worker.
+    """
+
+    what: str
+    kind: str
+    total_bytes: Callable[[Size], int]
+    times: Callable[[Size, int], int]
+    says: str
+
+
+@dataclass(frozen=True)
+class StateVector:
+    """One entry of the state whose size grows with the model's: elements kept by one worker, and how wide they are."""
+
+    name: str
+    num_elements: Callable[[Size], int] = lambda size: size.num_params
+    itemsize: int | None = None
+    """`None`: that of what is sent."""
+
+    def num_bytes(self, size: Size) -> int:
+        """Return the bytes that one worker keeps."""
+        return self.num_elements(size) * (self.itemsize or size.itemsize)
+
+
+@dataclass(frozen=True)
+class SyncRecord:
+    """A method's class and what it declares; P is the bytes of one copy of the parameters, n the number of workers.
+
+    `takes` says what a step is given: `loss`, after its backward pass, or `closure`, a function that computes one.
+    """
+
+    name: str
+    cls: type
+    summary: str
+    messages: tuple[Message, ...]
+    promises: str
+    assumes: str
+    states: tuple[StateVector, ...] = ()
+    takes: str = "loss"
+    extra_passes: str = "0"
+    """Forward and backward passes that a step takes beyond the one that it is given."""
+    faults: str = "none: the others wait"
+    """What a worker that is slow or gone does to the others."""
+    paper: str = ""
+    departs: str = ""
+    """Where it departs from the paper."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options given to `cls` unless the user says otherwise."""
+
+    def state_bytes(self, size: Size) -> int:
+        """Return the bytes that one worker keeps between steps, beside model and optimizer."""
+        return sum(state.num_bytes(size) for state in self.states)
+
+    def sent_bytes(self, size: Size, num_steps: int) -> int:
+        """Return the bytes that all workers together send from the beginning to the end of step `num_steps`."""
+        n = size.num_workers
+        of_steps = sum(each.total_bytes(size) * each.times(size, num_steps) for each in self.messages if n > 1)
+        return n * (n - 1) * AGREEMENT_BYTES + of_steps
+
+    def bytes_per_step(self, size: Size, over: int = 1000) -> float:
+        """Return the bytes that one worker sends a step, on average over so many steps."""
+        return (self.sent_bytes(size, over) - self.sent_bytes(size, 0)) / over / size.num_workers
+
+    def row(self, size: Size) -> dict[str, str]:
+        """Return the row of the table that lists the methods; numbers are those of `size`."""
+        return {
+            "name": self.name,
+            "sent a step": " + ".join(each.says for each in self.messages if each.says),
+            "sent B/param": f"{self.bytes_per_step(size) / size.num_params:.3g}",
+            "state B/param": f"{self.state_bytes(size) / size.num_params:.3g}",
+            "what it does": self.summary,
+            "promises": self.promises,
+            "assumes": self.assumes,
+            "a worker gone or slow": self.faults,
+            "extra passes": self.extra_passes,
+            "paper": self.paper,
+        }
+
+
+def every(period: Callable[[Size], int]) -> Callable[[Size, int], int]:
+    """Return `times` of what occurs at the end of each `period` of steps."""
+    return lambda size, num_steps: num_steps // period(size)
+
+
+def each_step(size: Size, num_steps: int) -> int:
+    """`times` of what occurs in each step."""
+    return num_steps
+
+
+def all_reduced(size: Size) -> int:
+    """`total_bytes` of an all-reduce of the parameters or gradients."""
+    return all_reduce_bytes(size.num_params, size.itemsize, size.num_workers)

@@ -1,0 +1,144 @@
+"""A worker's own copy of the model, read and written as one flat vector, and its optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..artifacts import UserError
+
+
+class Replica:
+    """The trained parameters of `model`, in its own order, as a vector; buffers are left alone: each worker has its own.
+
+    Vectors are in fp32 where parameters are bf16 or fp16, else in the parameters' own type. Raises `UserError` for a model
+    without trained parameters, with sharded ones, or with parameters of several wide types.
+
+    >>> net = nn.Linear(2, 1)
+    >>> replica = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    >>> replica.write(torch.tensor([1.0, 2.0, 3.0]))
+    >>> net.bias.item(), replica.read().tolist()
+    (3.0, [1.0, 2.0, 3.0])
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        _check(self.params)
+        self.shapes = tuple(param.numel() for param in self.params)
+        self.dtype = self.params[0].dtype if self.params[0].dtype.itemsize >= 4 else torch.float32
+
+    @property
+    def num_params(self) -> int:
+        return sum(self.shapes)
+
+    def read(self) -> Tensor:
+        """Return a copy of the parameters ([num_params])."""
+        return torch.cat([param.detach().reshape(-1).to(self.dtype) for param in self.params])
+
+    def write(self, vector: Tensor) -> None:
+        """Set the parameters."""
+        for param, part in zip(self.params, vector.split(self.shapes)):
+            param.detach().copy_(part.view(param.shape))
+
+    def read_gradient(self) -> Tensor:
+        """Return a copy of the gradients, zero where there is none; `UserError` where there is none at all."""
+        if all(param.grad is None for param in self.params):
+            raise UserError("gradients are needed; no parameter has one; call loss.backward() before sync.step(loss)")
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
+        return torch.cat([grad.reshape(-1).to(self.dtype) for grad in grads])
+
+    def write_gradient(self, vector: Tensor) -> None:
+        """Set the gradients."""
+        for param, part in zip(self.params, vector.split(self.shapes)):
+            part = part.view(param.shape).to(param.dtype)
+            param.grad = part.clone() if param.grad is None else param.grad.copy_(part)
+
+    def gradients_by(self, closure: Callable[[], Tensor]) -> Tensor:
+        """Compute a loss and its gradients, in place of those that were there."""
+        for param in self.params:
+            param.grad = None
+        with torch.enable_grad():
+            loss = closure()
+            loss.backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        """Let the optimizer take its step."""
+        assert self.optimizer is not None
+        self.optimizer.step()
+
+    def settings(self, name: str, default: Any = 0.0) -> Tensor | float:
+        """Return a setting of the optimizer's groups (`lr`), a number if it is one, else a vector with each parameter's."""
+        assert self.optimizer is not None
+        by_param = {
+            id(param): float(group.get(name, default))
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+        }
+        values = [by_param.get(id(param), float(default)) for param in self.params]
+        if len(set(values)) == 1:
+            return values[0]
+        return torch.cat([torch.full((size,), value, dtype=self.dtype) for value, size in zip(values, self.shapes)])
+
+    @contextlib.contextmanager
+    def without(self, name: str) -> Iterator[None]:
+        """Set a setting of the optimizer's groups to 0 meanwhile."""
+        assert self.optimizer is not None
+        groups = [group for group in self.optimizer.param_groups if name in group]
+        before = [group[name] for group in groups]
+        for group in groups:
+            group[name] = 0.0
+        try:
+            yield
+        finally:
+            for group, value in zip(groups, before):
+                group[name] = value
+
+    def count_step(self) -> None:
+        """Call the optimizer's step with no gradient in sight, so that schedules see a step of a method that updates itself."""
+        assert self.optimizer is not None
+        grads = [param.grad for param in self.params]
+        for param in self.params:
+            param.grad = None
+        self.optimizer.step()
+        for param, grad in zip(self.params, grads):
+            param.grad = grad
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that tell the parameters from any others."""
+        return digest(self.read())
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Where a method runs: which of how many workers, and on which replica."""
+
+    rank: int
+    size: int
+    replica: Replica
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Return the SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _check(params: list[nn.Parameter]) -> None:
+    if not params:
+        raise UserError("a model with trained parameters is needed; all are frozen; set requires_grad on some")
+    if any(isinstance(param, DTensor) for param in params):
+        raise UserError(
+            "whole parameters are needed on each worker; these are sharded by a plan; give the model itself, unplanned"
+        )
+    wide = {param.dtype if param.dtype.itemsize >= 4 else torch.float32 for param in params}
+    if len(wide) > 1:
+        names = " and ".join(sorted(str(each).removeprefix("torch.") for each in wide))
+        raise UserError(f"parameters of one type are needed; got {names}; convert the model to one")

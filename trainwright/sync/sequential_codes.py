@@ -1,0 +1,223 @@
+r"""Sequential gradient codes: jobs that may end T rounds after they began, so that stragglers are borne over time, for
+less work.
+
+    GC(n, s)           T = 0         load (s + 1)/n                                        at most s stragglers a round
+    SR-SGC(n; B, W, λ)  T = B         load (s + 1)/n, s = ⌈Bλ/(W − 1 + B)⌉, B | W − 1       bursts, or at most s a round
+    M-SGC(n; B, W, λ)   T = W − 2 + B  load (λ + 1)(W − 1 + B) / (n (B + (W − 1)(λ + 1)))    bursts
+
+A (B, W, λ)-bursty pattern has, in any W rounds, at most λ workers that straggle, each within B consecutive ones. A
+scheme says what each worker does in a round, is told who answered, and knows which jobs are done. With one model, job t
++ 1 needs the outcome of job t: train T + 1 models in turn, or accept gradients that are T rounds old.
+
+Source: Krishnan, Ebrahimi & Khisti 2023, Sequential Gradient Coding For Straggler Mitigation (ICLR).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from ..artifacts import UserError, check_range
+from .codes import GradientCode
+
+Pattern = Sequence[frozenset[int]]
+"""Who straggled, a set a round."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A part of a job that one worker computes: `part` of `kind`, as its scheme counts them; job 0 and less are idle."""
+
+    job: int
+    kind: Literal["coded", "own"]
+    part: int
+
+
+def is_bursty(pattern: Pattern, burst: int, window: int, most: int) -> bool:
+    """Return whether a pattern keeps to the (B, W, λ)-bursty model.
+
+    >>> is_bursty([frozenset({0}), frozenset({0}), frozenset()], burst=1, window=2, most=1)
+    False
+    """
+    for begin in range(max(1, len(pattern) - window + 1)):
+        rounds = pattern[begin : begin + window]
+        who = frozenset().union(*rounds) if rounds else frozenset()
+        spans = [[t for t, late in enumerate(rounds) if worker in late] for worker in who]
+        if len(who) > most or any(span[-1] - span[0] >= burst for span in spans):
+            return False
+    return True
+
+
+@dataclass
+class SRSGC:
+    """Selective repetition: where too few answered for a job, just enough of the others do it again B rounds later.
+
+    >>> scheme = SRSGC(8, burst=1, window=2, most=3)
+    >>> scheme.code.stragglers, scheme.load, scheme.delay
+    (2, 0.375, 1)
+    """
+
+    num_workers: int
+    burst: int
+    window: int
+    most: int
+    answered: dict[int, set[int]] = field(default_factory=dict)
+    """By job: whose sum is there."""
+    first: dict[int, set[int]] = field(default_factory=dict)
+    """By job: whose sum came in the job's own round."""
+
+    def __post_init__(self) -> None:
+        _check_model("sr-sgc", self.num_workers, self.burst, self.window, self.most)
+        if (self.window - 1) % self.burst:
+            raise UserError(
+                f"sr-sgc needs a burst that divides the window less 1; got {self.burst} and {self.window}; change one of them"
+            )
+
+    @cached_property
+    def code(self) -> GradientCode:
+        """The code of each job; cyclic, whose guarantee counts answers alone."""
+        stragglers = -(-self.burst * self.most // (self.window - 1 + self.burst))
+        return GradientCode(self.num_workers, min(stragglers, self.num_workers - 1), cyclic=True)
+
+    @property
+    def delay(self) -> int:
+        """T, the rounds after its own in which a job may still end."""
+        return self.burst
+
+    @property
+    def load(self) -> float:
+        """The share of a job's data that a worker computes in a round."""
+        return self.code.load
+
+    def tasks(self, turn: int) -> list[list[Task]]:
+        """Return what each worker does in round `turn`, from 1."""
+        old = turn - self.burst
+        again: list[int] = []
+        if old >= 1:
+            missing = self.num_workers - self.code.stragglers - len(self.first.get(old, set()))
+            late = [worker for worker in range(self.num_workers) if worker not in self.answered.get(old, set())]
+            again = late[: max(0, missing)]
+        return [[Task(old if worker in again else turn, "coded", 0)] for worker in range(self.num_workers)]
+
+    def receive(self, turn: int, tasks: list[list[Task]], stragglers: frozenset[int]) -> None:
+        """Take in who answered in round `turn`."""
+        for worker, own in enumerate(tasks):
+            if worker not in stragglers:
+                for task in own:
+                    self.answered.setdefault(task.job, set()).add(worker)
+                    if task.job == turn:
+                        self.first.setdefault(turn, set()).add(worker)
+
+    def is_done(self, job: int) -> bool:
+        """Return whether a job's gradient can be decoded."""
+        return self.code.decodes(self.answered.get(job, set()))
+
+    def tolerates(self, pattern: Pattern) -> bool:
+        """Return whether all jobs end in time under a pattern; else the master has to wait for more answers."""
+        few = all(len(late) <= self.code.stragglers for late in pattern)
+        return few or is_bursty(pattern, self.burst, self.window, self.most)
+
+
+@dataclass
+class MSGC:
+    """Multiplexing: a worker does a small part of each of W − 1 + B jobs in a round, its own data first, coded data for
+    the rest.
+
+    >>> scheme = MSGC(8, burst=2, window=3, most=3)
+    >>> scheme.load, scheme.delay, scheme.num_units
+    (0.2, 3, 80)
+    """
+
+    num_workers: int
+    burst: int
+    window: int
+    most: int
+    own: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    """By job: (worker, part) of the data that one worker alone has, done."""
+    coded: dict[int, dict[int, set[int]]] = field(default_factory=dict)
+    """By job and group: whose sum is there."""
+
+    def __post_init__(self) -> None:
+        _check_model("m-sgc", self.num_workers, self.burst, self.window, self.most)
+        if self.burst >= self.window:
+            raise UserError(
+                f"m-sgc needs a burst below its window; got {self.burst} and {self.window}; lengthen the window"
+            )
+
+    @property
+    def has_coded(self) -> bool:
+        """Whether there is coded data: not where all workers may straggle."""
+        return self.most < self.num_workers
+
+    @cached_property
+    def code(self) -> GradientCode:
+        """The code of each of a job's B groups."""
+        return GradientCode(self.num_workers, min(self.most, self.num_workers - 1), cyclic=True)
+
+    @property
+    def num_slots(self) -> int:
+        """Tasks of a worker in a round, each for another job."""
+        return self.window - 1 + self.burst
+
+    @property
+    def delay(self) -> int:
+        """T, the rounds after its own in which a job may still end."""
+        return self.window - 2 + self.burst
+
+    @property
+    def num_units(self) -> int:
+        """Into how many pieces the data is cut: an own part takes λ + 1 of them, a coded chunk one."""
+        own = (self.window - 1) * self.num_workers
+        return own * (self.most + 1) + self.burst * self.num_workers if self.has_coded else own
+
+    @property
+    def load(self) -> float:
+        """The share of a job's data that a worker computes in a round."""
+        return self.num_slots * (self.most + 1 if self.has_coded else 1) / self.num_units
+
+    def tasks(self, turn: int) -> list[list[Task]]:
+        """Return what each worker does in round `turn`, from 1: a task a slot."""
+        return [
+            [self._task(worker, turn - slot, slot) for slot in range(self.num_slots)]
+            for worker in range(self.num_workers)
+        ]
+
+    def _task(self, worker: int, job: int, slot: int) -> Task:
+        if slot < self.window - 1:
+            return Task(job, "own", slot)
+        done = self.own.get(job, set())
+        left = next((part for part in range(self.window - 1) if (worker, part) not in done), None)
+        if left is not None:
+            return Task(job, "own", left)
+        return Task(job if self.has_coded else 0, "coded", slot - (self.window - 1))
+
+    def receive(self, turn: int, tasks: list[list[Task]], stragglers: frozenset[int]) -> None:
+        """Take in who answered in round `turn`."""
+        for worker, own in enumerate(tasks):
+            for task in own if worker not in stragglers else ():
+                if task.kind == "own":
+                    self.own.setdefault(task.job, set()).add((worker, task.part))
+                else:
+                    self.coded.setdefault(task.job, {}).setdefault(task.part, set()).add(worker)
+
+    def is_done(self, job: int) -> bool:
+        """Return whether a job's gradient can be decoded."""
+        if len(self.own.get(job, set())) < (self.window - 1) * self.num_workers:
+            return False
+        groups = self.coded.get(job, {})
+        return not self.has_coded or all(self.code.decodes(groups.get(group, set())) for group in range(self.burst))
+
+    def tolerates(self, pattern: Pattern) -> bool:
+        """Return whether all jobs end in time under a pattern; else the master has to wait for more answers."""
+        return is_bursty(pattern, self.burst, self.window, self.most)
+
+
+def _check_model(owner: str, num_workers: int, burst: int, window: int, most: int) -> None:
+    check_range(
+        owner,
+        burst=(burst, "of at least 1 round", lambda value: value >= 1),
+        window=(window, "of at least 2 rounds", lambda value: value >= 2),
+        most=(most, f"from 0 to {num_workers} workers", lambda value: 0 <= value <= num_workers),
+    )

@@ -1,0 +1,296 @@
+"""The engine in one process: any number of workers on a clock that is only counted, over links with latency and bytes/s.
+
+    a message      leaves when the sender's link is free, takes bytes / bytes_per_s, arrives latency_s later
+    a collective   begins when its last member is there; all-to-all and all-gather take n − 1 messages of a part each, one
+                   after the other, a broadcast ⌈log₂ n⌉ messages of the tensor, an all-reduce both of its halves
+    `Compute`      takes what `compute_s` says of the worker and of how often it has computed
+
+The numbers are those of real ranks to the bit: only who answers differs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from ..artifacts import UserError
+from .network import Network
+from .requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Compute,
+    Count,
+    Exchange,
+    Form,
+    Identify,
+    Letter,
+    Members,
+    Now,
+    Place,
+    Receive,
+    Request,
+    Send,
+    Steps,
+    T,
+)
+from .sums import ordered_sum
+from .traffic import Traffic
+
+Seconds = float | Callable[[int], float]
+"""Of one gradient: a number, or a function of how many the worker has computed before."""
+_EXCHANGE = -1
+_COLLECTIVES = (AllReduce, AllGather, AllToAll, Broadcast)
+
+
+@dataclass(frozen=True)
+class Simulation(Generic[T]):
+    """What the workers returned, when each had ended on the clock, and what each sent."""
+
+    results: list[T]
+    ended_s: list[float]
+    traffic: list[Traffic]
+
+    @property
+    def seconds(self) -> float:
+        """When the last worker had ended."""
+        return max(self.ended_s)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What all workers sent."""
+        return sum(each.sent_bytes for each in self.traffic)
+
+
+def simulate(
+    programs: Sequence[Steps[T]], network: Network | None = None, compute_s: Seconds | Sequence[Seconds] = 0.0
+) -> Simulation[T]:
+    """Run a program a worker, together, on one counted clock.
+
+    compute_s: seconds of a gradient, the same for all or one entry a worker; an entry may be a function of how many
+    gradients the worker has computed, such as a `trainwright.federated.Speeds`.
+
+    Raises `UserError` for a number of entries that is not that of workers, `RuntimeError` where workers wait for ever,
+    and what a worker raises, with its rank.
+
+    >>> import torch
+    >>> def program(rank):
+    ...     yield Compute()
+    ...     return (yield AllReduce(torch.tensor([float(rank)])))
+    >>> done = simulate([program(rank) for rank in range(3)], Network(latency_s=0.25), compute_s=[1.0, 1.0, 5.0])
+    >>> done.results[0], done.seconds
+    (tensor([3.]), 6.0)
+    """
+    paces = list(compute_s) if isinstance(compute_s, Sequence) else [compute_s] * len(programs)
+    if len(paces) != len(programs) or not programs:
+        raise UserError(
+            f"a time a worker is needed, and a worker at least; got {len(paces)} for {len(programs)}; give one number for all"
+        )
+    return _Run(programs, network or Network(), paces).until_all_end()
+
+
+@dataclass
+class _Worker(Generic[T]):
+    program: Steps[T]
+    pace: Seconds
+    traffic: Traffic = field(default_factory=Traffic)
+    num_computed: int = 0
+    free_s: float = 0.0
+    """When its link has sent what it was given."""
+    collectives: Counter[Members] = field(default_factory=Counter)
+    letters: dict[int, deque[Letter]] = field(default_factory=lambda: defaultdict(deque))
+    """By tag, in the order of arrival."""
+    waits: Request | None = None
+    wait_number: int = 0
+    result: Any = None
+    ended_s: float | None = None
+
+    def takes_s(self, amount: float) -> float:
+        one_s = self.pace(self.num_computed) if callable(self.pace) else self.pace
+        self.num_computed += 1
+        return amount * one_s
+
+
+class _Run(Generic[T]):
+    def __init__(self, programs: Sequence[Steps[T]], network: Network, paces: list[Seconds]) -> None:
+        self.workers = [_Worker(program, pace) for program, pace in zip(programs, paces)]
+        self.everyone = tuple(range(len(programs)))
+        self.network = network
+        self.queue: list[tuple[float, int, Callable[[float], None]]] = []
+        self.num_entries = 0
+        self.gathered: dict[tuple[Members, int], dict[int, tuple[Any, float]]] = defaultdict(dict)
+        self.counters: Counter[str] = Counter()
+
+    def until_all_end(self) -> Simulation[T]:
+        for rank in self.everyone:
+            self._resume(rank, None, 0.0)
+        while self.queue:
+            due_s, _, act = heapq.heappop(self.queue)
+            act(due_s)
+        stuck = {rank: worker.waits for rank, worker in enumerate(self.workers) if worker.ended_s is None}
+        if stuck:
+            rank, waits = next(iter(stuck.items()))
+            raise RuntimeError(
+                f"{len(stuck)} of {len(self.workers)} workers wait for ever; worker {rank} for {type(waits).__name__}"
+            )
+        ended = [worker.ended_s or 0.0 for worker in self.workers]
+        return Simulation([each.result for each in self.workers], ended, [each.traffic for each in self.workers])
+
+    def _at(self, due_s: float, act: Callable[[float], None]) -> None:
+        heapq.heappush(self.queue, (due_s, self.num_entries, act))
+        self.num_entries += 1
+
+    def _resume(self, rank: int, answer: Any, due_s: float) -> None:
+        self._at(due_s, lambda now_s: self._advance(rank, answer, now_s))
+
+    def _advance(self, rank: int, answer: Any, now_s: float) -> None:
+        """Give a worker its answer and go on with it until it has to wait."""
+        worker = self.workers[rank]
+        worker.waits = None
+        while worker.waits is None:
+            try:
+                request = worker.program.send(answer)
+            except StopIteration as end:
+                worker.result, worker.ended_s = end.value, now_s
+                return
+            except Exception as error:
+                error.add_note(f"raised by worker {rank} at {now_s:g} s on the clock")
+                raise
+            answer = self._answer(rank, worker, request, now_s)
+
+    def _answer(self, rank: int, worker: _Worker[T], request: Request, now_s: float) -> Any:
+        """Return the answer to what needs no waiting; else say so in `waits`, and see to it that the worker is resumed."""
+        match request:
+            case Identify():
+                return Place(rank, len(self.workers))
+            case Form():
+                return None
+            case Now():
+                return now_s
+            case Count(name, added):
+                self.counters[name] += added
+                return self.counters[name]
+            case Send(tensor, to, tag):
+                self._send(rank, to, tag, tensor, now_s)
+                return None
+        worker.waits = request
+        worker.wait_number += 1
+        match request:
+            case Compute(amount):
+                self._resume(rank, None, now_s + worker.takes_s(amount))
+            case Exchange(tensor, peers):
+                for peer in sorted(peers):
+                    self._send(rank, peer, _EXCHANGE - rank, tensor, now_s)
+                self._look(rank, now_s)
+            case Receive(within_s=within_s):
+                if within_s is not None:
+                    number = worker.wait_number
+                    self._at(now_s + within_s, lambda at_s: self._give_up(rank, number, at_s))
+                self._look(rank, now_s)
+            case AllReduce() | AllGather() | AllToAll() | Broadcast():
+                self._meet(rank, worker, request, now_s)
+        return None
+
+    def _send(self, rank: int, to: int, tag: int, tensor: Tensor, now_s: float) -> None:
+        worker = self.workers[rank]
+        worker.traffic.count("send", tensor)
+        latency_s, bytes_per_s = self.network.link(rank, to)
+        worker.free_s = max(worker.free_s, now_s) + tensor.numel() * tensor.element_size() / bytes_per_s
+        letter = Letter(rank, tensor.clone())
+        self._at(worker.free_s + latency_s, lambda at_s: self._arrive(to, tag, letter, at_s))
+
+    def _arrive(self, rank: int, tag: int, letter: Letter, now_s: float) -> None:
+        self.workers[rank].letters[tag].append(letter)
+        self._look(rank, now_s)
+
+    def _look(self, rank: int, now_s: float) -> None:
+        """Resume a worker if what it waits for has come."""
+        worker = self.workers[rank]
+        match worker.waits:
+            case Exchange(_, peers) if all(worker.letters[_EXCHANGE - peer] for peer in peers):
+                came = {peer: worker.letters[_EXCHANGE - peer].popleft().tensor for peer in sorted(peers)}
+                self._settle(rank, came, now_s)
+            case Receive(_, source, tag):
+                box = worker.letters[tag]
+                found = next((letter for letter in box if source in (None, letter.source)), None)
+                if found is not None:
+                    box.remove(found)
+                    self._settle(rank, found, now_s)
+
+    def _settle(self, rank: int, answer: Any, now_s: float) -> None:
+        self.workers[rank].waits = Now()
+        self._resume(rank, answer, now_s)
+
+    def _give_up(self, rank: int, number: int, now_s: float) -> None:
+        worker = self.workers[rank]
+        if worker.wait_number == number and isinstance(worker.waits, Receive):
+            self._settle(rank, None, now_s)
+
+    def _meet(self, rank: int, worker: _Worker[T], request: Any, now_s: float) -> None:
+        members = request.members or self.everyone
+        key = (members, worker.collectives[members])
+        worker.collectives[members] += 1
+        there = self.gathered[key]
+        there[rank] = (request, now_s)
+        if len(there) < len(members):
+            return
+        del self.gathered[key]
+        requests = {member: there[member][0] for member in members}
+        _check_alike(requests)
+        end_s = max(at_s for _, at_s in there.values()) + self._collective_s(requests, members)
+        for member, answer in _answers(requests, members).items():
+            self._resume(member, answer, end_s)
+
+    def _collective_s(self, requests: Mapping[int, Any], members: Members) -> float:
+        """Count what each member sends, and return how long it takes."""
+        taken_s = 0.0
+        for kind, of_member in _calls(requests[members[0]], len(members)):
+            for member, request in requests.items():
+                is_root = not isinstance(request, Broadcast) or request.root == member
+                if len(members) > 1:
+                    self.workers[member].traffic.count(kind, of_member, len(members), is_root)
+            part = of_member.numel() * of_member.element_size() // (len(members) if kind == "all_to_all" else 1)
+            taken_s += self.network.collective_s(kind, part, members)
+        return taken_s
+
+
+def _calls(request: Any, num_members: int) -> list[tuple[str, Tensor]]:
+    """The calls of torch.distributed that the request becomes on real ranks, with tensors as large as theirs."""
+    match request:
+        case AllReduce(tensor):
+            part = tensor.new_empty(-(-tensor.numel() // num_members), device="meta")
+            return [("all_to_all", part.repeat(num_members)), ("all_gather", part)]
+        case AllGather(tensor):
+            return [("all_gather", tensor)]
+        case AllToAll(tensor):
+            return [("all_to_all", tensor)]
+    return [("broadcast", request.tensor)]
+
+
+def _check_alike(requests: Mapping[int, Any]) -> None:
+    seen = {
+        (type(each), each.tensor.shape, each.tensor.dtype, getattr(each, "root", None)) for each in requests.values()
+    }
+    if len(seen) > 1:
+        told = "; ".join(sorted(f"{kind.__name__} of {tuple(shape)}" for kind, shape, _, _ in seen))
+        raise RuntimeError(f"workers that meet in a collective have to ask for the same; they ask for {told}")
+
+
+def _answers(requests: Mapping[int, Any], members: Members) -> dict[int, Tensor]:
+    """What each member gets; where all get the same, it is one tensor, which methods do not write to."""
+    tensors = [requests[member].tensor for member in members]
+    match requests[members[0]]:
+        case AllReduce():
+            return dict.fromkeys(members, ordered_sum(tensors))
+        case AllGather():
+            return dict.fromkeys(members, torch.stack(tensors))
+        case Broadcast(root=root):
+            return dict.fromkeys(members, requests[root].tensor.clone())
+    return {member: torch.stack([tensor[k] for tensor in tensors]) for k, member in enumerate(members)}
