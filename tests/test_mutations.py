@@ -36,7 +36,7 @@ def test_every_family_of_solvers_has_faults() -> None:
 
 def test_the_score_counts_by_family() -> None:
     one, two = (Fault("a", "f.py", "old", new, ("tests/t.py",)) for new in ("x", "y"))
-    assert score([one, two], [two]) == [{"family": "a", "planted": 2, "noticed": 1, "survivors": "f.py: y"}]
+    assert score([one, two], [two]) == [{"family": "a", "planted": 2, "noticed": 1, "survivors": "f.py: `y`"}]
 
 
 def run(*arguments: str) -> list[dict[str, Any]]:
