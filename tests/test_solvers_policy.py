@@ -325,6 +325,16 @@ def test_trajectories_end_each_for_itself() -> None:
     assert cut.returns().tolist() == [1.0, 10.0]
 
 
+def test_policies_begin_nearly_uniform_and_nearly_at_zero() -> None:
+    """The last layer is a hundredth of the rest, so that no action is settled before the first reward."""
+    seen = torch.randn(200, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        probabilities = torch.softmax(SoftmaxMLP(4, 3).network(seen), -1)
+        means = GaussianMLP(4, 2).network(seen)
+    assert 1e-4 < float((probabilities - 1 / 3).abs().max()) < 0.02
+    assert 1e-4 < float(means.abs().max()) < 0.1
+
+
 def test_policies_are_the_densities_they_say() -> None:
     generator = torch.Generator().manual_seed(0)
     observations = torch.randn(50_000, 3, generator=generator)
