@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from trainwright.artifacts import UserError
-from trainwright.solvers.online import OGD, AdaGradNorm, Ball, DynamicOMD, ExpConcaveOMD, OptimisticFTRL, OptimisticOMD, play
+from trainwright.solvers.online import (
+    OGD,
+    AdaGradNorm,
+    Ball,
+    DynamicOMD,
+    ExpConcaveOMD,
+    OptimisticFTRL,
+    OptimisticOMD,
+    play,
+)
 from trainwright.solvers.policy import LinearBaseline, Trajectories
 
 BALL = Ball(torch.tensor([0.5, -1.0], dtype=torch.float64), radius=0.8)

@@ -370,7 +370,9 @@ def test_derivatives_with_slacks_are_those_of_the_values() -> None:
         return here.gradient + here.jacobian.T @ multipliers
 
     moves = step * np.eye(5)
-    by_differences = [(problem.values(at + m).constraints - problem.values(at - m).constraints) / 2 / step for m in moves]
+    by_differences = [
+        (problem.values(at + m).constraints - problem.values(at - m).constraints) / 2 / step for m in moves
+    ]
     np.testing.assert_allclose(problem.values(at).jacobian, np.array(by_differences).T, atol=1e-8)
     own = np.array([(slopes(at + m) - slopes(at - m)) / 2 / step for m in moves])
     np.testing.assert_allclose(problem.hessian(at, multipliers)[3:], own[3:], atol=1e-6)
