@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -110,6 +111,13 @@ def test_partitioned_greedy_hands_out_the_best_of_its_candidates() -> None:
         own = float(by_hand(rows)[:, found.indices].min(1).values.sum())
         assert own == pytest.approx(found.total_distance)
         assert own <= min(totals) + 1e-9
+
+
+@pytest.mark.parametrize("choose", [lazy_greedy, stochastic_greedy, greedi])
+def test_more_points_than_there_are_is_refused(choose: Callable[..., object]) -> None:
+    for wrong in (0, 21):
+        with pytest.raises(UserError, match=f"num_chosen from 1 to the 20 points is needed; got {wrong}"):
+            choose(Distances(points(20, 1)), wrong)
 
 
 def test_the_cover_form_stops_at_the_radius() -> None:
