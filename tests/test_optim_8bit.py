@@ -38,6 +38,15 @@ def regression(seed: int, optimizer_of: Any, num_steps: int = 600) -> float:
     return float((features @ weight.detach() - target).square().mean() / start)
 
 
+def test_the_sign_of_a_small_mean_is_kept_in_the_loop_too() -> None:
+    """Beside one of 0.1, means of ∓1e-10 are nearest to 0: the negative one gets the code below it."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = optim.AdamW8bit([weight], lr=0.1, min_8bit_size=1)
+    weight.grad = torch.tensor([1.0, -1e-9, 1e-9, 0.0])
+    optimizer.step()
+    assert (optimizer.state[weight]["exp_avg"].int() - 127).tolist() == [128, -1, 0, 0]
+
+
 class LinearCodes(torch.optim.Optimizer):
     """The control: Adam whose moments are kept as 256 equal steps of each block's largest magnitude."""
 

@@ -88,6 +88,14 @@ def test_clipping_is_by_the_norm_of_everything_and_per_group() -> None:
     assert first.grad.tolist() == [3.0, 0.0]
 
 
+def test_gradients_below_the_bound_are_left_as_they_are() -> None:
+    weight = double(1.0, 1.0)
+    optimizer = Adan([weight], max_grad_norm=5.0, betas=(0.0, 0.0, 0.0))
+    weight.grad = torch.tensor([0.3, -0.4], dtype=torch.float64)
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].tolist() == [0.3, -0.4]
+
+
 def test_a_restart_is_a_new_optimizer() -> None:
     rows = [[1.0, 2.0], [3.0, -1.0], [-2.0, 0.5], [4.0, 4.0]]
     weight, optimizer = steps(rows[:2], lr=0.1, weight_decay=0.1)

@@ -29,6 +29,19 @@ def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=draws(seed), dtype=torch.float64)
 
 
+@pytest.mark.parametrize("kind", [ClippedSGD, ClippedAdam])
+def test_a_share_of_zero_clips_nothing_whatever_the_scale(kind: Any) -> None:
+    ends = []
+    for scale in (1.0, 0.25):
+        weight = nn.Parameter(noise(1, 6))
+        optimizer = kind([weight], lr=0.1, clip=0.0, threshold_scale=scale)
+        for step in range(3):
+            weight.grad = noise(step, 6)
+            optimizer.step()
+        ends.append(weight.detach())
+    assert torch.equal(*ends)
+
+
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=60), st.data(), st.sampled_from(DTYPES))
 def test_the_selected_magnitude_is_that_of_a_sort(values: list[float], data: st.DataObject, dtype: torch.dtype) -> None:
     tensor = torch.tensor(values).to(dtype)

@@ -98,6 +98,18 @@ def test_without_a_gradient_the_inverse_is_that_of_the_damping() -> None:
     assert optimizer.inverse_product([torch.ones(2)])[0].tolist() == [2.0, 2.0]
 
 
+def test_a_parameter_without_gradient_has_a_zero_row_in_place_of_the_old_one() -> None:
+    """Steps 3 and 4 of a window of two: what the second parameter had in steps 1 and 2 is gone."""
+    first, second = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizer = MFAC([first, second], lr=0.1, num_gradients=2)
+    for step in range(4):
+        first.grad = rows(4, 3)[step]
+        second.grad = rows(4, 3, seed=1)[step] if step < 2 else None
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[first]["window"], rows(4, 3)[2:])
+    assert not optimizer.state[second]["window"].any()
+
+
 @pytest.mark.parametrize(("divisor", "seen"), [("window", 1024), ("filled", 1)])
 def test_the_first_direction_is_the_closed_form(divisor: str, seen: int) -> None:
     """g/λ · n/(n + gᵀg/λ) with n = m, or 1 where only filled rows count."""

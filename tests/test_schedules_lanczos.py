@@ -151,7 +151,7 @@ def test_warm_up_smoothing_the_cap_and_tensor_rates() -> None:
     assert schedule.due  # step 1, as 2, 4, 8 … of a first interval
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx((2 / 3) ** 2 / 2)
     schedule.measure(lambda: (torch.tensor([5.0, 400.0]).double() * weight**2).sum() / 2)
-    assert schedule.curvatures == pytest.approx((0.75 * 4 + 100, 0.75 + 1.25))
+    assert schedule.curvatures == pytest.approx((400, 0.75 + 1.25))
     assert optimizer.param_groups[0]["momentum"] == 0.3
     assert not weight.grad.any()
 
@@ -218,7 +218,8 @@ def test_measurements_come_at_powers_of_two_and_then_at_intervals() -> None:
 def test_the_rate_is_capped_and_grows_by_a_factor_at_most() -> None:
     weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    schedule = LanczosLR(optimizer, safety=1.0, lower="smallest", num_warmup_steps=0, max_growth=3.0, max_lr=5.0)
+    caps = {"max_growth": 3.0, "max_lr": 5.0, "smoothing": 0.0}
+    schedule = LanczosLR(optimizer, safety=1.0, lower="smallest", num_warmup_steps=0, **caps)
     rates = []
     for curvature in (2.0, 0.01, 0.01, 100.0):
         schedule.measure(lambda curvature=curvature: curvature * (weight**2).sum() / 2)
@@ -265,7 +266,7 @@ def test_it_converges_on_least_squares_with_small_batches(rule: str, batch_size:
     """The noise of the gradients vanishes at the solution here, so a stable rate reaches it; Polyak's rate diverges."""
     assert least_squares(batch_size, rule=rule) < 0.7
     if batch_size == 1 and rule == "plain":
-        assert least_squares(batch_size, rule="polyak", num_steps=300) > 1e3
+        assert least_squares(batch_size, rule="polyak", safety=0.5, num_steps=300) > 1e3
 
 
 def least_squares(batch_size: int, num_steps: int = 500, **settings: Any) -> float:
@@ -285,19 +286,42 @@ def least_squares(batch_size: int, num_steps: int = 500, **settings: Any) -> flo
     return float(weight.detach().norm()) / 10
 
 
-@pytest.mark.parametrize(("batch_size", "momentum"), [(8, 0.0), (256, 0.0), (32, 0.9)])
-def test_a_network_learns_digits_with_the_defaults(batch_size: int, momentum: float) -> None:
+def test_flat_batches_do_not_raise_the_rate() -> None:
+    """Every other batch is flat: L falls by a tenth of the way to it, and is back at the next one that curves."""
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    schedule = LanczosLR(torch.optim.SGD([weight], lr=0.1), lower="smallest", num_warmup_steps=0)
+    largest = []
+    for curvature in (4.0, 0.0625, 4.0, 0.0625, 0.0625):
+        schedule.measure(lambda curvature=curvature: curvature * (weight**2).sum() / 2)
+        assert schedule.curvatures is not None
+        largest.append(schedule.curvatures[0])
+    assert largest == pytest.approx([4.0, 3.60625, 4.0, 3.60625, 3.251875])
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "momentum", "num_steps", "bar"), [(1, 0.0, 400, 0.6), (8, 0.0, 200, 0.75), (32, 0.9, 200, 0.75)]
+)
+def test_a_network_learns_digits_with_the_defaults(
+    batch_size: int, momentum: float, num_steps: int, bar: float
+) -> None:
     """No rate is chosen by hand, and the result is that of a rate out of {0.03, 0.1, 0.3, 1} that works."""
-    assert digits_accuracy(batch_size, momentum) > 0.8
+    assert digits_accuracy(batch_size, momentum, num_steps) > bar
 
 
-def digits_accuracy(batch_size: int, momentum: float, num_steps: int = 200) -> float:
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [1, 2, 256])
+def test_batches_of_one_and_of_many_learn_from_every_start(batch_size: int) -> None:
+    for seed in range(1, 6):
+        assert digits_accuracy(batch_size, 0.0, 600 if batch_size < 8 else 200, seed) > 0.65, seed
+
+
+def digits_accuracy(batch_size: int, momentum: float, num_steps: int, seed: int = 0) -> float:
     data = load_digits()
     inputs, labels = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    schedule, generator = LanczosLR(optimizer), draws(6)
+    schedule, generator = LanczosLR(optimizer), draws(6 + seed)
     for _ in range(num_steps):
         rows = torch.randint(0, 1500, (batch_size,), generator=generator)
         loss_of = lambda rows=rows: nn.functional.cross_entropy(model(inputs[rows]), labels[rows])  # noqa: E731

@@ -46,6 +46,13 @@ def test_the_best_iterate_survives_a_nan_and_a_divergence() -> None:
     assert (run.status, run.best) == (Status.DIVERGED, 1.0)
 
 
+def test_an_iterate_without_a_residual_gives_way_to_one_that_has_it() -> None:
+    """The start has none, as where a method has no direction yet: the best is the least of those that are known."""
+    residuals = {1.0: math.nan, 0.5: 3.0, 0.25: 4.0}
+    run = drive(1.0, halve, lambda x: Measured(residuals[x], fun=x), Limits(2))
+    assert (run.best, run.last, run.best_measured.residual) == (0.5, 0.25, 3.0)
+
+
 def test_a_step_may_end_the_run() -> None:
     def step(x: float) -> float:
         if x < 0.3:

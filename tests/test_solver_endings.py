@@ -224,6 +224,18 @@ def test_linear_dialects_are_scipys() -> None:
         np.testing.assert_array_equal(again, exact)
 
 
+def test_of_two_tolerances_the_looser_one_ends_a_linear_solve() -> None:
+    """max(atol, rtol · ‖b‖), as SciPy: where both are equal no step fewer is taken than with one of them."""
+    size = float(np.linalg.norm(RIGHT))
+    for solve in (sor, ssor_pcg):
+        ends = [
+            solve(MATRIX, RIGHT, omega=1.2, rtol=rtol, atol=atol)[0]
+            for rtol, atol in ((1e-6, 0.0), (0.0, 1e-6 * size), (1e-6, 1e-6 * size), (1e-9, 1e-6 * size))
+        ]
+        for other in ends[1:]:
+            np.testing.assert_array_equal(ends[0], other)
+
+
 def test_dtypes_are_kept() -> None:
     for single in (RIGHT.astype(np.float32), torch.from_numpy(RIGHT).float()):
         for result in (

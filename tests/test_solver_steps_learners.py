@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from trainwright.artifacts import UserError
-from trainwright.solvers.online import OGD, AdaGradNorm, Ball, DynamicOMD, ExpConcaveOMD, OptimisticFTRL, OptimisticOMD
+from trainwright.solvers.online import (
+    OGD,
+    AdaGradNorm,
+    Ball,
+    DynamicOMD,
+    ExpConcaveOMD,
+    OptimisticFTRL,
+    OptimisticOMD,
+    play,
+)
 from trainwright.solvers.policy import LinearBaseline, Trajectories
 
 BALL = Ball(torch.tensor([0.5, -1.0], dtype=torch.float64), radius=0.8)
@@ -28,6 +37,30 @@ def test_descent_takes_the_steps_written_out() -> None:
             torch.testing.assert_close(learner.predict(), plays[i])
             learner.update(gradient)
             plays[i] = BALL.project(plays[i] - steps[i] * gradient)
+
+
+def test_the_average_play_is_the_mean_of_what_was_played() -> None:
+    seen: list[torch.Tensor] = []
+
+    def environment(num: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(at)
+        return at @ GRADIENTS[num], GRADIENTS[num]
+
+    result = play(OGD(BALL, gradient_bound=1.0), environment, max_iterations=4)
+    torch.testing.assert_close(result.average, torch.stack(seen).mean(0))
+    assert result.fun == pytest.approx(float(sum(at @ gradient for at, gradient in zip(seen, GRADIENTS))) / 4)
+
+
+def test_the_experts_steps_are_the_grid_that_the_theory_writes() -> None:
+    """From D/(G √(8T)), doubled until 1/(8L) is reached."""
+    diameter, bound, smoothness, rounds = 1.6, 2.0, 0.125, 50
+    learner = DynamicOMD(BALL, gradient_bound=bound, smoothness=smoothness, num_rounds=rounds)
+    lowest = diameter / (bound * math.sqrt(8 * rounds))
+    wanted = [lowest]
+    while wanted[-1] < 1 / (8 * smoothness):
+        wanted.append(2 * wanted[-1])
+    assert learner.steps.flatten().tolist() == pytest.approx(wanted)
+    assert len(wanted) == 6
 
 
 @pytest.mark.parametrize(

@@ -177,10 +177,13 @@ def test_the_adaptive_rules_are_those_that_are_told() -> None:
         assert method.damping == pytest.approx(wanted)
     method._learn(slow, None, 0.0)
     assert method.damping == pytest.approx(1e-2)
+    method.num_kept = 40
     for wanted in (1e-3, 1e-4, 0.0):
         method._learn(slow, slow, 1.0)
         assert method.damping == pytest.approx(wanted, abs=1e-12)
-    assert method.num_kept == 120
+        assert method.num_kept == 40  # a step that was damped is slow for that reason
+    method._learn(slow, slow, 1.0)
+    assert method.num_kept == 80
 
 
 def test_a_hop_samples_around_the_point_with_its_noise_at_that_time() -> None:

@@ -21,8 +21,8 @@ from trainwright.solvers.values import Packing
 class Quadratics:
     """g_i = y'A_i y/2 - y'B_i x, f_i = |y - c_i|²/2 + .05 |x|², with additive noise on gradients."""
 
-    def __init__(self, num_blocks: int = 20, dx: int = 5, dy: int = 6, noise: float = 0.3) -> None:
-        generator = torch.Generator().manual_seed(3)
+    def __init__(self, num_blocks: int = 20, dx: int = 5, dy: int = 6, noise: float = 0.3, seed: int = 3) -> None:
+        generator = torch.Generator().manual_seed(seed)
         draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
         roots = draw(num_blocks, dy, dy)
         self.A = 0.1 * roots @ roots.mT + 0.6 * torch.eye(dy, dtype=torch.float64)
@@ -78,19 +78,27 @@ class AllNoisy(Quadratics):
         )
 
 
-def last_fifth(method: BSVRB, num_steps: int) -> float:
-    """The true hypergradient's norm, mean over the last fifth of a run with noise on every oracle."""
-    sizes = AllNoisy().run(method, num_steps, check_every=5).history["residual"]
-    return sum(sizes[-(len(sizes) // 5) :]) / (len(sizes) // 5)
+SEEDS = range(5)
+
+
+def last_fifth(method: BSVRB) -> float:
+    """The true hypergradient's norm: the last fifth of 2,500 steps with noise on every oracle, a mean over five problems."""
+    ends = []
+    for seed in SEEDS:
+        sizes = AllNoisy(seed=100 + seed).run(method, 2500, check_every=5, seed=seed).history["residual"]
+        ends.append(sum(sizes[-(len(sizes) // 5) :]) / (len(sizes) // 5))
+    return sum(ends) / len(ends)
 
 
 @pytest.mark.slow
-def test_both_versions_beat_plain_sampling_by_what_the_sheet_measured() -> None:
-    """m = 20, I = 5, noise .3 on every oracle, 2,500 steps: at most 0.8 and 0.9 of the plain steps' gradient."""
-    settings: dict[str, Any] = {"step_x": 0.003, "step_y": 0.1, "num_sampled": 5}
-    plain = last_fifth(BSVRB(**settings, alpha=1.0, beta=1.0, gamma=0.0), 2500)
-    assert last_fifth(BSVRB(**settings, version=1, curvature_floor=0.5), 2500) <= 0.8 * plain
-    assert last_fifth(BSVRB(**settings, version=2), 2500) <= 0.9 * plain
+@pytest.mark.timeout(3600)
+def test_both_versions_beat_plain_sampling_over_problems_and_draws() -> None:
+    """m = 20, I = 5: at most 0.8 and 0.9 of the plain steps' gradient, by trackers that average over the hundreds of
+    steps in which x settles."""
+    settings: dict[str, Any] = {"step_x": 0.003, "step_y": 0.1, "num_sampled": 5, "curvature_floor": 0.5}
+    plain = last_fifth(BSVRB(**settings, alpha=1.0, beta=1.0, gamma=0.0))
+    assert last_fifth(BSVRB(**settings, version=2, alpha=0.02, beta=0.01)) <= 0.9 * plain
+    assert last_fifth(BSVRB(**settings, version=1, alpha=0.02)) <= 0.8 * plain
 
 
 @pytest.mark.parametrize(("version", "step_x", "num_steps"), [(1, 0.01, 250), (2, 0.02, 600)])

@@ -28,6 +28,7 @@ from trainwright.solvers.constrained import (
     solve_ai_sqp,
 )
 from trainwright.solvers.constrained.ai_sqp import Point
+from trainwright.solvers.constrained.problem import SlackProblem
 from trainwright.solvers.constrained.sketch import SketchedSystem
 from trainwright.solvers.outcome import Status
 
@@ -351,6 +352,30 @@ def test_minimize_with_inequalities_and_bounds() -> None:
     assert result.success
     rest = np.sqrt((3 - 0.8**2) / 2)
     np.testing.assert_allclose(result.x.numpy(), [0.8, rest, rest], atol=1e-5)
+
+
+def test_derivatives_with_slacks_are_those_of_the_values() -> None:
+    """x and s of c(x) − s²: the columns of the Jacobian, and the Hessian of the Lagrangian, by central differences."""
+    inner = NumpyProblem(
+        rosenbrock_like,
+        rosenbrock_gradient,
+        lambda x: np.array([x @ x - 1, x[0] * x[1], x[2] + 0.5]),
+        lambda x: np.array([2 * x, [x[1], x[0], 0.0], [0.0, 0.0, 1.0]]),
+    )
+    problem = SlackProblem(inner, np.array([True, False, True]), 3)
+    at, multipliers, step = np.array([0.3, -0.4, 0.7, 0.9, -0.6]), np.array([0.5, -1.5, 2.0]), 1e-5
+
+    def slopes(point: Array) -> Array:
+        here = problem.values(point)
+        return here.gradient + here.jacobian.T @ multipliers
+
+    moves = step * np.eye(5)
+    by_differences = [
+        (problem.values(at + m).constraints - problem.values(at - m).constraints) / 2 / step for m in moves
+    ]
+    np.testing.assert_allclose(problem.values(at).jacobian, np.array(by_differences).T, atol=1e-8)
+    own = np.array([(slopes(at + m) - slopes(at - m)) / 2 / step for m in moves])
+    np.testing.assert_allclose(problem.hessian(at, multipliers)[3:], own[3:], atol=1e-6)
 
 
 def test_exact_hessians_of_constraints_are_used() -> None:

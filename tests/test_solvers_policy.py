@@ -178,6 +178,7 @@ def test_a_baseline_leaves_the_estimates_unbiased_and_less_noisy() -> None:
     [
         NPGIGT(step=0.3, momentum=0.8),
         NPGIGT(step=0.3, momentum=0.2, max_ahead=0.05),
+        NPGIGT(step=0.3, momentum=0.2, max_ahead=50.0),
         HARPG(step=0.3, momentum=0.8),
         HARPG(step=0.3, momentum=0.8, normalized=True),
         REINFORCE(step=0.3, momentum=0.5, normalized=True),
@@ -206,7 +207,7 @@ def test_the_recursions_are_the_ones_written_out(method: Any) -> None:
         elif isinstance(method, NPGIGT):
             eta = method.momentum * (2 / (t + 2)) ** 0.8
             way = (1 - eta) / eta * (theta - before)
-            if method.max_ahead:
+            if method.max_ahead == 0.05:  # below each way; 50 is above
                 way = 0.05 * way / way.norm()
             direction = (1 - eta) * direction + eta * oracle.gradient(theta + way, oracle.sample(theta + way))
         else:
@@ -323,6 +324,16 @@ def test_trajectories_end_each_for_itself() -> None:
         assert value == wanted[owner, time]
     cut = rollout(Ragged(), policy, 2, 1, torch.Generator().manual_seed(0))
     assert cut.returns().tolist() == [1.0, 10.0]
+
+
+def test_policies_begin_nearly_uniform_and_nearly_at_zero() -> None:
+    """The last layer is a hundredth of the rest, so that no action is settled before the first reward."""
+    seen = torch.randn(200, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        probabilities = torch.softmax(SoftmaxMLP(4, 3).network(seen), -1)
+        means = GaussianMLP(4, 2).network(seen)
+    assert 1e-4 < float((probabilities - 1 / 3).abs().max()) < 0.02
+    assert 1e-4 < float(means.abs().max()) < 0.1
 
 
 def test_policies_are_the_densities_they_say() -> None:

@@ -108,7 +108,8 @@ class Schedule:
         options.check(steps, name)
         self.scheduler: Any
         if options.name == "lanczos":
-            self.scheduler = LanczosLR(optimizer, num_warmup_steps=options.warmup_steps)
+            warmup: dict[str, Any] = {"num_warmup_steps": options.warmup_steps} if options.warmup_steps else {}
+            self.scheduler = LanczosLR(optimizer, **warmup)
         else:
             self.scheduler = NamedSchedule(optimizer, options.factors(steps, name))
 

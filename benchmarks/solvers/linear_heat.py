@@ -64,7 +64,7 @@ def rows(side: int, num_steps: int, solve: Any) -> list[dict[str, Any]]:
 
 
 def tables(quick: bool) -> None:
-    sizes = [(10, 150)] if quick else [(25, 1500), (50, 900)]
+    sizes = [(10, 150)] if quick else [(10, 450), (25, 300)]
     write(
         "solvers-linear-heat",
         {

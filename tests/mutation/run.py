@@ -1,9 +1,10 @@
 """How many one-line faults the tests notice: each is planted into a copy, and the tests named beside it are run there.
 
-    python -m tests.mutation.run [--family NAME] [--faults FILE] [--record]      (not on Windows: it forks)
+    python -m tests.mutation.run [--family NAME] [--faults FILE] [--few N] [--record]      (not on Windows: it forks)
 
 A fault is an entry of a JSON list: `family`, `file`, `old` (text that stands there once), `new`, `tests` (files, or
-`file::test`). It is noticed where one of the tests fails. `--record` writes the score to benchmarks/results/mutations.md.
+`file::test`), and `why` where it is known to survive. It is noticed where one of the tests fails; the quickest is run first.
+`--record` writes the score to benchmarks/results/mutations.md, in place of what stands there of the same families.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scipy.optimize
@@ -33,6 +35,7 @@ FAULTS = Path(__file__).parent
 COPIED = ("trainwright", "tests", "benchmarks", "examples", "pyproject.toml")
 TIMEOUT_S = 900
 """A fault that makes the tests hang is noticed too."""
+Row = dict[str, Any]
 PRELOADED = (torch, scipy.optimize, scipy.sparse.linalg)
 """What takes seconds to import, once for all faults: their tests run in forks."""
 
@@ -46,6 +49,8 @@ class Fault:
     old: str
     new: str
     tests: tuple[str, ...]
+    why: str = ""
+    """Why no test can notice it, where that is known."""
 
 
 def faults(paths: Iterable[Path] = ()) -> list[Fault]:
@@ -126,52 +131,96 @@ def is_noticed(root: Path, fault: Fault) -> bool:
 def survivors(given: Sequence[Fault], told: Callable[[str], None] = print) -> list[Fault]:
     """Return the faults that no test noticed; without any fault all tests must pass."""
     with copy_of_the_repository() as root:
-        for test in sorted({test for fault in given for test in fault.tests}):
-            if not passes(root, (test,)):
-                raise RuntimeError(f"{test} fails without any fault; mend it first")
+        seconds = seconds_without_fault(root, {test for fault in given for test in fault.tests})
         left = []
         for place, fault in enumerate(given, start=1):
-            noticed = is_noticed(root, fault)
+            noticed = is_noticed(root, replace(fault, tests=tuple(sorted(fault.tests, key=seconds.__getitem__))))
             told(f"{place}/{len(given)} {'noticed ' if noticed else 'SURVIVED'} {fault.file}: {fault.new.strip()}")
             left += [] if noticed else [fault]
         return left
 
 
-def score(given: Sequence[Fault], left: Sequence[Fault]) -> list[dict[str, object]]:
-    """Return a row a family: how many were planted, how many noticed."""
+def seconds_without_fault(root: Path, tests: Iterable[str]) -> dict[str, float]:
+    """Return how long each of the tests takes in the copy as it is, where all must pass."""
+    seconds = {}
+    for test in sorted(tests):
+        start = time.monotonic()
+        if not passes(root, (test,)):
+            raise RuntimeError(f"{test} fails without any fault; mend it first")
+        seconds[test] = time.monotonic() - start
+    return seconds
+
+
+def few(given: Sequence[Fault], num: int) -> list[Fault]:
+    """Return at most `num` faults of each family, spread evenly over its list."""
+    kept: list[Fault] = []
+    for own in by_family(given).values():
+        kept += own if len(own) <= num else [own[place * len(own) // num] for place in range(num)]
+    return kept
+
+
+def by_family(given: Iterable[Fault]) -> dict[str, list[Fault]]:
     planted: dict[str, list[Fault]] = defaultdict(list)
     for fault in given:
         planted[fault.family].append(fault)
+    return dict(sorted(planted.items()))
+
+
+def score(given: Sequence[Fault], left: Sequence[Fault]) -> list[Row]:
+    """Return a row a family: how many were planted, how many noticed, which survived and why."""
     return [
         {
             "family": family,
             "planted": len(own),
             "noticed": len(own) - sum(fault in left for fault in own),
-            "survivors": "; ".join(f"{Path(fault.file).name}: {fault.new.strip()}" for fault in own if fault in left),
+            "survivors": "; ".join(_told(fault) for fault in own if fault in left),
         }
-        for family, own in sorted(planted.items())
+        for family, own in by_family(given).items()
     ]
+
+
+def _told(fault: Fault) -> str:
+    reason = f" ({fault.why})" if fault.why else ""
+    return f"{Path(fault.file).name}: `{' '.join(fault.new.split())}`{reason}".replace("|", "∣")
+
+
+def with_the_others(rows: Sequence[Row], path: Path) -> list[Row]:
+    """Return these rows among those of the other families in the record at `path`."""
+    if not path.exists():
+        return list(rows)
+    (before,) = json.loads(path.read_text(encoding="utf8"))["sections"].values()
+    merged = {row["family"]: row for row in (*before, *rows)}
+    return [merged[family] for family in sorted(merged)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--family", action="append", help="only the faults of this family; repeatable")
     parser.add_argument("--faults", action="append", type=Path, default=[], help="another list of faults; repeatable")
+    parser.add_argument("--few", type=int, help="at most so many faults of each family")
     parser.add_argument("--json", action="store_true", help="print the score as JSON, last")
     parser.add_argument("--record", action="store_true", help="write the score to benchmarks/results/mutations.md")
     arguments = parser.parse_args()
     given = [each for each in faults(arguments.faults) if not arguments.family or each.family in arguments.family]
-    left = survivors(given, lambda line: print(line, flush=True))
+    given = given if arguments.few is None else few(given, arguments.few)
+    rows = score(given, survivors(given, lambda line: print(line, flush=True)))
     if arguments.json:
-        print(json.dumps(score(given, left)))
+        print(json.dumps(rows))
         return
-    from benchmarks.solvers.record import write
+    record(rows, keep=arguments.record)
 
+
+def record(rows: Sequence[Row], keep: bool) -> None:
+    """Print the score, and write it where it is to be kept."""
+    from benchmarks.solvers.record import RESULTS, write
+
+    rows = with_the_others(rows, RESULTS / "mutations.json") if keep else rows
+    planted, noticed = (sum(int(row[key]) for row in rows) for key in ("planted", "noticed"))
     write(
         "mutations",
-        {f"{len(given) - len(left)} of {len(given)} one-line faults noticed": score(given, left)},
+        {f"{noticed} of {planted} one-line faults noticed": rows},
         ["Each fault is planted into a copy, and the fast tests of the files named beside it are run there."],
-        keep=arguments.record,
+        keep=keep,
     )
 
 

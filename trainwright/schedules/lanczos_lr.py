@@ -59,10 +59,14 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
         plain rule's. `polyak` is for deterministic gradients (full batches, quadratics): with the noise of batches its
         accumulated step, lr / (1 − ρ), is beyond what is stable. Both need a `momentum` setting without dampening.
     lower: ℓ as the `mean` of |r_i| by weight, for networks, whose spectra reach zero; or the `smallest` positive r_i.
-    safety: 0.5 for noisy gradients, 1 for a deterministic quadratic. max_momentum: momentum is never above it.
+    safety: 0.25 for batches of any size: the curvature of a network rises by five to ten times while it learns, and a step
+        between two measurements has to stand it. 0.5 where batches are large, 1 for a deterministic quadratic.
+    max_momentum: momentum is never above it.
     max_lr: largest rate; `math.inf` for none, as a quadratic with small curvature wants.
     max_growth: largest ratio of a rate to the one measured before; `math.inf` for none.
-    smoothing: of L and ℓ over measurements, 0 for none: new = smoothing · old + (1 − smoothing) · measured.
+    smoothing: of L and ℓ over measurements, 0 for none: new = smoothing · old + (1 − smoothing) · measured, and L never
+        below what was measured. So L rises at once and falls slowly: a step must be stable on the batches that curve most,
+        and of small batches some are all but flat.
     num_warmup_steps: steps over which the rate rises linearly. seed: of the starting vectors; the same on every rank.
     process_group: data-parallel ranks, each with its part of the batch: the curvature is that of the whole batch, and
         every rank must measure. `None`: this process alone, or parameters that are sharded (`DTensor`).
@@ -90,11 +94,11 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
         num_lanczos: int = 10,
         rule: Rule = "plain",
         lower: Literal["mean", "smallest"] = "mean",
-        safety: float = 0.5,
+        safety: float = 0.25,
         max_momentum: float = 0.99,
         max_lr: float = 1.0,
         max_growth: float = 2.0,
-        smoothing: float = 0.0,
+        smoothing: float = 0.9,
         num_warmup_steps: int = 20,
         seed: int = 0,
         process_group: dist.ProcessGroup | None = None,
@@ -182,8 +186,10 @@ class LanczosLR(torch.optim.lr_scheduler.LRScheduler):
                 )
             return
         if self.curvatures is not None:
-            kept = self.smoothing
-            seen = (kept * self.curvatures[0] + (1 - kept) * seen[0], kept * self.curvatures[1] + (1 - kept) * seen[1])
+            largest, lower = (
+                self.smoothing * old + (1 - self.smoothing) * new for old, new in zip(self.curvatures, seen)
+            )
+            seen = (max(seen[0], largest), lower)
         self.curvatures = seen
         rate, momentum = _rates(*seen, self.rule, self.safety)
         self.rate = min(rate, self.max_lr, math.inf if self.rate is None else self.max_growth * self.rate)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..artifacts import UserError
 from .inputs import drawn_from
 
 _BLOCK_BYTES = 64 << 20
@@ -83,6 +84,7 @@ def lazy_greedy(distances: Distances, num_chosen: int, radius: float = 0.0) -> C
     >>> found.indices.tolist(), round(found.total_distance, 6)
     ([3, 5], 12.0)
     """
+    _check_budget(distances, num_chosen)
     greedy = _Greedy(distances)
     heap = [(-gain, index, 0) for index, gain in enumerate(greedy.all_gains().tolist())]
     heapq.heapify(heap)
@@ -104,10 +106,11 @@ def stochastic_greedy(
     distances: Distances, num_chosen: int, seed: int | torch.Generator = 0, delta: float = 0.1, radius: float = 0.0
 ) -> Chosen:
     """Choose `num_chosen` points, each the best of ⌈(n/k) log(1/δ)⌉ drawn at random: 1 - 1/e - δ of the best, on average."""
+    _check_budget(distances, num_chosen)
     greedy, num_points, generator = _Greedy(distances), len(distances), drawn_from(seed)
     sample = max(1, math.ceil(num_points / num_chosen * math.log(1 / delta)))
     left = torch.ones(num_points, dtype=torch.bool)
-    for _ in range(min(num_chosen, num_points)):
+    for _ in range(num_chosen):
         if greedy.within(radius):
             break
         free = left.nonzero().flatten()
@@ -126,12 +129,20 @@ def greedi(
 
     What is chosen in the end is the best of the merged choice and of each part's own, over all points.
     """
+    _check_budget(distances, num_chosen)
     order = torch.randperm(len(distances), generator=drawn_from(seed))
     parts = [part for part in order.chunk(num_parts) if len(part)]
-    local = [part[lazy_greedy(distances.part(part), num_chosen).indices] for part in parts]
+    local = [part[lazy_greedy(distances.part(part), min(num_chosen, len(part))).indices] for part in parts]
     merged = _greedy_among(distances, torch.cat(local), num_chosen, radius)
     candidates = [merged, *(_greedy_among(distances, chosen, num_chosen, radius) for chosen in local)]
     return min(candidates, key=lambda found: found.total_distance)
+
+
+def _check_budget(distances: Distances, num_chosen: int) -> None:
+    if not 1 <= num_chosen <= len(distances):
+        raise UserError(
+            f"num_chosen from 1 to the {len(distances)} points is needed; got {num_chosen}; choose fewer, or take all"
+        )
 
 
 def _greedy_among(distances: Distances, candidates: Tensor, num_chosen: int, radius: float) -> Chosen:

@@ -49,7 +49,8 @@ class BSVRB:
     all blocks; 2 descends in vᵢ ≈ [∇²gᵢ]⁻¹∇fᵢ with Hessian-vector products alone, and touches the chosen blocks only.
 
     `step_x` η, `step_y` τ, `step_v` (version 2; default τ): step sizes. `num_sampled` I: blocks a step. `alpha`, `beta`: shares of
-    the new gradient in trackers and direction, in (0, 1]; 0.1 averages the noise of about ten steps away. `gamma`: weight of
+    the new gradient in trackers and direction, in (0, 1]; 0.1 averages over about ten steps. Runs of thousands of small steps want
+    0.02 and 0.01 (β of version 1: 0.1): averages as long as x takes to settle. `gamma`: weight of
     the difference term. Its default is the theory's (m - I)/(I (1 - α)) + (1 - α) for version 2, and STORM's 1 - α for
     version 1, whose trackers diverge with the theory's: `step_y · smoothness · gamma` < 1 must hold. `v_bound`: largest norm
     of vᵢ (version 2). `catch_up`: version 2 steps yᵢ and vᵢ by their step sizes times the iterations since the block was last

@@ -78,7 +78,8 @@ def minimize(
     stops. The result has SciPy's names; `success`, `status`, `message` as everywhere here. method: `ai-sqp`, or its other
     name `adasketch-newton`; there is no other one here.
 
-    When not: see `solve_ai_sqp`; problems with many inequalities (squared slacks are no active-set method).
+    When not: see `solve_ai_sqp`; problems with many inequalities (squared slacks are no active-set method); gradients without a
+    Hessian, of which each costs 2 n gradients here (SciPy's SLSQP needs none).
 
     >>> import torch
     >>> constraint = {"type": "eq", "fun": lambda x: x[0] * x[1] - 2}
