@@ -123,17 +123,6 @@ class OptimizerRecord:
         """The form that the record prices: `loop` unless `with_options` chose another."""
         return next((form for form in ("fused", "foreach") if self.defaults.get(form)), "loop")
 
-    def form_for(self, shape: Shape) -> str:
-        """Return the form in which a parameter of `shape` is updated: 8-bit methods pass small ones, kept in fp32, to the loop.
-
-        >>> from trainwright.optim import record
-        >>> entry = record("adamw8bit").with_options("fused")
-        >>> entry.form_for((64, 64)), entry.form_for((64,))
-        ('fused', 'loop')
-        """
-        scales = [state.shape(shape, self.defaults) for state in self.states if state.name.endswith("_absmax")]
-        return "loop" if self.form == "fused" and scales and None in scales else self.form
-
     def with_options(self, form: str | None = None, **options: Any) -> OptimizerRecord:
         """Return the record of the method under `options`, in one of `forms`: what it then keeps and allocates.
 

@@ -42,9 +42,6 @@ class OptimizerCost(Protocol):
     def form(self) -> str:
         """How its step runs: `fused`, one pass over memory; `loop`, op after op; `foreach`, so on all parameters at once."""
 
-    def form_for(self, shape: tuple[int, ...]) -> str:
-        """Return the form for a parameter of `shape`: what the form of the whole does not take, runs in another."""
-
     def with_options(self, form: str | None = None) -> OptimizerCost:
         """Return its answers in another form."""
 

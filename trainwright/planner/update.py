@@ -36,8 +36,6 @@ class Updates:
     def seconds(self, device: Device, optimizer: OptimizerCost, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Return the seconds of one parameter's update on `device`."""
         num = math.prod(shape)
-        if optimizer.form_for(tuple(shape)) != optimizer.form:
-            optimizer = optimizer.with_options(optimizer.form_for(tuple(shape)))
         if optimizer.form == "fused" or optimizer.needs_values:
             state = optimizer.state_bytes(shape, dtype)
             launches = 1 if optimizer.form == "fused" else 1 + 4 * (state > num * dtype.itemsize // 2)
