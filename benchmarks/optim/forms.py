@@ -22,6 +22,7 @@ from torch import nn
 import trainwright as tw
 from trainwright import optim
 from trainwright.hardware.presets import resolve
+from trainwright.launch.cores import num_cores
 from trainwright.reports.terminal import rows_table
 
 from ..solvers.record import write
@@ -58,10 +59,11 @@ def this_machine() -> Any:
     """Return `cpu:1` with the bandwidth and the smallest op of one thread."""
     cluster = resolve("cpu:1")
     value, (left, right) = torch.ones(8, requires_grad=True), (torch.ones(1 << 22) for _ in range(2))
-    found = {
+    found: dict[str, Any] = {
         "launch_s": seconds(lambda: [value + 1.0 for _ in range(200)]) / 200,
         "bandwidth_bytes_per_s": 12 * left.numel() / seconds(lambda: left + right),
     }
+    found["flops_per_s"] = {key: rate / num_cores() for key, rate in cluster.device.flops_per_s.items()}
     return cluster.model_copy(update={"device": cluster.device.model_copy(update=found)})
 
 

@@ -186,8 +186,8 @@ def check_runs(chosen: Chosen, plan: Plan) -> None:
     check_plannable(chosen.name, plan.offloads_states)
     if chosen.not_on_shards and plan.num_ranks > 1:
         raise UserError(
-            f"an optimizer that steps on shards is needed on {plan.num_ranks} ranks; {chosen.name} {chosen.not_on_shards}; take "
-            "adamw or adafactor, or plan for one device"
+            f"an optimizer that steps on shards is needed on {plan.num_ranks} ranks; {chosen.name} {chosen.not_on_shards}; "
+            "take adafactor or clippedadam, or plan for one device"
         )
     if not chosen.needs_loss:
         return

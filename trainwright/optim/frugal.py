@@ -75,6 +75,8 @@ class FRUGAL(Method):
     """
 
     forms = ("fused", "loop")
+    calls = 20.0
+    _fused_in_torch = False
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ def _sgd_family() -> tuple[OptimizerRecord, ...]:
             "SGD that also averages its iterates",
             (per_element("ax"), scalar("step"), scalar("eta"), scalar("mu")),
             _elementwise(0),
+            reads_numbers=True,
             paper="Polyak & Juditsky 1992, Acceleration of stochastic approximation by averaging",
         ),
         OptimizerRecord(

@@ -56,6 +56,14 @@ class OptimizerCost(Protocol):
         """What tells it from others, settings included."""
 
     @property
+    def calls(self) -> float:
+        """What its step does for each parameter beside its kernels, in launches of one."""
+
+    @property
+    def fused_flops(self) -> float:
+        """Arithmetic of its single pass for each element, as so many FLOPs of a product; 0: less than its memory takes."""
+
+    @property
     def needs_loss(self) -> bool:
         """Whether its step takes the loss with its graph, which it differentiates itself."""
 
