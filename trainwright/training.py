@@ -409,9 +409,8 @@ def step_of(chosen: Chosen, model: nn.Module, loss_fn: LossFn | None) -> Any:
 
     if not chosen.needs_loss:
         return None
-    twice = any(extra.kind == "hessian_vector" for extra in chosen.extra_passes)
     wants: Any = WANTS.get(chosen.name, "loss")
-    return ClosureStep(wants, twice, lambda batch, output: loss_of(model, batch, loss_fn, output))
+    return ClosureStep(wants, chosen.differentiates_twice, lambda batch, output: loss_of(model, batch, loss_fn, output))
 
 
 def _maker(

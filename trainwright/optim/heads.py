@@ -14,8 +14,8 @@ HEADS = ("lm_head", "head", "classifier", "fc", "score", "output", "unembed", "d
 def embeddings_and_heads(model: nn.Module, heads: Iterable[str] = HEADS) -> set[int]:
     """Return the ids of the weights of embeddings, and of output heads with their biases.
 
-    A head is a layer with one of the names `heads` outside any numbered block, or a linear layer with as many outputs as an embedding has rows: one score
-    for each word.
+    A head is a layer with one of the names `heads` outside any numbered block, or a linear layer with as many outputs as an
+    embedding has rows: one score for each word.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
     >>> [id(param) in embeddings_and_heads(model) for param in model.parameters()]

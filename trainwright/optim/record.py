@@ -24,7 +24,7 @@ Reads = Literal["element", "block", "row", "matrix", "tensor", "model"]
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 _PASSES = {"forward": 1 / 3, "gradient": 1.0, "hessian_vector": 2.0}
 """What a pass costs, in forward and backward passes: a backward is two forwards, a product two gradients."""
-_CALLS_OF_TORCH, _CALLS_OF_OURS, _CALLS_COMPILED = 7.0, 10.0, 40.0
+_CALLS_OF_TORCH, _CALLS_OF_OURS, _CALLS_COMPILED = 8.0, 10.0, 40.0
 """Measured on a core of a Zen 4 with parameters of 64 elements: in launches of an op that is recorded for the backward."""
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -146,7 +146,7 @@ class OptimizerRecord:
 
         >>> from trainwright.optim import record
         >>> record("adamw").calls, record("adan").with_options("fused").calls, record("adan").calls
-        (7.0, 40.0, 10.0)
+        (8.0, 40.0, 10.0)
         """
         if self.cls.__module__.startswith("torch."):
             return _CALLS_OF_TORCH
@@ -177,6 +177,16 @@ class OptimizerRecord:
     def needs_loss(self) -> bool:
         """Whether a step takes the loss with its graph from a closure, and not gradients alone."""
         return bool(self.extra_passes)
+
+    @property
+    def differentiates_twice(self) -> bool:
+        """Whether a step takes Hessian-vector products, for which the graph of the gradient is kept.
+
+        >>> from trainwright.optim import record
+        >>> record("sophiah").differentiates_twice, record("sophiag").differentiates_twice
+        (True, False)
+        """
+        return any(extra.kind == "hessian_vector" for extra in self.extra_passes)
 
     @property
     def updates_alone(self) -> bool:

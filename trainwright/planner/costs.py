@@ -68,6 +68,10 @@ class OptimizerCost(Protocol):
         """Whether its step takes the loss with its graph, which it differentiates itself."""
 
     @property
+    def differentiates_twice(self) -> bool:
+        """Whether its step takes Hessian-vector products, for which the graph of the gradient is kept."""
+
+    @property
     def needs_values(self) -> bool:
         """Whether its step cannot be followed without values."""
 

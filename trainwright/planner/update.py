@@ -20,8 +20,8 @@ from torch import nn
 
 from ..artifacts import Device
 from ..capture.fakes import new_mode
-from ..profiler.time import rate
 from ..profiler.saved import CallCost, CallCounter
+from ..profiler.time import rate
 from ..profiler.values import KnownValues
 
 if TYPE_CHECKING:
