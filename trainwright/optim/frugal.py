@@ -76,6 +76,7 @@ class FRUGAL(Method):
 
     forms = ("fused", "loop")
     calls = 20.0
+    fused_flops = 55.0
     _fused_in_torch = False
 
     def __init__(
