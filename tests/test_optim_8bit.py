@@ -160,12 +160,13 @@ def test_lamb_steps_are_as_long_as_the_parameter_says() -> None:
 
 
 def test_embeddings_keep_wide_moments_in_groups_made_for_it() -> None:
-    model = nn.Sequential(StableEmbedding(100, 64), nn.Linear(64, 100))
+    model = nn.Sequential(StableEmbedding(100, 64), nn.Linear(64, 90), nn.Linear(90, 100))
     optimizer = optim.AdamW8bit(optim.eight_bit_groups(model), lr=0.1)
     model(torch.tensor([1, 2])).square().mean().backward()
     optimizer.step()
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
     assert optimizer.state[model[1].weight]["exp_avg"].dtype == torch.uint8
+    assert optimizer.state[model[2].weight]["exp_avg"].dtype == torch.float32
     assert len(optim.eight_bit_groups(nn.Linear(2, 2))) == 1
 
 

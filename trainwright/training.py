@@ -362,12 +362,13 @@ def optimizer_of(
     model: whose parameters are grouped anew for an optimizer other than the plan's. Raises `UserError` for what cannot run.
     """
     from . import optim
+    from .optim.options import without_groups
 
     if name is None or optim.record(name).name == plan.optimizer:
-        merged = {**plan.optimizer_options, **(options or {})}
-        chosen = replace(
-            optim.choose(plan.optimizer, merged, form or plan.optimizer_form), groups=plan.optimizer_groups
-        )
+        grouped, given = without_groups(optim.record(plan.optimizer), options)
+        merged = {**plan.optimizer_options, **given}
+        groups = plan.optimizer_groups if grouped else ()
+        chosen = replace(optim.choose(plan.optimizer, merged, form or plan.optimizer_form), groups=groups)
     else:
         chosen = optim.choose(name, options, form, model, plan.cluster.device.kind)
     optim.check_runs(chosen, plan)
@@ -387,6 +388,8 @@ def _contradictions(plan: Plan, chosen: Chosen) -> list[str]:
         ]
         if own["optimizer_form"] != plan.optimizer_form:
             told.append(f"the form {plan.optimizer_form}, and {own['optimizer_form']} runs")
+        if own["optimizer_groups"] != plan.optimizer_groups:
+            told.append("groups of its own, and all parameters alike run")
         what = f"the plan was priced for {plan.optimizer} with {'; '.join(told)}" if told else ""
     return [f"{what}: its step and its peak are predicted for another update; plan with what is to run"] if what else []
 
@@ -406,9 +409,8 @@ def step_of(chosen: Chosen, model: nn.Module, loss_fn: LossFn | None) -> Any:
 
     if not chosen.needs_loss:
         return None
-    twice = any(extra.kind == "hessian_vector" for extra in chosen.extra_passes)
     wants: Any = WANTS.get(chosen.name, "loss")
-    return ClosureStep(wants, twice, lambda batch, output: loss_of(model, batch, loss_fn, output))
+    return ClosureStep(wants, chosen.differentiates_twice, lambda batch, output: loss_of(model, batch, loss_fn, output))
 
 
 def _maker(

@@ -219,8 +219,7 @@ def main() -> None:
         "of AdamW's time: median over rounds of own step / the fastest AdamW step just before it.",
         "bar: bytes moved an element / 28 (of bf16: 14) × 1.2; none for methods that read more than the element.",
         "Measured in several runs, each row against AdamW in its own; the AdamW rows are the last run's.",
-        "Sections in fp32: measured on 2026-11-21 on an Intel Xeon of 2 cores, wall clock; those in bf16: processor time, on a "
-        "machine that did other work too.",
+        "Processor time, one thread of a Zen 4 core, on a machine that did other work too: memory is shared with that.",
     ]
     if given.keep:
         sections = merged("optim-speed", sections)

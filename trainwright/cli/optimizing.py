@@ -11,7 +11,8 @@ OptionOption = Annotated[
     list[str] | None,
     typer.Option(
         "--optimizer-option", metavar="KEY=VALUE", rich_help_panel=PANEL,
-        help="A setting of the optimizer, such as betas=0.9,0.95; repeatable. --lr is the learning rate.",
+        help="A setting of the optimizer, such as betas=0.9,0.95; repeatable. groups=false: embeddings and heads "
+        "as all other parameters. --lr is the learning rate.",
     ),
 ]  # fmt: skip
 FormOption = Annotated[

@@ -214,16 +214,27 @@ typedef uint16_t Half;
 typedef Half Halves __attribute__((vector_size(2 * LANES)));
 
 static inline Floats read(const float* from) { return load<Floats>(from); }
+static inline void write(Floats x, float* to) { store(to, x); }
+#if LANES == 16
+static inline Floats read(const Half* from) {
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+}
+static inline void write(Floats x, Half* to) {
+    Ints bits = (Ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    Mask is_nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    store(to, _mm512_cvtepi32_epi16((__m512i)(select(is_nan, Ints{} + 0x7fc00000, rounded) >> 16)));
+}
+#else
 static inline Floats read(const Half* from) {
     return (Floats)(__builtin_convertvector(load<Halves>(from), Ints) << 16);
 }
-static inline void write(Floats x, float* to) { store(to, x); }
 static inline void write(Floats x, Half* to) {
     Ints bits = (Ints)x, odd = (bits >> 16) & 1;
     Ints rounded = (bits + 0x7fff + odd) >> 16;
     Ints is_nan = x != x;
     store(to, __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), Halves));
 }
+#endif
 
 template <typename T> struct Operands {
     T* param;
@@ -376,4 +387,50 @@ extern "C" void momentum_blocks(int64_t num_threads, int64_t num_elements, int64
                                 const float* tables, const Settings* settings) {
     (narrow ? blocks<false, Half> : blocks<false, float>)(num_threads, num_elements, block_size, param, grad, first,
                                                           first_scales, first, first_scales, tables, *settings);
+}
+
+// The same update of a parameter that is too small for codes: its moments are fp32.
+static inline float widened(float value) { return value; }
+static inline float widened(Half value) {
+    uint32_t bits = (uint32_t)value << 16;
+    return load<float>(&bits);
+}
+static inline void narrow_to(float value, float* to) { *to = value; }
+static inline void narrow_to(float value, Half* to) {
+    uint32_t bits = load<uint32_t>(&value);
+    *to = value != value ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+template <bool ADAM, typename T>
+static void wide(int64_t num_threads, int64_t num_elements, T* params, const T* grads, float* first, float* second,
+                 const Settings& s) {
+#pragma omp parallel for simd num_threads(num_threads)
+    for (int64_t i = 0; i < num_elements; ++i) {
+        float param = widened(params[i]), given = widened(grads[i]) * s.sign, moved;
+        bool finite = (given - given) == 0.0f;
+        float grad = finite ? given : 0.0f, m, v = 0.0f;
+        if (ADAM) {
+            m = s.beta1 * first[i] + s.fresh1 * grad;
+            v = s.beta2 * second[i] + s.fresh2 * (grad * grad);
+            moved = param * s.decay - s.step_size * (m / (__builtin_sqrtf(v) * s.root + s.eps));
+            second[i] = finite ? v : 0.0f;
+        } else {
+            m = s.beta1 * first[i] + grad + s.decay * param;
+            moved = param - s.step_size * m;
+        }
+        first[i] = finite ? m : 0.0f;
+        narrow_to(finite ? moved : param, params + i);
+    }
+}
+
+extern "C" void adam_wide(int64_t num_threads, int64_t num_elements, int64_t narrow, void* param, const void* grad,
+                          float* first, float* second, const Settings* settings) {
+    if (narrow) wide<true>(num_threads, num_elements, (Half*)param, (const Half*)grad, first, second, *settings);
+    else wide<true>(num_threads, num_elements, (float*)param, (const float*)grad, first, second, *settings);
+}
+
+extern "C" void momentum_wide(int64_t num_threads, int64_t num_elements, int64_t narrow, void* param, const void* grad,
+                              float* first, const Settings* settings) {
+    if (narrow) wide<false>(num_threads, num_elements, (Half*)param, (const Half*)grad, first, first, *settings);
+    else wide<false>(num_threads, num_elements, (float*)param, (const float*)grad, first, first, *settings);
 }

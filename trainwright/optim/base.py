@@ -55,6 +55,8 @@ class Method(torch.optim.Optimizer):
     forms: ClassVar[tuple[str, ...]] = ("fused", "foreach", "loop")
     """The forms of the step that the method has, fastest first; one that has no `fused` form refuses the setting."""
     _state_names: ClassVar[tuple[str, ...]] = ()
+    _fused_in_torch: ClassVar[bool] = True
+    """Whether the fused form is compiled by torch, which takes numbers that change as tensors."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], **how: Any) -> None:
         """`how`: maximize, foreach, capturable (the step is counted on the parameter's device), fused."""
@@ -119,7 +121,7 @@ class Method(torch.optim.Optimizer):
         for batch in self._batches(group):
             step, lr = _scalars(batch.step, group)
             found = self._step_numbers(step, lr, options)
-            if group["fused"]:
+            if group["fused"] and self._fused_in_torch:
                 step, lr, found = _as_tensor(step), _as_tensor(lr), {key: _as_tensor(found[key]) for key in found}
             update(batch.params, batch.grads, batch.states, step, lr, {**options, **found, **how})
             batch.write_back()

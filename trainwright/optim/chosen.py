@@ -23,7 +23,7 @@ from .eight_bit import EightBit
 from .frugal import FRUGAL
 from .on_parts import OnParts, on_parts
 from .on_wholes import OnWholes, Together
-from .options import FORMS, as_json, checked_options
+from .options import FORMS, as_json, checked_options, without_groups
 from .record import OptimizerRecord
 
 
@@ -121,7 +121,8 @@ def choose(
     """Return the optimizer `name` under `options`, in the groups that it wants of `model`, for a device of a kind.
 
     form: `fused`, `foreach` or `loop`; None: the fastest that holds no temporaries of the whole model's size, which is
-    `fused` where the method has it. Raises `UserError` for names, options, values and forms that there are not.
+    `fused` where the method has it. options: of its constructor, and `groups`, false to treat all parameters alike. Raises
+    `UserError` for names, options, values and forms that there are not.
 
     >>> choose("adamw", {"weight_decay": "0.1"}).fields()["optimizer_form"]
     'fused'
@@ -129,11 +130,12 @@ def choose(
     from . import record
 
     entry = record(name)
-    checked = checked_options(entry, options)
+    grouped, given = without_groups(entry, options)
+    checked = checked_options(entry, given)
     if form is not None and form not in FORMS:
         raise UserError(f"a form of the optimizer's step is needed, one of {', '.join(FORMS)}; got {form!r}; try fused")
     chosen = entry.with_options(form or default_form(entry, device), **checked)
-    return Chosen(chosen, checked, () if model is None else groups_of(chosen, model))
+    return Chosen(chosen, checked, groups_of(chosen, model) if grouped and model is not None else ())
 
 
 def default_form(entry: OptimizerRecord, device: str = "cpu") -> str:
@@ -184,8 +186,8 @@ def check_runs(chosen: Chosen, plan: Plan) -> None:
     check_plannable(chosen.name, plan.offloads_states)
     if chosen.not_on_shards and plan.num_ranks > 1:
         raise UserError(
-            f"an optimizer that steps on shards is needed on {plan.num_ranks} ranks; {chosen.name} {chosen.not_on_shards}; take "
-            "adamw or adafactor, or plan for one device"
+            f"an optimizer that steps on shards is needed on {plan.num_ranks} ranks; {chosen.name} {chosen.not_on_shards}; "
+            "take adafactor or clippedadam, or plan for one device"
         )
     if not chosen.needs_loss:
         return

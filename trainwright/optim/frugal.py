@@ -20,10 +20,10 @@ from ..numerics.seeds import seeded
 from .base import Method, check_common, check_range, plain, working_dtype
 from .fused_8bit import check_on_cpu
 from .fused_subspace import step_in_subspace
+from .heads import EMBEDDINGS, HEADS, embeddings_and_heads
 from .projection import Subspace
 
 Order = Literal["random", "ascending", "descending", "mirror"]
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 class FRUGAL(Method):
@@ -75,6 +75,9 @@ class FRUGAL(Method):
     """
 
     forms = ("fused", "loop")
+    calls = 20.0
+    fused_flops = 55.0
+    _fused_in_torch = False
 
     def __init__(
         self,
@@ -115,22 +118,18 @@ class FRUGAL(Method):
         check_on_cpu(self)
 
     @staticmethod
-    def groups(model: nn.Module, full: Iterable[str] = ("lm_head", "head", "classifier", "fc")) -> list[dict[str, Any]]:
+    def groups(model: nn.Module, full: Iterable[str] = HEADS) -> list[dict[str, Any]]:
         """Return two groups of a model's parameters: the weights of its linear layers to project, and all others.
 
-        A linear layer is any whose `weight` is a matrix and that is no embedding (transformers' `Conv1D`, say).
-        full: last names of linear layers that are output heads, and keep their whole state.
+        A linear layer is any whose `weight` is a matrix and that is no embedding (transformers' `Conv1D`, say) and no output
+        head. full: last names of layers that are heads, see `heads.embeddings_and_heads`. Plans and runs take these groups by
+        themselves.
         """
-        heads = set(full)
-        linear = {
-            module.weight
-            for name, module in model.named_modules()
-            if _is_linear(module) and name.split(".")[-1] not in heads
-        }
-        tied = {module.weight for module in model.modules() if isinstance(module, _EMBEDDINGS)}
+        apart = embeddings_and_heads(model, full)
+        linear = {id(module.weight) for module in model.modules() if _is_linear(module)} - apart
         params = [param for param in model.parameters() if param.requires_grad]
-        inside = [param for param in params if param in linear and param not in tied]
-        outside = [param for param in params if param not in linear or param in tied]
+        inside = [param for param in params if id(param) in linear]
+        outside = [param for param in params if id(param) not in linear]
         groups = [{"params": inside, "projected": True}, {"params": outside, "projected": False}]
         return [group for group in groups if group["params"]]
 
@@ -225,7 +224,7 @@ class FRUGAL(Method):
 
 def _is_linear(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.ndim == 2 and not isinstance(module, _EMBEDDINGS)
+    return isinstance(weight, nn.Parameter) and weight.ndim == 2 and not isinstance(module, EMBEDDINGS)
 
 
 def _restart(state: dict[str, Any], shape: tuple[int, ...], grad: Tensor, group: dict[str, Any]) -> None:

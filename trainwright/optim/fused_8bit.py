@@ -20,6 +20,7 @@ _NUM_DECADES = 7
 _LEAST_ELEMENTS = 1 << 15
 """Of a thread: fewer take less time than waking it."""
 _DTYPES = (torch.float32, torch.bfloat16)
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _SOURCE = Path(numerics.__file__).with_name("blockwise.cpp")
 
 
@@ -31,7 +32,7 @@ class _Settings(ctypes.Structure):
 
 
 def fused(update: Update) -> Update:
-    """Return the one-pass form of an 8-bit `update`; what it cannot take (fp64, wide moments, gaps) goes to `update`."""
+    """Return the one-pass form of an 8-bit `update`; what it cannot take (fp64, fp16, gaps) goes to `update`."""
     _load()
     general = taking_any(update)
 
@@ -39,20 +40,30 @@ def fused(update: Update) -> Update:
         params: list[Tensor], grads: list[Tensor], states: Lists, step: Any, lr: Any, options: dict[str, Any]
     ) -> None:
         (param,), (grad,) = params, grads
-        moments = [name for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in states]
-        views = flat_views([param, grad, *(states[name][0] for name in moments)])
-        scales = [states[f"{name}_absmax"][0] for name in moments if f"{name}_absmax" in states]
-        if views is None or not scales or param.dtype not in _DTYPES or grad.dtype != param.dtype:
+        names = [name for name in _MOMENTS if name in states]
+        moments = [states[name][0] for name in names]
+        scales = [states[f"{name}_absmax"][0] for name in names if f"{name}_absmax" in states]
+        in_order = _in_order([param, grad, *moments])
+        if not in_order or param.dtype not in _DTYPES or grad.dtype != param.dtype:
             return general(params, grads, states, step, lr, options)
-        codes = [tensor for pair in zip(views[2:], scales) for tensor in pair]
-        settings = _settings(step, lr, options)
-        num_threads = max(1, min(torch.get_num_threads(), param.numel() // _LEAST_ELEMENTS))
-        pointers = [tensor.data_ptr() for tensor in (views[0], views[1], *codes, _tables())]
-        sizes = num_threads, param.numel(), options["block_size"], param.dtype == torch.bfloat16
-        _call(len(moments))(*sizes, *pointers, ctypes.byref(settings))
+        num_elements, settings = param.numel(), ctypes.byref(_settings(step, lr, options))
+        sizes = [max(1, min(torch.get_num_threads(), num_elements // _LEAST_ELEMENTS)), num_elements]
+        narrow = param.dtype == torch.bfloat16
+        if scales:
+            codes = [tensor for pair in zip(moments, scales) for tensor in pair]
+            pointers = [tensor.data_ptr() for tensor in (param, grad, *codes, _tables())]
+            _call("blocks", len(moments))(*sizes, options["block_size"], narrow, *pointers, settings)
+        else:
+            pointers = [tensor.data_ptr() for tensor in (param, grad, *moments)]
+            _call("wide", len(moments))(*sizes, narrow, *pointers, settings)
         return None
 
     return run
+
+
+def _in_order(tensors: list[Tensor]) -> bool:
+    """Whether the tensors' elements fill their memory, all in the same order."""
+    return all(tensor.is_contiguous() for tensor in tensors) or flat_views(tensors) is not None
 
 
 def check_on_cpu(optimizer: torch.optim.Optimizer) -> None:
@@ -75,9 +86,11 @@ def _load() -> ctypes.CDLL:
 
 
 @functools.cache
-def _call(num_moments: int) -> Any:
-    function = _load().adam_blocks if num_moments == 2 else _load().momentum_blocks
-    function.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_void_p] * (3 + 2 * num_moments), ctypes.POINTER(_Settings)]
+def _call(kind: str, num_moments: int) -> Any:
+    """Return the pass over `blocks` of codes with their scales and tables, or over `wide` moments."""
+    function = getattr(_load(), f"{'adam' if num_moments == 2 else 'momentum'}_{kind}")
+    sizes, pointers = (4, 3 + 2 * num_moments) if kind == "blocks" else (3, 2 + num_moments)
+    function.argtypes = [*[ctypes.c_int64] * sizes, *[ctypes.c_void_p] * pointers, ctypes.POINTER(_Settings)]
     function.restype = None
     return function
 

@@ -59,6 +59,25 @@ def checked_options(entry: OptimizerRecord, given: Mapping[str, Any] | None) -> 
     return found
 
 
+def without_groups(entry: OptimizerRecord, given: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any]]:
+    """Return whether the method's own parameter groups are wanted, as they are unless `groups` is false, and the other options.
+
+    >>> from trainwright.optim import record
+    >>> without_groups(record("adamw8bit"), {"groups": "false", "eps": "1e-6"})
+    (False, {'eps': '1e-6'})
+    """
+    rest = dict(given or {})
+    if "groups" not in rest:
+        return True, rest
+    value = rest.pop("groups")
+    wanted = _as_kind(bool, value, True)
+    if entry.groups is None:
+        raise UserError(f"{entry.name} treats all parameters alike; got groups={value}; leave it out")
+    if wanted is None:
+        raise UserError(f"{entry.name}'s groups needs true or false; got {value}; write for example groups=false")
+    return wanted, rest
+
+
 def option_defaults(entry: OptimizerRecord) -> dict[str, tuple[Any, str]]:
     """Return what may be set of an optimizer: by name its default and its annotation."""
     signature = inspect.signature(entry.cls).parameters
@@ -94,7 +113,8 @@ def _value(entry: OptimizerRecord, name: str, value: Any, own: Mapping[str, tupl
     if name not in own:
         near = difflib.get_close_matches(name, own, n=1)
         advice = f"did you mean {near[0]}?" if near else "choose among those"
-        raise UserError(f"{entry.name} has no option {name}; its options are {', '.join(own)}; {advice}")
+        known = [*own, *(["groups"] if entry.groups is not None else [])]
+        raise UserError(f"{entry.name} has no option {name}; its options are {', '.join(known)}; {advice}")
     default, annotation = own[name]
     kinds = _kinds(default, annotation)
     is_none = value is None or (isinstance(value, str) and value.lower() == "none" and str not in kinds)

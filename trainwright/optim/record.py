@@ -24,6 +24,8 @@ Reads = Literal["element", "block", "row", "matrix", "tensor", "model"]
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 _PASSES = {"forward": 1 / 3, "gradient": 1.0, "hessian_vector": 2.0}
 """What a pass costs, in forward and backward passes: a backward is two forwards, a product two gradients."""
+_CALLS_OF_TORCH, _CALLS_OF_OURS, _CALLS_COMPILED = 8.0, 10.0, 40.0
+"""Measured on a core of a Zen 4 with parameters of 64 elements: in launches of an op that is recorded for the backward."""
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -123,17 +125,6 @@ class OptimizerRecord:
         """The form that the record prices: `loop` unless `with_options` chose another."""
         return next((form for form in ("fused", "foreach") if self.defaults.get(form)), "loop")
 
-    def form_for(self, shape: Shape) -> str:
-        """Return the form in which a parameter of `shape` is updated: 8-bit methods pass small ones, kept in fp32, to the loop.
-
-        >>> from trainwright.optim import record
-        >>> entry = record("adamw8bit").with_options("fused")
-        >>> entry.form_for((64, 64)), entry.form_for((64,))
-        ('fused', 'loop')
-        """
-        scales = [state.shape(shape, self.defaults) for state in self.states if state.name.endswith("_absmax")]
-        return "loop" if self.form == "fused" and scales and None in scales else self.form
-
     def with_options(self, form: str | None = None, **options: Any) -> OptimizerRecord:
         """Return the record of the method under `options`, in one of `forms`: what it then keeps and allocates.
 
@@ -148,6 +139,24 @@ class OptimizerRecord:
         switches = [name for name in ("foreach", "fused") if form is not None and name in self.forms]
         how: dict[str, Any] = {name: name == form for name in switches}
         return replace(self, defaults={**self.defaults, **options, **how})
+
+    @property
+    def calls(self) -> float:
+        """What the step does for each parameter beside its kernels, in launches of one: Python, parts of `DTensor`s, checks.
+
+        >>> from trainwright.optim import record
+        >>> record("adamw").calls, record("adan").with_options("fused").calls, record("adan").calls
+        (8.0, 40.0, 10.0)
+        """
+        if self.cls.__module__.startswith("torch."):
+            return _CALLS_OF_TORCH
+        compiled = self.form == "fused" and getattr(self.cls, "_fused_in_torch", False)
+        return _CALLS_COMPILED if compiled else float(getattr(self.cls, "calls", _CALLS_OF_OURS))
+
+    @property
+    def fused_flops(self) -> float:
+        """Arithmetic of the single pass for each element, as so many FLOPs of a product; 0: less than its memory takes."""
+        return float(getattr(self.cls, "fused_flops", 0.0))
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -168,6 +177,16 @@ class OptimizerRecord:
     def needs_loss(self) -> bool:
         """Whether a step takes the loss with its graph from a closure, and not gradients alone."""
         return bool(self.extra_passes)
+
+    @property
+    def differentiates_twice(self) -> bool:
+        """Whether a step takes Hessian-vector products, for which the graph of the gradient is kept.
+
+        >>> from trainwright.optim import record
+        >>> record("sophiah").differentiates_twice, record("sophiag").differentiates_twice
+        (True, False)
+        """
+        return any(extra.kind == "hessian_vector" for extra in self.extra_passes)
 
     @property
     def updates_alone(self) -> bool:

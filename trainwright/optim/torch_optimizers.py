@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
+from .heads import embeddings_and_heads
 from .record import OptimizerRecord, Options, Shape, StateTensor, Temporaries, per_element, scalar
 
 _BF16_BYTES = 2
@@ -40,6 +41,7 @@ def _sgd_family() -> tuple[OptimizerRecord, ...]:
             "SGD that also averages its iterates",
             (per_element("ax"), scalar("step"), scalar("eta"), scalar("mu")),
             _elementwise(0),
+            reads_numbers=True,
             paper="Polyak & Juditsky 1992, Acceleration of stochastic approximation by averaging",
         ),
         OptimizerRecord(
@@ -164,9 +166,6 @@ def _matrix_family() -> tuple[OptimizerRecord, ...]:
     return (adafactor, muon)
 
 
-_HEADS = ("lm_head", "head", "classifier", "fc", "score", "output")
-
-
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the hidden matrices of a model, for Muon, and what is AdamW's: embeddings, heads, biases, norms, kernels.
 
@@ -174,12 +173,7 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     >>> [(len(group["params"]), group.get("optimizer")) for group in groups]
     [(1, None), (2, 'adamw')]
     """
-    outside = {
-        id(module.weight)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        or (isinstance(getattr(module, "weight", None), Tensor) and name.split(".")[-1] in _HEADS)
-    }
+    outside = embeddings_and_heads(model)
     params = [param for param in model.parameters() if param.requires_grad]
     inside = [param for param in params if param.dim() == 2 and id(param) not in outside]
     rest = [param for param in params if param.dim() != 2 or id(param) in outside]

@@ -42,9 +42,6 @@ class OptimizerCost(Protocol):
     def form(self) -> str:
         """How its step runs: `fused`, one pass over memory; `loop`, op after op; `foreach`, so on all parameters at once."""
 
-    def form_for(self, shape: tuple[int, ...]) -> str:
-        """Return the form for a parameter of `shape`: what the form of the whole does not take, runs in another."""
-
     def with_options(self, form: str | None = None) -> OptimizerCost:
         """Return its answers in another form."""
 
@@ -59,8 +56,20 @@ class OptimizerCost(Protocol):
         """What tells it from others, settings included."""
 
     @property
+    def calls(self) -> float:
+        """What its step does for each parameter beside its kernels, in launches of one."""
+
+    @property
+    def fused_flops(self) -> float:
+        """Arithmetic of its single pass for each element, as so many FLOPs of a product; 0: less than its memory takes."""
+
+    @property
     def needs_loss(self) -> bool:
         """Whether its step takes the loss with its graph, which it differentiates itself."""
+
+    @property
+    def differentiates_twice(self) -> bool:
+        """Whether its step takes Hessian-vector products, for which the graph of the gradient is kept."""
 
     @property
     def needs_values(self) -> bool:

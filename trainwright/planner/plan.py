@@ -286,7 +286,12 @@ def _passes(task: Task) -> tuple[str, ...]:
     num_passes = task.optimizer_cost.num_passes
     if num_passes == 1.0:
         return ()
+    cost, held = task.optimizer_cost, "that of one pass and the declared state: what further passes hold is not in it"
+    if cost.differentiates_twice and cost.reads != "model":
+        held = "that of a step with a Hessian-vector product, the graph of the gradient included"
+    elif cost.differentiates_twice:
+        held = "that of one Hessian-vector product and the declared state, a bound from below: its solves hold more"
     return (
         f"{task.optimizer} takes {num_passes:.3g} forward and backward passes a step on average, which the times count; the "
-        "peak is that of one pass and the declared state, without the graph of a Hessian-vector product",
+        f"peak is {held}",
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..artifacts import MemoryPoint, UserError
 from ..capture._torch_private import VALUE_NEEDED
@@ -125,7 +126,9 @@ def _simulate(
             tracker.keep_timeline = timeline
             communicator.num_bytes.clear()
             communicator.num_calls.clear()
-            if program.num_runs == 1:
+            if optimizer_cost is not None and optimizer_cost.differentiates_twice:
+                _step_with_curvature(executor, sources, optimizer, tracker)
+            elif program.num_runs == 1:
                 _step(executor, sources, optimizer, tracker)
             else:
                 _accumulated_step(executor, sources, optimizer, tracker, communicator)
@@ -278,3 +281,39 @@ def _step(
     with tracker.phase("update"):
         optimizer.step()
     del outputs, loss
+
+
+def _step_with_curvature(
+    executor: Executor, sources: Mapping[Tensor, Any], optimizer: torch.optim.Optimizer, tracker: MemoryTracker
+) -> None:
+    """The step in which a method takes a Hessian-vector product: the graph of the gradient is kept until then."""
+    state = run_state(None, tracker.target)
+    with sdpa_kernel(SDPBackend.MATH):
+        with tracker.phase("forward"):
+            outputs = executor.run(sources, state)
+            loss = outputs[executor.local.program.captured.loss_index]
+            tracker.mark_forward_end()
+        with tracker.phase("backward"):
+            grads = _gradients_by_curvature(
+                loss, [param for group in optimizer.param_groups for param in group["params"]]
+            )
+    with tracker.phase("update"):
+        for param, grad in grads:
+            param.grad = grad
+        optimizer.step()
+    del outputs, loss
+
+
+def _gradients_by_curvature(loss: Any, params: list[Any]) -> list[tuple[Any, Any]]:
+    """The gradients, after one product with probes and the estimates that it gives were held beside their graph."""
+    found = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+    pairs = [(param, grad) for param, grad in zip(params, found) if grad is not None]
+    used = [(param, grad) for param, grad in pairs if grad.requires_grad]
+    probes = [torch.empty_like(param) for param, _ in pairs]
+    likewise = [probe for probe, (_, grad) in zip(probes, pairs) if grad.requires_grad]
+    products = torch.autograd.grad(
+        [grad for _, grad in used], [param for param, _ in pairs], likewise, allow_unused=True
+    )
+    estimates = [probe if product is None else probe * product for probe, product in zip(probes, products)]
+    del products, estimates
+    return [(param, grad.detach()) for param, grad in pairs]
