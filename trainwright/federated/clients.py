@@ -73,6 +73,10 @@ class Clients:
             raise UserError(f"an enrolled client is needed; {client!r} is not; call enroll({client!r}) first")
         return self.known[client]
 
+    def predicted_s(self) -> dict[str, float]:
+        """Return the predicted seconds of those clients that have any."""
+        return {client: entry.predicted_s for client, entry in self.known.items() if entry.predicted_s is not None}
+
     def share(self, clients: Mapping[str, Any]) -> float:
         """Return Σ p_i of these clients; exactly 1 for all of them."""
         if not self.rule.weighted:
@@ -101,9 +105,9 @@ class Clients:
     def _predicted(self) -> dict[str, float]:
         """Return the rule's g_i; clients without a prediction stand in the sums with what is the middle of the others."""
         if self._periods is None:
-            given = {client: entry.predicted_s for client, entry in self.known.items()}
-            middle = statistics.median(value for value in given.values() if value is not None)
-            self._periods = self.rule.periods({client: value or middle for client, value in given.items()})
+            given = self.predicted_s()
+            middle = statistics.median(given.values())
+            self._periods = self.rule.periods({client: given.get(client, middle) for client in self.known})
         return self._periods
 
     def as_json(self) -> dict[str, Any]:

@@ -174,6 +174,8 @@ class Server:
     def send(self, client: str, now_s: float = 0.0) -> Sent:
         """Return the present model for `client` and note that its answer is awaited."""
         entry = self.clients.need(client)
+        if not self.rule.is_settled:
+            self.rule = self.clients.rule = self.rule.settled(self.clients.predicted_s())
         self.outstanding[client] = Outstanding(self.version, now_s)
         self.traffic.num_sent += 1
         self.traffic.bytes_down += num_bytes(self.arrays)

@@ -47,7 +47,7 @@ class ServerStrategy(flower_strategies.FedAvg):
     own and no asynchronous form; for the latter give Flower's client-side mods to `client_app`.
 
     >>> FedFix(0.5).rule
-    FedFix(weighted=True, seconds=0.5)
+    FedFix(weighted=True, seconds=0.5, share=0.5)
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class ServerStrategy(flower_strategies.FedAvg):
         while server.version < num_rounds:
             exchange.look_for_nodes()
             if len(exchange.names) >= self.min_available_nodes:
-                due_s = due_s if due_s is not None else self._next_tick_s(-math.inf)
                 exchange.send(server, lambda sent: (sent.arrays, config | sent.config | {"server-round": sent.version}))
+                due_s = due_s if due_s is not None else self._next_tick_s(-math.inf)
             took = exchange.take(server)
             if due_s is not None and self.timing.clock() >= due_s:
                 due_s = self._next_tick_s(due_s)
@@ -121,7 +121,8 @@ class ServerStrategy(flower_strategies.FedAvg):
 
     def _next_tick_s(self, last_s: float) -> float:
         """Return when to aggregate next: at the multiples of Δt since the start, those that have passed left out."""
-        interval_s, now_s = self.rule.interval_s, self.timing.clock()
+        rule = self.server.rule if self.server is not None else self.rule
+        interval_s, now_s = rule.interval_s, self.timing.clock()
         if interval_s is None:
             return math.inf
         if math.isinf(last_s):
@@ -184,14 +185,17 @@ def _averaged(metrics: dict[str, dict[str, float]], server: Server) -> MetricRec
 class FedFix(ServerStrategy):
     """`trainwright.federated.FedFix` on Flower: aggregate every `seconds` of the wall clock, whoever has answered.
 
-    The other settings are those of `ServerStrategy`.
+    Without `seconds`, the nodes' `predicted-s` say how long it is: `share` of the first `min_available_nodes` finish in it. The
+    other settings are those of `ServerStrategy`.
 
     >>> FedFix(30.0, min_available_nodes=5).rule.interval_s
     30.0
     """
 
-    def __init__(self, seconds: float, *, weighted: bool = True, **settings: Any) -> None:
-        super().__init__(rules.FedFix(seconds, weighted=weighted), **settings)
+    def __init__(
+        self, seconds: float | None = None, *, share: float = 0.5, weighted: bool = True, **settings: Any
+    ) -> None:
+        super().__init__(rules.FedFix(seconds, share, weighted=weighted), **settings)
 
 
 class FedBuff(ServerStrategy):
