@@ -31,7 +31,8 @@ METRIC = "metric."
 def model_arrays(model: nn.Module, *, buffers: bool = False) -> dict[str, np.ndarray]:
     """Return what of a model travels: its trained parameters, as arrays by name; with `buffers` its running statistics too.
 
-    What is narrower than fp32 travels as fp32. Without `buffers` each client keeps its own batch norm statistics.
+    What is narrower than fp32 travels as fp32. Without `buffers` each client keeps its own batch norm statistics. Of a planned
+    module the arrays are whole, in the user's names; every rank calls this.
 
     >>> sorted(model_arrays(nn.Linear(2, 1)))
     ['bias', 'weight']
@@ -40,7 +41,7 @@ def model_arrays(model: nn.Module, *, buffers: bool = False) -> dict[str, np.nda
 
 
 def load_arrays(model: nn.Module, arrays: Arrays) -> None:
-    """Copy arrays by name into the model's parameters and buffers, in their own types.
+    """Copy arrays by name into the model's parameters and buffers, in their own types; each rank of a planned module takes its part.
 
     >>> net = nn.Linear(1, 1)
     >>> load_arrays(net, {"weight": np.array([[2.0]]), "bias": np.array([1.0])})
@@ -48,20 +49,45 @@ def load_arrays(model: nn.Module, arrays: Arrays) -> None:
     3.0
     """
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    if unknown := [name for name in arrays if name not in targets]:
+        raise UserError(
+            f"arrays of this model are needed; it has no {unknown[0]}; start the server from its model_arrays"
+        )
+    if is_planned(model):
+        from ..runtime.weights import load_full_state_dict
+
+        load_full_state_dict(model, {name: _as_tensor(value) for name, value in arrays.items()})
+        return
     with torch.no_grad():
         for name, value in arrays.items():
-            if name not in targets:
-                raise UserError(
-                    f"arrays of this model are needed; it has no {name}; start the server from its model_arrays"
-                )
             targets[name].copy_(_as_tensor(value))
+
+
+def is_planned(model: nn.Module) -> bool:
+    """Return whether the model is laid out by a plan, so that a process may hold a part of each parameter only.
+
+    >>> is_planned(nn.Linear(1, 1))
+    False
+    """
+    return any(hasattr(param, "full_tensor") for param in model.parameters())
 
 
 def _travelling(model: nn.Module, buffers: bool) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if buffers:
         found |= {name: value for name, value in model.named_buffers() if value.is_floating_point()}
-    return found
+    return _whole(model, found)
+
+
+def _whole(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole tensors for those of the model's, which a planned module gathers from its ranks."""
+    if not is_planned(model) or not values:
+        return values
+    from ..runtime.module import full_state_dict
+
+    trainable = all(value.requires_grad for value in values.values())
+    gathered = full_state_dict(model, trainable=trainable)  # type: ignore[arg-type]
+    return {name: gathered[name] for name in values if name in gathered}
 
 
 def _as_array(value: Tensor) -> np.ndarray:
@@ -177,12 +203,12 @@ class LossTaking(LocalMethod):
 class LocalTraining:
     """K local steps on a client's own examples: `update(state, arrays, config) -> (delta, state)`, for `simulate` and for Flower.
 
-    model: an `nn.Module`; many clients may share one, for each piece of work loads what it needs. data: a tuple of tensors with
+    model: an `nn.Module`; many clients may share one, for each piece of work loads what it needs. Or what `tw.parallelize` gave, on
+    one rank or several: every rank then calls the work with the same arrays, and each gets the whole change. data: a tuple of tensors with
     equal first dims, or a loader. loss_fn: `loss_fn(model, batch)`. optimizer: a function from parameters to an optimizer,
     `functools.partial(tw.optim.create, "adan", lr=1e-3)`; made anew for each piece of work, so momentum begins at zero.
     num_steps, batch_size, seed: of a piece of work. method: `Plain()`, `FedSpeed(…)`, `LossTaking()`. buffers: batch norm's
-    running statistics travel with the model; else each client keeps its own. read, load: where the model's values are not in
-    this process alone (a planned model on several ranks): functions that return all of them, and that take them.
+    running statistics travel with the model; else each client keeps its own.
 
     The state keeps the number of pieces, the last mean loss (`metric.loss`), buffers that do not travel, and what the
     method keeps. Raises `UserError` for settings out of range and for arrays that are not the model's.
@@ -199,12 +225,10 @@ class LocalTraining:
     def __init__(
         self, model: nn.Module, data: Any, loss_fn: LossFn, optimizer: MakeOptimizer, *, num_steps: int = 10,
         batch_size: int = 32, seed: int = 0, method: LocalMethod | None = None, buffers: bool = False,
-        read: Callable[[], Mapping[str, Tensor]] | None = None, load: Callable[[dict[str, Tensor]], None] | None = None,
     ) -> None:  # fmt: skip
         check_range("LocalTraining", num_steps=(num_steps, "of at least 1", lambda value: value >= 1))
         self.model, self.loss_fn, self.make_optimizer, self.num_steps = model, loss_fn, optimizer, num_steps
         self.batches, self.method, self.buffers = Batches(data, batch_size, seed), method or Plain(), buffers
-        self._read, self._load = read, load
         self.method.check(model)
 
     def __call__(self, state: State, arrays: Arrays, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], State]:
@@ -219,10 +243,7 @@ class LocalTraining:
         return delta, state | {"works": number + 1, METRIC + "loss": loss}
 
     def _take(self, arrays: Arrays, state: State) -> None:
-        if self._load is not None:
-            self._load({name: _as_tensor(value) for name, value in arrays.items()})
-        else:
-            load_arrays(self.model, arrays)
+        load_arrays(self.model, arrays)
         own = {name.removeprefix(_BUFFER): value for name, value in state.items() if name.startswith(_BUFFER)}
         load_arrays(self.model, own)
 
@@ -248,16 +269,14 @@ class LocalTraining:
         return value
 
     def _change(self, arrays: Arrays) -> dict[str, np.ndarray]:
-        if self._read is not None:
-            whole = self._read()
-            return {name: _as_array(whole[name]) - value for name, value in arrays.items()}
         new = _travelling(self.model, self.buffers)
         return {name: _as_array(new[name]) - value for name, value in arrays.items()}
 
     def _own_buffers(self) -> State:
         if self.buffers:
             return {}
-        return {_BUFFER + name: value.detach().cpu().numpy().copy() for name, value in self.model.named_buffers()}
+        own = _whole(self.model, dict(self.model.named_buffers()))
+        return {_BUFFER + name: value.detach().cpu().numpy().copy() for name, value in own.items()}
 
 
 class VectorisedTraining:
@@ -278,10 +297,10 @@ class VectorisedTraining:
             and type(each.method) is Plain and each.batches.is_tensors
             for each in clients.values()
         )  # fmt: skip
-        if not alike or any(True for _ in first.model.buffers()):
+        if not alike or any(True for _ in first.model.buffers()) or is_planned(first.model):
             raise UserError(
-                "clients that are alike are needed to train together: one model object without buffers, one loss, one optimizer, "
-                "equal steps and batch sizes, tensors as data, Plain(); got others; leave `together` out"
+                "clients that are alike are needed to train together: one model object without buffers and plan, one loss, one "
+                "optimizer, equal steps and batch sizes, tensors as data, Plain(); got others; leave `together` out"
             )
         self.clients, self.chunk, self.first = clients, chunk, first
 
