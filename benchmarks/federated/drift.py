@@ -15,7 +15,7 @@ from benchmarks.solvers.record import CPU_SECONDS, write
 from trainwright import federated
 from trainwright.federated import Server, SimulatedClient, VectorisedTraining, simulate
 
-ALPHAS = (0.6, 0.3, 0.1)
+ALPHAS = (0.6, 0.3)
 SEEDS = (0, 1, 2)
 ROUNDS = 200
 LOOKS = (50, 100, 150, 200)
