@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -360,6 +361,34 @@ def test_a_plan_says_how_long_its_client_takes() -> None:
     server = Server(model_arrays(model), FedFix(alone * 3))
     server.enroll("planned", predicted_s=alone)
     assert server.clients.weight("planned", gap=1) == 1.0
+
+
+def test_plans_of_unlike_hardware_set_the_interval_and_the_weights() -> None:
+    """From plans alone, before anything has arrived: Δt = the time in which half finish, d_i = p_i ⌈τ_i / Δt⌉."""
+    loss = nn.CrossEntropyLoss()
+    inputs, labels = examples(size=64)
+    shapes = [(6, 4096, "cpu:1", 8), (6, 4096, "1xh100", 8), (6, 4096, "1xh100", 5)]
+    clients, times_s = {}, {}
+    for k, (width, hidden, hardware, num_steps) in enumerate(shapes):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+        start = model_arrays(model)
+        plan = tw.plan(model, (inputs[:16], labels[:16]), loss_fn=loss, hardware=hardware, optimizer="sgd")
+        module = tw.parallelize(model, plan, loss_fn=loss)
+        times_s[f"c{k}"] = predicted_work_s(plan, num_steps)
+        work = LocalTraining(module, (inputs[20 * k : 20 * k + 24], labels[20 * k : 20 * k + 24]),
+                             lambda module, batch, plan=plan: module(*plan.shard_batch(batch)).loss, sgd,
+                             num_steps=num_steps, batch_size=16, seed=k)  # fmt: skip
+        clients[f"c{k}"] = SimulatedClient(work, times_s[f"c{k}"], 1.0 + k, predicted_s=times_s[f"c{k}"])
+    assert times_s["c0"] > 1.5 * times_s["c1"] > 1.5 * times_s["c2"]
+    server = Server(start, FedFix())
+    simulate(server, clients, max_aggregations=6)
+    assert server.rule.interval_s == times_s["c1"]
+    waits = math.ceil(times_s["c0"] / times_s["c1"] - 1e-9)
+    for name, share, ticks in (("c0", 1 / 6, waits), ("c1", 2 / 6, 1), ("c2", 3 / 6, 1)):
+        assert server.clients.weight(name, gap=1) == pytest.approx(share * ticks)
+    received = {name: server.clients.known[name].num_accepted for name in clients}
+    assert received == {"c0": 6 // waits, "c1": 6, "c2": 6}
 
 
 def test_a_client_may_be_a_planned_model_on_several_ranks(pool2: Pool) -> None:
