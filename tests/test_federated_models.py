@@ -181,6 +181,9 @@ def test_many_clients_at_once_are_as_one_after_the_other() -> None:
     assert {name: state["works"] for name, state in one.states.items()} == {
         name: other.server.clients.known[name].num_accepted for name in works
     }
+    whole = {"a": LocalTraining(model, examples(), loss_fn, functools.partial(tw.optim.create, "adafactor", lr=0.01))}
+    with pytest.raises(UserError, match="an elementwise optimizer is needed"):
+        VectorisedTraining(whole)
     with pytest.raises(UserError, match="clients that are alike are needed"):
         VectorisedTraining({"a": works["c0"], "b": LocalTraining(net(), examples(), loss_fn, make)})
 

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.federated import world
 from benchmarks.solvers.record import write
 
-CASES = ((1000, 2), (1000, 10))
+CASES = ((100, 10), (1000, 2))
 OURS = {"alpha": 3.0, "lr": 0.1, "num_steps": 5, "batch_size": 16}
 ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

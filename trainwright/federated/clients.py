@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..artifacts import UserError, check_range
+from .checks import positive
 from .rules import Rule
 
 
@@ -56,7 +57,6 @@ class Clients:
 
     def enroll(self, client: str, importance: float, predicted_s: float | None) -> None:
         """Add a client, or change what is known of one."""
-        positive = lambda value: 0 < value < math.inf  # noqa: E731
         check_range(
             f"client {client}",
             importance=(importance, "above 0 and finite", positive),

@@ -34,6 +34,7 @@ import numpy as np
 
 from ..artifacts import UserError, check_range
 from .arrays import Arrays, Sum
+from .checks import in_unit, positive, whole
 from .record import StrategyRecord
 
 _ROUNDING = 1e-9
@@ -118,7 +119,11 @@ class FedAvg(Rule):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_range(type(self).__name__, fraction=(self.fraction, "in (0, 1]", lambda value: 0 < value <= 1))
+        check_range(
+            type(self).__name__,
+            fraction=(self.fraction, "in (0, 1]", in_unit),
+            seed=(self.seed, "whole, of at least 0", whole(0)),
+        )
 
     @property
     def is_synchronous(self) -> bool:
@@ -189,11 +194,12 @@ class FedFix(Rule):
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        above = lambda value: value is None or 0 < value < math.inf  # noqa: E731
+        above = lambda value: value is None or positive(value)  # noqa: E731
         check_range(
-            "FedFix", seconds=(self.seconds, "above 0 and finite, or None", above),
-            share=(self.share, "in (0, 1]", lambda value: 0 < value <= 1),
-        )  # fmt: skip
+            "FedFix",
+            seconds=(self.seconds, "above 0 and finite, or None", above),
+            share=(self.share, "in (0, 1]", in_unit),
+        )
 
     @property
     def is_settled(self) -> bool:
@@ -241,8 +247,7 @@ class FedBuff(Rule):
     size: int = 10
 
     def __post_init__(self) -> None:
-        whole = lambda value: int(value) == value >= 1  # noqa: E731
-        check_range("FedBuff", size=(self.size, "whole, of at least 1", whole))
+        check_range("FedBuff", size=(self.size, "whole, of at least 1", whole()))
 
     def is_due(self, num_arrived: int, num_outstanding: int) -> bool:
         return num_arrived >= self.size or (num_arrived > 0 and num_outstanding == 0)
@@ -297,7 +302,10 @@ def fedfix_interval_s(times_s: Mapping[str, float], share: float = 0.5) -> float
     >>> fedfix_interval_s({"a": 1.0, "b": 2.0, "c": 30.0, "d": 2.5})
     2.0
     """
-    check_range("fedfix_interval_s", share=(share, "in (0, 1]", lambda value: 0 < value <= 1))
+    check_range(
+        "fedfix_interval_s", share=(share, "in (0, 1]", in_unit),
+        times_s=(times_s, "with a time above 0 for each client", lambda value: len(value) and all(map(positive, value.values()))),
+    )  # fmt: skip
     ordered = sorted(times_s.values())
     return ordered[max(0, math.ceil(share * len(ordered) - _ROUNDING) - 1)]
 

@@ -16,7 +16,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower_strategies
 from flwr.serverapp.strategy import Result
 
+from ...artifacts import check_range
 from .. import rules
+from ..checks import whole
 from ..fedspeed import FedSpeedAverage
 from ..server import Limits, Sent, Server
 from ..store import load_extra, load_server, save_server
@@ -55,6 +57,14 @@ class ServerStrategy(flower_strategies.FedAvg):
         min_available_nodes: int = 2, fraction_evaluate: float = 0.0, weighted_by_key: str = "num-examples",
         state_path: PathLike | None = None, timing: Timing | None = None, keep_journal: bool = False,
     ) -> None:  # fmt: skip
+        check_range(
+            type(self).__name__, min_available_nodes=(min_available_nodes, "whole, of at least 1", whole()),
+            fraction_evaluate=(fraction_evaluate, "in [0, 1]", lambda value: 0 <= value <= 1),
+            state_path=(state_path, "a path, or None", lambda value: isinstance(value, str | os.PathLike | None)),
+        )  # fmt: skip
+        Server(
+            {"x": [0.0]}, rule, server_lr=server_lr, limits=limits, trust=trust
+        )  # refuses what cannot be, before a run begins
         super().__init__(
             fraction_evaluate=fraction_evaluate, min_evaluate_nodes=1, min_available_nodes=min_available_nodes,
             weighted_by_key=weighted_by_key,
