@@ -1,6 +1,6 @@
-"""Flower's own simulation with its own FedAvg, on the work of `benchmarks.federated.speed`: `python -m benchmarks.federated.flower_simulation`.
+"""Flower's own simulation with its own FedAvg, on the work of `speed`: `python -m benchmarks.federated.flower_simulation`.
 
-1,000 virtual clients, all of them in each round, 5 local steps each. A process of its own runs it, whose children (Ray's) are counted.
+All virtual clients work in each round, 5 local steps each. A process of its own runs it; its children (Ray's) are counted.
 """
 
 from __future__ import annotations
