@@ -157,8 +157,9 @@ def main() -> None:
         print(rows[-1], flush=True)
     write(
         "federated-planned", sections,
-        [CPU_SECONDS, f"Digits, {NUM_CLIENTS} clients, Dirichlet 0.3, an epoch of local steps, SGD with lr 0.1, batches of {BATCH}, one "
-         f"hidden layer of {HIDDEN}. A client's mean time is off from its plan's by a log-normal factor ({OFF}), each piece again (0.3)."],
+        [CPU_SECONDS, f"Digits, {NUM_CLIENTS} clients, Dirichlet 0.3, an epoch of local steps, SGD with lr 0.1, batches "
+         f"of {BATCH}, one hidden layer of {HIDDEN}. A client's mean time is off from its plan's by a log-normal factor "
+         f"({OFF}), each piece again (0.3)."],
         packages=("scikit-learn",),
     )  # fmt: skip
 
