@@ -370,14 +370,15 @@ def test_plans_of_unlike_hardware_set_the_interval_and_the_weights() -> None:
     """From plans alone, before anything has arrived: Δt = the time in which half finish, d_i = p_i ⌈τ_i / Δt⌉."""
     loss = nn.CrossEntropyLoss()
     inputs, labels = examples(size=64)
-    shapes = [(6, 4096, "cpu:1", 8), (6, 4096, "1xh100", 8), (6, 4096, "1xh100", 5)]
-    clients, times_s = {}, {}
-    for k, (width, hidden, hardware, num_steps) in enumerate(shapes):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, 3))
-        start = model_arrays(model)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 3))
+    start, planned = model_arrays(model), {}
+    for hardware in ("cpu:1", "1xh100"):
         plan = tw.plan(model, (inputs[:16], labels[:16]), loss_fn=loss, hardware=hardware, optimizer="sgd")
-        module = tw.parallelize(model, plan, loss_fn=loss)
+        planned[hardware] = plan, tw.parallelize(model, plan, loss_fn=loss)
+    clients, times_s = {}, {}
+    for k, (hardware, num_steps) in enumerate([("cpu:1", 24), ("1xh100", 8), ("1xh100", 5)]):
+        plan, module = planned[hardware]
         times_s[f"c{k}"] = predicted_work_s(plan, num_steps)
         work = LocalTraining(module, (inputs[20 * k : 20 * k + 24], labels[20 * k : 20 * k + 24]),
                              lambda module, batch, plan=plan: module(*plan.shard_batch(batch)).loss, sgd,
@@ -392,6 +393,7 @@ def test_plans_of_unlike_hardware_set_the_interval_and_the_weights() -> None:
         assert server.clients.weight(name, gap=1) == pytest.approx(share * ticks)
     received = {name: server.clients.known[name].num_accepted for name in clients}
     assert received == {"c0": 6 // waits, "c1": 6, "c2": 6}
+    assert digest(server.arrays) != digest(start)
 
 
 def test_a_client_may_be_a_planned_model_on_several_ranks(pool2: Pool) -> None:

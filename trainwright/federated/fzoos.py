@@ -106,7 +106,7 @@ class FZooSClient:
     def __init__(self, fun: Fun, seed: int = 0, bounds: tuple[Any, Any] | None = None) -> None:
         check_range(
             "FZooSClient", fun=(fun, "a function from x [d] to a number", callable), seed=(seed, "whole, of at least 0", whole(0)),
-            bounds=(bounds, "(low, high) with low < high, or None", lambda pair: pair is None or np.all(np.less(*pair))),
+            bounds=(bounds, "(low, high) with low < high, or None", lambda pair: pair is None or bool(np.all(np.less(*pair)))),
         )  # fmt: skip
         self.fun, self.seed, self.bounds = fun, seed, bounds
 
