@@ -304,7 +304,7 @@ def fedfix_interval_s(times_s: Mapping[str, float], share: float = 0.5) -> float
     """
     check_range(
         "fedfix_interval_s", share=(share, "in (0, 1]", in_unit),
-        times_s=(times_s, "with a time above 0 for each client", lambda value: len(value) > 0 and all(map(positive, value.values()))),
+        times_s=(times_s, "a time above 0 for each client", lambda value: len(value) > 0 and all(map(positive, value.values()))),
     )  # fmt: skip
     ordered = sorted(times_s.values())
     return ordered[max(0, math.ceil(share * len(ordered) - _ROUNDING) - 1)]
