@@ -30,7 +30,7 @@ class VectorisedTraining:
         check_range(
             "VectorisedTraining",
             chunk=(chunk, "whole, of at least 1", whole()),
-            clients=(clients, "with one at least", len),
+            clients=(clients, "of one client at least", lambda value: len(value) > 0),
         )
         first = next(iter(clients.values()))
         alike = all(
