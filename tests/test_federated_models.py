@@ -412,3 +412,47 @@ def test_a_client_may_be_a_planned_model_on_several_ranks(pool2: Pool) -> None:
         assert found["works"] == 2
         assert found["moved"] > 1e-4
         assert found["split"] > 0
+
+
+WRONG: dict[str, Any] = {
+    "Batches needs batch_size whole": lambda: Batches(examples(), 2.5),  # type: ignore[arg-type]
+    "Batches needs data as a tuple of tensors or a loader": lambda: Batches(None),
+    "tensors of one length": lambda: Batches((torch.tensor(1.0),)),
+    "LocalTraining needs model an nn.Module": lambda: LocalTraining(3, examples(), loss_fn, sgd),  # type: ignore[arg-type]
+    "needs optimizer a function": lambda: LocalTraining(net(), examples(), loss_fn, None),  # type: ignore[arg-type]
+    "needs method a LocalMethod": lambda: LocalTraining(net(), examples(), loss_fn, sgd, method="sam"),  # type: ignore[arg-type]
+    "returns a scalar": lambda: LocalTraining(net(), examples(), lambda model, batch: model(batch[0]), sgd)(
+        {}, model_arrays(net()), {}
+    ),
+    "its 0.bias is": lambda: tw.federated.load_arrays(net(), {"0.bias": np.zeros(99)}),
+    "with parameters to train": lambda: model_arrays(nn.ReLU()),
+    "VectorisedTraining needs clients of one": lambda: VectorisedTraining({}),
+    "by name are needed; got Linear": lambda: Server(nn.Linear(1, 1), FedAvg()),
+    "finite arrays are needed": lambda: Server({"w": np.array([np.nan])}, FedAvg()),
+    "Server needs rule a Rule": lambda: Server({"w": np.zeros(1)}, "fedavg"),  # type: ignore[arg-type]
+    "FedAvg needs seed whole": lambda: FedAvg(seed=-1),
+    "FedBuff needs size whole": lambda: tw.federated.FedBuff("x"),  # type: ignore[arg-type]
+    "a time above 0 for each client": lambda: tw.federated.fedfix_interval_s({}),
+    "update a function": lambda: SimulatedClient(None),  # type: ignore[arg-type]
+    "away pairs": lambda: SimulatedClient(sgd, away=((3.0, 1.0),)),
+    "needs to return": lambda: simulate(
+        Server({"w": np.zeros(1)}, FedAvg()), {"a": SimulatedClient(lambda *given: None)}, max_s=2.0  # type: ignore[arg-type]
+    ),
+    "simulate needs max_s": lambda: simulate(Server({"w": np.zeros(1)}, FedAvg()), {"a": SimulatedClient(sgd)}, max_s=math.nan),
+    "Speeds needs mean_s": lambda: Speeds(0.0),
+    "of_federation needs stragglers": lambda: Speeds.of_federation(3, stragglers=2.0),
+    "dirichlet_split needs labels": lambda: dirichlet_split([], 2, 1.0),
+    "predicted_work_s needs plan": lambda: predicted_work_s(None, 3),  # type: ignore[arg-type]
+    "GaussianProcess needs values": lambda: tw.federated.GaussianProcess(np.ones((3, 2)), np.ones(4), 1.0),
+    "a larger noise is needed": lambda: tw.federated.GaussianProcess(np.ones((3, 2)), np.ones(3), 1.0, 0.0),
+    "RandomFeatures needs length_scale": lambda: tw.federated.RandomFeatures(2, 3, 0.0),
+    "FZooSClient needs fun": lambda: tw.federated.FZooSClient(3),  # type: ignore[arg-type]
+    "FZooSRun.begin needs x0": lambda: tw.federated.FZooSRun.begin(np.ones((2, 2))),
+    "FZooSSettings needs num_steps whole": lambda: tw.federated.FZooSSettings(num_steps=1.5),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_be_is_said_in_words(words: str) -> None:
+    with pytest.raises(UserError, match=words.replace(".", r"\.")):
+        WRONG[words]()
