@@ -38,7 +38,6 @@ def planned_work(plan: str) -> dict[str, Any]:
     import trainwright as tw
     from trainwright.artifacts import Plan
     from trainwright.federated import LocalTraining, model_arrays
-    from trainwright.runtime import load_full_state_dict
 
     parsed, (model, data) = Plan.parse(plan), planned_problem()
     module = tw.parallelize(model, parsed, loss_fn=nn.CrossEntropyLoss())
@@ -52,8 +51,7 @@ def planned_work(plan: str) -> dict[str, Any]:
         batch_size=8,
     )
     together = LocalTraining(
-        module, data, lambda module, batch: module(*parsed.shard_batch(batch)).loss, make, num_steps=4, batch_size=8,
-        read=lambda: tw.full_state_dict(module), load=lambda values: load_full_state_dict(module, values),
+        module, data, lambda module, batch: module(*parsed.shard_batch(batch)).loss, make, num_steps=4, batch_size=8
     )  # fmt: skip
     arrays = {name: np.array(value) for name, value in model_arrays(model).items()}
     state: dict[str, Any] = {}

@@ -89,6 +89,19 @@ def test_a_message_has_a_version_and_a_time_to_live() -> None:
     assert {message.metadata.group_id for message in trained} == set(map(str, versions))
 
 
+def test_the_interval_follows_from_what_the_nodes_predict(tmp_path: Any) -> None:
+    """Three of five finish within 0.61 s; a killed server goes on with the interval that it had chosen."""
+    path = tmp_path / "server.safetensors"
+    chosen = run(lambda **settings: FedFix(**settings), state_path=path)
+    assert chosen.server.rule.interval_s == SECONDS[3]
+    assert digest(chosen.server.arrays) == digest(run(lambda **settings: FedFix(0.61, **settings)).server.arrays)
+    resumed = run(lambda **settings: FedFix(**settings), num_rounds=27, state_path=path)
+    assert (resumed.server.version, resumed.server.rule.interval_s) == (27, SECONDS[3])
+    silent = client_app(lambda context: towards(int(context.node_config["partition-id"])))
+    with pytest.raises(federated.server.UserError, match="FedFix needs the seconds between two aggregations"):
+        run(lambda **settings: FedFix(**settings), grid_of(silent))
+
+
 def spoil(grid: CountedGrid, at: int, how: Any) -> None:
     """Change the answer of node 3 to version `at`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,9 @@ def test_many_clients_at_once_are_as_one_after_the_other() -> None:
     assert {name: state["works"] for name, state in one.states.items()} == {
         name: other.server.clients.known[name].num_accepted for name in works
     }
+    whole = {"a": LocalTraining(model, examples(), loss_fn, functools.partial(tw.optim.create, "adafactor", lr=0.01))}
+    with pytest.raises(UserError, match="an elementwise optimizer is needed"):
+        VectorisedTraining(whole)
     with pytest.raises(UserError, match="clients that are alike are needed"):
         VectorisedTraining({"a": works["c0"], "b": LocalTraining(net(), examples(), loss_fn, make)})
 
@@ -362,6 +366,36 @@ def test_a_plan_says_how_long_its_client_takes() -> None:
     assert server.clients.weight("planned", gap=1) == 1.0
 
 
+def test_plans_of_unlike_hardware_set_the_interval_and_the_weights() -> None:
+    """From plans alone, before anything has arrived: Δt = the time in which half finish, d_i = p_i ⌈τ_i / Δt⌉."""
+    loss = nn.CrossEntropyLoss()
+    inputs, labels = examples(size=64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 3))
+    start, planned = model_arrays(model), {}
+    for hardware in ("cpu:1", "1xh100"):
+        plan = tw.plan(model, (inputs[:16], labels[:16]), loss_fn=loss, hardware=hardware, optimizer="sgd")
+        planned[hardware] = plan, tw.parallelize(model, plan, loss_fn=loss)
+    clients, times_s = {}, {}
+    for k, (hardware, num_steps) in enumerate([("cpu:1", 24), ("1xh100", 8), ("1xh100", 5)]):
+        plan, module = planned[hardware]
+        times_s[f"c{k}"] = predicted_work_s(plan, num_steps)
+        work = LocalTraining(module, (inputs[20 * k : 20 * k + 24], labels[20 * k : 20 * k + 24]),
+                             lambda module, batch, plan=plan: module(*plan.shard_batch(batch)).loss, sgd,
+                             num_steps=num_steps, batch_size=16, seed=k)  # fmt: skip
+        clients[f"c{k}"] = SimulatedClient(work, times_s[f"c{k}"], 1.0 + k, predicted_s=times_s[f"c{k}"])
+    assert times_s["c0"] > 1.5 * times_s["c1"] > 1.5 * times_s["c2"]
+    server = Server(start, FedFix())
+    simulate(server, clients, max_aggregations=6)
+    assert server.rule.interval_s == times_s["c1"]
+    waits = math.ceil(times_s["c0"] / times_s["c1"] - 1e-9)
+    for name, share, ticks in (("c0", 1 / 6, waits), ("c1", 2 / 6, 1), ("c2", 3 / 6, 1)):
+        assert server.clients.weight(name, gap=1) == pytest.approx(share * ticks)
+    received = {name: server.clients.known[name].num_accepted for name in clients}
+    assert received == {"c0": 6 // waits, "c1": 6, "c2": 6}
+    assert digest(server.arrays) != digest(start)
+
+
 def test_a_client_may_be_a_planned_model_on_several_ranks(pool2: Pool) -> None:
     """Its change is that of one process, and its parameters are split while it works."""
     model, data = planned_problem()
@@ -378,3 +412,47 @@ def test_a_client_may_be_a_planned_model_on_several_ranks(pool2: Pool) -> None:
         assert found["works"] == 2
         assert found["moved"] > 1e-4
         assert found["split"] > 0
+
+
+WRONG: dict[str, Any] = {
+    "Batches needs batch_size whole": lambda: Batches(examples(), 2.5),  # type: ignore[arg-type]
+    "Batches needs data as a tuple of tensors or a loader": lambda: Batches(None),
+    "tensors of one length": lambda: Batches((torch.tensor(1.0),)),
+    "LocalTraining needs model an nn.Module": lambda: LocalTraining(3, examples(), loss_fn, sgd),  # type: ignore[arg-type]
+    "needs optimizer a function": lambda: LocalTraining(net(), examples(), loss_fn, None),  # type: ignore[arg-type]
+    "needs method a LocalMethod": lambda: LocalTraining(net(), examples(), loss_fn, sgd, method="sam"),  # type: ignore[arg-type]
+    "returns a scalar": lambda: LocalTraining(net(), examples(), lambda model, batch: model(batch[0]), sgd)(
+        {}, model_arrays(net()), {}
+    ),
+    "its 0.bias is": lambda: tw.federated.load_arrays(net(), {"0.bias": np.zeros(99)}),
+    "with parameters to train": lambda: model_arrays(nn.ReLU()),
+    "VectorisedTraining needs clients of one": lambda: VectorisedTraining({}),
+    "by name are needed; got Linear": lambda: Server(nn.Linear(1, 1), FedAvg()),
+    "finite arrays are needed": lambda: Server({"w": np.array([np.nan])}, FedAvg()),
+    "Server needs rule a Rule": lambda: Server({"w": np.zeros(1)}, "fedavg"),  # type: ignore[arg-type]
+    "FedAvg needs seed whole": lambda: FedAvg(seed=-1),
+    "FedBuff needs size whole": lambda: tw.federated.FedBuff("x"),  # type: ignore[arg-type]
+    "a time above 0 for each client": lambda: tw.federated.fedfix_interval_s({}),
+    "update a function": lambda: SimulatedClient(None),  # type: ignore[arg-type]
+    "away pairs": lambda: SimulatedClient(sgd, away=((3.0, 1.0),)),
+    "needs to return": lambda: simulate(
+        Server({"w": np.zeros(1)}, FedAvg()), {"a": SimulatedClient(lambda *given: None)}, max_s=2.0  # type: ignore[arg-type]
+    ),
+    "simulate needs max_s": lambda: simulate(Server({"w": np.zeros(1)}, FedAvg()), {"a": SimulatedClient(sgd)}, max_s=math.nan),
+    "Speeds needs mean_s": lambda: Speeds(0.0),
+    "of_federation needs stragglers": lambda: Speeds.of_federation(3, stragglers=2.0),
+    "dirichlet_split needs labels": lambda: dirichlet_split([], 2, 1.0),
+    "predicted_work_s needs plan": lambda: predicted_work_s(None, 3),  # type: ignore[arg-type]
+    "GaussianProcess needs values": lambda: tw.federated.GaussianProcess(np.ones((3, 2)), np.ones(4), 1.0),
+    "a larger noise is needed": lambda: tw.federated.GaussianProcess(np.ones((3, 2)), np.ones(3), 1.0, 0.0),
+    "RandomFeatures needs length_scale": lambda: tw.federated.RandomFeatures(2, 3, 0.0),
+    "FZooSClient needs fun": lambda: tw.federated.FZooSClient(3),  # type: ignore[arg-type]
+    "FZooSRun.begin needs x0": lambda: tw.federated.FZooSRun.begin(np.ones((2, 2))),
+    "FZooSSettings needs num_steps whole": lambda: tw.federated.FZooSSettings(num_steps=1.5),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_be_is_said_in_words(words: str) -> None:
+    with pytest.raises(UserError, match=words.replace(".", r"\.")):
+        WRONG[words]()

@@ -29,6 +29,8 @@ from trainwright.federated import (
 )
 
 TIMES_S = {f"client{k}": time_s for k, time_s in enumerate((1.0, 0.8, 0.6, 0.4, 0.2))}
+UNTIED_S = dict(zip(TIMES_S, (1.013, 0.829, 0.611, 0.397, 0.2171)))
+"""No two of them arrive together, where the order of equals would be a matter of rounding."""
 GOALS = {f"client{k}": float(k) for k in range(5)}
 
 
@@ -81,16 +83,33 @@ def test_fedfix_weighted_and_unweighted() -> None:
 
 
 def test_async_weighted_and_identical() -> None:
-    """Measured in the sheet: 2.02 and 2.81. One client's weighted change is a large step, and what is left falls with it."""
+    """Measured in the sheet: 2.02 and 2.81. Ours is 2.087 at η_g = 1, and 2.02 at 0.2: what is left falls with the step."""
     theory = surrogate(AsyncFedAvg().periods(TIMES_S))
     assert theory == pytest.approx(2.81, abs=0.005)
     assert abs(end(quadratics(AsyncFedAvg(weighted=False))) - theory) < 0.06
-    times_s = {name: time_s * (1 + 0.01 * k) for k, (name, time_s) in enumerate(TIMES_S.items())}
-    left = {lr: end(quadratics(AsyncFedAvg(), 800.0, times_s, server_lr=lr)) - 2.0 for lr in (1.0, 0.5, 0.2)}
-    assert abs(left[0.2]) < 0.03
-    assert left[1.0] < 0.1
-    assert left[0.2] / 0.2 == pytest.approx(left[0.5] / 0.5, rel=0.2)
-    assert left[0.5] / 0.5 == pytest.approx(left[1.0], rel=0.2)
+    left = {lr: end(quadratics(AsyncFedAvg(), 400.0, UNTIED_S, server_lr=lr)) - 2.0 for lr in (1.0, 0.2)}
+    assert left[0.2] == pytest.approx(0.02, abs=0.005)
+    assert left[1.0] == pytest.approx(5 * left[0.2], rel=0.2)
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.2])
+@pytest.mark.parametrize("rule", [FedAvg(), AsyncFedAvg(), FedFix(0.5), FedFix(0.13), FedBuff(2), FedBuff(3)])
+def test_what_clients_begin_from_averages_to_the_minimum(rule: Rule, lr: float) -> None:
+    """Where the model only swings, Σ_n ω_i(n) Δ_i(n) adds up to nothing; with E ω_i ∝ p_i and Δ_i = c (goal_i - x) that says
+    that the models which were *sent*, averaged over each client's work and then by importance, are at the minimum, at every η_g.
+    The model after an aggregation need not be: it has just moved towards one client's goal, and fast clients' come oftener."""
+    sent: dict[str, list[float]] = {name: [] for name in UNTIED_S}
+
+    def noted(name: str) -> Any:
+        def update(state: Any, arrays: Any, config: Any) -> tuple[Any, Any]:
+            sent[name].append(float(arrays["x"][0]))
+            return descent(GOALS[name])(state, arrays, config)
+
+        return update
+
+    clients = {name: SimulatedClient(noted(name), time_s, predicted_s=time_s) for name, time_s in UNTIED_S.items()}
+    simulate(Server({"x": np.full(1, 2.5)}, rule, server_lr=lr), clients, max_s=300.0)
+    assert np.mean([end(path) for path in sent.values()]) == pytest.approx(2.0, abs=4e-3)
 
 
 def test_fedbuff_weighted_and_identical() -> None:

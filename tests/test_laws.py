@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "schedules": {"schedules", "artifacts", "numerics"},
     "selection": {"selection", "artifacts", "numerics"},
     "solvers": {"solvers", "artifacts", "numerics"},
-    "federated": {"federated", "artifacts", "numerics"},
+    "federated": {"federated", "artifacts", "numerics", "runtime"},
     "sync": {"sync", "artifacts", "launch", "numerics"},
 }
 THIN = {("artifacts", "reports"), ("artifacts", "runtime")}

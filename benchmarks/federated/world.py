@@ -35,18 +35,18 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 def works(
     num_clients: int, model: nn.Module, *, alpha: float, lr: float, num_steps: int, batch_size: int,
-    method: LocalMethod | None = None,
+    method: LocalMethod | None = None, split_seed: int = 1, draw_seed: int = 0,
 ) -> dict[str, LocalTraining]:  # fmt: skip
     """Return the work of each client; with more clients than examples would do for, they share examples."""
     images, labels = digits()
     copies = -(-num_clients * 10 // NUM_TRAIN)
     places = np.tile(np.arange(NUM_TRAIN), copies)
-    parts = dirichlet_split(labels[places].numpy(), num_clients, alpha, seed=1, min_size=2)
+    parts = dirichlet_split(labels[places].numpy(), num_clients, alpha, seed=split_seed, min_size=2)
     make = functools.partial(tw.optim.create, "sgd", lr=lr)
     return {
         f"c{k}": LocalTraining(
             model, (images[places[part]], labels[places[part]]), loss_fn, make, num_steps=num_steps, batch_size=batch_size,
-            seed=k, method=method,
+            seed=k + 1_000 * draw_seed, method=method,
         )
         for k, part in enumerate(parts)
     }  # fmt: skip

@@ -114,13 +114,13 @@ def on_quadratics(budget: int = 6000) -> list[dict[str, Any]]:
     return [measured(name, kind, excess, "F - F* at the end") for name, kind in kinds.items()]
 
 
-def metric_problem() -> tuple[list[Fun], Objective, np.ndarray]:
-    """Seven clients, each with two or three of the digits' classes more than others: 1 - macro F1 of a linear classifier, d = 650.
+def metric_problem(num_clients: int = 7) -> tuple[list[Fun], Objective, np.ndarray]:
+    """Some clients, each with two or three of the digits' classes more than others: 1 - macro F1 of a linear classifier, d = 650.
 
     The classifier was trained on 200 examples of five classes alone, so that there is something to gain. No gradient exists.
     """
     images, labels = world.digits()
-    parts = federated.dirichlet_split(labels[:1500].numpy(), 7, 1.0, seed=3, min_size=60)
+    parts = federated.dirichlet_split(labels[:1500].numpy(), num_clients, 1.0, seed=3, min_size=60)
     torch.manual_seed(0)
     model = nn.Linear(64, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

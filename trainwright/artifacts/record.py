@@ -29,7 +29,7 @@ def check_range(owner: str, **values: tuple[Any, str, Callable[[Any], bool]]) ->
     for name, (value, words, test) in values.items():
         try:
             holds = test(value)
-        except TypeError:  # not even of a kind that can be compared
+        except (TypeError, ValueError, OverflowError):  # not even of a kind that can be compared
             holds = False
         if not holds:
             raise UserError(f"{owner} needs {name} {words}; got {value!r}; choose a value in that range")

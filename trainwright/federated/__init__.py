@@ -21,7 +21,6 @@ from .local import (
     LocalTraining,
     LossTaking,
     Plain,
-    VectorisedTraining,
     load_arrays,
     model_arrays,
 )
@@ -30,6 +29,7 @@ from .rules import AsyncFedAvg, FedAvg, FedBuff, FedFix, Rule, fedfix_interval_s
 from .server import Event, Limits, RefusedReply, Sent, Server, Traffic
 from .store import load_extra, load_server, save_server
 from .surrogate import GaussianProcess, RandomFeatures, default_length_scale
+from .vectorised import VectorisedTraining
 from .world import Speeds, dirichlet_split, predicted_work_s
 
 __all__ = [

@@ -18,11 +18,15 @@ Arrays = Mapping[str, np.ndarray]
 def as_arrays(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return `values` as arrays of their own that cannot be written to; tensors, lists and numbers will do.
 
-    Raises `UserError` where there is none, or one is not of floating point.
+    Raises `UserError` where there is none, or one is not finite or not of floating point.
 
     >>> as_arrays({"w": [1.0, 2.0]})["w"].dtype
     dtype('float64')
     """
+    if not isinstance(values, Mapping):
+        raise UserError(
+            f"arrays of a model by name are needed; got {type(values).__name__}; of a module take model_arrays(module)"
+        )
     found = {str(name): np.array(value) for name, value in values.items()}
     if not found:
         raise UserError("arrays of a model are needed; got none; give its parameters by name")
@@ -31,6 +35,8 @@ def as_arrays(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
             raise UserError(
                 f"arrays of floating point are needed, which can be averaged; {name} is {value.dtype}; leave it out"
             )
+        if not np.isfinite(value).all():
+            raise UserError(f"finite arrays are needed to start from; {name} is not; check the model's initial values")
         value.flags.writeable = False
     return found
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..artifacts import UserError, check_range
+from .checks import positive
 from .rules import Rule
 
 
@@ -56,7 +57,6 @@ class Clients:
 
     def enroll(self, client: str, importance: float, predicted_s: float | None) -> None:
         """Add a client, or change what is known of one."""
-        positive = lambda value: 0 < value < math.inf  # noqa: E731
         check_range(
             f"client {client}",
             importance=(importance, "above 0 and finite", positive),
@@ -72,6 +72,10 @@ class Clients:
         if client not in self.known:
             raise UserError(f"an enrolled client is needed; {client!r} is not; call enroll({client!r}) first")
         return self.known[client]
+
+    def predicted_s(self) -> dict[str, float]:
+        """Return the predicted seconds of those clients that have any."""
+        return {client: entry.predicted_s for client, entry in self.known.items() if entry.predicted_s is not None}
 
     def share(self, clients: Mapping[str, Any]) -> float:
         """Return Σ p_i of these clients; exactly 1 for all of them."""
@@ -101,9 +105,9 @@ class Clients:
     def _predicted(self) -> dict[str, float]:
         """Return the rule's g_i; clients without a prediction stand in the sums with what is the middle of the others."""
         if self._periods is None:
-            given = {client: entry.predicted_s for client, entry in self.known.items()}
-            middle = statistics.median(value for value in given.values() if value is not None)
-            self._periods = self.rule.periods({client: value or middle for client, value in given.items()})
+            given = self.predicted_s()
+            middle = statistics.median(given.values())
+            self._periods = self.rule.periods({client: given.get(client, middle) for client in self.known})
         return self._periods
 
     def as_json(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..artifacts import UserError, check_range
 from .arrays import Arrays
+from .checks import whole
 from .server import Event, Sent, Server
 
 State = dict[str, Any]
@@ -39,6 +40,12 @@ class SimulatedClient:
     importance: float = 1.0
     predicted_s: float | None = None
     away: Sequence[tuple[float, float]] = ()
+
+    def __post_init__(self) -> None:
+        check_range(
+            "a simulated client", update=(self.update, "a function of (state, arrays, config)", callable),
+            away=(self.away, "pairs (from, to) with from < to", lambda value: all(begin_s < end_s for begin_s, end_s in value)),
+        )  # fmt: skip
 
     def takes_s(self, number: int) -> float:
         """Return the seconds of its piece of work `number`."""
@@ -106,6 +113,11 @@ def simulate(
     >>> done.now_s, done.num_updates, done.server.arrays
     (1.0, 3, {'w': array([2.])})
     """
+    check_range(
+        "simulate", max_s=(max_s, "above 0", lambda value: value > 0),
+        max_aggregations=(max_aggregations, "whole, of at least 1, or None", lambda value: value is None or whole()(value)),
+        clients=(clients, "SimulatedClients by name", _are_simulated),
+    )  # fmt: skip
     if max_aggregations is None and math.isinf(max_s):
         raise UserError("an end of the run is needed, max_aggregations or max_s; got neither; give one")
     if not clients:
@@ -114,6 +126,10 @@ def simulate(
         server, clients, Limit(max_aggregations, max_s), callback, together, dict(states or {}), start_s, progress
     )
     return run.until_its_end()
+
+
+def _are_simulated(clients: Any) -> bool:
+    return isinstance(clients, Mapping) and all(isinstance(each, SimulatedClient) for each in clients.values())
 
 
 @dataclass(frozen=True)
@@ -242,7 +258,12 @@ class _Run:
         if work.result is None and self.together is not None and self.works.get(name) is work:
             self._compute_together()
         if work.result is None:
-            work.result = self.clients[name].update(self.states[name], work.sent.arrays, work.sent.config)
+            found = self.clients[name].update(self.states[name], work.sent.arrays, work.sent.config)
+            if not isinstance(found, tuple) or len(found) != 2:
+                raise UserError(
+                    f"a client's work needs to return (delta, state); that of {name} returned {type(found).__name__}; return both"
+                )
+            work.result = found
             self.num_updates += 1
         return work.result
 
@@ -298,6 +319,10 @@ def replay(server: Server, clients: Mapping[str, ClientUpdate], events: Iterable
             if sent is None:
                 raise UserError(
                     f"events that fit are needed; {event.client} answers version {event.version}, never sent"
+                )
+            if event.client not in clients:
+                raise UserError(
+                    f"the work of each client is needed; there is none for {event.client}; add it to clients"
                 )
             delta, states[event.client] = clients[event.client](states[event.client], sent.arrays, sent.config)
             server.receive(delta, event.version, event.client, event.now_s)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..artifacts import UserError, check_range
 from .arrays import Arrays, Sum
 from .clock import State
-from .local import LocalMethod
+from .local import LocalMethod, is_planned
 from .record import StrategyRecord
 from .rules import FedAvg
 
@@ -71,7 +71,7 @@ class FedSpeed(LocalMethod):
 
     The dual counts a change only once the server says that it took it, so an answer that was lost or refused
     leaves both in step. A client that has lost its dual is told so by a `UserError`: it has to come back under a new name.
-    Raises `UserError` for batch norm, whose statistics a perturbed pass would spoil: use group norm.
+    Raises `UserError` for batch norm, whose statistics a perturbed pass would spoil (use group norm), and for planned modules.
     """
 
     def __init__(
@@ -93,6 +93,11 @@ class FedSpeed(LocalMethod):
         found = [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
         if found:
             raise UserError(f"a model without batch norm is needed for FedSpeed; {found[0]} is one; use nn.GroupNorm")
+        if is_planned(model):
+            raise UserError(
+                "a model in one process is needed for FedSpeed, whose dual is kept whole; got a planned module; train its client "
+                "with Plain()"
+            )
 
     def begin(self, params: Mapping[str, nn.Parameter], state: State, config: Mapping[str, Any]) -> State:
         dual = _settled_dual(state, int(config.get("accepted", -1)), params)

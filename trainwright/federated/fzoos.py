@@ -19,6 +19,7 @@ import numpy as np
 
 from ..artifacts import UserError, check_range
 from .arrays import Arrays
+from .checks import positive, whole
 from .clock import ClientUpdate, State
 from .record import StrategyRecord
 from .rules import FedAvg
@@ -62,7 +63,6 @@ class FZooSSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        positive, at_least_one = lambda value: value > 0, lambda value: value >= 1
         counts = (
             "num_steps",
             "num_features",
@@ -74,8 +74,9 @@ class FZooSSettings:
         )
         check_range(
             "FZooSSettings",
-            **{name: (getattr(self, name), "of at least 1", at_least_one) for name in counts},
-            **{name: (getattr(self, name), "above 0", positive) for name in ("lr", "spread", "radius", "noise")},
+            **{name: (getattr(self, name), "whole, of at least 1", whole()) for name in counts},
+            **{name: (getattr(self, name), "above 0 and finite", positive) for name in ("lr", "spread", "radius", "noise")},
+            seed=(self.seed, "whole, of at least 0", whole(0)),
             optimizer=(self.optimizer, "adam or sgd", lambda value: value in ("adam", "sgd")),
             correction=(self.correction, "of at least 0", lambda value: value >= 0),
             length_scale=(self.length_scale, "of at least 0", lambda value: value >= 0),
@@ -103,6 +104,10 @@ class FZooSClient:
     """
 
     def __init__(self, fun: Fun, seed: int = 0, bounds: tuple[Any, Any] | None = None) -> None:
+        check_range(
+            "FZooSClient", fun=(fun, "a function from x [d] to a number", callable), seed=(seed, "whole, of at least 0", whole(0)),
+            bounds=(bounds, "(low, high) with low < high, or None", lambda pair: pair is None or bool(np.all(np.less(*pair)))),
+        )  # fmt: skip
         self.fun, self.seed, self.bounds = fun, seed, bounds
 
     def __call__(self, state: State, arrays: Arrays, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], State]:
@@ -260,6 +265,10 @@ class FZooSRun:
         limits: Limits | None = None,
     ) -> FZooSRun:  # fmt: skip
         """Return a run from x0 [d]. server_lr: η. fraction, limits: as for `FedAvg` and `Server`."""
+        check_range(
+            "FZooSRun.begin", x0=(x0, "one vector [d] of finite numbers", _is_vector),
+            settings=(settings, "FZooSSettings(…), or None", lambda value: value is None or isinstance(value, FZooSSettings)),
+        )  # fmt: skip
         settings, x = settings or FZooSSettings(), np.array(x0, np.float64)
         digest = RandomFeatures(len(x), settings.num_features, settings.scale_for(len(x)), settings.seed).digest
         steps = Server({"x": x}, FZooS(fraction=fraction), server_lr=server_lr, limits=limits)
@@ -301,6 +310,11 @@ class FZooSRun:
     def rounds(self, clients: Mapping[str, ClientUpdate], count: int) -> Iterator[np.ndarray]:
         """Yield x after each of `count` rounds."""
         return (self.round(clients) for _ in range(count))
+
+
+def _is_vector(x0: Any) -> bool:
+    x = np.array(x0, np.float64)
+    return x.ndim == 1 and x.size > 0 and bool(np.isfinite(x).all())
 
 
 def config_of(settings: FZooSSettings, phase: str, digest: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`LocalTraining`: a client's work on a model, K steps of any torch optimizer; `VectorisedTraining`: that of many clients at once.
+"""`LocalTraining`: a client's work on a model, K steps of any torch optimizer.
 
 Each piece of work begins from the model that the server sent, with a fresh optimizer, and goes on through the client's data in
 an order drawn from its seed and the number of the piece: the same work gives the same bits wherever it runs.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..artifacts import UserError, check_range
 from .arrays import Arrays
+from .checks import whole
 from .clock import State
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -31,16 +32,24 @@ METRIC = "metric."
 def model_arrays(model: nn.Module, *, buffers: bool = False) -> dict[str, np.ndarray]:
     """Return what of a model travels: its trained parameters, as arrays by name; with `buffers` its running statistics too.
 
-    What is narrower than fp32 travels as fp32. Without `buffers` each client keeps its own batch norm statistics.
+    What is narrower than fp32 travels as fp32. Without `buffers` each client keeps its own batch norm statistics. Of a planned
+    module the arrays are whole, in the user's names; every rank calls this.
 
     >>> sorted(model_arrays(nn.Linear(2, 1)))
     ['bias', 'weight']
     """
-    return {name: _as_array(value) for name, value in _travelling(model, buffers).items()}
+    if not isinstance(model, nn.Module):
+        raise UserError(f"an nn.Module is needed; got {type(model).__name__}; give the model itself")
+    found = {name: _as_array(value) for name, value in _travelling(model, buffers).items()}
+    if not found:
+        raise UserError(
+            "a model with parameters to train is needed; got one without; unfreeze what clients are to train"
+        )
+    return found
 
 
 def load_arrays(model: nn.Module, arrays: Arrays) -> None:
-    """Copy arrays by name into the model's parameters and buffers, in their own types.
+    """Copy arrays by name into the model's parameters and buffers, in their own types; ranks of a planned module take their parts.
 
     >>> net = nn.Linear(1, 1)
     >>> load_arrays(net, {"weight": np.array([[2.0]]), "bias": np.array([1.0])})
@@ -48,20 +57,50 @@ def load_arrays(model: nn.Module, arrays: Arrays) -> None:
     3.0
     """
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    if unknown := [name for name in arrays if name not in targets]:
+        raise UserError(
+            f"arrays of this model are needed; it has no {unknown[0]}; start the server from its model_arrays"
+        )
+    if is_planned(model):
+        from ..runtime.weights import load_full_state_dict
+
+        load_full_state_dict(model, {name: _as_tensor(value) for name, value in arrays.items()})
+        return
     with torch.no_grad():
         for name, value in arrays.items():
-            if name not in targets:
+            if (shape := tuple(targets[name].shape)) != np.shape(value):
                 raise UserError(
-                    f"arrays of this model are needed; it has no {name}; start the server from its model_arrays"
+                    f"arrays of this model are needed; its {name} is {list(shape)}, the array {list(np.shape(value))}; start the "
+                    "server from its model_arrays"
                 )
             targets[name].copy_(_as_tensor(value))
+
+
+def is_planned(model: nn.Module) -> bool:
+    """Return whether the model is laid out by a plan, so that a process may hold a part of each parameter only.
+
+    >>> is_planned(nn.Linear(1, 1))
+    False
+    """
+    return any(hasattr(param, "full_tensor") for param in model.parameters())
 
 
 def _travelling(model: nn.Module, buffers: bool) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if buffers:
         found |= {name: value for name, value in model.named_buffers() if value.is_floating_point()}
-    return found
+    return _whole(model, found)
+
+
+def _whole(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole tensors for those of the model's, which a planned module gathers from its ranks."""
+    if not is_planned(model) or not values:
+        return values
+    from ..runtime.module import full_state_dict
+
+    trainable = all(value.requires_grad for value in values.values())
+    gathered = full_state_dict(model, trainable=trainable)  # type: ignore[arg-type]
+    return {name: gathered[name] for name in values if name in gathered}
 
 
 def _as_array(value: Tensor) -> np.ndarray:
@@ -87,8 +126,13 @@ class Batches:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_range("Batches", batch_size=(self.batch_size, "of at least 1", lambda value: value >= 1))
-        if self.is_tensors and (not self.data or len({len(each) for each in self.data}) != 1 or not len(self.data[0])):
+        check_range(
+            "Batches", batch_size=(self.batch_size, "whole, of at least 1", whole()),
+            seed=(self.seed, "whole, of at least 0", whole(0)),
+            data=(self.data, "as a tuple of tensors or a loader", lambda value: isinstance(value, Iterable)),
+        )  # fmt: skip
+        lengths = {tuple(each.shape[:1]) for each in self.data} if self.is_tensors else {(1,)}
+        if len(lengths) != 1 or not max(lengths) > (0,):
             raise UserError(
                 "tensors of one length, at least 1, are needed as a client's data; got others; check its split"
             )
@@ -177,12 +221,13 @@ class LossTaking(LocalMethod):
 class LocalTraining:
     """K local steps on a client's own examples: `update(state, arrays, config) -> (delta, state)`, for `simulate` and for Flower.
 
-    model: an `nn.Module`; many clients may share one, for each piece of work loads what it needs. data: a tuple of tensors with
-    equal first dims, or a loader. loss_fn: `loss_fn(model, batch)`. optimizer: a function from parameters to an optimizer,
-    `functools.partial(tw.optim.create, "adan", lr=1e-3)`; made anew for each piece of work, so momentum begins at zero.
-    num_steps, batch_size, seed: of a piece of work. method: `Plain()`, `FedSpeed(…)`, `LossTaking()`. buffers: batch norm's
-    running statistics travel with the model; else each client keeps its own. read, load: where the model's values are not in
-    this process alone (a planned model on several ranks): functions that return all of them, and that take them.
+    model: an `nn.Module`; many clients may share one, for each piece of work loads what it needs. Or what `tw.parallelize`
+    gave, on one rank or several: every rank then calls the work with the same arrays, and each gets the whole change.
+    data: a tuple of tensors with equal first dims, or a loader. loss_fn: `loss_fn(model, batch)`, a scalar. optimizer: a
+    function from parameters to an optimizer, `functools.partial(tw.optim.create, "adan", lr=1e-3)`; made anew for each
+    piece of work, so momentum begins at zero. num_steps, batch_size, seed: of a piece of work. method: `Plain()`,
+    `FedSpeed(…)`, `LossTaking()`. buffers: batch norm's running statistics travel with the model; else each client keeps
+    its own.
 
     The state keeps the number of pieces, the last mean loss (`metric.loss`), buffers that do not travel, and what the
     method keeps. Raises `UserError` for settings out of range and for arrays that are not the model's.
@@ -199,12 +244,16 @@ class LocalTraining:
     def __init__(
         self, model: nn.Module, data: Any, loss_fn: LossFn, optimizer: MakeOptimizer, *, num_steps: int = 10,
         batch_size: int = 32, seed: int = 0, method: LocalMethod | None = None, buffers: bool = False,
-        read: Callable[[], Mapping[str, Tensor]] | None = None, load: Callable[[dict[str, Tensor]], None] | None = None,
     ) -> None:  # fmt: skip
-        check_range("LocalTraining", num_steps=(num_steps, "of at least 1", lambda value: value >= 1))
+        check_range(
+            "LocalTraining", num_steps=(num_steps, "whole, of at least 1", whole()),
+            model=(model, "an nn.Module", lambda value: isinstance(value, nn.Module)),
+            loss_fn=(loss_fn, "a function of (model, batch)", callable),
+            optimizer=(optimizer, "a function from parameters to an optimizer", callable),
+            method=(method, "a LocalMethod, or None", lambda value: value is None or isinstance(value, LocalMethod)),
+        )  # fmt: skip
         self.model, self.loss_fn, self.make_optimizer, self.num_steps = model, loss_fn, optimizer, num_steps
         self.batches, self.method, self.buffers = Batches(data, batch_size, seed), method or Plain(), buffers
-        self._read, self._load = read, load
         self.method.check(model)
 
     def __call__(self, state: State, arrays: Arrays, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], State]:
@@ -219,10 +268,7 @@ class LocalTraining:
         return delta, state | {"works": number + 1, METRIC + "loss": loss}
 
     def _take(self, arrays: Arrays, state: State) -> None:
-        if self._load is not None:
-            self._load({name: _as_tensor(value) for name, value in arrays.items()})
-        else:
-            load_arrays(self.model, arrays)
+        load_arrays(self.model, arrays)
         own = {name.removeprefix(_BUFFER): value for name, value in state.items() if name.startswith(_BUFFER)}
         load_arrays(self.model, own)
 
@@ -237,7 +283,11 @@ class LocalTraining:
 
     def _step(self, optimizer: torch.optim.Optimizer, params: list[nn.Parameter], batch: Any) -> Tensor:
         def loss() -> Tensor:
-            return self.loss_fn(self.model, batch)
+            value = self.loss_fn(self.model, batch)
+            if not torch.is_tensor(value) or value.numel() != 1:
+                shape = list(value.shape) if torch.is_tensor(value) else type(value).__name__
+                raise UserError(f"a loss_fn that returns a scalar is needed; got {shape}; take its mean")
+            return value
 
         optimizer.zero_grad(set_to_none=True)
         if self.method.takes_loss:
@@ -248,94 +298,11 @@ class LocalTraining:
         return value
 
     def _change(self, arrays: Arrays) -> dict[str, np.ndarray]:
-        if self._read is not None:
-            whole = self._read()
-            return {name: _as_array(whole[name]) - value for name, value in arrays.items()}
         new = _travelling(self.model, self.buffers)
         return {name: _as_array(new[name]) - value for name, value in arrays.items()}
 
     def _own_buffers(self) -> State:
         if self.buffers:
             return {}
-        return {_BUFFER + name: value.detach().cpu().numpy().copy() for name, value in self.model.named_buffers()}
-
-
-class VectorisedTraining:
-    """The work of many clients at once, as `simulate(together=…)` asks for it: one `torch.func.vmap` over all of them.
-
-    clients: a `LocalTraining` a client, all with the same model, loss, optimizer, steps and batch size, data in tensors, and
-    the plain gradient. chunk: clients at a time. The optimizer updates stacked parameters, so it has to be elementwise
-    (`tw.optim.record(name).reads == "element"`): SGD, Adam, Adan … Results differ from one client at a time by rounding.
-
-    Raises `UserError` where the clients are not alike, or the model has buffers.
-    """
-
-    def __init__(self, clients: Mapping[str, LocalTraining], chunk: int = 256) -> None:
-        first = next(iter(clients.values()))
-        alike = all(
-            (each.model, each.loss_fn, each.make_optimizer, each.num_steps, each.batches.batch_size)
-            == (first.model, first.loss_fn, first.make_optimizer, first.num_steps, first.batches.batch_size)
-            and type(each.method) is Plain and each.batches.is_tensors
-            for each in clients.values()
-        )  # fmt: skip
-        if not alike or any(True for _ in first.model.buffers()):
-            raise UserError(
-                "clients that are alike are needed to train together: one model object without buffers, one loss, one optimizer, "
-                "equal steps and batch sizes, tensors as data, Plain(); got others; leave `together` out"
-            )
-        self.clients, self.chunk, self.first = clients, chunk, first
-
-    def __call__(
-        self, works: Sequence[tuple[str, State, Arrays, Mapping[str, Any]]]
-    ) -> list[tuple[dict[str, np.ndarray], State]]:
-        """Return the change and the state of each piece of work, in their order."""
-        found = []
-        for begin in range(0, len(works), self.chunk):
-            found += self._chunk(works[begin : begin + self.chunk])
-        return found
-
-    def _chunk(self, works: Sequence[Any]) -> list[tuple[dict[str, np.ndarray], State]]:
-        first, names = self.first, list(works[0][2])
-        start = {name: torch.from_numpy(np.stack([work[2][name] for work in works])) for name in names}
-        params = {name: nn.Parameter(value.clone()) for name, value in start.items()}
-        frozen = {name: value for name, value in first.model.named_parameters() if name not in params}
-        numbers = [int(work[1].get("works", 0)) for work in works]
-        chosen = [
-            self.clients[work[0]].batches.indices(number, first.num_steps) for work, number in zip(works, numbers)
-        ]
-        optimizer, step = first.make_optimizer(list(params.values())), self._step_of(frozen)
-        total = torch.zeros(len(works))
-        for k in range(first.num_steps):
-            batch = self._batch(works, [each[k] for each in chosen])
-            grads, losses = step({name: value.detach() for name, value in params.items()}, batch)
-            for name, param in params.items():
-                param.grad = grads[name]
-            optimizer.step()
-            total += losses
-        change = {name: (params[name].detach() - start[name]).numpy() for name in names}
-        return [
-            (
-                {name: change[name][k] for name in names},
-                {"works": numbers[k] + 1, METRIC + "loss": float(total[k]) / first.num_steps},
-            )
-            for k in range(len(works))
-        ]
-
-    def _batch(self, works: Sequence[Any], chosen: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
-        data = [self.clients[work[0]].batches.data for work in works]
-        return tuple(
-            torch.stack([each[kind][places] for each, places in zip(data, chosen)]) for kind in range(len(data[0]))
-        )
-
-    def _step_of(self, frozen: Mapping[str, Tensor]) -> Callable[..., Any]:
-        model, loss_fn = self.first.model, self.first.loss_fn
-        model.train()
-
-        def loss(params: dict[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
-            def called(*inputs: Any, **named: Any) -> Any:
-                return torch.func.functional_call(model, {**params, **frozen}, inputs, named)
-
-            value = loss_fn(called, batch)
-            return value, value.detach()
-
-        return torch.func.vmap(torch.func.grad(loss, has_aux=True), randomness="different")
+        own = _whole(self.model, dict(self.model.named_buffers()))
+        return {_BUFFER + name: value.detach().cpu().numpy().copy() for name, value in own.items()}

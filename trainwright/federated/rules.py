@@ -27,13 +27,14 @@ import heapq
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 
-from ..artifacts import check_range
+from ..artifacts import UserError, check_range
 from .arrays import Arrays, Sum
+from .checks import in_unit, positive, whole
 from .record import StrategyRecord
 
 _ROUNDING = 1e-9
@@ -67,6 +68,15 @@ class Rule(ABC):
     def settings(self) -> dict[str, float | int | bool]:
         """Return the rule's settings by name, as a saved server keeps them."""
         return dict(vars(self))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing of the rule waits for the clients' predicted times."""
+        return True
+
+    def settled(self, times_s: Mapping[str, float]) -> Rule:
+        """Return the rule with what it takes from the clients' predicted times."""
+        return self
 
     @abstractmethod
     def is_due(self, num_arrived: int, num_outstanding: int) -> bool:
@@ -109,7 +119,11 @@ class FedAvg(Rule):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_range(type(self).__name__, fraction=(self.fraction, "in (0, 1]", lambda value: 0 < value <= 1))
+        check_range(
+            type(self).__name__,
+            fraction=(self.fraction, "in (0, 1]", in_unit),
+            seed=(self.seed, "whole, of at least 0", whole(0)),
+        )
 
     @property
     def is_synchronous(self) -> bool:
@@ -164,27 +178,53 @@ class FedFix(Rule):
     """Aggregate every `seconds`, whoever has delivered, with d_i = p_i ⌈τ_i / Δt⌉ ρ.
 
     ρ is the part of the ticks at which somebody delivers, 1 wherever Δt is no shorter than the fastest client's time.
-    Δt ≥ max τ is FedAvg; Δt → 0 is `AsyncFedAvg`, weights included. `fedfix_interval_s` proposes a Δt from the clients' times.
-    Not where times are all alike: FedAvg is then the same and simpler.
+    Δt ≥ max τ is FedAvg; Δt → 0 is `AsyncFedAvg`, weights included. Not where times are all alike: FedAvg is then the
+    same and simpler.
+
+    seconds: Δt. Without, it is what `fedfix_interval_s` makes of the predicted times (`Server.enroll`) of the clients that are
+    enrolled when the first model is sent, so that `share` of them finish in it; it stays so for the run.
 
     >>> FedFix(0.2).periods({"a": 0.6, "b": 0.61, "c": 0.2})
     {'a': 3.0, 'b': 4.0, 'c': 1.0}
+    >>> FedFix().settled({"a": 0.6, "b": 0.7, "c": 20.0}).interval_s
+    0.7
     """
 
-    seconds: float = 1.0
+    seconds: float | None = None
+    share: float = 0.5
 
     def __post_init__(self) -> None:
-        check_range("FedFix", seconds=(self.seconds, "above 0 and finite", lambda value: 0 < value < math.inf))
+        above = lambda value: value is None or positive(value)  # noqa: E731
+        check_range(
+            "FedFix",
+            seconds=(self.seconds, "above 0 and finite, or None", above),
+            share=(self.share, "in (0, 1]", in_unit),
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        return self.seconds is not None
+
+    def settled(self, times_s: Mapping[str, float]) -> FedFix:
+        if self.seconds is not None:
+            return self
+        if not times_s:
+            raise UserError(
+                "FedFix needs the seconds between two aggregations, or predicted times to choose them by; got neither; give "
+                "FedFix(seconds), or predicted_s for each client, such as predicted_work_s(plan, num_steps)"
+            )
+        return replace(self, seconds=fedfix_interval_s(times_s, self.share))
 
     @property
     def interval_s(self) -> float | None:
-        return self.seconds
+        return self.settled({}).seconds
 
     def is_due(self, num_arrived: int, num_outstanding: int) -> bool:
         return False
 
     def periods(self, times_s: Mapping[str, float]) -> dict[str, float]:
-        ticks = {client: max(1, math.ceil(time_s / self.seconds - _ROUNDING)) for client, time_s in times_s.items()}
+        seconds = self.settled(times_s).seconds or 1.0
+        ticks = {client: max(1, math.ceil(time_s / seconds - _ROUNDING)) for client, time_s in times_s.items()}
         busy = _busy_ticks(sorted(ticks.values()))
         return {client: count * busy for client, count in ticks.items()}
 
@@ -207,8 +247,7 @@ class FedBuff(Rule):
     size: int = 10
 
     def __post_init__(self) -> None:
-        whole = lambda value: int(value) == value >= 1  # noqa: E731
-        check_range("FedBuff", size=(self.size, "whole, of at least 1", whole))
+        check_range("FedBuff", size=(self.size, "whole, of at least 1", whole()))
 
     def is_due(self, num_arrived: int, num_outstanding: int) -> bool:
         return num_arrived >= self.size or (num_arrived > 0 and num_outstanding == 0)
@@ -263,7 +302,10 @@ def fedfix_interval_s(times_s: Mapping[str, float], share: float = 0.5) -> float
     >>> fedfix_interval_s({"a": 1.0, "b": 2.0, "c": 30.0, "d": 2.5})
     2.0
     """
-    check_range("fedfix_interval_s", share=(share, "in (0, 1]", lambda value: 0 < value <= 1))
+    check_range(
+        "fedfix_interval_s", share=(share, "in (0, 1]", in_unit),
+        times_s=(times_s, "a time above 0 for each client", lambda value: len(value) > 0 and all(map(positive, value.values()))),
+    )  # fmt: skip
     ordered = sorted(times_s.values())
     return ordered[max(0, math.ceil(share * len(ordered) - _ROUNDING) - 1)]
 

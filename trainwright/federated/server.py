@@ -20,6 +20,7 @@ import numpy as np
 
 from ..artifacts import Refusal, UserError, check_range
 from .arrays import Arrays, Sum, as_arrays, clipped, fault_of, num_bytes
+from .checks import positive, whole
 from .clients import Clients
 from .rules import Rule
 
@@ -83,7 +84,7 @@ class Limits:
             "Limits",
             ttl_s=(self.ttl_s, "above 0", lambda value: value > 0),
             max_norm=(self.max_norm, "above 0, or None", lambda value: value is None or value > 0),
-            max_gap=(self.max_gap, "of at least 1, or None", lambda value: value is None or value >= 1),
+            max_gap=(self.max_gap, "whole, of at least 1, or None", lambda value: value is None or whole()(value)),
         )
 
 
@@ -137,7 +138,11 @@ class Server:
         self, arrays: Any, rule: Rule, *, server_lr: float = 1.0, limits: Limits | None = None, trust: float = math.inf,
         keep_journal: bool = False,
     ) -> None:  # fmt: skip
-        check_range("Server", server_lr=(server_lr, "above 0 and finite", lambda value: 0 < value < math.inf))
+        check_range(
+            "Server", server_lr=(server_lr, "above 0 and finite", positive),
+            rule=(rule, "a Rule, such as FedAvg()", lambda value: isinstance(value, Rule)),
+            limits=(limits, "Limits(…), or None", lambda value: value is None or isinstance(value, Limits)),
+        )  # fmt: skip
         if server_lr != 1.0 and not rule.takes_server_lr:
             raise UserError(f"{type(rule).__name__} has no server_lr; got {server_lr}; leave it out")
         self.arrays: dict[str, np.ndarray] = as_arrays(arrays)
@@ -174,6 +179,8 @@ class Server:
     def send(self, client: str, now_s: float = 0.0) -> Sent:
         """Return the present model for `client` and note that its answer is awaited."""
         entry = self.clients.need(client)
+        if not self.rule.is_settled:
+            self.rule = self.clients.rule = self.rule.settled(self.clients.predicted_s())
         self.outstanding[client] = Outstanding(self.version, now_s)
         self.traffic.num_sent += 1
         self.traffic.bytes_down += num_bytes(self.arrays)

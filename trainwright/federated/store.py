@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..artifacts import UserError
 from .arrays import Sum
-from .rules import Rule
+from .rules import FedFix, Rule
 from .server import Limits, Outstanding, Server, Traffic
 
 FORMAT_VERSION = 1
@@ -58,6 +58,8 @@ def load_server(path: PathLike, rule: Rule, **options: Any) -> Server:
     """
     header, arrays = _read(path)
     saved_rule = [header["rule"], header["settings"]]
+    if isinstance(rule, FedFix) and not rule.is_settled:  # the saved run has chosen its interval
+        rule = replace(rule, seconds=header["settings"].get("seconds"))
     if saved_rule != [type(rule).__name__, json.loads(json.dumps(rule.settings))]:
         raise UserError(
             f"the rule that {path} was saved with is needed, {saved_rule[0]} with {saved_rule[1]}; got {rule}; take that one"

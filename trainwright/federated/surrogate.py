@@ -16,11 +16,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from typing import Any
 
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
-from ..artifacts import UserError
+from ..artifacts import UserError, check_range
+from .checks import positive, whole
 
 
 def default_length_scale(dim: int, spread: float = 1.0) -> float:
@@ -31,6 +33,11 @@ def default_length_scale(dim: int, spread: float = 1.0) -> float:
     >>> round(default_length_scale(10), 2)
     1.99
     """
+    check_range(
+        "default_length_scale",
+        dim=(dim, "whole, of at least 1", whole()),
+        spread=(spread, "above 0 and finite", positive),
+    )
     return 0.63 * math.sqrt(dim) * spread
 
 
@@ -45,11 +52,11 @@ class GaussianProcess:
     """
 
     def __init__(self, points: np.ndarray, values: np.ndarray, length_scale: float, noise: float = 1e-6) -> None:
-        self.points, self.length_scale = np.asarray(points, np.float64), length_scale
+        self.points, self.length_scale = _checked(points, values, length_scale, noise), length_scale
         standard, self.mean, self.spread = standardised(values)
         kernel = _kernel(squared_distances(self.points, self.points), length_scale)
         kernel[np.diag_indices_from(kernel)] += noise
-        self._factor = cho_factor(kernel, lower=True)
+        self._factor = _factor(kernel, noise)
         self._coefficients = cho_solve(self._factor, standard)
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
@@ -79,6 +86,11 @@ class RandomFeatures:
     """
 
     def __init__(self, dim: int, num_features: int, length_scale: float, seed: int = 0) -> None:
+        check_range(
+            "RandomFeatures", dim=(dim, "whole, of at least 1", whole()),
+            num_features=(num_features, "whole, of at least 1", whole()),
+            length_scale=(length_scale, "above 0 and finite", positive), seed=(seed, "whole, of at least 0", whole(0)),
+        )  # fmt: skip
         rng = np.random.default_rng(seed)
         self.frequencies = rng.standard_normal((num_features, dim)) / length_scale
         self.phases = rng.uniform(0.0, 2.0 * math.pi, num_features)
@@ -95,7 +107,7 @@ class RandomFeatures:
         phi = self.at(points)
         kernel = phi @ phi.T
         kernel[np.diag_indices_from(kernel)] += noise
-        return spread * (phi.T @ cho_solve(cho_factor(kernel, lower=True), standard))
+        return spread * (phi.T @ cho_solve(_factor(kernel, noise), standard))
 
     def gradient(self, weights: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Return the gradient of φ(x)·w at x [d]."""
@@ -136,6 +148,28 @@ def squared_distances(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     one, other = one - middle, other - middle
     found = (one**2).sum(1)[:, None] + (other**2).sum(1)[None, :] - 2.0 * one @ other.T
     return np.maximum(found, 0.0)
+
+
+def _checked(points: np.ndarray, values: np.ndarray, length_scale: float, noise: float) -> np.ndarray:
+    points = np.asarray(points, np.float64)
+    check_range(
+        "GaussianProcess", length_scale=(length_scale, "above 0 and finite", positive),
+        noise=(noise, "of at least 0", lambda value: value >= 0),
+        points=(points, "[q, d], finite, with q at least 1",
+                lambda value: value.ndim == 2 and value.size and np.isfinite(value).all()),
+        values=(np.asarray(values, np.float64), "[q], finite, one a point",
+                lambda value: value.shape == points.shape[:1] and np.isfinite(value).all()),
+    )  # fmt: skip
+    return points
+
+
+def _factor(kernel: np.ndarray, noise: float) -> Any:
+    try:
+        return cho_factor(kernel, lower=True)
+    except np.linalg.LinAlgError:
+        raise UserError(
+            f"a larger noise is needed: with {noise:g} points that lie (almost) in one place cannot be told apart; try 1e-6 or more"
+        ) from None
 
 
 def _kernel(squared: np.ndarray, length_scale: float) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..artifacts import Plan, UserError, check_range
+from .checks import positive, whole
 
 
 def dirichlet_split(
@@ -29,8 +31,12 @@ def dirichlet_split(
     labels = np.asarray(labels)
     check_range(
         "dirichlet_split",
-        num_clients=(num_clients, "of at least 1", lambda value: value >= 1),
-        alpha=(alpha, "above 0", lambda value: value > 0),
+        labels=(labels, "of one class an example", lambda value: value.ndim == 1 and value.size > 0),
+        num_clients=(num_clients, "whole, of at least 1", whole()),
+        alpha=(alpha, "above 0 and finite", positive),
+    )
+    check_range(
+        "dirichlet_split",
         min_size=(
             min_size,
             f"from 0 to {len(labels) // num_clients}",
@@ -74,6 +80,12 @@ class Speeds:
     sigma: float = 0.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_range(
+            "Speeds", mean_s=(self.mean_s, "above 0 and finite", positive),
+            sigma=(self.sigma, "of at least 0 and finite", lambda value: 0 <= value < math.inf),
+        )  # fmt: skip
+
     def __call__(self, number: int) -> float:
         if not self.sigma:
             return self.mean_s
@@ -91,6 +103,11 @@ class Speeds:
         >>> sum(speed.mean_s > 4 for speed in found)
         2
         """
+        check_range(
+            "Speeds.of_federation", num_clients=(num_clients, "whole, of at least 1", whole()),
+            spread=(spread, "of at least 0", lambda value: value >= 0), slower=(slower, "above 0 and finite", positive),
+            stragglers=(stragglers, "in [0, 1]", lambda value: 0 <= value <= 1), seed=(seed, "whole, of at least 0", whole(0)),
+        )  # fmt: skip
         rng = np.random.default_rng(seed)
         means = mean_s * rng.lognormal(-(spread**2) / 2, spread, num_clients)
         slow = rng.permutation(num_clients)[: round(stragglers * num_clients)]
@@ -112,7 +129,10 @@ def predicted_work_s(
     >>> predicted_work_s(plan, num_steps=10) == 10 * plan.predicted.step_s
     True
     """
-    check_range("predicted_work_s", num_steps=(num_steps, "of at least 1", lambda value: value >= 1))
+    check_range(
+        "predicted_work_s", num_steps=(num_steps, "whole, of at least 1", whole()),
+        plan=(plan, "a Plan", lambda value: isinstance(value, Plan)),
+    )  # fmt: skip
     sending_s = 2 * num_bytes / bandwidth_bytes_per_s if bandwidth_bytes_per_s else 0.0
     return num_steps * plan.predicted.step_s + sending_s
 

@@ -17,7 +17,11 @@ app = ServerApp()
 
 def strategy_of(config) -> flower.ServerStrategy:
     """Return the strategy that the run's config names."""
-    settings = {"min_available_nodes": config["num-clients"], "keep_journal": True}
+    settings = {
+        "min_available_nodes": config["num-clients"],
+        "state_path": config["state"] or None,
+        "keep_journal": True,
+    }
     if config["strategy"] == "fedfix":
         return flower.FedFix(config["seconds"], **settings)
     if config["strategy"] == "fedbuff":

@@ -8,6 +8,7 @@ from typing import Any
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from ...artifacts import check_range
 from ..clock import ClientUpdate
 from .content import (
     ARRAYS,
@@ -43,6 +44,10 @@ def client_app(
     >>> type(app).__name__
     'ClientApp'
     """
+    check_range(
+        "client_app", make_update=(make_update, "a function from a Context to a client's work", callable),
+        describe=(describe, "a function from a Context, or None", lambda value: value is None or callable(value)),
+    )  # fmt: skip
     app = ClientApp(mods=mods)
 
     @app.train()

@@ -15,7 +15,9 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from ...artifacts import check_range
 from ..arrays import Arrays, difference, fault_of
+from ..checks import positive
 from ..server import Sent, Server
 from .content import ARRAYS, CHANGE, CONFIG, SENDS, array_record, arrays_of, config_record, only
 
@@ -34,6 +36,13 @@ class Timing:
     sleep: Callable[[float], None] = time.sleep
     poll_s: float = 0.2
     nodes_every_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_range(
+            "Timing", clock=(self.clock, "a function", callable), sleep=(self.sleep, "a function", callable),
+            poll_s=(self.poll_s, "above 0 and finite", positive),
+            nodes_every_s=(self.nodes_every_s, "of at least 0", lambda value: value >= 0),
+        )  # fmt: skip
 
 
 @dataclass

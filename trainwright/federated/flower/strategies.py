@@ -16,7 +16,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower_strategies
 from flwr.serverapp.strategy import Result
 
+from ...artifacts import check_range
 from .. import rules
+from ..checks import whole
 from ..fedspeed import FedSpeedAverage
 from ..server import Limits, Sent, Server
 from ..store import load_extra, load_server, save_server
@@ -47,7 +49,7 @@ class ServerStrategy(flower_strategies.FedAvg):
     own and no asynchronous form; for the latter give Flower's client-side mods to `client_app`.
 
     >>> FedFix(0.5).rule
-    FedFix(weighted=True, seconds=0.5)
+    FedFix(weighted=True, seconds=0.5, share=0.5)
     """
 
     def __init__(
@@ -55,6 +57,14 @@ class ServerStrategy(flower_strategies.FedAvg):
         min_available_nodes: int = 2, fraction_evaluate: float = 0.0, weighted_by_key: str = "num-examples",
         state_path: PathLike | None = None, timing: Timing | None = None, keep_journal: bool = False,
     ) -> None:  # fmt: skip
+        check_range(
+            type(self).__name__, min_available_nodes=(min_available_nodes, "whole, of at least 1", whole()),
+            fraction_evaluate=(fraction_evaluate, "in [0, 1]", lambda value: 0 <= value <= 1),
+            state_path=(state_path, "a path, or None", lambda value: isinstance(value, str | os.PathLike | None)),
+        )  # fmt: skip
+        Server(
+            {"x": [0.0]}, rule, server_lr=server_lr, limits=limits, trust=trust
+        )  # refuses what cannot be, before a run begins
         super().__init__(
             fraction_evaluate=fraction_evaluate, min_evaluate_nodes=1, min_available_nodes=min_available_nodes,
             weighted_by_key=weighted_by_key,
@@ -91,8 +101,8 @@ class ServerStrategy(flower_strategies.FedAvg):
         while server.version < num_rounds:
             exchange.look_for_nodes()
             if len(exchange.names) >= self.min_available_nodes:
-                due_s = due_s if due_s is not None else self._next_tick_s(-math.inf)
                 exchange.send(server, lambda sent: (sent.arrays, config | sent.config | {"server-round": sent.version}))
+                due_s = due_s if due_s is not None else self._next_tick_s(-math.inf)
             took = exchange.take(server)
             if due_s is not None and self.timing.clock() >= due_s:
                 due_s = self._next_tick_s(due_s)
@@ -121,7 +131,8 @@ class ServerStrategy(flower_strategies.FedAvg):
 
     def _next_tick_s(self, last_s: float) -> float:
         """Return when to aggregate next: at the multiples of Δt since the start, those that have passed left out."""
-        interval_s, now_s = self.rule.interval_s, self.timing.clock()
+        rule = self.server.rule if self.server is not None else self.rule
+        interval_s, now_s = rule.interval_s, self.timing.clock()
         if interval_s is None:
             return math.inf
         if math.isinf(last_s):
@@ -184,14 +195,17 @@ def _averaged(metrics: dict[str, dict[str, float]], server: Server) -> MetricRec
 class FedFix(ServerStrategy):
     """`trainwright.federated.FedFix` on Flower: aggregate every `seconds` of the wall clock, whoever has answered.
 
-    The other settings are those of `ServerStrategy`.
+    Without `seconds`, the nodes' `predicted-s` say how long it is: `share` of the first `min_available_nodes` finish in it. The
+    other settings are those of `ServerStrategy`.
 
     >>> FedFix(30.0, min_available_nodes=5).rule.interval_s
     30.0
     """
 
-    def __init__(self, seconds: float, *, weighted: bool = True, **settings: Any) -> None:
-        super().__init__(rules.FedFix(seconds, weighted=weighted), **settings)
+    def __init__(
+        self, seconds: float | None = None, *, share: float = 0.5, weighted: bool = True, **settings: Any
+    ) -> None:
+        super().__init__(rules.FedFix(seconds, share, weighted=weighted), **settings)
 
 
 class FedBuff(ServerStrategy):
