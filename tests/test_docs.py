@@ -49,7 +49,7 @@ SLOW_PAGES = {
     "docs/your-own-model.md",
 }
 """Pages whose commands together take minutes. All others, new ones too, are run on each change."""
-PAST = {"docs/decisions.md"}
+PAST = {"docs/log.md"}
 """Tells what was tried, options that never came included."""
 ALONE = {"docs/adding-an-op.md"}
 """Pages whose Python registers ops and rules, which would stay in this process."""

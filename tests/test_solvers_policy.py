@@ -257,7 +257,7 @@ def test_tracking_in_full() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_transport_tracks_the_gradient_with_single_trajectories() -> None:
-    """Curvature's error is that of momentum here, whatever the weight: see docs/decisions.md."""
+    """Curvature's error is that of momentum here, whatever the weight: see docs/log.md."""
     momentum, transport, _ = tracked(SPREAD, momentum=0.01, batch_size=1, num_steps=1500, seeds=range(5))
     assert transport <= 0.8 * momentum
 
