@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import sync
-from trainwright.sync import Compute, Ranks, Steps, Sync
+from trainwright.sync import Compute, Identify, Ranks, Receive, Send, Steps, Sync
 
 STEPS = 12
 
@@ -136,4 +136,29 @@ def on_ranks(names: list[str]) -> dict[str, Any]:
             engine.traffic.sent_bytes,
             joined.record.sent_bytes(joined.size, joined.method.num_steps),
         ]
+    return found
+
+
+def left_over() -> list[float]:
+    """Rank 1 sends more than rank 0 takes, rank 0 asks for more than rank 1 sends; `close` settles both, and all goes on."""
+
+    def talk() -> Steps[float]:
+        place = yield Identify()
+        like = torch.zeros(50_000, dtype=torch.float64)  # more than a socket holds
+        if place.rank == 1:
+            for number in range(3):
+                yield Send(like + number, 0, 7)
+            return -1.0
+        if place.rank == 0:
+            first = yield Receive(like, 1, 7)
+            assert (yield Receive(like, None, 8, within_s=0.0)) is None
+            assert (yield Receive(like, 1, 9, within_s=0.0)) is None
+            return float(first.tensor[0])
+        return -1.0
+
+    found = []
+    for _ in range(2):
+        engine = Ranks()
+        found.append(engine.run(talk()))
+        engine.close()
     return found

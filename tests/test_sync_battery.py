@@ -97,6 +97,10 @@ def test_one_and_two_ranks_equal_the_simulator_to_the_bit(pool2: Pool) -> None:
     equals_simulated(pool2.run, 2)
 
 
+def test_messages_that_nobody_takes_are_settled_at_the_end(pool2: Pool) -> None:
+    assert pool2.run("tests.sync_cases:left_over", timeout_s=60) == [[0.0, 0.0], [-1.0, -1.0]]
+
+
 def test_four_ranks_equal_the_simulator_to_the_bit(pool4: Pool) -> None:
     equals_simulated(pool4.run, 4)
 

@@ -7,7 +7,9 @@ all-reduce, n parts of memory beside the tensor, and the same bits on every rank
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from threading import Thread
 from typing import Any
@@ -42,6 +44,8 @@ from .traffic import Traffic
 
 _LAST_TAG = 1 << 20
 """Tags of a method are below; exchanges use it."""
+_Way = tuple[int | None, int]
+"""The other worker, `None` where a receive names none, and a tag."""
 
 
 class Ranks:
@@ -65,9 +69,8 @@ class Ranks:
         self.place = Place(dist.get_rank(group), dist.get_world_size(group))
         self.traffic = Traffic()
         self._groups: dict[Members, Any] = {}
-        self._due: dict[tuple[int | None, int], Future[Letter]] = {}
-        """Receives that a thread waits in, by source and tag."""
         self._store: Any = None
+        self._forget()
         self._began_s = time.monotonic()
 
     def run(self, program: Steps[T]) -> T:
@@ -96,8 +99,7 @@ class Ranks:
             case Exchange(tensor, peers):
                 return self._exchange(tensor, peers)
             case Send(tensor, to, tag):
-                self.traffic.count("send", tensor)
-                dist.send(tensor.contiguous(), self._global(to), self.group, tag)
+                self._send(tensor, to, tag)
             case Receive():
                 return self._receive(request)
             case Form(groups):
@@ -111,18 +113,61 @@ class Ranks:
         return None
 
     def close(self) -> None:
-        """Let receives that nobody answered end; to be called by all ranks, after the last program."""
-        waiting: list[Any] = [None] * self.place.size
-        own = [(source, tag) for (source, tag), future in self._due.items() if not future.done()]
-        dist.all_gather_object(waiting, own, group=self.group)
-        for rank, places in enumerate(waiting):
-            for source, tag in places or ():
+        """Let receives that nobody answered end, and take in what nobody received; to be called by all ranks, at the end."""
+        tables: list[tuple[Counter[_Way], Counter[_Way], dict[_Way, Tensor]]] = [None] * self.place.size  # type: ignore[list-item]
+        forms = {way: torch.empty_like(tensor, device="meta") for way, tensor in self._last_sent.items()}
+        dist.all_gather_object(tables, (self._sent, self._posted, forms), group=self.group)
+        for rank, (_, posted, _) in enumerate(tables):
+            for (source, tag), number in posted.items():
                 sender = (rank + 1) % self.place.size if source is None else source
+                missing = number - _number_sent(tables, source, rank, tag)
                 if sender == self.place.rank:
-                    dist.send(torch.zeros(0), self._global(rank), self.group, tag)
+                    for _ in range(missing):
+                        self._post(torch.zeros(0), rank, tag)
+        for rank, (sent, _, kinds) in enumerate(tables):
+            for (to, tag), number in sent.items():
+                if to == self.place.rank and (None, tag) not in self._posted:
+                    self._take_in(kinds[to, tag], rank, tag, number - self._posted[rank, tag])
+        for _, tag in [way for way in self._posted if way[0] is None]:
+            unasked = _number_sent(tables, None, self.place.rank, tag) - self._posted[None, tag]
+            kind = next(
+                (kinds[self.place.rank, tag] for _, _, kinds in tables if (self.place.rank, tag) in kinds), None
+            )
+            if kind is not None:
+                self._take_in(kind, None, tag, unasked)
         for future in self._due.values():
             future.exception(timeout=60)
-        self._due.clear()
+        for outbox in self._outboxes.values():
+            outbox.shutdown()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with nothing sent, received or awaited."""
+        self._sent: Counter[_Way] = Counter()
+        self._posted: Counter[_Way] = Counter()
+        self._last_sent: dict[_Way, Tensor] = {}
+        self._outboxes: dict[int, ThreadPoolExecutor] = {}
+        self._due: dict[_Way, Future[Letter]] = {}
+
+    def _take_in(self, kind: Tensor, source: int | None, tag: int, number: int) -> None:
+        for _ in range(number):
+            dist.recv(
+                torch.empty_like(kind, device="cpu"), None if source is None else self._global(source), self.group, tag
+            )
+
+    def _send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Send at once: gloo's send waits for the receiver, so that a thread for each of them does, message by message."""
+        self.traffic.count("send", tensor)
+        self._sent[to, tag] += 1
+        self._last_sent[to, tag] = tensor
+        self._post(tensor.detach().clone(memory_format=torch.contiguous_format), to, tag)
+
+    def _post(self, tensor: Tensor, to: int, tag: int) -> None:
+        if tensor.device.type != "cpu":  # NCCL's send waits on the device alone
+            dist.send(tensor, self._global(to), self.group, tag)
+            return
+        outbox = self._outboxes.setdefault(to, ThreadPoolExecutor(1, f"to worker {to}"))
+        outbox.submit(dist.send, tensor, self._global(to), self.group, tag)
 
     def _all_reduce(self, tensor: Tensor, members: Members | None) -> Tensor:
         size = self._size(members)
@@ -174,6 +219,7 @@ class Ranks:
     def _receive(self, request: Receive) -> Letter | None:
         key = (request.source, request.tag)
         future = self._due.pop(key, None)
+        self._posted[key] += future is None
         if future is None and request.within_s is None:
             return self._received(request)
         if future is None:
@@ -221,6 +267,11 @@ class Ranks:
         if self._store is None:
             self._store = _shared_store(self.place, self.group)
         return self._store
+
+
+def _number_sent(tables: Sequence[Any], source: int | None, to: int, tag: int) -> int:
+    """Return how many messages `source`, or all workers, sent to `to` under `tag`."""
+    return sum(sent[to, tag] for rank, (sent, _, _) in enumerate(tables) if source in (None, rank))
 
 
 def _shared_store(place: Place, group: Any) -> Any:
