@@ -191,7 +191,7 @@ def _inside(shape: tuple[int, ...], projection: str, density: float, place: tupl
     """The elements of the part, in the order of their moments."""
     rows, columns = shape[0], math.prod(shape[1:])
     count = {"columns": columns, "rows": rows, "entries": rows * columns}[projection]
-    chosen = torch.randperm(count, generator=seeded(*place))[: int(density * count)].numpy()
+    chosen = np.sort(torch.randperm(count, generator=seeded(*place))[: int(density * count)].numpy())
     if projection == "rows":
         return (chosen[:, None] * columns + np.arange(columns)).ravel()
     return (np.arange(rows)[:, None] * columns + chosen).ravel() if projection == "columns" else chosen

@@ -77,8 +77,8 @@ class Subspace:
             drawn = torch.randn(self.projector_shape, generator=generator, dtype=torch.float64)
             return torch.linalg.qr(drawn)[0].to(gradient)
         count = self.shape[0] * self.shape[1] if self.side is None else self.shape[self.side]
-        drawn = torch.randperm(count, generator=generator)[: self.kept]
-        return drawn.sort().values.to(gradient.device, torch.int32)  # in the order of memory, in which they are read
+        drawn = torch.randperm(count, generator=generator)[: self.kept].to(torch.int32)  # lets the permutation go
+        return drawn.sort().values.to(gradient.device)  # in the order of memory, in which they are read
 
     def down(self, gradient: Tensor, projector: Tensor) -> Tensor:
         """Return the gradient's part in the subspace, `low_shape`."""

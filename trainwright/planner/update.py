@@ -31,6 +31,8 @@ _UNRECORDED = 0.5
 """A kernel's launch that no backward will ask for, in launches: 1.6 of 3.5 us on a core of a Zen 4."""
 _IN_A_LIST = 0.3
 """The same for one tensor of a list, on a CPU."""
+_ON_A_GPU = 1.0
+"""What a GPU's host does for one parameter, in launches, where kernels take lists: not measured."""
 _IN_PLACE = 1.6
 """The rate of a pass in place over that of additions into fresh memory, which `bandwidth_bytes_per_s` is, on a CPU."""
 _LINE_BYTES = 64
@@ -49,7 +51,9 @@ class Updates:
         num, in_place = math.prod(shape), _in_place(device)
         if optimizer.form == "fused" or optimizer.needs_values:
             state = optimizer.state_bytes(shape, dtype)
-            launches = optimizer.calls + (0 if optimizer.form == "fused" else 4 * (state > num * dtype.itemsize // 2))
+            launches = _calls(optimizer, device) + (
+                0 if optimizer.form == "fused" else 4 * (state > num * dtype.itemsize // 2)
+            )
             moved = 3 * num * dtype.itemsize + 2 * state
             arithmetic_s = optimizer.fused_flops * num / rate(device.flops_per_s, torch.float32)
             return max(moved / in_place.bandwidth_bytes_per_s, arithmetic_s) + launches * device.launch_s
@@ -57,7 +61,7 @@ class Updates:
         calls = self._followed(optimizer, sample, dtype)
         launched = _launches(optimizer.form, device.kind)
         kernels_s = sum(call.seconds(in_place, share, share) - (1.0 - launched) * device.launch_s for call in calls)
-        return max(kernels_s, 0.0) + optimizer.calls * device.launch_s
+        return max(kernels_s, 0.0) + _calls(optimizer, device) * device.launch_s
 
     def _sample(self, optimizer: OptimizerCost, shape: Sequence[int]) -> tuple[tuple[int, ...], float]:
         """The shape that is followed, and the share of its work that `shape` has; of matrices their own."""
@@ -83,7 +87,12 @@ def _in_place(device: Device) -> Device:
 def _launches(form: str, kind: str) -> float:
     if form == "foreach":
         return 0.0 if kind == "gpu" else _IN_A_LIST
-    return _UNRECORDED
+    return 1.0 if kind == "gpu" else _UNRECORDED
+
+
+def _calls(optimizer: OptimizerCost, device: Device) -> float:
+    """What a parameter takes beside its kernels, in launches: as measured on CPUs, where each starts threads of its own."""
+    return optimizer.calls if device.kind == "cpu" else _ON_A_GPU
 
 
 class _LineCounter(CallCounter):
