@@ -435,3 +435,13 @@ class _Elsewhere(torch.Generator):
     """A generator that says it lives on another device."""
 
     device = torch.device("meta")
+
+
+@pytest.mark.parametrize("make", [SVRGGDA, SpiderGDA])
+@pytest.mark.parametrize(
+    ("period", "num_inner", "expected"), [(7, 4, 4), (3, 9, 3), (None, 5, 5), (6, None, 6), (None, None, 20)]
+)
+def test_residuals_are_measured_as_often_as_full_gradients_are_taken(
+    make: Any, period: int | None, num_inner: int | None, expected: int
+) -> None:
+    assert make(step_x=0.1, step_y=0.1, period=period, num_inner=num_inner).check_every(20) == expected
