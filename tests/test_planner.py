@@ -29,6 +29,7 @@ from trainwright.planner.budget import budget_for, usable_bytes
 from trainwright.planner.decode import Choice, decisions_from
 from trainwright.planner.plan import Task
 from trainwright.planner.price import price
+from trainwright.planner.proposals import first_that_fits
 from trainwright.planner.simulate import Simulation
 from trainwright.planner.solve import Answer, Infeasible
 from trainwright.profiler.saved import whole_program
@@ -221,6 +222,25 @@ def test_comparing_joint_is_never_slower():
             for plan in found.values()
             if isinstance(plan, Plan)
         )
+
+
+def test_a_first_plan_that_the_search_does_not_beat_says_what_it_takes(monkeypatch):
+    """It is taken with its parameters ahead, and its gap is that of this step."""
+    (place,) = task(tiny_program("gpt2-tiny"), "cpu:2", mesh=(2,)).places
+    first = first_that_fits(place, "joint", place.settings("joint"))
+    slower = replace(place.solve("fsdp"), gap=0.9)
+    overlapped = place.overlapped
+    monkeypatch.setattr(
+        place,
+        "overlapped",
+        lambda answer: (
+            (answer, replace(overlapped(answer)[1], compute_s=1e3)) if answer is slower else overlapped(answer)
+        ),
+    )
+    found = place._faster(slower, first)
+    assert found.objective_s == pytest.approx(price_of(place, found.decisions))
+    assert found.objective_s < first.objective_s
+    assert found.bound_s == pytest.approx(min(slower.bound_s, found.objective_s))
 
 
 def test_a_step_is_the_sum_of_its_parts():

@@ -237,7 +237,8 @@ class Place:
         ahead, price = self.overlapped(incumbent)
         if self.overlapped(found)[1].step_s <= price.step_s:
             return found
-        return replace(ahead.bounded(found.bound_s), notes=found.notes, solve_s=found.solve_s, binds=found.binds)
+        ahead = replace(ahead, objective_s=price.step_s).bounded(found.bound_s)
+        return replace(ahead, notes=found.notes, solve_s=found.solve_s, binds=found.binds)
 
     def overlapped(self, answer: Answer) -> tuple[Answer, Price]:
         """Return an answer with its parameters travelling as far ahead as the budget allows, and its price."""
