@@ -163,3 +163,15 @@ def left_over() -> list[float]:
         found.append(engine.run(talk()))
         engine.close()
     return found
+
+
+def never_taken() -> str:
+    """Rank 1 sends what rank 0 never takes, and neither closes: the processes end all the same."""
+
+    def talk() -> Steps[None]:
+        place = yield Identify()
+        if place.rank == 1:
+            yield Send(torch.zeros(50_000, dtype=torch.float64), 0, 7)
+
+    Ranks().run(talk())
+    return "ended"

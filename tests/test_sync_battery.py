@@ -15,6 +15,7 @@ from trainwright import launch, sync
 from trainwright.artifacts import UserError
 from trainwright.launch import run_processes
 from trainwright.sync import Simulation, simulate
+from trainwright.sync.outbox import Outbox
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every = pytest.mark.parametrize("name", tuple(CASES))
@@ -99,6 +100,20 @@ def test_one_and_two_ranks_equal_the_simulator_to_the_bit(pool2: Pool) -> None:
 
 def test_messages_that_nobody_takes_are_settled_at_the_end(pool2: Pool) -> None:
     assert pool2.run("tests.sync_cases:left_over", timeout_s=60) == [[0.0, 0.0], [-1.0, -1.0]]
+
+
+def test_a_message_that_nobody_takes_keeps_no_process_from_its_end() -> None:
+    assert run_processes("tests.sync_cases:never_taken", {}, 2, timeout_s=60) == ["ended", "ended"]
+
+
+def test_a_failed_send_is_raised_by_the_next_call() -> None:
+    def fails() -> None:
+        raise RuntimeError("the peer is gone")
+
+    outbox = Outbox("worker 1")
+    outbox.put(fails)
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        outbox.close()
 
 
 def test_four_ranks_equal_the_simulator_to_the_bit(pool4: Pool) -> None:

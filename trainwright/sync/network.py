@@ -13,8 +13,8 @@ from .requests import Members
 class Network:
     """Links between workers: all alike but those in `links`, {(from, to): (latency_s, bytes_per_s)}.
 
-    >>> Network(1e-3, 1e6).message_s(0, 1, num_bytes=2000)
-    0.003
+    >>> Network(1e-3, 1e6, links={(0, 1): (0.5, 1e3)}).slowest((0, 1, 2))
+    (0.5, 1000.0)
     """
 
     latency_s: float = 0.0
@@ -24,11 +24,6 @@ class Network:
     def link(self, source: int, to: int) -> tuple[float, float]:
         """Return (latency_s, bytes_per_s) of a link."""
         return self.links.get((source, to), (self.latency_s, self.bytes_per_s))
-
-    def message_s(self, source: int, to: int, num_bytes: int) -> float:
-        """Return the seconds that one message takes."""
-        latency_s, bytes_per_s = self.link(source, to)
-        return latency_s + num_bytes / bytes_per_s
 
     def slowest(self, members: Members) -> tuple[float, float]:
         """Return the largest latency and the smallest bandwidth between members, which a collective has to wait for."""

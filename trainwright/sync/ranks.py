@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..launch.flat import all_gather_flat
+from .outbox import Outbox
 from .requests import (
     AllGather,
     AllReduce,
@@ -114,60 +116,57 @@ class Ranks:
 
     def close(self) -> None:
         """Let receives that nobody answered end, and take in what nobody received; to be called by all ranks, at the end."""
-        tables: list[tuple[Counter[_Way], Counter[_Way], dict[_Way, Tensor]]] = [None] * self.place.size  # type: ignore[list-item]
-        forms = {way: torch.empty_like(tensor, device="meta") for way, tensor in self._last_sent.items()}
-        dist.all_gather_object(tables, (self._sent, self._posted, forms), group=self.group)
-        for rank, (_, posted, _) in enumerate(tables):
-            for (source, tag), number in posted.items():
-                sender = (rank + 1) % self.place.size if source is None else source
-                missing = number - _number_sent(tables, source, rank, tag)
-                if sender == self.place.rank:
-                    for _ in range(missing):
-                        self._post(torch.zeros(0), rank, tag)
-        for rank, (sent, _, kinds) in enumerate(tables):
-            for (to, tag), number in sent.items():
-                if to == self.place.rank and (None, tag) not in self._posted:
-                    self._take_in(kinds[to, tag], rank, tag, number - self._posted[rank, tag])
-        for _, tag in [way for way in self._posted if way[0] is None]:
-            unasked = _number_sent(tables, None, self.place.rank, tag) - self._posted[None, tag]
-            kind = next(
-                (kinds[self.place.rank, tag] for _, _, kinds in tables if (self.place.rank, tag) in kinds), None
-            )
-            if kind is not None:
-                self._take_in(kind, None, tag, unasked)
+        tables: list[_Table] = [_Table()] * self.place.size
+        dist.all_gather_object(tables, self._table, group=self.group)
+        self._answer_what_is_awaited(tables)
+        self._take_in_what_is_left(tables)
         for future in self._due.values():
             future.exception(timeout=60)
         for outbox in self._outboxes.values():
-            outbox.shutdown()
+            outbox.close()
         self._forget()
+
+    def _answer_what_is_awaited(self, tables: Sequence[_Table]) -> None:
+        """Send an empty message for each receive that no worker's `Send` answers."""
+        for rank, table in enumerate(tables):
+            for (source, tag), number in table.posted.items():
+                sender = (rank + 1) % self.place.size if source is None else source
+                if sender == self.place.rank:
+                    for _ in range(number - _number_sent(tables, source, rank, tag)):
+                        self._post(torch.zeros(0), rank, tag)
+
+    def _take_in_what_is_left(self, tables: Sequence[_Table]) -> None:
+        """Receive the messages that no `Receive` of this rank asked for: their senders wait."""
+        own, me = self._table.posted, self.place.rank
+        forms = {tag: form for table in tables for (to, tag), form in table.forms.items() if to == me}
+        for tag, form in forms.items():
+            sources = [None] if (None, tag) in own else list(range(self.place.size))
+            for source in sources:
+                for _ in range(_number_sent(tables, source, me, tag) - own[source, tag]):
+                    room = torch.empty_like(form, device="cpu")
+                    dist.recv(room, None if source is None else self._global(source), self.group, tag)
 
     def _forget(self) -> None:
         """Begin with nothing sent, received or awaited."""
-        self._sent: Counter[_Way] = Counter()
-        self._posted: Counter[_Way] = Counter()
-        self._last_sent: dict[_Way, Tensor] = {}
-        self._outboxes: dict[int, ThreadPoolExecutor] = {}
+        self._table = _Table()
+        self._outboxes: dict[int, Outbox] = {}
         self._due: dict[_Way, Future[Letter]] = {}
-
-    def _take_in(self, kind: Tensor, source: int | None, tag: int, number: int) -> None:
-        for _ in range(number):
-            dist.recv(
-                torch.empty_like(kind, device="cpu"), None if source is None else self._global(source), self.group, tag
-            )
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Send at once: gloo's send waits for the receiver, so that a thread for each of them does, message by message."""
         self.traffic.count("send", tensor)
-        self._sent[to, tag] += 1
-        self._last_sent[to, tag] = tensor
+        self._table.sent[to, tag] += 1
+        self._table.forms[to, tag] = torch.empty_like(tensor, device="meta")
         self._post(tensor.detach().clone(memory_format=torch.contiguous_format), to, tag)
 
     def _post(self, tensor: Tensor, to: int, tag: int) -> None:
+        there = self._global(to)
         if tensor.device.type != "cpu":  # NCCL's send waits on the device alone
-            dist.send(tensor, self._global(to), self.group, tag)
+            dist.send(tensor, there, self.group, tag)
             return
-        outbox = self._outboxes.setdefault(to, ThreadPoolExecutor(1, f"to worker {to}"))
-        outbox.submit(dist.send, tensor, self._global(to), self.group, tag)
+        if to not in self._outboxes:
+            self._outboxes[to] = Outbox(f"worker {to}")
+        self._outboxes[to].put(lambda: dist.send(tensor, there, self.group, tag))
 
     def _all_reduce(self, tensor: Tensor, members: Members | None) -> Tensor:
         size = self._size(members)
@@ -219,7 +218,7 @@ class Ranks:
     def _receive(self, request: Receive) -> Letter | None:
         key = (request.source, request.tag)
         future = self._due.pop(key, None)
-        self._posted[key] += future is None
+        self._table.posted[key] += future is None
         if future is None and request.within_s is None:
             return self._received(request)
         if future is None:
@@ -269,9 +268,18 @@ class Ranks:
         return self._store
 
 
-def _number_sent(tables: Sequence[Any], source: int | None, to: int, tag: int) -> int:
+@dataclass
+class _Table:
+    """What a rank sent (to, tag) and was ready to receive (source, tag), and what its messages look like."""
+
+    sent: Counter[_Way] = field(default_factory=Counter)
+    posted: Counter[_Way] = field(default_factory=Counter)
+    forms: dict[_Way, Tensor] = field(default_factory=dict)
+
+
+def _number_sent(tables: Sequence[_Table], source: int | None, to: int, tag: int) -> int:
     """Return how many messages `source`, or all workers, sent to `to` under `tag`."""
-    return sum(sent[to, tag] for rank, (sent, _, _) in enumerate(tables) if source in (None, rank))
+    return sum(table.sent[to, tag] for rank, table in enumerate(tables) if source in (None, rank))
 
 
 def _shared_store(place: Place, group: Any) -> Any:

@@ -47,7 +47,6 @@ from .traffic import Traffic
 Seconds = float | Callable[[int], float]
 """Of one gradient: a number, or a function of how many the worker has computed before."""
 _EXCHANGE = -1
-_COLLECTIVES = (AllReduce, AllGather, AllToAll, Broadcast)
 
 
 @dataclass(frozen=True)
