@@ -159,6 +159,16 @@ def test_lamb_steps_are_as_long_as_the_parameter_says() -> None:
         assert (weight - before).norm().item() == pytest.approx(0.01 * before.norm().item(), rel=1e-4)
 
 
+def test_layers_that_blocks_repeat_are_no_heads_where_positions_are_as_many() -> None:
+    layers = {"words": nn.Embedding(90, 16), "positions": nn.Embedding(16, 16), "score": nn.Linear(16, 90)}
+    blocks = nn.ModuleList(nn.ModuleDict({"first": nn.Linear(16, 64), "second": nn.Linear(64, 16)}) for _ in range(2))
+    model = nn.ModuleDict({**layers, "blocks": blocks})
+    wide = optim.eight_bit_groups(model)[1]["params"]
+    assert {id(param) for param in wide} == {
+        id(param) for name, param in model.named_parameters() if not name.startswith("blocks")
+    }
+
+
 def test_embeddings_keep_wide_moments_in_groups_made_for_it() -> None:
     model = nn.Sequential(StableEmbedding(100, 64), nn.Linear(64, 90), nn.Linear(90, 100))
     optimizer = optim.AdamW8bit(optim.eight_bit_groups(model), lr=0.1)
