@@ -15,7 +15,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.pool import Pool
-from tests.sync_cases import CASES, net, program, sgd
+from tests.sync_cases import CASES, net, one_step, program, sgd
 from tests.sync_problems import Vector
 from trainwright import sync
 from trainwright.artifacts import UserError
@@ -152,6 +152,23 @@ def test_another_number_of_workers_takes_over_what_it_can() -> None:
     assert left == ("error", "server_error")
     assert torch.equal(joined.method.state["v"], held["sync"]["state"]["v"])
     assert not joined.method.state["error"].any()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if {2, 4} <= {*case.sizes}])
+def test_every_method_goes_on_with_half_of_the_workers(name: str) -> None:
+    """What means nothing to them is named, and they train on from the rest."""
+    held = [held for _, held in simulate([program(name) for _ in range(4)]).results]
+
+    def one(rank: int) -> Any:
+        model = net()
+        joined = yield from sync.join(name, model, CASES[name].optimizer(model.parameters()), **CASES[name].options)
+        model.load_state_dict(held[0]["model"])
+        left = joined.load_state_dict(copy.deepcopy(held[0]["sync"]))
+        yield from one_step(joined, model, joined.method.replica.optimizer, joined.method.num_steps)
+        return left, joined.method.of_size
+
+    for left, of_size in simulate([one(rank) for rank in range(2)]).results:
+        assert left == tuple(each for each in of_size if each in held[0]["sync"]["state"])
 
 
 def test_a_state_of_another_method_or_model_is_refused() -> None:

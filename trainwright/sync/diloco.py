@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -137,25 +138,23 @@ _STATES = (
         lambda size: largest_part(size.num_params, size.options["fragments"]) if size.options["delay"] else 0,
     ),
 )
+_DILOCO = SyncRecord(
+    "diloco",
+    DiLoCo,
+    "averages every H steps, outer Nesterov step",
+    (_fragment(0), _fragment(1)),
+    promises="another trajectory, close to AdamW's at H of hundreds",
+    assumes="a long period",
+    states=_STATES,
+    paper="Douillard et al. 2023, arXiv:2311.08105",
+)
 RECORDS = (
-    SyncRecord(
-        "diloco",
-        DiLoCo,
-        "averages every H steps, outer Nesterov step",
-        (_fragment(0), _fragment(1)),
-        promises="another trajectory, close to AdamW's at H of hundreds",
-        assumes="a long period",
-        states=_STATES,
-        paper="Douillard et al. 2023, arXiv:2311.08105",
-    ),
-    SyncRecord(
-        "streaming-diloco",
-        DiLoCo,
-        "the same, a fragment at a time",
-        (_fragment(0), _fragment(1)),
+    _DILOCO,
+    replace(
+        _DILOCO,
+        name="streaming-diloco",
+        summary="the same, a fragment at a time",
         promises="another trajectory, close to DiLoCo's",
-        assumes="a long period",
-        states=_STATES,
         paper="Douillard et al. 2025, arXiv:2501.18512",
         departs="fragments are runs of equal length, not layers; the exchange is waited for",
         defaults={"period": 100, "fragments": 4, "delay": 5, "mix": 0.5},

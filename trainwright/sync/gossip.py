@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,45 +127,33 @@ def _edges() -> tuple[Message, ...]:
     )
 
 
+_GOSSIP = SyncRecord(
+    "gossip",
+    Gossip,
+    "steps, then averages with neighbours",
+    _edges(),
+    promises="a neighbourhood of the minimum",
+    assumes="symmetric W; a connected graph",
+    faults="its neighbours wait",
+    paper="Lian et al. 2017, arXiv:1705.09056",
+)
 RECORDS = (
-    SyncRecord(
-        "gossip",
-        Gossip,
-        "steps, then averages with neighbours",
-        _edges(),
-        promises="a neighbourhood of the minimum",
-        assumes="symmetric W; a connected graph",
-        faults="its neighbours wait",
-        paper="Lian et al. 2017, arXiv:1705.09056",
-    ),
-    SyncRecord(
-        "atc-dsgd",
-        Gossip,
-        "the same, with SGD",
-        _edges(),
-        promises="bias of lr²",
-        assumes="symmetric W; a connected graph",
-        faults="its neighbours wait",
-        paper="Lian et al. 2017, arXiv:1705.09056",
-    ),
-    SyncRecord(
-        "dmsgd",
-        Gossip,
-        "the same, with SGD and momentum",
-        _edges(),
+    _GOSSIP,
+    replace(_GOSSIP, name="atc-dsgd", summary="the same, with SGD", promises="bias of lr²"),
+    replace(
+        _GOSSIP,
+        name="dmsgd",
+        summary="the same, with SGD and momentum",
         promises="bias of lr² / (1 − momentum)²",
-        assumes="symmetric W; a connected graph",
-        faults="its neighbours wait",
         paper="Yu, Jin & Yang 2019, arXiv:1905.03817",
     ),
-    SyncRecord(
-        "decentlam",
-        DecentLaM,
-        "neighbours; momentum adds no bias",
-        _edges(),
+    replace(
+        _GOSSIP,
+        name="decentlam",
+        cls=DecentLaM,
+        summary="neighbours; momentum adds no bias",
         promises="bias of lr², whatever the momentum",
         assumes="symmetric W; a connected graph; SGD",
-        faults="its neighbours wait",
         paper="Yuan et al. 2021, arXiv:2104.11981",
     ),
 )

@@ -38,6 +38,8 @@ class LSGD(Method):
     (arXiv:1905.10395).
     """
 
+    of_size = ("group_leader", "group_leader_rank", "global_leader", "global_leader_rank")
+
     def __init__(
         self, worker: Worker, *, group_period: int = 4, global_period: int = 16, num_groups: int = 1,
         group_pull: float = 0.1, global_pull: float = 0.1, group_move: float = 0.1, global_move: float = 0.1,

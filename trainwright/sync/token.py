@@ -89,7 +89,7 @@ class SASRRW(Method):
     (arXiv:2401.09665).
     """
 
-    equal_start = True
+    of_size = ("visits", "holder")
 
     def __init__(
         self, worker: Worker, *, graph: str | Graph | Sequence[Sequence[int]] = "ring", alpha: float = 5.0,
