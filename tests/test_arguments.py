@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 import trainwright as tw
 from trainwright.arguments import as_mesh, as_optimizer_name, as_pins
 from trainwright.artifacts import Plan, UserError
+from trainwright.request import PlanOptions, PlanRequest
 
 BATCH = (torch.ones(8, 4), torch.arange(8) % 3)
 LOSS = nn.CrossEntropyLoss()
@@ -136,3 +138,17 @@ def test_a_plan_may_be_named_by_its_file(plain: Plan, tmp_path: Path) -> None:
         tw.parallelize(model(), 3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="a function that builds"):
         tw.verify(model(), alone)  # type: ignore[arg-type]
+
+
+def test_the_options_that_are_typed_are_those_of_a_request() -> None:
+    model, batch, *options = dataclasses.fields(PlanRequest)
+    assert (model.name, batch.name) == ("model", "batch")
+    typed = {name: kind.__forward_arg__ for name, kind in PlanOptions.__annotations__.items()}
+    typed["hardware"] = typed["hardware"].removeprefix("Required[").removesuffix("]")
+    assert typed == {option.name: option.type for option in options}
+
+
+@pytest.mark.parametrize("verb", ["plan", "compare", "frontier"])
+def test_an_option_that_there_is_not_names_its_neighbour(verb: str) -> None:
+    with pytest.raises(TypeError, match=rf"{verb}\(\) got an unexpected keyword argument 'memry'; did you mean memory"):
+        getattr(tw, verb)(torch.nn.Linear(2, 2), (torch.ones(2, 2),), hardware=1, memry="1GiB")

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests import report_samples as samples
-from trainwright.artifacts import ModelRef, Profile, Refusal, UserError
+from trainwright.artifacts import ModelRef, Profile, Refusal, UserError, parse_bytes
 from trainwright.cli import main
 from trainwright.cli.errors import status_of
 from trainwright.cli.model import ModelOptions, as_planned, model_of_plan, parse_settings
 from trainwright.cli.output import quiet_stdout
 from trainwright.cli.plan import compared_as_json, parse_mesh
 from trainwright.cli.ranks import run_worker
-from trainwright.cli.sizes import parse_bytes
 
 VERBS = (
     "cache",

@@ -32,9 +32,9 @@ from tests.docs_blocks import (
     first_difference,
     parsed,
 )
+from trainwright.artifacts import parse_bytes
 from trainwright.capture import zoo
 from trainwright.cli import main
-from trainwright.cli.sizes import parse_bytes
 
 FILES = ROOT / "tests" / "docs_files"
 MOST_NOT_RUN = 12

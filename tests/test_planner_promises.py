@@ -10,11 +10,10 @@ import pytest
 from test_planner import question, task
 
 from tests.models import gnn, unet
-from trainwright.artifacts import Plan, Refusal, SolverInfo
+from trainwright.artifacts import Plan, Refusal, SolverInfo, parse_bytes
 from trainwright.capture import zoo
 from trainwright.capture.export import capture
 from trainwright.capture.program import build_program
-from trainwright.cli.sizes import parse_bytes
 from trainwright.planner import compare, make_plan
 from trainwright.planner.refusals import batch_size
 

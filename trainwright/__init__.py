@@ -22,15 +22,25 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from . import hardware as _hardware  # imported before the verb of that name, which then stands in its place
 from .arguments import as_cluster, as_dtype_name, as_maker, as_plan, check_model
-from .artifacts import Cluster, Difference, Explanation, ModelRef, Plan, Profile, Refusal, Report, UserError, diff
-from .cli.sizes import parse_bytes
+from .artifacts import (
+    Cluster,
+    Difference,
+    Explanation,
+    ModelRef,
+    Plan,
+    Profile,
+    Refusal,
+    Report,
+    UserError,
+    diff,
+    parse_bytes,
+)
 from .request import PlanOptions, PlanRequest, by_size, program_of
 from .training import Trained, train
 
 if TYPE_CHECKING:
     import os
 
-    import torch
     from torch import Tensor, nn
 
     from . import artifacts as artifacts
@@ -51,13 +61,10 @@ if TYPE_CHECKING:
     from . import sync as sync
     from .capture import zoo as zoo
     from .planner import Simulation
+    from .request import DtypeLike, HardwareLike, LossFn, OptimizerLike
     from .runtime import ParallelModule
 
-    LossFn = Callable[..., Tensor]
-    HardwareLike = str | int | Cluster | os.PathLike[str]
     PlanLike = str | Plan | os.PathLike[str]
-    OptimizerLike = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-    DtypeLike = str | torch.dtype
 
 __version__ = "0.1.0"
 SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 from .arguments import as_chosen, as_cluster, as_dtype_name, as_mesh, as_pins, check_model
-from .artifacts import Cluster, ModelRef, Plan, UserError
-from .cli.sizes import parse_bytes
+from .artifacts import Cluster, ModelRef, Plan, UserError, parse_bytes
 
 if TYPE_CHECKING:
     import os

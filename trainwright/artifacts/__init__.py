@@ -22,6 +22,7 @@ from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, Swee
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
 from .run import Compared, Run
+from .sizes import parse_bytes
 
 __all__ = [
     "EDITED",
@@ -66,4 +67,5 @@ __all__ = [
     "is_installed",
     "need",
     "needed",
+    "parse_bytes",
 ]

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ..artifacts import parse_bytes
 from .output import quiet_stdout, status
-from .sizes import parse_bytes
 
 
 def export(

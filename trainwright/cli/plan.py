@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..arguments import as_mesh
-from ..artifacts import Plan, Refusal, UserError
+from ..artifacts import Plan, Refusal, UserError, parse_bytes
 from ..hardware import resolve
 from ..reports.frontier_figure import frontier_table
 from ..reports.terminal import compare_table
@@ -22,7 +22,6 @@ from .model import ModelOptions, takes_model
 from .optimizing import FormOption, OptionOption
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
 from .planned import named
-from .sizes import parse_bytes
 
 if TYPE_CHECKING:
     from ..capture.targets import Loaded

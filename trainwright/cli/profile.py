@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..artifacts import Profile, UserError
+from ..artifacts import Profile, UserError, parse_bytes
 from ..reports.measures import SORTABLE
 from ..reports.units import format_bytes
 from .errors import FAILED, OK
 from .fits import answer_fits
 from .model import ModelOptions, takes_model
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
-from .sizes import parse_bytes
 from .sweep import Sweep, SweepRun, parse_sweep
 from .variants import Variants
 

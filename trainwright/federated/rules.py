@@ -223,7 +223,8 @@ class FedFix(Rule):
         return False
 
     def periods(self, times_s: Mapping[str, float]) -> dict[str, float]:
-        seconds = self.settled(times_s).seconds or 1.0
+        seconds = self.settled(times_s).seconds
+        assert seconds is not None
         ticks = {client: max(1, math.ceil(time_s / seconds - _ROUNDING)) for client, time_s in times_s.items()}
         busy = _busy_ticks(sorted(ticks.values()))
         return {client: count * busy for client, count in ticks.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,10 +126,9 @@ def _simulate(
             tracker.keep_timeline = timeline
             communicator.num_bytes.clear()
             communicator.num_calls.clear()
-            if optimizer_cost is not None and optimizer_cost.differentiates_twice:
-                _step_with_curvature(executor, sources, optimizer, tracker)
-            elif program.num_runs == 1:
-                _step(executor, sources, optimizer, tracker)
+            if program.num_runs == 1:
+                has_curvature = optimizer_cost is not None and optimizer_cost.differentiates_twice
+                _step(executor, sources, optimizer, tracker, has_curvature)
             else:
                 _accumulated_step(executor, sources, optimizer, tracker, communicator)
                 store.num_bytes, store.num_transfers = store.num_bytes // 2, store.num_transfers // 2  # of one run
@@ -268,44 +267,34 @@ def _accumulated_step(
 
 
 def _step(
-    executor: Executor, sources: Mapping[Tensor, Any], optimizer: torch.optim.Optimizer, tracker: MemoryTracker
+    executor: Executor,
+    sources: Mapping[Tensor, Any],
+    optimizer: torch.optim.Optimizer,
+    tracker: MemoryTracker,
+    has_curvature: bool,
 ) -> None:
-    """The reference step: the caller holds the outputs until the update is done."""
-    state = run_state(None, tracker.target)
-    with tracker.phase("forward"):
-        outputs = executor.run(sources, state)
-        loss = outputs[executor.local.program.captured.loss_index]
-        tracker.mark_forward_end()
-    with tracker.phase("backward"):
-        loss.backward()
-    with tracker.phase("update"):
-        optimizer.step()
-    del outputs, loss
+    """The reference step: the caller holds the outputs until the update is done.
 
-
-def _step_with_curvature(
-    executor: Executor, sources: Mapping[Tensor, Any], optimizer: torch.optim.Optimizer, tracker: MemoryTracker
-) -> None:
-    """The step in which a method takes a Hessian-vector product: the graph of the gradient is kept until then."""
+    A method that takes a Hessian-vector product keeps the graph of the gradient until then.
+    """
     state = run_state(None, tracker.target)
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH) if has_curvature else nullcontext():
         with tracker.phase("forward"):
             outputs = executor.run(sources, state)
             loss = outputs[executor.local.program.captured.loss_index]
             tracker.mark_forward_end()
         with tracker.phase("backward"):
-            grads = _gradients_by_curvature(
-                loss, [param for group in optimizer.param_groups for param in group["params"]]
-            )
+            if has_curvature:
+                _backward_with_curvature(loss, [param for group in optimizer.param_groups for param in group["params"]])
+            else:
+                loss.backward()
     with tracker.phase("update"):
-        for param, grad in grads:
-            param.grad = grad
         optimizer.step()
     del outputs, loss
 
 
-def _gradients_by_curvature(loss: Any, params: list[Any]) -> list[tuple[Any, Any]]:
-    """The gradients, after one product with probes and the estimates that it gives were held beside their graph."""
+def _backward_with_curvature(loss: Any, params: list[Any]) -> None:
+    """Set the gradients, after one product with probes and the estimates that it gives were held beside their graph."""
     found = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
     pairs = [(param, grad) for param, grad in zip(params, found) if grad is not None]
     used = [(param, grad) for param, grad in pairs if grad.requires_grad]
@@ -316,4 +305,5 @@ def _gradients_by_curvature(loss: Any, params: list[Any]) -> list[tuple[Any, Any
     )
     estimates = [probe if product is None else probe * product for probe, product in zip(probes, products)]
     del products, estimates
-    return [(param, grad.detach()) for param, grad in pairs]
+    for param, grad in pairs:
+        param.grad = grad.detach()

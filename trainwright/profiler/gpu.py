@@ -61,7 +61,8 @@ class GpuForms(TorchFunctionMode):
             args, kwargs = _widened(getattr(func, "__name__", ""), args, kwargs)
         if func is Tensor.backward:  # what checkpointed blocks recompute in it takes the same forms
             with self:
-                return _backward(*args, **kwargs)  # type: ignore[func-returns-value]
+                _backward(*args, **kwargs)
+            return None
         if func is F.multi_head_attention_forward:
             with _replaced():
                 return func(*args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from ..artifacts import UserError
+from .record import UserError
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)}
