@@ -72,7 +72,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Of worker `rank`, whose data differ from the others'."""
+    """Draw the batch of worker `rank`, whose data differ from the others'."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
     return x, x[:, :3].roll(rank, 1) + rank

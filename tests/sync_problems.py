@@ -12,7 +12,7 @@ from trainwright import sync
 from trainwright.sync import Simulation, Steps, Sync, simulate
 
 Gradient = Callable[[Tensor, int, int], Tensor]
-"""Of (x, rank, step)."""
+"""A loss as a function of (x, rank, step)."""
 Loss = Callable[[Tensor, int, int], float]
 
 

@@ -170,7 +170,7 @@ def test_blocks_take_whole_tensors_in_turn(order: Any) -> None:
 
 @pytest.mark.parametrize(("density", "num_active"), [(0.3, 2), (0.28, 1), (0.1, 0), (0.9, 4)])
 def test_the_number_of_blocks_is_the_nearest_to_the_share(density: float, num_active: int) -> None:
-    """Of five tensors, 1.5 are two (round to even), 1.4 one, 4.5 four."""
+    """A share of five tensors is rounded to even: 1.5 are two, 1.4 one, 4.5 four."""
     params = [nn.Parameter(torch.zeros(3, 4)) for _ in range(5)]
     optimizer = FRUGAL(params, projection="block", density=density, block_order="ascending")
     trained(optimizer, 1)

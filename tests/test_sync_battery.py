@@ -30,7 +30,7 @@ def largest(name: str) -> int:
 
 
 def expected(names: list[str], size: int) -> dict[str, list[Any]]:
-    """What `sync_cases.on_ranks` has to find: each worker's digest, and the bytes of all together."""
+    """Return what `sync_cases.on_ranks` has to find: each worker's digest, and the bytes of all together."""
     runs = {name: simulated(name, size) for name in names}
     return {name: [[digest(joined) for joined, _ in run.results], run.sent_bytes] for name, run in runs.items()}
 

@@ -1,4 +1,4 @@
-"""What a user meets first: errors before the first step, alike on all ranks; resuming; the simulator's clock; the listing."""
+"""The face of sync: errors before the first step, alike on all ranks; resuming; the simulator's clock; the listing."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_another_number_of_workers_takes_over_what_it_can() -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if {2, 4} <= {*case.sizes}])
 def test_every_method_goes_on_with_half_of_the_workers(name: str) -> None:
-    """What means nothing to them is named, and they train on from the rest."""
+    """They train on; what means nothing to them is named."""
     held = [held for _, held in simulate([program(name) for _ in range(4)]).results]
 
     def one(rank: int) -> Any:

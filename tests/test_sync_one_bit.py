@@ -86,7 +86,7 @@ def test_the_compressed_mean_by_hand(n: int, length: int) -> None:
 
 
 def running_error(num_steps: int, feedback: bool) -> float:
-    """Of the sum over time of compressed means of constant vectors with noise, four workers."""
+    """Return the error of the sum over time of compressed means of constant vectors with noise, four workers."""
     n, length = 4, 256
     segments, constant = Segments((length,), n), normal(n, length, seed=0)
     own = [[torch.zeros(length).double(), torch.zeros(segments.chunk_length).double()] for _ in range(n)]

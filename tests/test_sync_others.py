@@ -170,7 +170,7 @@ def watts_strogatz(num_nodes: int = 20, degree: int = 4, rewired: float = 0.1, s
 
 
 def mean_squared_error(alpha: float, visits: float, steps: float, num_steps: int, num_runs: int = 300) -> float:
-    """Of θ ← θ − β_n (θ − y_X), n = 1 … num_steps, from all walks' mean of y."""
+    """Return the squared error of θ ← θ − β_n (θ − y_X), n = 1 … num_steps, from all walks' mean of y."""
     graph, rng = watts_strogatz(), np.random.default_rng(0)
     y = np.random.default_rng(5).normal(size=graph.num_nodes)
     walk = SelfRepellentWalk(graph, alpha, visits, num_walks=num_runs)

@@ -1,4 +1,4 @@
-"""What `plan`, `compare` and `frontier` are asked, from the names that users write to what the planner takes.
+"""The question of `plan`, `compare` and `frontier`, resolved from the names that users write to what the planner takes.
 
 PlanRequest(model, batch, hardware=…, …)   one field an option of `plan`, each as the user gave it
 .question()                                the fields of a planner `Task`: a captured program, a cluster, bytes
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     DtypeLike = str | torch.dtype
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory, the budget where none is given."""
+"""The budget where none is given, as a share of a device's memory."""
 
 
 class PlanOptions(TypedDict, total=False):

@@ -29,7 +29,7 @@ BATCH = 16
 SEEDS = tuple(range(10))
 LOOKS = (1, 2, 4, 8)
 OFF = 0.3
-"""Of a client's mean, log-normally, from what its plan predicts."""
+"""The log-normal deviation of a client's mean time from what its plan predicts."""
 
 
 @functools.cache

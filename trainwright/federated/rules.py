@@ -71,7 +71,7 @@ class Rule(ABC):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing of the rule waits for the clients' predicted times."""
+        """True where nothing of the rule waits for the clients' predicted times."""
         return True
 
     def settled(self, times_s: Mapping[str, float]) -> Rule:

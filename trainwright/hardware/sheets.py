@@ -1,4 +1,4 @@
-"""What data sheets say of GPUs: one entry a device, with the document that its rates are from.
+"""GPUs as their data sheets describe them: one entry a device, with the document that its rates are from.
 
     memory_gib   GiB that a program sees: what the driver reports, less than the number on the box
     bandwidth    GB/s of the device's memory
@@ -42,7 +42,7 @@ class Sheet:
     host: float
     blas_workspace: int = _BLAS_WORKSPACE_BYTES
     matmul_fraction: float = 0.75
-    """Of the sheet's rate that large matrix products reach: cuBLAS gets 0.80 at 8192³ in bf16 on an H200."""
+    """The share of the sheet's rate that large matrix products reach: cuBLAS gets 0.80 at 8192³ in bf16 on an H200."""
 
 
 def _rates(fp64: float, fp32: float, half: float, bf16: float | None = None) -> dict[str, float]:

@@ -56,7 +56,7 @@ class Method(torch.optim.Optimizer):
     """The forms of the step that the method has, fastest first; one that has no `fused` form refuses the setting."""
     _state_names: ClassVar[tuple[str, ...]] = ()
     _fused_in_torch: ClassVar[bool] = True
-    """Whether the fused form is compiled by torch, which takes numbers that change as tensors."""
+    """True where the fused form is compiled by torch, which takes numbers that change as tensors."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], **how: Any) -> None:
         """`how`: maximize, foreach, capturable (the step is counted on the parameter's device), fused."""

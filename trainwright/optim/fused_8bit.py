@@ -62,7 +62,7 @@ def fused(update: Update) -> Update:
 
 
 def _in_order(tensors: list[Tensor]) -> bool:
-    """Whether the tensors' elements fill their memory, all in the same order."""
+    """Return whether the tensors' elements fill their memory, all in the same order."""
     return all(tensor.is_contiguous() for tensor in tensors) or flat_views(tensors) is not None
 
 

@@ -142,7 +142,7 @@ class OptimizerRecord:
 
     @property
     def calls(self) -> float:
-        """What the step does for each parameter beside its kernels, in launches of one: Python, parts of `DTensor`s, checks.
+        """The host's work for each parameter beside its kernels, in launches of one: Python, parts of `DTensor`s, checks.
 
         >>> from trainwright.optim import record
         >>> record("adamw").calls, record("adan").with_options("fused").calls, record("adan").calls
@@ -180,7 +180,7 @@ class OptimizerRecord:
 
     @property
     def differentiates_twice(self) -> bool:
-        """Whether a step takes Hessian-vector products, for which the graph of the gradient is kept.
+        """True where a step takes Hessian-vector products, for which the graph of the gradient is kept.
 
         >>> from trainwright.optim import record
         >>> record("sophiah").differentiates_twice, record("sophiag").differentiates_twice

@@ -57,7 +57,7 @@ class OptimizerCost(Protocol):
 
     @property
     def calls(self) -> float:
-        """What its step does for each parameter beside its kernels, in launches of one."""
+        """The host's work for each parameter beside its kernels, in launches of one."""
 
     @property
     def fused_flops(self) -> float:
@@ -69,7 +69,7 @@ class OptimizerCost(Protocol):
 
     @property
     def differentiates_twice(self) -> bool:
-        """Whether its step takes Hessian-vector products, for which the graph of the gradient is kept."""
+        """True where its step takes Hessian-vector products, for which the graph of the gradient is kept."""
 
     @property
     def needs_values(self) -> bool:

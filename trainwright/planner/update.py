@@ -32,7 +32,7 @@ _UNRECORDED = 0.5
 _IN_A_LIST = 0.3
 """The same for one tensor of a list, on a CPU."""
 _ON_A_GPU = 1.0
-"""What a GPU's host does for one parameter, in launches, where kernels take lists: not measured."""
+"""The work of a GPU's host for one parameter, in launches, where kernels take lists: not measured."""
 _IN_PLACE = 1.6
 """The rate of a pass in place over that of additions into fresh memory, which `bandwidth_bytes_per_s` is, on a CPU."""
 _LINE_BYTES = 64
@@ -91,7 +91,7 @@ def _launches(form: str, kind: str) -> float:
 
 
 def _calls(optimizer: OptimizerCost, device: Device) -> float:
-    """What a parameter takes beside its kernels, in launches: as measured on CPUs, where each starts threads of its own."""
+    """Return the host's work for a parameter, in launches: measured on CPUs, where each kernel starts threads of its own."""
     return optimizer.calls if device.kind == "cpu" else _ON_A_GPU
 
 

@@ -52,7 +52,7 @@ class GradientCode:
 
     @property
     def repeats(self) -> bool:
-        """Whether it is fractional repetition."""
+        """True where it is fractional repetition."""
         return not self.cyclic and self.num_workers % (self.stragglers + 1) == 0
 
     @cached_property

@@ -70,7 +70,7 @@ class CRPSGD(DataParallel):
 
     @property
     def finished(self) -> bool:
-        """Whether the budget is spent."""
+        """True when the budget is spent."""
         return self.budget is not None and int(self.state["spent"]) >= self.budget
 
     def step(self, loss: Any, num_samples: int) -> Steps[None]:
@@ -124,7 +124,7 @@ class CRPSGDCatalyst(CRPSGD):
 
     @property
     def finished(self) -> bool:
-        """Whether all problems are done."""
+        """True when all problems are done."""
         return int(self.state["problem"]) >= self.num_problems
 
     def start(self) -> Steps[None]:

@@ -21,7 +21,7 @@ _DIGEST = 32
 
 
 class Sync:
-    """What `create` and `join` return: `step(loss)` in place of `optimizer.step()`.
+    """A method joined by this worker, as `create` and `join` return it: `step(loss)` in place of `optimizer.step()`.
 
     method: what it runs; its numbers (`num_steps`, a batch size, a leader) are attributes of it. record: what it declares.
     """
@@ -63,13 +63,13 @@ class Sync:
 
     @property
     def traffic(self) -> Traffic:
-        """What this worker has sent since `create`, the agreement before the first step included."""
+        """All that this worker has sent since `create`, the agreement before the first step included."""
         assert self.engine is not None
         return self.engine.traffic
 
     @property
     def size(self) -> Size:
-        """What the record's numbers hang on, here."""
+        """The size of this run, which the record's numbers depend on."""
         worker = self.method.worker
         return Size(worker.replica.shapes, worker.replica.dtype.itemsize, worker.size, self.options)
 

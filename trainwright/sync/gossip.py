@@ -105,7 +105,7 @@ def _penalised(x: Tensor, mixed: Tensor, lr: Tensor | float, gradient: Tensor) -
 
 
 def _edge_bytes(size: Size) -> int:
-    """Of one round of all graphs in turn."""
+    """Return the bytes of one round of all graphs in turn."""
     graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
     return sum(2 * len(graph.edges) for graph in graphs) * size.param_bytes
 

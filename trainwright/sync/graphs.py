@@ -50,7 +50,7 @@ class Graph:
 
     @property
     def is_connected(self) -> bool:
-        """Whether every node can be reached from node 0."""
+        """True where every node can be reached from node 0."""
         reached, new = {0}, [0]
         while new:
             new = [node for at in new for node in self.neighbours[at] if node not in reached]

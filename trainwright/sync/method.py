@@ -26,7 +26,7 @@ class Method:
     """
 
     equal_start: ClassVar[bool] = True
-    """Whether all workers have to begin with the same parameters."""
+    """True where all workers have to begin with the same parameters."""
     of_size: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that mean nothing to another number of workers."""
 

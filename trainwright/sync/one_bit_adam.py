@@ -16,7 +16,7 @@ from .signs import Segments, compressed_mean
 
 
 class OneBit(Method):
-    """What 1-bit Adam and 1-bit LAMB share: moments, their settings, and the compressed mean."""
+    """The common part of 1-bit Adam and 1-bit LAMB: moments, their settings, and the compressed mean."""
 
     of_size = ("error", "server_error")
 
@@ -32,12 +32,12 @@ class OneBit(Method):
 
     @property
     def segments(self) -> Segments:
-        """What has a scale of its own."""
+        """The segments that have a scale of their own."""
         return Segments(self.replica.shapes, self.worker.size)
 
     @property
     def frozen(self) -> bool:
-        """Whether this step compresses."""
+        """True where this step compresses."""
         return self.num_steps > self.freeze_step
 
     @property

@@ -90,7 +90,7 @@ class OneBitLAMB(OneBit):
         self.state["evenness"] = torch.where(sizes > 0, sizes.mean() / torch.where(sizes > 0, sizes, 1.0), 1.0)
 
     def _factors(self, x: Tensor) -> Tensor:
-        """How much smaller the second moment has become since it was frozen, per parameter."""
+        """Return by how much the second moment has shrunk since it was frozen, per parameter."""
         eps, decay = self.replica.settings("eps"), self.replica.settings("weight_decay")
         frozen = self.vector("v").sqrt() + eps
         ratios, last = frozen / (self.vector("w").sqrt() + eps), self.vector("factor")

@@ -270,7 +270,7 @@ class Ranks:
 
 @dataclass
 class _Table:
-    """What a rank sent (to, tag) and was ready to receive (source, tag), and what its messages look like."""
+    """Counts of the messages that a rank sent (to, tag) and was ready to receive (source, tag), and a form of each sort."""
 
     sent: Counter[_Way] = field(default_factory=Counter)
     posted: Counter[_Way] = field(default_factory=Counter)

@@ -12,12 +12,12 @@ from typing import Any
 from .traffic import all_reduce_bytes
 
 AGREEMENT_BYTES = 512
-"""What each worker shows to all others before the first step."""
+"""The bytes that each worker shows to all others before the first step."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What the declared numbers hang on.
+    """The size of a run, which the declared numbers depend on.
 
     shapes: elements of each parameter. itemsize: bytes of an element as it is sent. options: of the method, defaults
     included.
@@ -85,7 +85,7 @@ class SyncRecord:
     extra_passes: str = "0"
     """Forward and backward passes that a step takes beyond the one that it is given."""
     faults: str = "none: the others wait"
-    """What a worker that is slow or gone does to the others."""
+    """The effect of a worker that is slow or gone on the others."""
     paper: str = ""
     departs: str = ""
     """Where it departs from the paper."""

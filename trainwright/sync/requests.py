@@ -1,4 +1,4 @@
-"""What a method may ask for: the requests that a generator yields, and what it gets in return.
+"""Requests that a method may make: those that a generator yields, and what it gets in return.
 
     mean = (yield AllReduce(x)) / size          the sum over all workers, in the order of their ranks
     rows = yield AllGather(x)                   [size, *x.shape]
@@ -140,4 +140,4 @@ Request = (
 )
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]
-"""What a method is written as: yields requests, is sent the answers, returns a `T`."""
+"""The form of a method: a generator that yields requests, is sent the answers, returns a `T`."""

@@ -148,7 +148,7 @@ class MSGC:
 
     @property
     def has_coded(self) -> bool:
-        """Whether there is coded data: not where all workers may straggle."""
+        """True where there is coded data: not where all workers may straggle."""
         return self.most < self.num_workers
 
     @cached_property

@@ -45,13 +45,13 @@ from .sums import ordered_sum
 from .traffic import Traffic
 
 Seconds = float | Callable[[int], float]
-"""Of one gradient: a number, or a function of how many the worker has computed before."""
+"""The seconds of one gradient: a number, or a function of how many the worker has computed before."""
 _EXCHANGE = -1
 
 
 @dataclass(frozen=True)
 class Simulation(Generic[T]):
-    """What the workers returned, when each had ended on the clock, and what each sent."""
+    """The outcome of a run: what the workers returned, when each had ended on the clock, and what each sent."""
 
     results: list[T]
     ended_s: list[float]
@@ -64,7 +64,7 @@ class Simulation(Generic[T]):
 
     @property
     def sent_bytes(self) -> int:
-        """What all workers sent."""
+        """The bytes that all workers sent."""
         return sum(each.sent_bytes for each in self.traffic)
 
 
@@ -283,7 +283,7 @@ def _check_alike(requests: Mapping[int, Any]) -> None:
 
 
 def _answers(requests: Mapping[int, Any], members: Members) -> dict[int, Tensor]:
-    """What each member gets; where all get the same, it is one tensor, which methods do not write to."""
+    """Return each member's answer; where all get the same, it is one tensor, which methods do not write to."""
     tensors = [requests[member].tensor for member in members]
     match requests[members[0]]:
         case AllReduce():

@@ -154,7 +154,7 @@ def _walk(graph: Any, num_workers: int, alpha: float, exponent: float) -> SelfRe
 
 
 def _moves(size: Size, k: int) -> int:
-    """How often the token changes its node in k steps."""
+    """Return how often the token changes its node in k steps."""
     names = ("graph", "alpha", "visit_exponent")
     graph, alpha, exponent = (size.options[name] for name in names)
     walk = _walk(graph, size.num_workers, alpha, exponent)

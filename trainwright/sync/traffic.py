@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass
 class Traffic:
-    """What one worker sent, by kind of call: how many calls, how many bytes.
+    """Counts of what one worker sent, by kind of call: how many calls, how many bytes.
 
     >>> import torch
     >>> traffic = Traffic()
