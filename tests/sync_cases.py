@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import sync
+from trainwright.launch import init
 from trainwright.sync import Compute, Identify, Ranks, Receive, Send, Steps, Sync
 
 STEPS = 12
@@ -165,13 +166,16 @@ def left_over() -> list[float]:
     return found
 
 
-def never_taken() -> str:
-    """Rank 1 sends what rank 0 never takes, and neither closes: the processes end all the same."""
+def finishes() -> None:
+    """Train by a method that leaves messages under way, and end after `finish`, as a user's script does."""
+    init("cpu")
+    model = net()
+    joined = sync.create("gradient-coding", model, plain(model.parameters()), stragglers=1, patience=0.0)
+    for step in range(4):
+        joined.step(lambda chunk, step=step: loss_of(model, chunk, step))
+    joined.finish()
+    print("finished", joined.method.replica.digest().hex(), flush=True)
 
-    def talk() -> Steps[None]:
-        place = yield Identify()
-        if place.rank == 1:
-            yield Send(torch.zeros(50_000, dtype=torch.float64), 0, 7)
 
-    Ranks().run(talk())
-    return "ended"
+if __name__ == "__main__":
+    finishes()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from trainwright.sync import Simulation, simulate
 from trainwright.sync.outbox import Outbox
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).parent.parent
 every = pytest.mark.parametrize("name", tuple(CASES))
 
 
@@ -102,8 +107,16 @@ def test_messages_that_nobody_takes_are_settled_at_the_end(pool2: Pool) -> None:
     assert pool2.run("tests.sync_cases:left_over", timeout_s=60) == [[0.0, 0.0], [-1.0, -1.0]]
 
 
-def test_a_message_that_nobody_takes_keeps_no_process_from_its_end() -> None:
-    assert run_processes("tests.sync_cases:never_taken", {}, 2, timeout_s=60) == ["ended", "ended"]
+def test_a_script_ends_after_finish_whatever_was_under_way() -> None:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*run, "tests/sync_cases.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    digests = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("finished")]
+    assert len(digests) == 3
+    assert len(set(digests)) == 1
 
 
 def test_a_failed_send_is_raised_by_the_next_call() -> None:

@@ -53,9 +53,13 @@ class Sync:
         yield from _without_gradients(self.method.step(loss, num_samples))
 
     def finish(self) -> None:
-        """Give all workers the same parameters, those to evaluate or keep; to be called by all, after the last step."""
+        """Give all workers the same parameters, those to evaluate or keep, and let go of messages that are awaited still.
+
+        To be called by all workers, after the last step.
+        """
         assert self.engine is not None
         self.engine.run(self.finishing())
+        self.engine.close()
 
     def finishing(self) -> Steps[None]:
         """The same as a program."""
@@ -110,7 +114,10 @@ class Sync:
         return left
 
     def close(self) -> None:
-        """Let go of messages that are awaited still; to be called by all workers, at the end."""
+        """Let go of messages that are awaited still, as `finish` does; to be called by all workers, at the end.
+
+        A process that ends with messages under way is aborted by the transport.
+        """
         if self.engine is not None:
             self.engine.close()
 
