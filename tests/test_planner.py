@@ -361,10 +361,10 @@ def test_the_peak_is_that_of_two_whole_steps(monkeypatch, name, optimizer):
     module, peaks = sys.modules[Simulation.__module__], []
     run_step = module._step
 
-    def run_two_steps(executor, sources, optimizer, tracker):
+    def run_two_steps(executor, sources, optimizer, tracker, has_curvature):
         for _ in range(2):
             optimizer.zero_grad(set_to_none=True)
-            run_step(executor, sources, optimizer, tracker)
+            run_step(executor, sources, optimizer, tracker, has_curvature)
             peaks.append(tracker.peak_bytes)
 
     monkeypatch.setattr(module, "_warm_up", lambda optimizer, tracker: None)
