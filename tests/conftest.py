@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,15 +20,28 @@ settings.register_profile("default", deadline=None)
 settings.load_profile("default")
 
 
-def pytest_configure() -> None:
-    """Use no cache, and let `cpu:N` be guessed for one machine wherever the tests run: plans hang on the guess."""
-    os.environ["TRAINWRIGHT_NO_CACHE"] = "1"  # of captures: tests of capturing capture
+def pytest_configure(config: pytest.Config) -> None:
+    """Share captures within a session, and let `cpu:N` be guessed for one machine wherever the tests run: plans hang on the guess.
+
+    Tests of capturing call `capture`, which keeps nothing; a plan's model is captured once for all tests and their ranks.
+    """
+    if "TRAINWRIGHT_CACHE" not in os.environ:
+        os.environ["TRAINWRIGHT_CACHE"] = str(
+            config.cache.mkdir("trainwright")
+        )  # compiled code stays for the next session
+        shutil.rmtree(Path(os.environ["TRAINWRIGHT_CACHE"]) / "captures", ignore_errors=True)
     # Two workers and their ranks share the cores: a thread that spins while it waits takes them from one that computes.
     # OpenMP reads this as a process starts, so it holds for workers of pytest-xdist, pools and commands.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     presets = importlib.import_module("trainwright.hardware.presets")
     presets.num_cores = lambda: 2
     presets.machine.cpu_flags = lambda: frozenset({"avx512f", "avx512_bf16"})
+
+
+def pytest_collection_finish() -> None:
+    """Take what importing made out of the garbage collector's sight: each full collection went through a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -20,7 +20,7 @@ from models import own_backwards
 from torch import nn
 
 import trainwright as tw
-from trainwright.artifacts.cache_directory import CacheDirectory, cache_directory
+from trainwright.artifacts.cache_directory import CacheDirectory, cache_directory, without_cache
 from trainwright.capture import cached, targets, zoo
 from trainwright.capture.cached import cached_capture
 from trainwright.capture.description import digest_of
@@ -37,7 +37,6 @@ BATCH = (torch.ones(4, 3),)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own."""
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("TRAINWRIGHT_NO_CACHE")
     return tmp_path / "cache" / "captures"
 
 
@@ -278,7 +277,6 @@ def test_a_digest_is_the_same_in_another_process(tmp_path: Path) -> None:
 def test_the_folder_is_private_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TRAINWRIGHT_CACHE", raising=False)
-    monkeypatch.delenv("TRAINWRIGHT_NO_CACHE")
     found = cache_directory()
     assert found is not None
     assert found.path == tmp_path / "trainwright" / "captures"
@@ -311,8 +309,8 @@ def test_another_users_folder_is_not_used(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_no_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_directory() is None  # the tests' own setting
-    monkeypatch.delenv("TRAINWRIGHT_NO_CACHE")
+    with without_cache():
+        assert cache_directory() is None
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "file"))
     assert cache_directory() is None

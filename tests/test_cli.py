@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import report_samples as samples
+from tests.process_tree import children, ranks_of
 from trainwright.artifacts import ModelRef, Profile, Refusal, UserError, parse_bytes
 from trainwright.cli import main
 from trainwright.cli.errors import status_of
@@ -293,19 +294,20 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 def test_ctrl_c_ends_it_with_a_word_and_no_process_stays() -> None:
     command = [sys.executable, "-m", "trainwright", "calibrate", "--nproc", "2"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    children: list[str] = []
+    ranks: list[int] = []
     deadline = time.monotonic() + 60
-    while len(children) < 2 and time.monotonic() < deadline:
+    while len(ranks) < 2 and time.monotonic() < deadline:
         time.sleep(0.2)
-        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        ranks = ranks_of(running.pid)
+    started = [*children(running.pid), *ranks]
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=60)
     assert running.returncode == 130
     assert "interrupted" in said
     assert "Traceback" not in said
-    assert len(children) >= 2
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert len(ranks) == 2
+    assert not [child for child in started if Path(f"/proc/{child}").exists()]
 
 
 def test_the_number_of_processes_is_the_plans(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 import trainwright as tw
 from tests import fault_cases
 from tests.pool import Pool
+from tests.process_tree import ranks_of
 from tests.test_launch import assert_ended
 from trainwright.cli import main
 from trainwright.cli.recovery import with_restarts
@@ -185,12 +186,6 @@ def losses_of(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
-def children(pid: int) -> list[int]:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
 def soak(plan_path: Path, folder: Path, num_kills: int, num_steps: int, seed: int) -> Counter[str]:
     """Kill a random rank at random moments of a run, compare with the run that nobody disturbed; return the kills by place."""
     whole, disturbed = folder / "whole", folder / "disturbed"
@@ -250,7 +245,7 @@ def _ranks_at_work(
     """Wait until ranks that were not seen before have come to `until_step`, and a moment more; return them."""
     deadline = time.monotonic() + 600  # a loaded machine takes minutes to start ranks
     while process.poll() is None and time.monotonic() < deadline:
-        ranks = [pid for pid in children(process.pid) if pid not in before]
+        ranks = [pid for pid in ranks_of(process.pid) if pid not in before]
         lines = (folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0
         if len(ranks) == 2 and lines >= until_step:
             time.sleep(chance.uniform(0, 0.05))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import report_samples as samples
+from tests.process_tree import children, ranks_of
 from trainwright.cli import main
 from trainwright.cli.errors import Interrupted, status_of
 from trainwright.cli.interruption import ending, told_when_interrupted
@@ -49,7 +50,8 @@ def test_ctrl_c_tells_the_step_what_is_saved_and_the_command_that_goes_on(folder
     deadline = time.monotonic() + 120
     while not list(saved.glob("step-*/position.json")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    ranks = ranks_of(running.pid)
+    started = [*children(running.pid), *ranks]
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=60)
     assert running.returncode == 130, said
@@ -58,8 +60,8 @@ def test_ctrl_c_tells_the_step_what_is_saved_and_the_command_that_goes_on(folder
     newest = max(saved.glob("step-*/position.json")).parent
     assert f"saved: {newest}, the state after step {int(newest.name[5:]) + 1}\n" in said
     assert f"to go on from there: trainwright {shlex.join(given)} --resume\n" in said
-    assert len(children) == 2
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert len(ranks) == 2
+    assert not [child for child in started if Path(f"/proc/{child}").exists()]
 
 
 def test_sigterm_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:

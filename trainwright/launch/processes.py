@@ -1,8 +1,9 @@
 """Ranks as processes of this machine: started together, ended together, whatever happens to one of them or to us.
 
-`run_processes` is one call; `Workers` keeps the ranks for several. Each rank is a fresh interpreter in a session of its
-own (`worker.py`). Calls go down its standard input and answers come up a pipe, both JSON; what it prints is passed on
-to our standard error. The first rank that fails ends them all.
+`run_processes` is one call; `Workers` keeps the ranks for several. Each rank has a session of its own: on CPUs it is
+forked from a process that has imported torch (`template.py`), elsewhere it is a fresh interpreter. Calls go down its
+standard input and answers come up a pipe, both JSON; what it prints is passed on to our standard error. The first rank
+that fails ends them all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import IO, Any, Self
 
 from .cores import threads_each
 from .group import DeviceType
+from .template import Forked, fork
 from .worker import CHANNEL_VARIABLE
 from .worker import main as serve
 
@@ -152,15 +154,9 @@ class Workers:
     def _start(self, index: int, device: DeviceType) -> _Rank:
         read_end, write_end = os.pipe()
         num_threads = threads_each(self.num_processes)
-        process = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps([path or os.getcwd() for path in sys.path])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=(write_end,),
-            start_new_session=True,
-            env=_environment(index, self.num_processes, num_threads) | {CHANNEL_VARIABLE: str(write_end)},
-        )
+        environment = _environment(index, self.num_processes, num_threads)
+        forked = fork(environment, write_end, CHANNEL_VARIABLE) if device == "cpu" else None
+        process = forked or _fresh(environment, write_end)
         os.close(write_end)
         rank = _Rank(index, process, os.fdopen(read_end, "rb", buffering=0))
         self._selector.register(rank.answers, selectors.EVENT_READ, (rank, "answers"))
@@ -245,7 +241,7 @@ class _Rank:
     """One child process and what has come from it."""
 
     index: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     answers: IO[bytes]
     busy: bool = False
     result: Any = None
@@ -300,7 +296,7 @@ class _Rank:
             return
         self._died_at_s = self._died_at_s or time.monotonic()
         if self.at_end or time.monotonic() - self._died_at_s > 2 * _TICK_S:
-            status = self.process.returncode
+            status = self.process.wait()
             cause = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             self.answer({"error": {"died": cause}})
 
@@ -352,6 +348,19 @@ def _own_type(types: list[list[str]]) -> type[Exception] | None:
         return None
     found = getattr(importlib.import_module(module), name, None)
     return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+def _fresh(environment: dict[str, str], channel: int) -> subprocess.Popen[bytes]:
+    """Start a rank as an interpreter of its own, with the file descriptor `channel` open."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _START, json.dumps([path or os.getcwd() for path in sys.path])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=(channel,),
+        start_new_session=True,
+        env=environment | {CHANNEL_VARIABLE: str(channel)},
+    )
 
 
 def _environment(index: int, num_processes: int, num_threads: int) -> dict[str, str]:
