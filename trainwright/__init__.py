@@ -111,6 +111,7 @@ def profile(
     optimizer: OptimizerLike = "adamw",
     autocast: DtypeLike | None = None,
     accumulate: int = 1,
+    keep_grads: bool = False,
     hardware: HardwareLike | None = None,
     name: str = "",
     capture: bool | None = None,
@@ -126,6 +127,7 @@ def profile(
     optimizer: a name (`trainwright optimizers` lists them), a class, an optimizer, or a function from parameters to one.
     autocast: the type of `torch.autocast` around forward and loss: `"bf16"` or `torch.bfloat16`, `"fp16"`.
     accumulate: micro-batches (each like `batch`) to a step.
+    keep_grads: the loop zeroes gradients (`zero_grad(set_to_none=False)`, torch's default before 2.0) and keeps them.
     hardware: as for `hardware()`; the step's time is predicted on one of its devices, and a GPU's differences modelled.
     name: how the profile calls the model. capture: can the model be captured, hence planned? None: asked where that is
     quick. run: if the step cannot be followed without values, run two real steps of a copy instead.
@@ -151,6 +153,7 @@ def profile(
         optimizer=label,
         autocast=as_dtype_name(autocast),
         accumulate=accumulate,
+        keep_grads=keep_grads,
         hardware=cluster,
         name=name,
         capture=capture,

@@ -28,6 +28,9 @@ def profile(
         str | None, typer.Option(metavar="H", help="One device of it is modelled and the step's time predicted.")
     ] = None,
     accumulate: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches to a step, each the batch.")] = 1,
+    keep_grads: Annotated[
+        bool, typer.Option("--keep-grads", help="Gradients are zeroed, not dropped: set_to_none=False.")
+    ] = False,
     fits: Annotated[
         str | None, typer.Option(metavar="M", help="Does it fit into 24GiB? If not, what would make it fit?")
     ] = None,
@@ -66,7 +69,7 @@ def profile(
         loaded = model.load("cpu" if run else "meta")
         remarks(loaded.notes)
         how: dict[str, Any] = {"optimizer": optimizer, "autocast": model.autocast, "hardware": hardware, "run": run}
-        how["accumulate"] = accumulate
+        how |= {"accumulate": accumulate, "keep_grads": keep_grads}
         found = tw.profile(
             loaded.model, loaded.batch, loss_fn=loaded.loss_fn, name=loaded.ref.name, capture=capture, **how
         )

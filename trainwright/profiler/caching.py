@@ -64,8 +64,8 @@ class CachingAllocator:
     What still does not fit is reserved all the same, so `peak_reserved_bytes` can exceed the capacity.
 
     >>> allocator = CachingAllocator()
-    >>> allocator.allocate("a", 100)
-    >>> allocator.allocate("b", 3 * 2**20)
+    >>> allocator.allocate("a", 100), allocator.allocate("b", 3 * 2**20)
+    (512, 3145728)
     >>> allocator.free("b")
     >>> allocator.allocated_bytes, allocator.reserved_bytes // 2**20
     (512, 22)
@@ -78,10 +78,10 @@ class CachingAllocator:
         self._used: dict[Hashable, _Block] = {}
         self._segments = itertools.count()
 
-    def allocate(self, key: Hashable, num_bytes: int) -> None:
-        """Take a block for `key`; zero bytes take none."""
+    def allocate(self, key: Hashable, num_bytes: int) -> int:
+        """Take a block for `key` and return its size, which a rest that is not split off adds to; zero bytes take none."""
         if num_bytes <= 0:
-            return
+            return 0
         wanted = _rounded(num_bytes, MIN_BLOCK_BYTES)
         pool = self._pools[wanted <= SMALL_BYTES]
         block = pool.best_fit(wanted)
@@ -92,6 +92,7 @@ class CachingAllocator:
         self._split(block, wanted)
         self._used[key] = block
         self.allocated_bytes += block.num_bytes
+        return block.num_bytes
 
     def free(self, key: Hashable) -> None:
         """Give the block of `key` back to its pool; a key without one is passed over."""

@@ -31,6 +31,7 @@ def profile(
     optimizer: str = "adamw",
     autocast: str | None = None,
     accumulate: int = 1,
+    keep_grads: bool = False,
     hardware: Cluster | None = None,
     name: str = "",
     capture: bool | None = False,
@@ -42,7 +43,8 @@ def profile(
 
     `reference_step` runs on fake CPU tensors, as the second of a training would. `model` (on any device, meta
     included) and `batch` are not touched. `make_optimizer(params)` defaults to AdamW; `optimizer` is its name in the
-    report. `autocast` is a dtype name (`"bf16"`); `accumulate` micro-batches like `batch` make one step. With
+    report. `autocast` is a dtype name (`"bf16"`); `accumulate` micro-batches like `batch` make one step;
+    `keep_grads` zeroes gradients instead of dropping them. With
     `hardware` the step's time is predicted on one of its devices, and a GPU's differences from the CPU are modelled.
 
     capture: also capture the model as a graph, as a plan needs it; `capture_s` is then how long that took, and where it
@@ -60,7 +62,7 @@ def profile(
     start = time.perf_counter()
     device = hardware.device if hardware is not None else None
     make = make_optimizer or _adamw
-    question = Question(model, as_batch(batch), loss_fn, autocast, accumulate, device, timeline)
+    question = Question(model, as_batch(batch), loss_fn, autocast, accumulate, device, timeline, keep_grads)
     found, notes = _followed(question, make, run)
     profile_s = time.perf_counter() - start
     if capture or (capture is None and capture_s is None):

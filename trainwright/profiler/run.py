@@ -36,6 +36,8 @@ class Question:
     device: Device | None = None
     """Whose differences from the CPU are modelled, and whose time is predicted."""
     timeline: bool = True
+    keep_grads: bool = False
+    """Whether `zero_grad` writes zeros (`set_to_none=False`), so that gradients live from step to step."""
 
 
 class Run:
@@ -73,7 +75,7 @@ class Run:
                 optimizer = self._make(make_optimizer)
                 with self.phase("update"):
                     optimizer.step()
-            elif rehearsed is not None and left_as_found:
+            elif rehearsed is not None and left_as_found and not self.question.keep_grads:
                 return
             self._report(optimizer)
 
@@ -156,6 +158,7 @@ class Run:
             asked.loss_fn,
             autocast=asked.autocast,
             accumulate=asked.accumulate,
+            keep_grads=asked.keep_grads,
             observer=self,
         )
         alive = self.tracker.live_breakdown

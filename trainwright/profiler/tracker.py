@@ -131,13 +131,11 @@ class MemoryTracker(PlainDispatchMode):
     def hold(self, num_bytes: int) -> None:
         """Count what a library allocates once and keeps, such as a workspace."""
         key = -1 - len(self._storages)
-        num_bytes = self._rounded(num_bytes)
+        num_bytes = self._taken(key, num_bytes)
         self._storages[key] = _Storage(num_bytes, "other", len(self._phases) - 1, self.num_ops, "", None)
         self.live_bytes += num_bytes
         self._by_category["other"] += num_bytes
         self._note("", "other", num_bytes)
-        if self.allocator is not None:
-            self.allocator.allocate(key, num_bytes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -267,7 +265,7 @@ class MemoryTracker(PlainDispatchMode):
             return workspace_bytes(func, args, kwargs, out)
         num_bytes = gpu_workspace_bytes(func, args, out)
         if num_bytes and self.allocator is not None:
-            self.allocator.allocate("workspace", num_bytes)
+            num_bytes = self.allocator.allocate("workspace", num_bytes)
             self.allocator.free("workspace")
         return num_bytes
 
@@ -294,7 +292,7 @@ class MemoryTracker(PlainDispatchMode):
         if entry is not None:
             self._move(entry, category)
             return False
-        num_bytes = self._rounded(storage.nbytes())
+        num_bytes = self._taken(key, storage.nbytes())
         # The id stays with the storage for its whole life, and the callback ends the entry before it can be reused.
         reference = weakref.ref(storage, lambda _: self._release(key))
         phase = len(self._phases) - 1
@@ -302,8 +300,6 @@ class MemoryTracker(PlainDispatchMode):
         self.live_bytes += num_bytes
         self._by_category[category] += num_bytes
         self._note(self.path, category, num_bytes)
-        if self.allocator is not None:
-            self.allocator.allocate(key, num_bytes)
         return num_bytes > 0
 
     def _correct(self, out: Any, true_bytes: dict[int, int]) -> None:
@@ -377,7 +373,10 @@ class MemoryTracker(PlainDispatchMode):
                 if id(storage) in self._storages:
                     self._move(self._storages[id(storage)], "grad")
 
-    def _rounded(self, num_bytes: int) -> int:
+    def _taken(self, key: int, num_bytes: int) -> int:
+        """What a storage of `num_bytes` takes: with an allocator, the block that it is given."""
+        if self.allocator is not None:
+            return self.allocator.allocate(key, num_bytes)
         return num_bytes if self.target == "cpu" else -(-num_bytes // _GPU_GRANULE_BYTES) * _GPU_GRANULE_BYTES
 
     def _raise_peak(self, workspace: int, func: Any) -> None:
