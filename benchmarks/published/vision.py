@@ -35,7 +35,18 @@ def classifier(row: Row) -> Program:
     elif "TF32" in row.data["dtype_scheme"]:
         options["tf32"] = "all"
     read = "timm's own models, attention by scores as in timm of 2022" if row.source == "timm" else "timm's resnet50 is v1.5"
-    return Program(model, batch, _GPUS[row.data["gpu"]["type"]], read, _cross_entropy, _sgd(row), options)
+    return Program(Classifier(model), batch, _GPUS[row.data["gpu"]["type"]], read, _cross_entropy, _sgd(row), options)
+
+
+class Classifier(nn.Module):
+    """A model that is called with images alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
 
 
 def _cross_entropy(out: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:

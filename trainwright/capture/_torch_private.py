@@ -43,6 +43,7 @@ __all__ = [
     "flatten_batch",
     "form_from_text",
     "form_to_text",
+    "imagined_group",
     "innermost_frames",
     "is_mutating",
     "is_profiled",
@@ -261,6 +262,23 @@ def run_backward(
     engine.run_backward(
         (tensor,), (gradient,), retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
     )
+
+
+@contextmanager
+def imagined_group(num_processes: int) -> Iterator[None]:
+    """Make this the first process of a default group whose other processes are imagined: collectives have shapes alone.
+
+    The backend `fake` and the shape functions of its collectives are torch's own, for its tools.
+    """
+    import torch.distributed as dist
+    import torch.distributed._tools.fake_collectives
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def dtensor_like(local: torch.Tensor, like: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..artifacts import Device, MemoryPoint, ModuleCost
+from ..artifacts import Device, Link, MemoryPoint, ModuleCost
 from .caching import CachingAllocator
 from .gpu import GpuForms
 from .gpu_workspace import NUM_BLAS_THREADS
@@ -36,6 +36,8 @@ class Question:
     device: Device | None = None
     """Whose differences from the CPU are modelled, and whose time is predicted."""
     timeline: bool = True
+    links: tuple[Link, ...] = ()
+    """To other devices, where the model is one process's part of a wrapped one."""
     keep_grads: bool = False
     """Whether `zero_grad` writes zeros (`set_to_none=False`), so that gradients live from step to step."""
 
@@ -47,7 +49,7 @@ class Run:
         self.question, self.model = question, question.model
         self.values = values
         """Where the step is followed on fakes."""
-        self.totals = Totals(question.device)
+        self.totals = Totals(question.device, question.links)
         self.tracker = MemoryTracker(question.device.kind if question.device else "cpu", on_op=self._on_op)
         self.is_gpu = self.tracker.target == "gpu"
         if question.device is not None and self.is_gpu:
@@ -144,6 +146,9 @@ class Run:
         numbers = self.values.standing_in() if self.values is not None and name == "update" else nullcontext()
         with self.tracker.phase(name), forms, numbers:
             yield
+        if name == "backward":  # wrappers set gradients past the hooks of autograd
+            grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+            self.tracker.watch(grads, "grad")
 
     def mark_forward_end(self) -> None:
         self.tracker.mark_forward_end()

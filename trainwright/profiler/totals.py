@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from ..artifacts import Device, ModuleCost, OpCost, Overheads
+from ..artifacts import Device, Link, ModuleCost, OpCost, Overheads
+from ..hardware import collectives
 from .cost import Costs
 from .modules import block_patterns
+from .processes import Communication, axis_for, collective_of, is_prefetched, waits
 from .tracker import op_name
 
 _MAX_OPS = 200
@@ -32,8 +34,9 @@ class _Tally:
 class Totals:
     """FLOPs, ops, bytes and seconds, by phase, module and op."""
 
-    def __init__(self, device: Device | None) -> None:
-        self.device = device
+    def __init__(self, device: Device | None, links: tuple[Link, ...] = ()) -> None:
+        self.device, self.links = device, links
+        """The links of the device to others, where the step is one of several processes."""
         self._costs = Costs(device)
         self._overheads = Overheads() if device is None else device.overheads
         self.clear()
@@ -44,8 +47,12 @@ class Totals:
         """Of each call, in their order."""
         self.step_s = 0.0
         self._underway_s = 0.0
+        self._beside = Communication()
+        self._phase = ""
 
     def add(self, phase: str, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if self.links and self._travels(phase, func, args, out):
+            return
         cost = self._costs.of(func, args, kwargs, out)
         tally = self.tallies[phase, path, func]
         tally.heavy += cost.heavy_flops
@@ -56,6 +63,21 @@ class Totals:
         tally.time_s += time_s
         self.op_s.append(time_s)
         self.step_s += time_s
+
+    def _travels(self, phase: str, func: Any, args: tuple[Any, ...], out: Any) -> bool:
+        """Tell whether the op is a collective, which then is under way; wait for it where the op reads what it brings."""
+        if waits(func) or (phase == "update") != (self._phase == "update"):
+            self.step_s = self._beside.arrived(self.step_s)
+        self._phase = phase
+        found = collective_of(func, args, out)
+        if found is None:
+            return False
+        kind, num_bytes, num_ranks = found
+        seconds = collectives.seconds(kind, axis_for(self.links, num_ranks), num_bytes)
+        (self._beside.gather if is_prefetched(func) else self._beside.reduce)(self.step_s, seconds)
+        self.tallies[phase, "", func].num_ops += 1
+        self.op_s.append(0.0)
+        return True
 
     def _with_overhead(self, phase: str, kernel_s: float) -> float:
         """What the step takes for a call: its kernel, and the way there."""

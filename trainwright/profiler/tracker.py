@@ -24,7 +24,7 @@ from torch import Tensor
 from ..artifacts import MemoryPoint
 from ..capture._torch_private import PlainDispatchMode
 from .caching import CachingAllocator
-from .generator_states import seen_generator_states
+from .generator_states import seen_generator_states, seen_resizes
 from .gpu_workspace import gpu_workspace_bytes
 from .values import DEVICE_OF
 from .workspace import output_bytes, workspace_bytes
@@ -234,6 +234,7 @@ class MemoryTracker(PlainDispatchMode):
 
     def __enter__(self):
         self._generator_states.enter_context(seen_generator_states(self._note_new))
+        self._generator_states.enter_context(seen_resizes(self._resized))
         return super().__enter__()
 
     def __exit__(self, *exc_info):
@@ -242,6 +243,23 @@ class MemoryTracker(PlainDispatchMode):
             hook.remove()
         self._hooks.clear()
         return super().__exit__(*exc_info)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size: `fully_shard` empties and refills those of gathered parameters."""
+        entry = self._storages.get(id(storage))
+        if entry is None:
+            if id(storage) not in self._ignored:
+                self._count(storage, "other")
+                self._raise_peak(0, None)
+            return
+        if self.allocator is not None:
+            self.allocator.free(id(storage))
+        num_bytes = self._taken(id(storage), storage.nbytes())
+        self.live_bytes += num_bytes - entry.num_bytes
+        self._by_category[entry.category] += num_bytes - entry.num_bytes
+        self._note(entry.path, entry.category, num_bytes - entry.num_bytes)
+        entry.num_bytes = num_bytes
+        self._raise_peak(0, None)
 
     def _note_new(self, tensor: Tensor) -> None:
         """Count a tensor of the host that did not come through the dispatcher."""
@@ -280,6 +298,8 @@ class MemoryTracker(PlainDispatchMode):
         is_new = False
         if self.target == "gpu" and self.current_phase == "update" and tensor.dim() == 0 and type(tensor) is Tensor:
             return False  # an optimizer's counters stay on the host
+        if type(tensor) is Tensor and tensor.is_meta:
+            return False  # a shape that is asked for in a step of something else: a DTensor's, of the whole tensor
         for storage in _storages(tensor):
             if id(storage) not in self._storages and id(storage) not in self._ignored:
                 is_new = self._count(storage, "other")
@@ -404,7 +424,9 @@ class MemoryTracker(PlainDispatchMode):
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """Return what holds a tensor's data: one storage; of a sparse tensor, those of its parts."""
+    """Return what holds a tensor's data: one storage; of a sparse tensor, those of its parts; of a `DTensor`, this rank's."""
+    if _is_wrapper(type(tensor)) and hasattr(tensor, "to_local"):
+        tensor = tensor._local_tensor
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     if tensor.layout is torch.sparse_coo:
