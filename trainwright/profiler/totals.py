@@ -39,6 +39,7 @@ class Totals:
         """The links of the device to others, where the step is one of several processes."""
         self._costs = Costs(device)
         self._overheads = Overheads() if device is None else device.overheads
+        self._is_gpu = device is not None and device.kind == "gpu"
         self.clear()
 
     def clear(self) -> None:
@@ -47,6 +48,7 @@ class Totals:
         """Of each call, in their order."""
         self.step_s = 0.0
         self._underway_s = 0.0
+        """Of a CPU: overheads that no kernel bears yet; of a GPU: the host's clock."""
         self._beside = Communication()
         self._phase = ""
 
@@ -81,11 +83,21 @@ class Totals:
 
     def _with_overhead(self, phase: str, kernel_s: float) -> float:
         """What the step takes for a call: its kernel, and the way there."""
+        if self._is_gpu:
+            return self._behind_the_host(phase, kernel_s)
         self._underway_s += getattr(self._overheads, f"{phase}_s", 0.0)
         if not kernel_s:  # a view: the next kernel bears what has come up
             return 0.0
         underway_s, self._underway_s = self._underway_s, 0.0
         return kernel_s + underway_s
+
+    def _behind_the_host(self, phase: str, kernel_s: float) -> float:
+        """A device runs what the host has issued: it waits for the host where kernels are shorter than the way to them."""
+        if not kernel_s:
+            self._underway_s += self._overheads.view_s
+            return 0.0
+        self._underway_s += getattr(self._overheads, f"{phase}_s", 0.0)
+        return max(self._underway_s - self.step_s, 0.0) + kernel_s
 
     def total(self, phase: str | None, what: str) -> int:
         return sum(getattr(tally, what) for key, tally in self.tallies.items() if phase in (None, key[0]))
