@@ -16,15 +16,26 @@ _BUILDERS: dict[str, Callable[[Row], Program]] = {
     "transformers-bert": huggingface.bert,
     "transformers-pythia": huggingface.pythia,
     "torchtitan": sharded.titan,
+    "torchtune": sharded.torchtune,
+    "llm-foundry": sharded.foundry,
     "transformers-v100": huggingface.bert_large,
 }
 
 
+_REASONS = {
+    "fsdp_qlora": "a base quantised or sharded by FSDP1 with the source's own loader; not written yet",
+    "pytorch-tutorials": "DistributedDataParallel reads values while it is made, so it is not profiled yet",
+}
+"""Sources without a builder."""
+
+
 def program_of(row: Row) -> Program:
     """Return the row's run as a program; `CannotExpress`, with the reason, where there is none."""
-    if row.data["compile"].startswith("compile"):
+    if row.data["compile"].startswith("compile") and "eager" not in row.data["compile"]:
         raise CannotExpress("compiled by inductor, which fuses and keeps what it chooses; eager steps alone are modelled")
+    if row.data["compile"].startswith("graph_trainer"):
+        raise CannotExpress("run from a captured graph by torchtitan's graph trainer, whose passes are its own")
     builder = _BUILDERS.get(row.source)
     if builder is None:
-        raise CannotExpress("no builder")
+        raise CannotExpress(_REASONS[row.source])
     return builder(row)

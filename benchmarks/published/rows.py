@@ -43,6 +43,21 @@ class Row:
         return self.data["gpu"]["count"]
 
     @property
+    def setting(self) -> str:
+        """What decides the prediction, as a text: rows of one setting are predicted once."""
+        keys = ("model", "dtype_scheme", "seq_len", "image_size", "micro_batch_per_gpu", "accumulation", "compile",
+                "activation_checkpointing", "attention")  # fmt: skip
+        detail = str(self.data["parallelism"]["detail"])
+        told = {key: self.data.get(key) for key in keys}
+        told |= {
+            "gpu": self.data["gpu"]["type"], "mesh": self.data["parallelism"]["mesh"], "of": self.source,
+            "reshard": detail if detail.startswith(("no reshard", "reshard after forward everywhere")) else "",
+            "expandable": "expandable" in str(self.data["memory"]), "recent": self.data["source"]["date"] >= "2024-06",
+        }  # fmt: skip
+        named = self.source in ("timm", "transformers-v100", "litgpt") or "chunked" in self.id
+        return json.dumps([told, self.id if named else ""], sort_keys=True)
+
+    @property
     def step_s(self) -> float | None:
         return (self.data["step_s"] or {}).get("value")
 

@@ -34,14 +34,15 @@ class Attention(nn.Module):
         self.wv = nn.Linear(width, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = (project(x).view(batch, length, -1, self.head_dim) for project in (self.wq, self.wk, self.wv))
         q, k = rotated(q, turns), rotated(k, turns)
         repeats = self.heads // self.kv_heads
         if repeats > 1:
             k, v = _repeated(k, repeats), _repeated(v, repeats)
-        found = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), is_causal=True)
+        parts = (part.transpose(1, 2) for part in (q, k, v))
+        found = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None)
         return self.wo(found.transpose(1, 2).contiguous().view(batch, length, -1))
 
 
@@ -72,8 +73,8 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(data["hidden"], data["ffn"])
         self.attention_norm, self.ffn_norm = norm(data["hidden"]), norm(data["hidden"])
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turns)
+    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turns, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -101,10 +102,10 @@ class Titan(nn.Module):
         self.norm = norm(data["hidden"])
         self.output = nn.Linear(data["hidden"], data["vocab"], bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            x = layer(x, self.turns)
+            x = layer(x, self.turns) if mask is None else layer(x, self.turns, mask)
         return self.output(self.norm(x))
 
 
@@ -131,6 +132,8 @@ class WideLogits(nn.Module):
 
 
 def titan(row: Row) -> Program:
+    if "chunked" in row.id:
+        raise CannotExpress("a loss in chunks by the source's own class, whose chunks the row does not state")
     data, num_layers = row.data["model"], row.data["model"]["layers"]
     is_2d = row.data["parallelism"]["kind"] == "2d"
     shards, ways = _mesh_of(row)
@@ -153,7 +156,7 @@ def titan(row: Row) -> Program:
     )
     return Program(
         make, (tokens, tokens), _hardware(row), read, None if recent else _fp32_loss, _foreach_adamw,
-        {"processes": row.num_gpus},
+        {"processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"])},
     )  # fmt: skip
 
 
@@ -175,10 +178,11 @@ def _shard(model: Titan, mesh: Any, detail: str | None, num_layers: int) -> None
 
     how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
     detail = detail or ""
+    never = detail.startswith("no reshard")
     for name, layer in model.layers.items():
-        again = "never" not in detail and ("always" in detail or int(name) < num_layers - 1)
+        again = not never and ("everywhere" in detail or int(name) < num_layers - 1)
         fully_shard(layer, **how, reshard_after_forward=again)
-    fully_shard(model, **how, reshard_after_forward="never" not in detail)
+    fully_shard(model, **how, reshard_after_forward=not never)
 
 
 def _split_tensors(model: Titan, mesh: Any) -> None:
@@ -201,8 +205,6 @@ def _split_tensors(model: Titan, mesh: Any) -> None:
         },
     )  # fmt: skip
     for layer in model.layers.values():
-        for name in ("wq", "wk", "wv"):
-            getattr(layer.attention, name)
         layer.attention.heads //= mesh.size()
         layer.attention.kv_heads //= mesh.size()
         parallelize_module(
@@ -273,3 +275,95 @@ def _hardware(row: Row) -> str:
     return f"{count // 8}x8x{name}" if count > 8 else f"{count}x{name}"
 
 
+
+
+class MptBlock(nn.Module):
+    """LLM Foundry's: norms in 16 bits, one projection for q, k and v, exact GELU, biases."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        super().__init__()
+        width, self.heads = data["hidden"], data["heads"]
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, data["ffn"]), nn.Linear(data["ffn"], width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        x = x + self.out(found.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Mpt(nn.Module):
+    """MPT with learned positions and the head tied to the embedding."""
+
+    def __init__(self, data: dict[str, Any], length: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(data["vocab"], data["hidden"]), nn.Embedding(length, data["hidden"])
+        self.layers = nn.ModuleDict({str(i): MptBlock(data) for i in range(data["layers"])})
+        self.norm_f = nn.LayerNorm(data["hidden"])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for layer in self.layers.values():
+            x = layer(x)
+        return F.linear(self.norm_f(x), self.wte.weight)
+
+
+def foundry(row: Row) -> Program:
+    data = row.data["model"]
+
+    def make() -> nn.Module:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        dtype = torch.bfloat16 if row.data["dtype_scheme"].startswith("bf16") else torch.float32
+        model = Mpt(data, row.data["seq_len"]).to(dtype)
+        _checkpoint(model, row.data["activation_checkpointing"])
+        how = {
+            "mesh": _meshes(row.num_gpus, 1)["dp"],
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        }
+        for layer in model.layers.values():
+            fully_shard(layer, **how)
+        fully_shard(model, **how)
+        return model
+
+    tokens = ids(row.data["micro_batch_per_gpu"], row.data["seq_len"])
+    read = "FSDP1 stands as fully_shard, bf16 gather and reduction; attention is SDPA's flash kernel in place of flash-attn"
+    options = {"processes": row.num_gpus, "accumulate": row.data["accumulation"]}
+    return Program(make, (tokens, tokens), _hardware(row), read, _fp32_loss, _foreach_adamw, options)
+
+
+class Packed(nn.Module):
+    """torchtune's step on packed samples: a mask of blocks, logits in fp32, let go before the backward."""
+
+    def __init__(self, model: Titan) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(tokens, mask).float()
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+def torchtune(row: Row) -> Program:
+    data, length, micro = row.data["model"], row.data["seq_len"], row.data["micro_batch_per_gpu"]
+    if length is None:
+        raise CannotExpress("samples of the length that the data has, which the source does not state")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = Titan(data, length, WideNorm)
+            model.output.weight = model.tok_embeddings.weight
+    finally:
+        torch.set_default_dtype(before)
+    tokens = ids(micro, length)
+    mask = torch.zeros(micro, 1, length, length, dtype=torch.bool, device="meta")
+    read = "norms in fp32 by hand, rotation in fp32, fp32 logits let go; the mask as a boolean tensor for SDPA (all recalled)"
+    return Program(Packed(model), (tokens, mask, tokens), "a100", read, None, _fused_adamw)
+
+
+def _fused_adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=2e-5, foreach=False)

@@ -55,6 +55,15 @@ class Device(Record):
     """By how much forward and backward (`compute`) or the optimizer's step (`update`) take longer than all this says."""
 
 
+    def with_tf32(self) -> Device:
+        """Return the device as torch uses it where `torch.set_float32_matmul_precision("high")` was called.
+
+        Unchanged where it has no such units.
+        """
+        rate = self.flops_per_s.get("tf32")
+        return self if rate is None else self.model_copy(update={"flops_per_s": {**self.flops_per_s, "fp32": rate}})
+
+
 class Link(Record):
     """One level of the machine's interconnect; `size` devices (or groups of the next level) share it."""
 

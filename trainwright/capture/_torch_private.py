@@ -268,16 +268,26 @@ def run_backward(
 def imagined_group(num_processes: int) -> Iterator[None]:
     """Make this the first process of a default group whose other processes are imagined: collectives have shapes alone.
 
-    The backend `fake` and the shape functions of its collectives are torch's own, for its tools.
+    The backend `fake` and the shape functions of its collectives are torch's own, for its tools. A `DTensor`
+    asks for the shapes of whole tensors by running ops on fakes, once an op; that is no memory, so no mode sees it.
     """
     import torch.distributed as dist
     import torch.distributed._tools.fake_collectives
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        with without_modes():
+            return original(*args, **kwargs)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = asked  # type: ignore[method-assign]
     try:
         yield
     finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
         dist.destroy_process_group()
 
 

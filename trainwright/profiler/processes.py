@@ -22,7 +22,8 @@ from ..artifacts import MeshAxis, UserError
 from ..capture import _torch_private as private
 from ..hardware import collectives
 
-MakeModel = Callable[[], nn.Module]
+MakeModel = Callable[[], Any]
+"""Returns a wrapped model, or it with a batch, or with a batch and a loss."""
 
 
 def imagined(num_processes: int) -> AbstractContextManager[None]:

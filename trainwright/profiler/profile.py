@@ -25,7 +25,7 @@ from .values import KnownValues, keeps_values
 
 def profile(
     model: nn.Module | MakeModel,
-    batch: Any,
+    batch: Any = None,
     *,
     loss_fn: LossFn | None = None,
     make_optimizer: MakeOptimizer | None = None,
@@ -34,6 +34,7 @@ def profile(
     accumulate: int = 1,
     keep_grads: bool = False,
     processes: int = 1,
+    expandable_segments: bool = False,
     hardware: Cluster | None = None,
     name: str = "",
     capture: bool | None = False,
@@ -50,7 +51,7 @@ def profile(
     `hardware` the step's time is predicted on one of its devices, and a GPU's differences from the CPU are modelled.
 
     `model` may be a function that makes and wraps a model (`fully_shard`, `parallelize_module`) as the script of one of
-    `processes` processes does; `batch` is then this process's. It is called where `torch.distributed` is initialised
+    `processes` processes does, and may return its batch, and a loss, beside it; the batch is this process's. It is called where `torch.distributed` is initialised
     with that many, of which the others are imagined; meshes are of type `cpu`.
 
     capture: also capture the model as a graph, as a plan needs it; `capture_s` is then how long that took, and where it
@@ -71,7 +72,13 @@ def profile(
     wrap = None if isinstance(model, nn.Module) else model
     links = () if wrap is None or hardware is None else hardware.links
     module = nn.Module() if wrap is not None else model
-    question = Question(module, as_batch(batch), loss_fn, autocast, accumulate, device, timeline, links, keep_grads)
+    question = Question(module, {} if batch is None else as_batch(batch), loss_fn, autocast, accumulate, device, timeline, links, keep_grads,
+                        expandable_segments)
+    if wrap is None and (processes > 1 or batch is None):
+        raise UserError(
+            f"a function that makes and wraps the model is needed for {processes} processes, and a batch for a model; "
+            f"got a {type(model).__name__}; wrap it in a function, or leave the processes out and give a batch"
+        )
     if wrap is not None:
         found, notes = _wrapped(question, make, wrap, processes)
         return _profile_of(found, name, optimizer, notes, time.perf_counter() - start, None)
@@ -166,12 +173,19 @@ def _wrapped(
         mode = new_mode()
         values = KnownValues(mode)
         with torch.device("meta"):
-            model = make_model()
+            made = make_model()
+        model, batch, loss_fn = (*made, None)[:3] if isinstance(made, tuple) else (made, question.batch, None)
+        if not isinstance(model, nn.Module):
+            raise UserError(
+                f"a function that returns a module, or one with its batch, is needed; it returned {type(model).__name__}; "
+                "wrap the model in it and return that"
+            )
         with mode:
             model.to_empty(device="cpu")
-        with explained(model, question.batch):
-            batch = _fake_batch(question.batch, mode)
-            found = Run(replace(question, model=model.train(), batch=batch), values)
+        with explained(model, batch):
+            faked_batch = _fake_batch(as_batch(batch), mode)
+            loss_fn = loss_fn if loss_fn is not None else question.loss_fn
+            found = Run(replace(question, model=model.train(), batch=faked_batch, loss_fn=loss_fn), values)
             with values:
                 found.go(make_optimizer, rehearse=False)
     return found, [f"one of {processes} processes, whose model is wrapped by its own script"]

@@ -40,6 +40,8 @@ class Question:
     """To other devices, where the model is one process's part of a wrapped one."""
     keep_grads: bool = False
     """Whether `zero_grad` writes zeros (`set_to_none=False`), so that gradients live from step to step."""
+    expandable_segments: bool = False
+    """Whether a GPU's allocator grows its segments."""
 
 
 class Run:
@@ -53,7 +55,7 @@ class Run:
         self.tracker = MemoryTracker(question.device.kind if question.device else "cpu", on_op=self._on_op)
         self.is_gpu = self.tracker.target == "gpu"
         if question.device is not None and self.is_gpu:
-            self.tracker.allocator = CachingAllocator(question.device.memory_bytes)
+            self.tracker.allocator = CachingAllocator(question.device.memory_bytes, question.expandable_segments)
         self.trace = ModuleTrace(self.model, self._enter)
         self.static: dict[str, int] = {}
         self.grad_bytes = self.optimizer_bytes = 0

@@ -107,8 +107,6 @@ class MemoryTracker(PlainDispatchMode):
         """By module, what was `other` at a peak in the forward and turned out to be saved."""
         self._hooks: list[Any] = []
         self._generator_states = ExitStack()
-        self._fake_mode: Any = None
-        """Of what is watched; None for real tensors."""
 
     # What the caller says
 
@@ -123,8 +121,6 @@ class MemoryTracker(PlainDispatchMode):
         for tensor in tensors:
             if category == "param" and tensor.requires_grad and tensor.is_leaf:
                 self._hooks.append(tensor.register_post_accumulate_grad_hook(self._on_gradient))
-            local = getattr(tensor, "_local_tensor", tensor)
-            self._fake_mode = self._fake_mode or getattr(local, "fake_mode", None)
             for storage in _storages(tensor):
                 if category == "input":
                     self._ignore(storage)
@@ -302,8 +298,6 @@ class MemoryTracker(PlainDispatchMode):
         is_new = False
         if self.target == "gpu" and self.current_phase == "update" and tensor.dim() == 0 and type(tensor) is Tensor:
             return False  # an optimizer's counters stay on the host
-        if getattr(tensor, "fake_mode", None) is not self._fake_mode:
-            return False  # of a mode of somebody else's, who asks for a shape: a DTensor's, of the whole tensor
         for storage in _storages(tensor):
             if id(storage) not in self._storages and id(storage) not in self._ignored:
                 is_new = self._count(storage, "other")
