@@ -15,6 +15,7 @@ _BUILDERS: dict[str, Callable[[Row], Program]] = {
     "litgpt": llms.litgpt,
     "transformers-bert": huggingface.bert,
     "transformers-pythia": huggingface.pythia,
+    "pytorch-tutorials": vision.linears,
     "torchtitan": sharded.titan,
     "torchtune": sharded.torchtune,
     "llm-foundry": sharded.foundry,
@@ -24,7 +25,6 @@ _BUILDERS: dict[str, Callable[[Row], Program]] = {
 
 _REASONS = {
     "fsdp_qlora": "a base quantised or sharded by FSDP1 with the source's own loader; not written yet",
-    "pytorch-tutorials": "DistributedDataParallel reads values while it is made, so it is not profiled yet",
 }
 """Sources without a builder."""
 
@@ -35,6 +35,8 @@ def program_of(row: Row) -> Program:
         raise CannotExpress("compiled by inductor, which fuses and keeps what it chooses; eager steps alone are modelled")
     if row.data["compile"].startswith("graph_trainer"):
         raise CannotExpress("run from a captured graph by torchtitan's graph trainer, whose passes are its own")
+    if row.source == "litgpt" and row.num_gpus > 1:
+        raise CannotExpress("its peak is of loading the whole model before it is sharded, says the row; a step is modelled")
     builder = _BUILDERS.get(row.source)
     if builder is None:
         raise CannotExpress(_REASONS[row.source])

@@ -35,7 +35,38 @@ def classifier(row: Row) -> Program:
     elif "TF32" in row.data["dtype_scheme"]:
         options["tf32"] = "all"
     read = "timm's own models, attention by scores as in timm of 2022" if row.source == "timm" else "timm's resnet50 is v1.5"
+    if row.num_gpus > 1:
+        return _in_processes(row, model, batch, options)
     return Program(Classifier(model), batch, _GPUS[row.data["gpu"]["type"]], read, _cross_entropy, _sgd(row), options)
+
+
+def _in_processes(row: Row, model: nn.Module, batch: Any, options: dict[str, Any]) -> Program:
+    def make() -> nn.Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(Classifier(model))
+
+    hardware = f"{row.num_gpus}x{_GPUS[row.data['gpu']['type']]}"
+    options |= {"processes": row.num_gpus}
+    return Program(make, batch, hardware, "DDP with its default buckets", _cross_entropy, _sgd(row), options)
+
+
+def linears(row: Row) -> Program:
+    """The tutorial's twenty linear layers under DDP."""
+
+    def make() -> nn.Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(20)]))
+
+    x = torch.zeros(20, 2000, device="meta")
+    options = {"processes": row.num_gpus, "keep_grads": True}
+    read = "Adam before torch's loops over lists; mean squared error; the GPU is not stated, so no time (an A100's is priced)"
+    return Program(make, (x, x), "2xa100", read, F.mse_loss, _adam, options)
+
+
+def _adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01, foreach=False)
 
 
 class Classifier(nn.Module):

@@ -1,7 +1,7 @@
-"""A step as one process of several runs it, the model wrapped by the user's own code: `fully_shard`, tensor parallel styles.
+"""A step as one process of several runs it, the model wrapped by the user's own code: `fully_shard`, tensor parallel styles, DDP.
 
 The function that makes and wraps the model is called in a process group whose other processes are imagined, so what
-torch's own wrappers gather, copy, hold and reduce is followed as any other op. Collectives take time beside the
+torch's own wrappers (for `DistributedDataParallel`, a stand-in) gather, copy, hold and reduce is followed as any other op. Collectives take time beside the
 computation where the wrapper issues them so:
 
     gather        may start when the computation has begun that the gather before it was for (one is under way ahead)
@@ -11,8 +11,8 @@ computation where the wrapper issues them so:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from ..artifacts import MeshAxis, UserError
 from ..capture import _torch_private as private
 from ..hardware import collectives
+from .data_parallel import stood_in
 
 MakeModel = Callable[[], Any]
 """Returns a wrapped model, or it with a batch, or with a batch and a loss."""
 
 
-def imagined(num_processes: int) -> AbstractContextManager[None]:
-    """Return a context in which `torch.distributed` is initialised with `num_processes`, of which this is the first."""
+@contextmanager
+def imagined(num_processes: int) -> Iterator[None]:
+    """Initialise `torch.distributed` with `num_processes`, of which this is the first, while the context lasts."""
     import torch.distributed as dist
 
     if num_processes < 1:
@@ -37,7 +39,8 @@ def imagined(num_processes: int) -> AbstractContextManager[None]:
             "a process without a process group is needed to imagine one; there is one already; profile in a process of "
             "its own, or destroy_process_group() first"
         )
-    return private.imagined_group(num_processes)
+    with private.imagined_group(num_processes), stood_in():
+        yield
 
 
 _KINDS: dict[str, collectives.Collective] = {
