@@ -29,7 +29,9 @@ def main() -> None:
     """Predict what is asked for and write or print it."""
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="PREFIX", help="rows whose id begins so; the record keeps the rest")
+    parser.add_argument(
+        "--only", nargs="*", metavar="PREFIX", help="rows whose id begins so; the record keeps the rest"
+    )
     parser.add_argument("--fresh", action="store_true", help="predict anew what the record has")
     parser.add_argument("--pages", action="store_true", help="write the page and plots from the record alone")
     asked = parser.parse_args()

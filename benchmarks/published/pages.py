@@ -124,7 +124,10 @@ def _table(rows: list[Row], known: Known) -> list[str]:
     if said:
         reads = dict.fromkeys(known[row.id]["read"] for row in said)
         lines += [f"Written as: {read}." for read in reads] + [""]
-        lines += ["| run | GPU | allocated | | reserved | | step | | cause of a miss |", "|---|---|--:|--:|--:|--:|--:|--:|---|"]
+        lines += [
+            "| run | GPU | allocated | | reserved | | step | | cause of a miss |",
+            "|---|---|--:|--:|--:|--:|--:|--:|---|",
+        ]
         lines += [_cells(row, known[row.id]) for row in said]
     unsaid = [row for row in rows if "reason" in known.get(row.id, {})]
     if unsaid:
@@ -138,9 +141,11 @@ def _cells(row: Row, found: dict[str, Any]) -> str:
     }  # fmt: skip
     errors = dict(_of_row(row, found))
     cells = [part for name in figures for part in (figures[name], _percent(errors[name]))]
-    return f"| {row.id} | {row.num_gpus}× {found['hardware'].rpartition('x')[2] or found['hardware']} | " + " | ".join(
-        [*cells, cause_of(row, errors)]
-    ) + " |"
+    return (
+        f"| {row.id} | {row.num_gpus}× {found['hardware'].rpartition('x')[2] or found['hardware']} | "
+        + " | ".join([*cells, cause_of(row, errors)])
+        + " |"
+    )
 
 
 def _gib(value: float | None) -> str:
@@ -191,7 +196,7 @@ def _scatter(axis: Any, points: list[tuple[Row, str, float, float]], unit: float
                 label = f"{source}, reserved" if kind == "reserved" else source + fitted
                 style = {"facecolors": "none"} if fitted or kind == "reserved" else {}
                 axis.scatter(*zip(*mine), marker=marker, s=26, edgecolors=f"C{place % 10}", label=label,
-                             **({"color": f"C{place % 10}"} if not style else style))  # fmt: skip
+                             **(style or {"color": f"C{place % 10}"}))  # fmt: skip
     values = [value / unit for _, _, *pair in points for value in pair]
     ends = [min(values) / 1.3, max(values) * 1.3]
     axis.plot(ends, ends, color="black", lw=1)

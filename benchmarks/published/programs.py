@@ -32,11 +32,15 @@ _REASONS = {
 def program_of(row: Row) -> Program:
     """Return the row's run as a program; `CannotExpress`, with the reason, where there is none."""
     if row.data["compile"].startswith("compile") and "eager" not in row.data["compile"]:
-        raise CannotExpress("compiled by inductor, which fuses and keeps what it chooses; eager steps alone are modelled")
+        raise CannotExpress(
+            "compiled by inductor, which fuses and keeps what it chooses; eager steps alone are modelled"
+        )
     if row.data["compile"].startswith("graph_trainer"):
         raise CannotExpress("run from a captured graph by torchtitan's graph trainer, whose passes are its own")
     if row.source == "litgpt" and row.num_gpus > 1:
-        raise CannotExpress("its peak is of loading the whole model before it is sharded, says the row; a step is modelled")
+        raise CannotExpress(
+            "its peak is of loading the whole model before it is sharded, says the row; a step is modelled"
+        )
     builder = _BUILDERS.get(row.source)
     if builder is None:
         raise CannotExpress(_REASONS[row.source])

@@ -150,7 +150,8 @@ def titan(row: Row) -> Program:
 
     tokens = ids(row.data["micro_batch_per_gpu"], row.data["seq_len"])
     read = (
-        "torchtitan's parallelize_llama.py: bf16 gather, fp32 reduction, the last block kept gathered, the root apart; "
+        "torchtitan's parallelize_llama.py: bf16 gather, fp32 reduction, the last block and the root kept gathered (torch of the "
+        "time kept the root so, recalled); "
         "policies of selective checkpointing; before 2024-06 fp32 logits bound through the backward and norms by hand; since, "
         "logits let go before the backward, loss in fp32, fused norms (dates recalled)"
     )
@@ -182,7 +183,7 @@ def _shard(model: Titan, mesh: Any, detail: str | None, num_layers: int) -> None
     for name, layer in model.layers.items():
         again = not never and ("everywhere" in detail or int(name) < num_layers - 1)
         fully_shard(layer, **how, reshard_after_forward=again)
-    fully_shard(model, **how, reshard_after_forward=not never)
+    fully_shard(model, **how, reshard_after_forward="everywhere" in detail)
 
 
 def _split_tensors(model: Titan, mesh: Any) -> None:
@@ -228,9 +229,7 @@ def _checkpoint(model: Titan, how: str) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     for place, (name, layer) in enumerate(model.layers.items(), 1):
-        if how.startswith("full"):
-            model.layers[name] = checkpoint_wrapper(layer, preserve_rng_state=False)
-        elif how.startswith("selective, every 2nd layer") and place % 2 == 0:
+        if how.startswith("full") or (how.startswith("selective, every 2nd layer") and place % 2 == 0):
             model.layers[name] = checkpoint_wrapper(layer, preserve_rng_state=False)
         elif "op level" in how or how.startswith("default"):
             model.layers[name] = checkpoint_wrapper(layer, preserve_rng_state=False, context_fn=every_second_product)
@@ -273,8 +272,6 @@ def _foreach_adamw(params: Any) -> torch.optim.Optimizer:
 def _hardware(row: Row) -> str:
     name, count = _GPUS[row.data["gpu"]["type"]], row.num_gpus
     return f"{count // 8}x8x{name}" if count > 8 else f"{count}x{name}"
-
-
 
 
 class MptBlock(nn.Module):

@@ -34,7 +34,11 @@ def classifier(row: Row) -> Program:
         options["autocast"] = "fp16"
     elif "TF32" in row.data["dtype_scheme"]:
         options["tf32"] = "all"
-    read = "timm's own models, attention by scores as in timm of 2022" if row.source == "timm" else "timm's resnet50 is v1.5"
+    read = (
+        "timm's own models, attention by scores as in timm of 2022"
+        if row.source == "timm"
+        else "timm's resnet50 is v1.5"
+    )
     if row.num_gpus > 1:
         return _in_processes(row, model, batch, options)
     return Program(Classifier(model), batch, _GPUS[row.data["gpu"]["type"]], read, _cross_entropy, _sgd(row), options)
@@ -89,6 +93,3 @@ def _sgd(row: Row) -> Any:
         return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=row.source == "timm", foreach=False)
 
     return make
-
-
-

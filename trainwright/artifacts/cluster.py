@@ -54,7 +54,6 @@ class Device(Record):
     factors: dict[Literal["compute", "update", "communication"], Annotated[float, Field(gt=0)]] = {}
     """By how much forward and backward (`compute`) or the optimizer's step (`update`) take longer than all this says."""
 
-
     def with_tf32(self) -> Device:
         """Return the device as torch uses it where `torch.set_float32_matmul_precision("high")` was called.
 

@@ -272,7 +272,7 @@ def imagined_group(num_processes: int) -> Iterator[None]:
     asks for the shapes of whole tensors by running ops on fakes, once an op; that is no memory, so no mode sees it.
     """
     import torch.distributed as dist
-    import torch.distributed._tools.fake_collectives
+    import torch.distributed._tools.fake_collectives  # noqa: F401  (registers them)
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

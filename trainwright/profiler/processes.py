@@ -1,8 +1,8 @@
 """A step as one process of several runs it, the model wrapped by the user's own code: `fully_shard`, tensor parallel styles, DDP.
 
 The function that makes and wraps the model is called in a process group whose other processes are imagined, so what
-torch's own wrappers (for `DistributedDataParallel`, a stand-in) gather, copy, hold and reduce is followed as any other op. Collectives take time beside the
-computation where the wrapper issues them so:
+torch's own wrappers (for `DistributedDataParallel`, a stand-in) gather, copy, hold and reduce is followed as any other op.
+Collectives take time beside the computation where the wrapper issues them so:
 
     gather        may start when the computation has begun that the gather before it was for (one is under way ahead)
     reduction     starts when the gradients are there; the update waits for the last
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..artifacts import MeshAxis, UserError
 from ..capture import _torch_private as private

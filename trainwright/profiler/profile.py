@@ -51,8 +51,8 @@ def profile(
     `hardware` the step's time is predicted on one of its devices, and a GPU's differences from the CPU are modelled.
 
     `model` may be a function that makes and wraps a model (`fully_shard`, `parallelize_module`) as the script of one of
-    `processes` processes does, and may return its batch, and a loss, beside it; the batch is this process's. It is called where `torch.distributed` is initialised
-    with that many, of which the others are imagined; meshes are of type `cpu`.
+    `processes` processes does, and may return its batch, and a loss, beside it; the batch is this process's. It is called
+    where `torch.distributed` is initialised with that many, of which the others are imagined; meshes are of type `cpu`.
 
     capture: also capture the model as a graph, as a plan needs it; `capture_s` is then how long that took, and where it
     fails a note says why. None: where the forward has few enough ops. `capture_s` hands over an earlier capture's time.
@@ -72,8 +72,18 @@ def profile(
     wrap = None if isinstance(model, nn.Module) else model
     links = () if wrap is None or hardware is None else hardware.links
     module = nn.Module() if wrap is not None else model
-    question = Question(module, {} if batch is None else as_batch(batch), loss_fn, autocast, accumulate, device, timeline, links, keep_grads,
-                        expandable_segments)
+    question = Question(
+        module,
+        {} if batch is None else as_batch(batch),
+        loss_fn,
+        autocast,
+        accumulate,
+        device,
+        timeline,
+        links,
+        keep_grads,
+        expandable_segments,
+    )
     if wrap is None and (processes > 1 or batch is None):
         raise UserError(
             f"a function that makes and wraps the model is needed for {processes} processes, and a batch for a model; "

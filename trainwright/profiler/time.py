@@ -22,8 +22,9 @@ def op_seconds(
 ) -> float:
     """Return the seconds of `out = func(*args, **kwargs)` on `device`: max(FLOPs/rate, bytes/bandwidth) + launch.
 
-    GPUs of which more is known take the times of gpu_time.py instead. Only shapes are read, so tensors may be fake: those of one rank, for a plan. `dtype` is that of the arithmetic; by
-    default, of the first floating output or argument. A view takes no time.
+    GPUs of which more is known take the times of gpu_time.py instead. Only shapes are read, so tensors may be fake: those
+    of one rank, for a plan. `dtype` is that of the arithmetic; by default, of the first floating output or argument. A view
+    takes no time.
 
     >>> gpu = Device(name="x", kind="gpu", memory_bytes=1, flops_per_s={"fp32": 1e12}, bandwidth_bytes_per_s=1e12,
     ...              launch_s=0.0)
