@@ -62,7 +62,8 @@ def pythia(row: Row) -> Program:
             layer.attention.register_buffer("tables", torch.zeros(2, 2048, 16), persistent=False)
     read = (
         "transformers of the time rotates q and k with tables in fp32, so that both and the scores are fp32 (recalled); "
-        "use_cache is on, so that the outputs hold k and v of every layer; each layer has a causal mask and tables of its own"
+        "use_cache is on, so that the outputs hold k and v of every layer; each layer has a "
+        "causal mask and tables of its own"
     )
     return _summed(row, model, "rtx3080ti", f"{_LOOP}; {read}")
 
@@ -114,7 +115,8 @@ def bert_large(row: Row) -> Program:
     if "amp" in row.id:
         options["autocast"] = "fp16"
     return Program(
-        model, batch, "v100-16gb", "Trainer of 2022: checkpointing is reentrant, gradients are zeroed (recalled)", make_optimizer=_optimizer(row),
+        model, batch, "v100-16gb", "Trainer of 2022: checkpointing is reentrant, gradients are zeroed (recalled)",
+        make_optimizer=_optimizer(row),
         options=options,
     )  # fmt: skip
 

@@ -187,7 +187,8 @@ def litgpt(row: Row) -> Program:
     read = (
         "lit_gpt/model.py, lora.py and finetune/lora.py: one projection for q, k, v with LoRA placed by index_copy; bf16 "
         "norms; logits in chunks of 128, which Fabric brings to fp32, and so is their loss; the list of logits stays "
-        "bound; norms of the Llama rows in fp32 (fitted: the file read, of another date, has none); the published peak is of the longest sample, before there is an update"
+        "bound; norms of the Llama rows in fp32 (fitted: the file read, of another date, has none); the "
+        "published peak is of the longest sample, before there is an update"
     )
     return Program(model, (tokens, tokens), "a100-40gb", read, make_optimizer=_adamw, options={"accumulate": 2})
 

@@ -43,12 +43,14 @@ __all__ = [
     "flatten_batch",
     "form_from_text",
     "form_to_text",
+    "group_size",
     "imagined_group",
     "innermost_frames",
     "is_mutating",
     "is_profiled",
     "is_random",
     "is_view",
+    "local_part",
     "mode_of",
     "mutated_arguments",
     "namespace",
@@ -289,6 +291,18 @@ def imagined_group(num_processes: int) -> Iterator[None]:
     finally:
         ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
         dist.destroy_process_group()
+
+
+def group_size(name: str) -> int:
+    """Return the number of ranks of the process group that a functional collective names."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return int(_resolve_process_group(name).size())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a `DTensor`, outside of autograd; another tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def dtensor_like(local: torch.Tensor, like: Any) -> Any:

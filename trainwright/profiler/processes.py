@@ -104,13 +104,12 @@ def is_prefetched(func: Any) -> bool:
 def _num_ranks(args: tuple[Any, ...]) -> int:
     """The size of the group, from what a collective is given: the group itself, its name, or its size."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _resolve_process_group
 
     for value in args:
         if isinstance(value, torch.ScriptObject):
             return int(dist.ProcessGroup.unbox(value).size())
         if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
-            return _resolve_process_group(value).size()
+            return private.group_size(value)
     return dist.get_world_size()
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..artifacts import MemoryPoint
-from ..capture._torch_private import PlainDispatchMode
+from ..capture._torch_private import PlainDispatchMode, local_part
 from .caching import CachingAllocator
 from .generator_states import seen_generator_states, seen_resizes
 from .gpu_workspace import gpu_workspace_bytes
@@ -423,8 +423,7 @@ class MemoryTracker(PlainDispatchMode):
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """Return what holds a tensor's data: one storage; of a sparse tensor, those of its parts; of a `DTensor`, this rank's."""
-    if _is_wrapper(type(tensor)) and hasattr(tensor, "to_local"):
-        tensor = tensor._local_tensor
+    tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     if tensor.layout is torch.sparse_coo:
