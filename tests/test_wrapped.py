@@ -84,6 +84,11 @@ def test_communication_goes_on_beside_the_computation() -> None:
     assert beside.arrived(clock + 1.0) == 9.0
 
 
+def test_ops_and_waits_add_up_to_the_step() -> None:
+    costs = found(sharded())
+    assert sum(point.time_s for point in costs.timeline) == pytest.approx(costs.step_s)
+
+
 def test_the_group_is_gone_afterwards_and_none_is_imagined_beside_another() -> None:
     with imagined(3):
         assert dist.get_world_size() == 3

@@ -46,7 +46,11 @@ def main() -> None:
             known = _known() | {row.id: found}
             _write(known)
         print(pages.line(row, known[row.id]), flush=True)
-    pages.write(_known())
+    known = _known()
+    if asked.pages:
+        known = {row.id: _described(row, known[row.id]) for row in load() if row.id in known}
+        _write(known)
+    pages.write(known)
 
 
 def predicted(row: Row) -> dict[str, Any]:
@@ -56,6 +60,14 @@ def predicted(row: Row) -> dict[str, Any]:
     except CannotExpress as reason:
         return {"reason": str(reason)}
     return _priced(program) | {"read": program.read}
+
+
+def _described(row: Row, found: dict[str, Any]) -> dict[str, Any]:
+    """What was predicted, with what the row's builder says now of how the row was written."""
+    try:
+        return found if "reason" in found else found | {"read": program_of(row).read}
+    except CannotExpress as reason:
+        return {"reason": str(reason)}
 
 
 def _priced(program: Program) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def pythia(row: Row) -> Program:
             layer.attention.register_buffer("is_seen", torch.ones(2048, 2048, dtype=torch.bool), persistent=False)
             layer.attention.register_buffer("tables", torch.zeros(2, 2048, 16), persistent=False)
     read = (
+        "found by looking for what was missing, then recalled of the source: "
         "transformers of the time rotates q and k with tables in fp32, so that both and the scores are fp32 (recalled); "
         "use_cache is on, so that the outputs hold k and v of every layer; each layer has a "
         "causal mask and tables of its own"

@@ -186,7 +186,8 @@ def litgpt(row: Row) -> Program:
     tokens = ids(row.data["micro_batch_per_gpu"], row.data["seq_len"])
     read = (
         "lit_gpt/model.py, lora.py and finetune/lora.py: one projection for q, k, v with LoRA placed by index_copy; bf16 "
-        "norms; logits in chunks of 128, which Fabric brings to fp32, and so is their loss; the list of logits stays "
+        "norms; logits in chunks of 128, which Fabric brings to fp32 (found by looking for what was "
+        "missing, then recalled), and so is their loss; the list of logits stays "
         "bound; norms of the Llama rows in fp32 (fitted: the file read, of another date, has none); the "
         "published peak is of the longest sample, before there is an update"
     )

@@ -150,8 +150,8 @@ def titan(row: Row) -> Program:
 
     tokens = ids(row.data["micro_batch_per_gpu"], row.data["seq_len"])
     read = (
-        "torchtitan's parallelize_llama.py: bf16 gather, fp32 reduction, the last block and the root kept gathered (torch of the "
-        "time kept the root so, recalled); "
+        "torchtitan's parallelize_llama.py: bf16 gather, fp32 reduction, the last block kept gathered; the root too, found by "
+        "looking for what was missing, then recalled of torch at the time; "
         "policies of selective checkpointing; before 2024-06 fp32 logits bound through the backward and norms by hand; since, "
         "logits let go before the backward, loss in fp32, fused norms (dates recalled)"
     )

@@ -50,6 +50,7 @@ class Totals:
         self._underway_s = 0.0
         """Of a CPU: overheads that no kernel bears yet; of a GPU: the host's clock."""
         self._beside = Communication()
+        self._waited_s = 0.0
         self._phase = ""
 
     def add(self, phase: str, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -63,13 +64,19 @@ class Totals:
         tally.moved_bytes += cost.moved_bytes
         time_s = self._with_overhead(phase, cost.time_s)
         tally.time_s += time_s
-        self.op_s.append(time_s)
+        self.op_s.append(self._took(time_s))
         self.step_s += time_s
+
+    def _took(self, time_s: float) -> float:
+        """The op's time, with what was waited before it: so they add up to the step."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return time_s + waited_s
 
     def _travels(self, phase: str, func: Any, args: tuple[Any, ...], out: Any) -> bool:
         """Tell whether the op is a collective, which then is under way; wait for it where the op reads what it brings."""
         if waits(func) or (phase == "update") != (self._phase == "update"):
-            self.step_s = self._beside.arrived(self.step_s)
+            before, self.step_s = self.step_s, self._beside.arrived(self.step_s)
+            self._waited_s += self.step_s - before
         self._phase = phase
         found = collective_of(func, args, out)
         if found is None:
@@ -78,7 +85,7 @@ class Totals:
         seconds = collectives.seconds(kind, axis_for(self.links, num_ranks), num_bytes)
         (self._beside.gather if is_prefetched(func) else self._beside.reduce)(self.step_s, seconds)
         self.tallies[phase, "", func].num_ops += 1
-        self.op_s.append(0.0)
+        self.op_s.append(self._took(0.0))
         return True
 
     def _with_overhead(self, phase: str, kernel_s: float) -> float:
