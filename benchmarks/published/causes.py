@@ -22,6 +22,7 @@ _CAUSES: dict[tuple[str, str], str] = {
         "reserved",
     ): "the sides' streams and the pieces that expandable segments leave between them: one stream is simulated",
     ("titan-8b-1881", "time"): _TORCHS_AGE,
+    ("titan-8b-8h100", "time"): _TORCHS_AGE,
     ("titan-8b-996", "time"): _TORCHS_AGE,
     ("titan-8b-reshard", "time"): _TORCHS_AGE,
     (

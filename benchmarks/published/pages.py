@@ -129,6 +129,9 @@ def _table(rows: list[Row], known: Known) -> list[str]:
             "|---|---|--:|--:|--:|--:|--:|--:|---|",
         ]
         lines += [_cells(row, known[row.id]) for row in said]
+    missing = [row.id for row in rows if row.id not in known]
+    if missing:
+        lines += ["", f"Not run for this record (minutes each): {', '.join(f'`{name}`' for name in missing)}."]
     unsaid = [row for row in rows if "reason" in known.get(row.id, {})]
     if unsaid:
         lines += ["", "Not predicted:", ""] + [f"* `{row.id}`: {known[row.id]['reason']}" for row in unsaid]

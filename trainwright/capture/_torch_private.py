@@ -297,7 +297,8 @@ def group_size(name: str) -> int:
     """Return the number of ranks of the process group that a functional collective names."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return int(_resolve_process_group(name).size())
+    resolve: Any = _resolve_process_group  # takes a type of its own in some releases
+    return int(resolve(name).size())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

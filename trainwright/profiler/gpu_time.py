@@ -15,7 +15,7 @@ The constants are named below with their origin.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def _is_apart(tensor: Tensor) -> bool:
 
 
 def _attention_s(device: Device, kernel: Kernel, rate: float) -> float:
-    direction = "backward" if "backward" in kernel.name else "forward"
+    direction: Literal["forward", "backward"] = "backward" if "backward" in kernel.name else "forward"
     reached = device.attention.get(direction, 0.75)
     work = kernel.work / 2 if kernel.name.endswith("_causal") else kernel.work
     length = kernel.dims[2] if len(kernel.dims) > 2 else _LENGTH
