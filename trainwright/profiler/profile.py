@@ -71,7 +71,7 @@ def profile(
     make = make_optimizer or _adamw
     wrap = None if isinstance(model, nn.Module) else model
     links = () if wrap is None or hardware is None else hardware.links
-    module = nn.Module() if wrap is not None else model
+    module = model if isinstance(model, nn.Module) else nn.Module()
     question = Question(
         module,
         {} if batch is None else as_batch(batch),
