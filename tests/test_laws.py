@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "launch": {"launch", "artifacts"},
     "ops": {"ops"},
     "capture": {"capture", "artifacts", "ops"},
-    "profiler": {"profiler", "capture", "ops", "artifacts"},
+    "profiler": {"profiler", "capture", "ops", "artifacts", "hardware"},
     "hardware": {"hardware", "artifacts", "launch", "ops", "capture"},
     "planner": {"planner", "artifacts", "capture", "ops", "profiler", "hardware"},
     "runtime": {"runtime", "artifacts", "ops", "capture", "launch", "profiler"},

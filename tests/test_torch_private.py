@@ -157,3 +157,18 @@ def test_a_backward_can_be_run_under_a_mode():
     assert "exp" in seen.names, RELEASE
     assert "backward" not in seen.names, RELEASE
     assert torch.equal(x.grad, (torch.e * torch.ones(3)).cos() * torch.ones(3).exp()), RELEASE
+
+
+def test_a_group_of_imagined_processes_has_its_size_and_is_gone_afterwards():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with private.imagined_group(6):
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("outer", "inner"))
+        inner = mesh["inner"].get_group()
+        assert (dist.get_world_size(), private.group_size(inner.group_name)) == (6, 3), RELEASE
+        part = distribute_tensor(torch.zeros(6, 4), mesh["inner"], [Shard(0)])
+        assert private.local_part(part).shape == (2, 4), RELEASE
+    assert not dist.is_initialized()
+    assert private.local_part(whole := torch.zeros(2)) is whole

@@ -104,13 +104,17 @@ def load_model(spec: str, **options: Any) -> Any:
 
 
 def profile(
-    model: nn.Module,
-    batch: Any,
+    model: nn.Module | Callable[[], Any],
+    batch: Any = None,
     *,
     loss_fn: LossFn | None = None,
     optimizer: OptimizerLike = "adamw",
     autocast: DtypeLike | None = None,
     accumulate: int = 1,
+    keep_grads: bool = False,
+    processes: int = 1,
+    tf32: bool = False,
+    expandable_segments: bool = False,
     hardware: HardwareLike | None = None,
     name: str = "",
     capture: bool | None = None,
@@ -126,7 +130,14 @@ def profile(
     optimizer: a name (`trainwright optimizers` lists them), a class, an optimizer, or a function from parameters to one.
     autocast: the type of `torch.autocast` around forward and loss: `"bf16"` or `torch.bfloat16`, `"fp16"`.
     accumulate: micro-batches (each like `batch`) to a step.
+    keep_grads: the loop zeroes gradients (`zero_grad(set_to_none=False)`, torch's default before 2.0) and keeps them.
     hardware: as for `hardware()`; the step's time is predicted on one of its devices, and a GPU's differences modelled.
+    processes: `model` is then a function that makes a model and wraps it (`fully_shard`, `parallelize_module`) as a script
+        does in one of so many processes; it returns that, or `(model, batch)`, or `(model, batch, loss_fn)`, the batch this
+        process's. The process group is there, its other members imagined; meshes are `init_device_mesh("cpu", …)`.
+    tf32: fp32 products round to TF32 on devices that can (`torch.set_float32_matmul_precision("high")`); convolutions do
+        so anyway, torch's default.
+    expandable_segments: as `PYTORCH_CUDA_ALLOC_CONF` says of CUDA's allocator; it decides `reserved_bytes`.
     name: how the profile calls the model. capture: can the model be captured, hence planned? None: asked where that is
     quick. run: if the step cannot be followed without values, run two real steps of a copy instead.
 
@@ -140,9 +151,12 @@ def profile(
     """
     from .profiler import profile as follow
 
-    check_model(model)
+    if processes == 1 and batch is not None:
+        check_model(model)
     make, label = as_maker(optimizer)
     cluster = as_cluster(hardware) if hardware is not None else None
+    if cluster is not None and tf32:
+        cluster = cluster.model_copy(update={"device": cluster.device.with_tf32()})
     found = follow(
         model,
         batch,
@@ -151,6 +165,9 @@ def profile(
         optimizer=label,
         autocast=as_dtype_name(autocast),
         accumulate=accumulate,
+        keep_grads=keep_grads,
+        processes=processes,
+        expandable_segments=expandable_segments,
         hardware=cluster,
         name=name,
         capture=capture,

@@ -14,11 +14,16 @@ KernelRow = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_lengt
 
 
 class Overheads(Record):
-    """What a step takes beyond its kernels, in seconds for each call of a phase, views among them."""
+    """What a step takes beyond its kernels, in seconds for each call of a phase, views among them.
+
+    On a GPU, what the host takes to issue a call that launches a kernel; the device runs beside the host and behind it.
+    """
 
     forward_s: float = Field(default=0.0, ge=0)
     backward_s: float = Field(default=0.0, ge=0)
     update_s: float = Field(default=0.0, ge=0)
+    view_s: float = Field(default=0.0, ge=0)
+    """On a GPU's host: a call that launches none."""
 
 
 class Device(Record):
@@ -28,13 +33,19 @@ class Device(Record):
     kind: Literal["cpu", "gpu"]
     memory_bytes: int = Field(gt=0)
     flops_per_s: dict[str, float]
-    """Reached (not peak) matmul rate by dtype: fp64, fp32, bf16, fp16."""
+    """Reached (not peak) matmul rate by dtype: fp64, fp32, bf16, fp16; tf32: of fp32 products that may be rounded so."""
     conv_flops_per_s: dict[str, float] = {}
     """Reached convolution rate by dtype; empty: as matmul."""
     bandwidth_bytes_per_s: float = Field(gt=0)
     """Device memory, reads and writes together."""
     launch_s: float = Field(ge=0)
     """Floor of one op."""
+    num_units: int = Field(default=0, ge=0)
+    """Of a GPU: multiprocessors, over which a product's tiles are spread; 0: products run at their rate in any shape."""
+    attention: dict[Literal["forward", "backward"], Annotated[float, Field(gt=0)]] = {}
+    """Of a GPU: what fused attention of long sequences reaches of the rate of products."""
+    reorder_bytes_per_s: float = Field(default=0.0, ge=0)
+    """Of a GPU: 16-bit images into channels-last or back, reads and writes together, where the bandwidth allows it."""
     blas_workspace_bytes: int = Field(default=0, ge=0)
     """What the library of matrix products keeps for each thread that calls it."""
     kernels: dict[str, tuple[KernelRow, ...]] = {}
@@ -42,6 +53,14 @@ class Device(Record):
     overheads: Overheads = Overheads()
     factors: dict[Literal["compute", "update", "communication"], Annotated[float, Field(gt=0)]] = {}
     """By how much forward and backward (`compute`) or the optimizer's step (`update`) take longer than all this says."""
+
+    def with_tf32(self) -> Device:
+        """Return the device as torch uses it where `torch.set_float32_matmul_precision("high")` was called.
+
+        Unchanged where it has no such units.
+        """
+        rate = self.flops_per_s.get("tf32")
+        return self if rate is None else self.model_copy(update={"flops_per_s": {**self.flops_per_s, "fp32": rate}})
 
 
 class Link(Record):

@@ -43,11 +43,14 @@ __all__ = [
     "flatten_batch",
     "form_from_text",
     "form_to_text",
+    "group_size",
+    "imagined_group",
     "innermost_frames",
     "is_mutating",
     "is_profiled",
     "is_random",
     "is_view",
+    "local_part",
     "mode_of",
     "mutated_arguments",
     "namespace",
@@ -261,6 +264,46 @@ def run_backward(
     engine.run_backward(
         (tensor,), (gradient,), retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
     )
+
+
+@contextmanager
+def imagined_group(num_processes: int) -> Iterator[None]:
+    """Make this the first process of a default group whose other processes are imagined: collectives have shapes alone.
+
+    The backend `fake` and the shape functions of its collectives are torch's own, for its tools. A `DTensor`
+    asks for the shapes of whole tensors by running ops on fakes, once an op; that is no memory, so no mode sees it.
+    """
+    import torch.distributed as dist
+    import torch.distributed._tools.fake_collectives  # noqa: F401  (registers them)
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        with without_modes():
+            return original(*args, **kwargs)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = asked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+        dist.destroy_process_group()
+
+
+def group_size(name: str) -> int:
+    """Return the number of ranks of the process group that a functional collective names."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    resolve: Any = _resolve_process_group  # takes a type of its own in some releases
+    return int(resolve(name).size())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a `DTensor`, outside of autograd; another tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def dtensor_like(local: torch.Tensor, like: Any) -> Any:

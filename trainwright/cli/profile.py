@@ -28,6 +28,19 @@ def profile(
         str | None, typer.Option(metavar="H", help="One device of it is modelled and the step's time predicted.")
     ] = None,
     accumulate: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches to a step, each the batch.")] = 1,
+    keep_grads: Annotated[
+        bool, typer.Option("--keep-grads", help="Gradients are zeroed, not dropped: set_to_none=False.")
+    ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="The model wraps itself (fully_shard …) as in one of N processes."),
+    ] = None,
+    tf32: Annotated[
+        bool, typer.Option("--tf32", help="fp32 products may round to TF32, as torch does when it is told so.")
+    ] = False,
+    expandable: Annotated[
+        bool, typer.Option("--expandable-segments", help="CUDA's allocator has expandable_segments:True.")
+    ] = False,
     fits: Annotated[
         str | None, typer.Option(metavar="M", help="Does it fit into 24GiB? If not, what would make it fit?")
     ] = None,
@@ -60,13 +73,20 @@ def profile(
         hardware = _TRACE_HARDWARE
         remark(f"note: no --hardware was given; times are predicted for {hardware}")
     _check_sort(sort, hardware)
+    asked_how: dict[str, Any] = {
+        "optimizer": optimizer, "autocast": model.autocast, "hardware": hardware, "accumulate": accumulate,
+        "keep_grads": keep_grads, "tf32": tf32, "expandable_segments": expandable,
+    }  # fmt: skip
+    if processes is not None:
+        found = _wrapped(model, processes, asked_how)
+        answer(found.table(depth, sort), found.to_json, json_path)
+        return OK
     with quiet_stdout(), status(f"profiling {model.spec}") as tell:
         import trainwright as tw
 
         loaded = model.load("cpu" if run else "meta")
         remarks(loaded.notes)
-        how: dict[str, Any] = {"optimizer": optimizer, "autocast": model.autocast, "hardware": hardware, "run": run}
-        how["accumulate"] = accumulate
+        how = {**asked_how, "run": run}
         found = tw.profile(
             loaded.model, loaded.batch, loss_fn=loaded.loss_fn, name=loaded.ref.name, capture=capture, **how
         )
@@ -79,6 +99,18 @@ def profile(
             found.to_trace(trace_path)
     answer(found.table(depth, sort), found.to_json, json_path)
     return _verdict(found)
+
+
+def _wrapped(model: ModelOptions, processes: int, how: dict[str, Any]) -> Profile:
+    """Profile a model whose function wraps it as in one of several processes."""
+    import trainwright as tw
+
+    def make() -> tuple[Any, Any, Any]:
+        loaded = model.load("meta")
+        return loaded.model, loaded.batch, loaded.loss_fn
+
+    with quiet_stdout(), status(f"profiling {model.spec} as one of {processes} processes"):
+        return tw.profile(make, processes=processes, name=model.spec, **how)
 
 
 def _answered(variants: Variants, budget_bytes: int | None, asked: Sweep | None) -> Profile:

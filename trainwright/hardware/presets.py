@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Mapping
 
-from ..artifacts import Cluster, Device, Link, Tier, UserError
+from ..artifacts import Cluster, Device, Link, Overheads, Tier, UserError
 from ..launch.cores import num_cores
 from . import machine
 from .collectives import GLOO_FACTORS
-from .sheets import SHEETS, Sheet
+from .sheets import REORDER_BYTES_PER_CLOCK, SHEETS, UNITS, Kind, Sheet
 
 GRAMMAR = "cpu:N, [[NODESx]Nx]DEVICE such as h200, 8xh200 or 2x8xh100, or a JSON file"
 _TERA, _GIGA, _GIB = 1e12, 1e9, 2**30
@@ -110,7 +111,11 @@ _BANDWIDTH_FRACTION = 0.88
 _NETWORK_LATENCY_S = 6e-6
 _HOST_LATENCY_S = 10e-6
 """A copy between device and pinned memory, from its launch to its event: a guess."""
-_GPU_LAUNCH_S = 5e-6
+_GPU_LAUNCH_S = 4e-6
+"""Of a kernel, from the end of the one before to its own beginning, and its tail."""
+_HOST = Overheads(forward_s=27e-6, backward_s=16e-6, update_s=12e-6, view_s=5e-6)
+"""What Python, the dispatcher and autograd take on a server's processor; fitted to transformers-bert, whose small batches are
+bound by it (17 to 23 ms a step whatever the batch)."""
 
 # One core of a server of the last years and gloo over the loopback interface, on the low side of what `calibrate` found
 # (100 GFLOP/s in fp32 and 210 in bf16 on one core of a Zen 4; 0.25 ms and 1.1 GB/s between 2 processes on 2 cores, and
@@ -136,16 +141,40 @@ def _cpu_core_flops_per_s() -> dict[str, float]:
 
 
 def _sheet_device(name: str, sheet: Sheet) -> Device:
-    rates = {dtype: sheet.matmul_fraction * rate * _TERA for dtype, rate in sheet.tflops.items()}
+    units = UNITS[name]
+    kind = units.kind
+    sheet_rates = dict(sheet.tflops) | ({"tf32": units.tf32} if units.tf32 else {})
+    wide = {"fp64", "fp32"} | ({"bf16"} if sheet.tflops["bf16"] == sheet.tflops["fp32"] else set())
+    rates = {
+        dtype: (kind.wide_products if dtype in wide else kind.products) * rate * _TERA
+        for dtype, rate in sheet_rates.items()
+    }
     return Device(
         name=name,
         kind="gpu",
         memory_bytes=int(sheet.memory_gib * _GIB),
         flops_per_s=rates,
+        conv_flops_per_s=_convolutions(kind, sheet_rates, wide),
         bandwidth_bytes_per_s=_BANDWIDTH_FRACTION * sheet.bandwidth * _GIGA,
         launch_s=_GPU_LAUNCH_S,
+        num_units=units.count,
+        attention={
+            "forward": kind.attention[0] / kind.products,
+            "backward": kind.attention[1] / kind.products,
+        },
+        reorder_bytes_per_s=REORDER_BYTES_PER_CLOCK * units.count * kind.clock * _GIGA,
+        overheads=_HOST,
         blas_workspace_bytes=sheet.blas_workspace,
     )
+
+
+def _convolutions(kind: Kind, sheet_rates: Mapping[str, float], wide: set[str]) -> dict[str, float]:
+    """fp32 convolutions round to TF32 where there are units for it: cuDNN's default in torch, unlike that of products."""
+    rates = {
+        dtype: (kind.wide_products if dtype in wide else kind.convolutions) * rate * _TERA
+        for dtype, rate in sheet_rates.items()
+    }
+    return rates | ({"fp32": rates["tf32"]} if "tf32" in rates else {})
 
 
 DEVICES: dict[str, Device] = {name: _sheet_device(name, sheet) for name, sheet in SHEETS.items()}

@@ -28,6 +28,42 @@ _MI300_BLAS_WORKSPACE_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What kernels reach of the sheet's rates on one generation of devices."""
+
+    products: float
+    """Large 16-bit and TF32 products; the shape is accounted for apart."""
+    wide_products: float
+    """fp32 and fp64 products and convolutions."""
+    convolutions: float
+    """16-bit and TF32 convolutions."""
+    attention: tuple[float, float]
+    """Fused attention, forward and backward, long sequences, of the sheet's 16-bit rate."""
+    clock: float
+    """GHz."""
+
+
+KINDS = {
+    "volta": Kind(0.62, 0.97, 0.5, (0.3, 0.2), 1.53),
+    "turing": Kind(0.5, 0.8, 0.4, (0.3, 0.2), 1.2),
+    "ampere": Kind(0.76, 0.97, 0.5, (0.6, 0.48), 1.41),
+    "geforce": Kind(1.1, 0.9, 0.95, (0.95, 0.72), 1.7),
+    "ada": Kind(1.0, 0.9, 0.95, (0.97, 0.72), 2.5),
+    "hopper": Kind(0.62, 0.8, 0.33, (0.42, 0.34), 1.9),
+    "blackwell": Kind(0.62, 0.8, 0.33, (0.42, 0.34), 1.9),
+    "hopper-500w": Kind(0.5, 0.8, 0.33, (0.4, 0.32), 1.6),
+    "cdna": Kind(0.5, 0.6, 0.3, (0.3, 0.2), 2.1),
+}
+"""Products: fitted to the published rows of transformers-v100 (Volta), transformers-bert (Ampere), timm (GeForce, whose clock is
+above the sheet's); Hopper: 0.6 of the sheet at 700 W and 0.5 at 500 W, as training runs report. Convolutions: lambda and timm.
+Attention: FlashAttention-2 as measured on A100 (180 TFLOP/s forward at 1k to 4k, 32 heads of 128; github.com/liangan1/GPU_travel)
+and RTX 4090 (169 and 125; tl_doc of apache/tvm); Hopper: the paper's figure of that kernel, recalled. Turing, Blackwell, CDNA:
+guesses from their neighbours."""
+REORDER_BYTES_PER_CLOCK = 6.0
+"""What one multiprocessor transposes of 16-bit elements, a clock, reads and writes: fitted to lambda, V100 to H100."""
+
+
+@dataclass(frozen=True)
 class Sheet:
     """One device, in the units of its data sheet."""
 
@@ -41,8 +77,6 @@ class Sheet:
     network: float
     host: float
     blas_workspace: int = _BLAS_WORKSPACE_BYTES
-    matmul_fraction: float = 0.75
-    """The share of the sheet's rate that large matrix products reach: cuBLAS gets 0.80 at 8192³ in bf16 on an H200."""
 
 
 def _rates(fp64: float, fp32: float, half: float, bf16: float | None = None) -> dict[str, float]:
@@ -103,7 +137,29 @@ SHEETS: dict[str, Sheet] = {
     ),
     "mi300x": Sheet(
         "AMD Instinct MI300X, data sheet 2023", 191.9, 5300, _rates(163.4, 163.4, 1307.0), 320, 4, 45, 45,
-        _MI300_BLAS_WORKSPACE_BYTES, matmul_fraction=0.5,
+        _MI300_BLAS_WORKSPACE_BYTES,
     ),
 }  # fmt: skip
 """By the name of the preset."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """A device's multiprocessors."""
+
+    kind: Kind
+    count: int
+    tf32: float = 0.0
+    """TFLOP/s of products that round fp32 operands to TF32, by the sheet; 0: there is no such unit."""
+
+
+_UNITS: dict[str, tuple[str, int, float]] = {
+    "v100": ("volta", 80, 0), "v100-16gb": ("volta", 80, 0), "t4": ("turing", 40, 0),
+    "a100": ("ampere", 108, 156), "a100-40gb": ("ampere", 108, 156),
+    "a10g": ("geforce", 80, 35), "a6000": ("geforce", 84, 77.4), "rtx3080ti": ("geforce", 80, 34), "rtx3090": ("geforce", 82, 35.6),
+    "h100": ("hopper", 132, 494), "h100-96gb": ("hopper-500w", 132, 494), "h100-pcie": ("hopper-500w", 114, 378),
+    "gh200": ("hopper", 132, 494), "h200": ("hopper", 132, 494), "b200": ("blackwell", 148, 1125),
+    "rtx4070ti": ("ada", 60, 40), "rtx4090": ("ada", 128, 82.6), "l4": ("ada", 58, 60), "l40s": ("ada", 142, 183),
+    "rtx5090": ("ada", 170, 104.8), "mi300x": ("cdna", 304, 0),
+}  # fmt: skip
+UNITS = {name: Units(KINDS[kind], count, tf32) for name, (kind, count, tf32) in _UNITS.items()}

@@ -7,6 +7,7 @@ The rules (documented in torch's notes on CUDA memory, and c10/cuda/CUDACachingA
     above:       from the large pool; segments of 20 MiB for requests under 10 MiB, else rounded up to 2 MiB;
                  a block is split if more than 1 MiB remains
     the smallest free block that is large enough is taken, at the lowest address of equals; else a segment is asked for
+    with expandable segments, each pool is one segment that grows at its end, by 2 MiB or 20 MiB at a time
     a released block joins its free neighbours in the segment; segments are kept, unless memory has run out
 """
 
@@ -64,24 +65,26 @@ class CachingAllocator:
     What still does not fit is reserved all the same, so `peak_reserved_bytes` can exceed the capacity.
 
     >>> allocator = CachingAllocator()
-    >>> allocator.allocate("a", 100)
-    >>> allocator.allocate("b", 3 * 2**20)
+    >>> allocator.allocate("a", 100), allocator.allocate("b", 3 * 2**20)
+    (512, 3145728)
     >>> allocator.free("b")
     >>> allocator.allocated_bytes, allocator.reserved_bytes // 2**20
     (512, 22)
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.capacity_bytes = capacity_bytes
+    def __init__(self, capacity_bytes: int | None = None, expandable_segments: bool = False) -> None:
+        self.capacity_bytes, self.is_expandable = capacity_bytes, expandable_segments
+        self._ends: dict[bool, _Block | None] = {True: None, False: None}
+        """The last block of each pool's segment, where segments grow."""
         self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
         self._pools = {True: _Pool(), False: _Pool()}
         self._used: dict[Hashable, _Block] = {}
         self._segments = itertools.count()
 
-    def allocate(self, key: Hashable, num_bytes: int) -> None:
-        """Take a block for `key`; zero bytes take none."""
+    def allocate(self, key: Hashable, num_bytes: int) -> int:
+        """Take a block for `key` and return its size, which a rest that is not split off adds to; zero bytes take none."""
         if num_bytes <= 0:
-            return
+            return 0
         wanted = _rounded(num_bytes, MIN_BLOCK_BYTES)
         pool = self._pools[wanted <= SMALL_BYTES]
         block = pool.best_fit(wanted)
@@ -92,6 +95,7 @@ class CachingAllocator:
         self._split(block, wanted)
         self._used[key] = block
         self.allocated_bytes += block.num_bytes
+        return block.num_bytes
 
     def free(self, key: Hashable) -> None:
         """Give the block of `key` back to its pool; a key without one is passed over."""
@@ -103,16 +107,41 @@ class CachingAllocator:
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.address in pool.blocks:
                 pool.remove(neighbour)
-                block = _joined(neighbour, block) if neighbour is block.before else _joined(block, neighbour)
+                first, second = (neighbour, block) if neighbour is block.before else (block, neighbour)
+                block = _joined(first, second)
+                if self._ends[block.is_small] is second:
+                    self._ends[block.is_small] = block
         pool.add(block)
 
     def _new_segment(self, wanted: int) -> _Block:
+        if self.is_expandable:
+            return self._grown(wanted)
         num_bytes = _segment_bytes(wanted)
         if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
             self._give_back()
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return _Block((next(self._segments), 0), num_bytes, wanted <= SMALL_BYTES)
+
+    def _grown(self, wanted: int) -> _Block:
+        """Return a free block at the end of the pool's segment, which grows by what it lacks."""
+        is_small = wanted <= SMALL_BYTES
+        end, pool = self._ends[is_small], self._pools[is_small]
+        is_free = end is not None and end.address in pool.blocks
+        missing = wanted - (end.num_bytes if end is not None and is_free else 0)
+        added = _rounded(missing, SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES)
+        self.reserved_bytes += added
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        if end is not None and is_free:
+            pool.remove(end)
+            end.num_bytes += added
+            return end
+        address = (int(not is_small), 0) if end is None else (end.address[0], end.address[1] + end.num_bytes)
+        block = _Block(address, added, is_small, end)
+        if end is not None:
+            end.after = block
+        self._ends[is_small] = block
+        return block
 
     def _give_back(self) -> None:
         for pool in self._pools.values():
@@ -130,6 +159,8 @@ class CachingAllocator:
         if free.after is not None:
             free.after.before = free
         block.num_bytes, block.after = wanted, free
+        if self._ends[block.is_small] is block:
+            self._ends[block.is_small] = free
         self._pools[block.is_small].add(free)
 
 

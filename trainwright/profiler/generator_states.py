@@ -1,4 +1,4 @@
-"""The random generator's states: memory that `torch.utils.checkpoint` keeps and that no dispatch mode sees appear."""
+"""Memory that no dispatch mode sees appear: states of the random generator, and storages that are resized."""
 
 from __future__ import annotations
 
@@ -36,3 +36,27 @@ def seen_generator_states(note: Callable[[Tensor], object]) -> Iterator[None]:
     finally:
         for module in modules:
             setattr(module, "get_rng_state", original)  # noqa: B010
+
+
+@contextmanager
+def seen_resizes(note: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """Call `note` with each storage whose `resize_` has been called.
+
+    >>> found = []
+    >>> with seen_resizes(found.append):
+    ...     _ = torch.zeros(3).untyped_storage().resize_(0)
+    >>> [storage.nbytes() for storage in found]
+    [0]
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, *args: int, **kwargs: int) -> torch.UntypedStorage:
+        found = original(self, *args, **kwargs)
+        note(self)
+        return found
+
+    setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.UntypedStorage, "resize_", original)  # noqa: B010

@@ -3,6 +3,7 @@
     attention, backward (flash)       dq in fp32 [b, h, s, d], rows of Δ [b, h, s]; with shared heads dk and dv of all
     attention, backward (efficient)   Δ [b, h, s]; for 16-bit values dq in fp32
     convolution (cuDNN), 16 bit       copies in channels-last of what lies otherwise, which its tensor cores read
+    products (cuBLAS), operands       a copy of each matrix that has no dim of stride 1, such as an expanded scalar
     products (cuBLAS)                 a workspace for each thread that calls it, from its first product on: kept
 
 An attention's sequences are rounded up to 128, its head dims to 32 (64 above 128).
@@ -60,6 +61,33 @@ def _convolution_backward(args: Arguments, out: Sequence[Tensor | None]) -> int:
     return _channels_last_copies([args[0], args[1], args[2], *out[:2]])
 
 
+def _product(args: Arguments, out: Any) -> int:
+    return operand_copies(args[-2:])
+
+
+def _biased_product(args: Arguments, out: Any) -> int:
+    return operand_copies(args[1:3])
+
+
+def operand_copies(operands: Sequence[Tensor]) -> int:
+    """Return the bytes of the copies that a product of these matrices (or batches of them) begins with.
+
+    cuBLAS reads a matrix whose rows or columns are contiguous, any distance apart that they do not overlap.
+
+    >>> grad = torch.ones((), dtype=torch.half).expand(8, 6)  # what the backward of a sum hands on
+    >>> operand_copies([grad, torch.ones(6, 4)[:, :2]])
+    96
+    """
+    return sum(_num_bytes(operand) for operand in operands if not _is_readable(operand))
+
+
+def _is_readable(matrix: Tensor) -> bool:
+    if matrix.dim() < 2 or 0 in matrix.shape:
+        return True
+    (rows, columns), (down, across) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
 def _channels_last_copies(tensors: Sequence[Tensor | None]) -> int:
     return sum(_num_bytes(tensor) for tensor in tensors if tensor is not None and _is_copied(tensor))
 
@@ -82,6 +110,10 @@ def _rounded(size: int, granule: int) -> int:
 _WORKSPACES: dict[Any, Callable[[Arguments, Any], int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.addmm.default: _biased_product,
+    aten.baddbmm.default: _biased_product,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
 }

@@ -17,20 +17,24 @@ from ..capture.export import as_batch
 from ..capture.export_errors import ValuesNeeded, explained
 from ..capture.fakes import FakeMode, fake_like, faked, new_mode
 from .graph import MAX_FORWARD_OPS, not_tried, try_capture
+from .processes import MakeModel, imagined
 from .run import MakeOptimizer, Question, Run, tensors_of
 from .step import DTYPES, LossFn
 from .values import KnownValues, keeps_values
 
 
 def profile(
-    model: nn.Module,
-    batch: Any,
+    model: nn.Module | MakeModel,
+    batch: Any = None,
     *,
     loss_fn: LossFn | None = None,
     make_optimizer: MakeOptimizer | None = None,
     optimizer: str = "adamw",
     autocast: str | None = None,
     accumulate: int = 1,
+    keep_grads: bool = False,
+    processes: int = 1,
+    expandable_segments: bool = False,
     hardware: Cluster | None = None,
     name: str = "",
     capture: bool | None = False,
@@ -42,8 +46,13 @@ def profile(
 
     `reference_step` runs on fake CPU tensors, as the second of a training would. `model` (on any device, meta
     included) and `batch` are not touched. `make_optimizer(params)` defaults to AdamW; `optimizer` is its name in the
-    report. `autocast` is a dtype name (`"bf16"`); `accumulate` micro-batches like `batch` make one step. With
+    report. `autocast` is a dtype name (`"bf16"`); `accumulate` micro-batches like `batch` make one step;
+    `keep_grads` zeroes gradients instead of dropping them. With
     `hardware` the step's time is predicted on one of its devices, and a GPU's differences from the CPU are modelled.
+
+    `model` may be a function that makes and wraps a model (`fully_shard`, `parallelize_module`) as the script of one of
+    `processes` processes does, and may return its batch, and a loss, beside it; the batch is this process's. It is called
+    where `torch.distributed` is initialised with that many, of which the others are imagined; meshes are of type `cpu`.
 
     capture: also capture the model as a graph, as a plan needs it; `capture_s` is then how long that took, and where it
     fails a note says why. None: where the forward has few enough ops. `capture_s` hands over an earlier capture's time.
@@ -60,12 +69,41 @@ def profile(
     start = time.perf_counter()
     device = hardware.device if hardware is not None else None
     make = make_optimizer or _adamw
-    question = Question(model, as_batch(batch), loss_fn, autocast, accumulate, device, timeline)
+    wrap = None if isinstance(model, nn.Module) else model
+    links = () if wrap is None or hardware is None else hardware.links
+    module = model if isinstance(model, nn.Module) else nn.Module()
+    question = Question(
+        module,
+        {} if batch is None else as_batch(batch),
+        loss_fn,
+        autocast,
+        accumulate,
+        device,
+        timeline,
+        links,
+        keep_grads,
+        expandable_segments,
+    )
+    if wrap is None and (processes > 1 or batch is None):
+        raise UserError(
+            f"a function that makes and wraps the model is needed for {processes} processes, and a batch for a model; "
+            f"got a {type(model).__name__}; wrap it in a function, or leave the processes out and give a batch"
+        )
+    if wrap is not None:
+        found, notes = _wrapped(question, make, wrap, processes)
+        return _profile_of(found, name, optimizer, notes, time.perf_counter() - start, None)
     found, notes = _followed(question, make, run)
     profile_s = time.perf_counter() - start
     if capture or (capture is None and capture_s is None):
         capture_s, note = _captured(question, found, is_asked=bool(capture))
         notes += note
+    return _profile_of(found, name or type(model).__name__, optimizer, notes, profile_s, capture_s)
+
+
+def _profile_of(
+    found: Run, name: str, optimizer: str, notes: list[str], profile_s: float, capture_s: float | None
+) -> Profile:
+    model, device = found.model, found.question.device
     return Profile(
         model=name or type(model).__name__,
         dtype=_dtype_name(model),
@@ -135,6 +173,32 @@ def _notes_on_values(values: KnownValues | None) -> list[str]:
     if values is not None and values.num_stood_in:
         notes.append(f"the optimizer asked for {values.num_stood_in} numbers that only a real step has; taken as 1")
     return notes
+
+
+def _wrapped(
+    question: Question, make_optimizer: MakeOptimizer, make_model: MakeModel, processes: int
+) -> tuple[Run, list[str]]:
+    """Follow the step of the first of `processes` processes, whose model `make_model` makes and wraps."""
+    with imagined(processes):
+        mode = new_mode()
+        values = KnownValues(mode)
+        with torch.device("meta"):
+            made = make_model()
+        model, batch, loss_fn = (*made, None)[:3] if isinstance(made, tuple) else (made, question.batch, None)
+        if not isinstance(model, nn.Module):
+            raise UserError(
+                f"a function that returns a module, or one with its batch, is needed; it returned {type(model).__name__}; "
+                "wrap the model in it and return that"
+            )
+        with mode:
+            model.to_empty(device="cpu")
+        with explained(model, batch):
+            faked_batch = _fake_batch(as_batch(batch), mode)
+            loss_fn = loss_fn if loss_fn is not None else question.loss_fn
+            found = Run(replace(question, model=model.train(), batch=faked_batch, loss_fn=loss_fn), values)
+            with values:
+                found.go(make_optimizer, rehearse=False)
+    return found, [f"one of {processes} processes, whose model is wrapped by its own script"]
 
 
 def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:

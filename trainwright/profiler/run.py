@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..artifacts import Device, MemoryPoint, ModuleCost
+from ..artifacts import Device, Link, MemoryPoint, ModuleCost
 from .caching import CachingAllocator
 from .gpu import GpuForms
 from .gpu_workspace import NUM_BLAS_THREADS
@@ -36,6 +36,12 @@ class Question:
     device: Device | None = None
     """Whose differences from the CPU are modelled, and whose time is predicted."""
     timeline: bool = True
+    links: tuple[Link, ...] = ()
+    """To other devices, where the model is one process's part of a wrapped one."""
+    keep_grads: bool = False
+    """Whether `zero_grad` writes zeros (`set_to_none=False`), so that gradients live from step to step."""
+    expandable_segments: bool = False
+    """Whether a GPU's allocator grows its segments."""
 
 
 class Run:
@@ -45,11 +51,11 @@ class Run:
         self.question, self.model = question, question.model
         self.values = values
         """Where the step is followed on fakes."""
-        self.totals = Totals(question.device)
+        self.totals = Totals(question.device, question.links)
         self.tracker = MemoryTracker(question.device.kind if question.device else "cpu", on_op=self._on_op)
         self.is_gpu = self.tracker.target == "gpu"
         if question.device is not None and self.is_gpu:
-            self.tracker.allocator = CachingAllocator(question.device.memory_bytes)
+            self.tracker.allocator = CachingAllocator(question.device.memory_bytes, question.expandable_segments)
         self.trace = ModuleTrace(self.model, self._enter)
         self.static: dict[str, int] = {}
         self.grad_bytes = self.optimizer_bytes = 0
@@ -73,7 +79,7 @@ class Run:
                 optimizer = self._make(make_optimizer)
                 with self.phase("update"):
                     optimizer.step()
-            elif rehearsed is not None and left_as_found:
+            elif rehearsed is not None and left_as_found and not self.question.keep_grads:
                 return
             self._report(optimizer)
 
@@ -142,6 +148,9 @@ class Run:
         numbers = self.values.standing_in() if self.values is not None and name == "update" else nullcontext()
         with self.tracker.phase(name), forms, numbers:
             yield
+        if name == "backward":  # wrappers set gradients past the hooks of autograd
+            grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+            self.tracker.watch(grads, "grad")
 
     def mark_forward_end(self) -> None:
         self.tracker.mark_forward_end()
@@ -156,6 +165,7 @@ class Run:
             asked.loss_fn,
             autocast=asked.autocast,
             accumulate=asked.accumulate,
+            keep_grads=asked.keep_grads,
             observer=self,
         )
         alive = self.tracker.live_breakdown

@@ -31,14 +31,16 @@ def reference_step(
     *,
     autocast: str | None = None,
     accumulate: int = 1,
+    keep_grads: bool = False,
     observer: Observer | None = None,
 ) -> Tensor:
     """Run one training step as an ordinary script would, and return the loss (its graph is spent).
 
-    The gradients of the step before are dropped first (`set_to_none=True`); the model's output and the loss live until
-    the optimizer is done, as they do in a script. `batch` is a dict (`model(**batch)`) or a tuple (`model(*batch)`);
-    the loss is `loss_fn` of the output and what the forward does not take of the batch, or of the output and the whole
-    batch where it takes all; without `loss_fn` it is `output.loss`, `output["loss"]`, or a scalar returned.
+    The gradients of the step before are dropped first (`set_to_none=True`), or zeroed with `keep_grads`; the model's
+    output and the loss live until the optimizer is done, as they do in a script. `batch` is a dict (`model(**batch)`) or a
+    tuple (`model(*batch)`); the loss is `loss_fn` of the output and what the forward does not take of the batch, or of the
+    output and the whole batch where it takes all; without `loss_fn` it is `output.loss`, `output["loss"]`, or a scalar
+    returned.
 
     With `accumulate` above 1, `batch` is one micro-batch, run that many times before the update, its loss divided by
     their number; what one of them put out lives until the next one's takes its name.
@@ -51,7 +53,7 @@ def reference_step(
     if accumulate < 1:
         raise UserError(f"a number of micro-batches of 1 or more is needed; got {accumulate}; leave it out for one")
     whole = as_batch(batch)
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not keep_grads)
     for _ in range(accumulate):
         with _phase(observer, "forward"):
             with _autocast(autocast):

@@ -11,6 +11,7 @@ from ..artifacts import Device
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
 from ..ops.kernel_table import KernelTable
 from ..ops.kernels import kernel_of
+from .gpu_time import gpu_seconds
 
 _RATE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NARROWER = {"fp16": "bf16", "bf16": "fp16"}
@@ -21,8 +22,9 @@ def op_seconds(
 ) -> float:
     """Return the seconds of `out = func(*args, **kwargs)` on `device`: max(FLOPs/rate, bytes/bandwidth) + launch.
 
-    Only shapes are read, so tensors may be fake: those of one rank, for a plan. `dtype` is that of the arithmetic; by
-    default, of the first floating output or argument. A view takes no time.
+    GPUs of which more is known take the times of gpu_time.py instead. Only shapes are read, so tensors may be fake: those
+    of one rank, for a plan. `dtype` is that of the arithmetic; by default, of the first floating output or argument. A view
+    takes no time.
 
     >>> gpu = Device(name="x", kind="gpu", memory_bytes=1, flops_per_s={"fp32": 1e12}, bandwidth_bytes_per_s=1e12,
     ...              launch_s=0.0)
@@ -38,12 +40,19 @@ def op_seconds(
         )
         if measured_s is not None:
             return measured_s
+    if device.kind == "gpu" and device.num_units:
+        found = dtype or _dtype_of(out) or _dtype_of(args) or torch.float32
+        reached = rate(_rates(device, func), found)
+        return gpu_seconds(device, kernel_of(func, args, kwargs, out), reached, args, out, func) + device.launch_s
     heavy, other = flops(func, args, kwargs, out)
     compute_s = 0.0
     if heavy or other:
-        rates = device.conv_flops_per_s if is_convolution(func) and device.conv_flops_per_s else device.flops_per_s
-        compute_s = heavy / rate(rates, dtype or _dtype_of(out) or _dtype_of(args) or torch.float32)
+        compute_s = heavy / rate(_rates(device, func), dtype or _dtype_of(out) or _dtype_of(args) or torch.float32)
     return max(compute_s, bytes_moved(func, args, out) / device.bandwidth_bytes_per_s) + device.launch_s
+
+
+def _rates(device: Device, func: Any) -> dict[str, float]:
+    return device.conv_flops_per_s if is_convolution(func) and device.conv_flops_per_s else device.flops_per_s
 
 
 def table_of(device: Device) -> KernelTable:

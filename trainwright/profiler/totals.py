@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from ..artifacts import Device, ModuleCost, OpCost, Overheads
+from ..artifacts import Device, Link, ModuleCost, OpCost, Overheads
+from ..hardware import collectives
 from .cost import Costs
 from .modules import block_patterns
+from .processes import Communication, axis_for, collective_of, is_prefetched, waits
 from .tracker import op_name
 
 _MAX_OPS = 200
@@ -32,10 +34,12 @@ class _Tally:
 class Totals:
     """FLOPs, ops, bytes and seconds, by phase, module and op."""
 
-    def __init__(self, device: Device | None) -> None:
-        self.device = device
+    def __init__(self, device: Device | None, links: tuple[Link, ...] = ()) -> None:
+        self.device, self.links = device, links
+        """The links of the device to others, where the step is one of several processes."""
         self._costs = Costs(device)
         self._overheads = Overheads() if device is None else device.overheads
+        self._is_gpu = device is not None and device.kind == "gpu"
         self.clear()
 
     def clear(self) -> None:
@@ -44,8 +48,14 @@ class Totals:
         """Of each call, in their order."""
         self.step_s = 0.0
         self._underway_s = 0.0
+        """Of a CPU: overheads that no kernel bears yet; of a GPU: the host's clock."""
+        self._beside = Communication()
+        self._waited_s = 0.0
+        self._phase = ""
 
     def add(self, phase: str, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if self.links and self._travels(phase, func, args, out):
+            return
         cost = self._costs.of(func, args, kwargs, out)
         tally = self.tallies[phase, path, func]
         tally.heavy += cost.heavy_flops
@@ -54,16 +64,47 @@ class Totals:
         tally.moved_bytes += cost.moved_bytes
         time_s = self._with_overhead(phase, cost.time_s)
         tally.time_s += time_s
-        self.op_s.append(time_s)
+        self.op_s.append(self._took(time_s))
         self.step_s += time_s
+
+    def _took(self, time_s: float) -> float:
+        """The op's time, with what was waited before it: so they add up to the step."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return time_s + waited_s
+
+    def _travels(self, phase: str, func: Any, args: tuple[Any, ...], out: Any) -> bool:
+        """Tell whether the op is a collective, which then is under way; wait for it where the op reads what it brings."""
+        if waits(func) or (phase == "update") != (self._phase == "update"):
+            before, self.step_s = self.step_s, self._beside.arrived(self.step_s)
+            self._waited_s += self.step_s - before
+        self._phase = phase
+        found = collective_of(func, args, out)
+        if found is None:
+            return False
+        kind, num_bytes, num_ranks = found
+        seconds = collectives.seconds(kind, axis_for(self.links, num_ranks), num_bytes)
+        (self._beside.gather if is_prefetched(func) else self._beside.reduce)(self.step_s, seconds)
+        self.tallies[phase, "", func].num_ops += 1
+        self.op_s.append(self._took(0.0))
+        return True
 
     def _with_overhead(self, phase: str, kernel_s: float) -> float:
         """What the step takes for a call: its kernel, and the way there."""
+        if self._is_gpu:
+            return self._behind_the_host(phase, kernel_s)
         self._underway_s += getattr(self._overheads, f"{phase}_s", 0.0)
         if not kernel_s:  # a view: the next kernel bears what has come up
             return 0.0
         underway_s, self._underway_s = self._underway_s, 0.0
         return kernel_s + underway_s
+
+    def _behind_the_host(self, phase: str, kernel_s: float) -> float:
+        """A device runs what the host has issued: it waits for the host where kernels are shorter than the way to them."""
+        if not kernel_s:
+            self._underway_s += self._overheads.view_s
+            return 0.0
+        self._underway_s += getattr(self._overheads, f"{phase}_s", 0.0)
+        return max(self._underway_s - self.step_s, 0.0) + kernel_s
 
     def total(self, phase: str | None, what: str) -> int:
         return sum(getattr(tally, what) for key, tally in self.tallies.items() if phase in (None, key[0]))

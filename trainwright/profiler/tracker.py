@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..artifacts import MemoryPoint
-from ..capture._torch_private import PlainDispatchMode
+from ..capture._torch_private import PlainDispatchMode, local_part
 from .caching import CachingAllocator
-from .generator_states import seen_generator_states
+from .generator_states import seen_generator_states, seen_resizes
 from .gpu_workspace import gpu_workspace_bytes
 from .values import DEVICE_OF
 from .workspace import output_bytes, workspace_bytes
@@ -131,13 +131,11 @@ class MemoryTracker(PlainDispatchMode):
     def hold(self, num_bytes: int) -> None:
         """Count what a library allocates once and keeps, such as a workspace."""
         key = -1 - len(self._storages)
-        num_bytes = self._rounded(num_bytes)
+        num_bytes = self._taken(key, num_bytes)
         self._storages[key] = _Storage(num_bytes, "other", len(self._phases) - 1, self.num_ops, "", None)
         self.live_bytes += num_bytes
         self._by_category["other"] += num_bytes
         self._note("", "other", num_bytes)
-        if self.allocator is not None:
-            self.allocator.allocate(key, num_bytes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -236,6 +234,7 @@ class MemoryTracker(PlainDispatchMode):
 
     def __enter__(self):
         self._generator_states.enter_context(seen_generator_states(self._note_new))
+        self._generator_states.enter_context(seen_resizes(self._resized))
         return super().__enter__()
 
     def __exit__(self, *exc_info):
@@ -244,6 +243,23 @@ class MemoryTracker(PlainDispatchMode):
             hook.remove()
         self._hooks.clear()
         return super().__exit__(*exc_info)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size: `fully_shard` empties and refills those of gathered parameters."""
+        entry = self._storages.get(id(storage))
+        if entry is None:
+            if id(storage) not in self._ignored:
+                self._count(storage, "other")
+                self._raise_peak(0, None)
+            return
+        if self.allocator is not None:
+            self.allocator.free(id(storage))
+        num_bytes = self._taken(id(storage), storage.nbytes())
+        self.live_bytes += num_bytes - entry.num_bytes
+        self._by_category[entry.category] += num_bytes - entry.num_bytes
+        self._note(entry.path, entry.category, num_bytes - entry.num_bytes)
+        entry.num_bytes = num_bytes
+        self._raise_peak(0, None)
 
     def _note_new(self, tensor: Tensor) -> None:
         """Count a tensor of the host that did not come through the dispatcher."""
@@ -267,7 +283,7 @@ class MemoryTracker(PlainDispatchMode):
             return workspace_bytes(func, args, kwargs, out)
         num_bytes = gpu_workspace_bytes(func, args, out)
         if num_bytes and self.allocator is not None:
-            self.allocator.allocate("workspace", num_bytes)
+            num_bytes = self.allocator.allocate("workspace", num_bytes)
             self.allocator.free("workspace")
         return num_bytes
 
@@ -294,7 +310,7 @@ class MemoryTracker(PlainDispatchMode):
         if entry is not None:
             self._move(entry, category)
             return False
-        num_bytes = self._rounded(storage.nbytes())
+        num_bytes = self._taken(key, storage.nbytes())
         # The id stays with the storage for its whole life, and the callback ends the entry before it can be reused.
         reference = weakref.ref(storage, lambda _: self._release(key))
         phase = len(self._phases) - 1
@@ -302,8 +318,6 @@ class MemoryTracker(PlainDispatchMode):
         self.live_bytes += num_bytes
         self._by_category[category] += num_bytes
         self._note(self.path, category, num_bytes)
-        if self.allocator is not None:
-            self.allocator.allocate(key, num_bytes)
         return num_bytes > 0
 
     def _correct(self, out: Any, true_bytes: dict[int, int]) -> None:
@@ -377,7 +391,10 @@ class MemoryTracker(PlainDispatchMode):
                 if id(storage) in self._storages:
                     self._move(self._storages[id(storage)], "grad")
 
-    def _rounded(self, num_bytes: int) -> int:
+    def _taken(self, key: int, num_bytes: int) -> int:
+        """What a storage of `num_bytes` takes: with an allocator, the block that it is given."""
+        if self.allocator is not None:
+            return self.allocator.allocate(key, num_bytes)
         return num_bytes if self.target == "cpu" else -(-num_bytes // _GPU_GRANULE_BYTES) * _GPU_GRANULE_BYTES
 
     def _raise_peak(self, workspace: int, func: Any) -> None:
@@ -405,7 +422,8 @@ class MemoryTracker(PlainDispatchMode):
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """Return what holds a tensor's data: one storage; of a sparse tensor, those of its parts."""
+    """Return what holds a tensor's data: one storage; of a sparse tensor, those of its parts; of a `DTensor`, this rank's."""
+    tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     if tensor.layout is torch.sparse_coo:

@@ -1,0 +1,66 @@
+"""The comparison with published runs: every row is predicted or says why not, and the record is of these rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.published import compare, pages, rows
+from benchmarks.published.causes import FITTED_TO
+from benchmarks.published.program import CannotExpress, Program
+from benchmarks.published.programs import program_of
+
+ROWS = rows.load()
+KNOWN = json.loads(compare.RECORD.read_text(encoding="utf8"))["rows"]
+
+
+def row(name: str) -> rows.Row:
+    return next(found for found in ROWS if found.id == name)
+
+
+def test_rows_have_figures_in_bytes_and_a_source() -> None:
+    assert len(ROWS) == 137
+    assert row("hf-bert-4x256-sdpa").allocated_bytes == pytest.approx(764.834e6)
+    fsdp = row("titan-l2-7b-fsdp2-sac")
+    assert (fsdp.allocated_bytes, fsdp.reserved_bytes) == (49.54 * 2**30, 59.41 * 2**30)
+    assert row("hf-v100-fp32-bs4").reserved_bytes == 13606 * 2**20  # less CUDA's context
+    assert row("tutorial-ddp2-adam-linear").allocated_bytes == 1697e6  # after the step, not before
+    assert {found.source for found in ROWS} == set(rows.SOURCES.values())
+    assert not row("hf-pythia410m-1x1024-sdpa").is_time_comparable
+
+
+def test_every_row_is_a_program_or_says_why_not() -> None:
+    for found in ROWS:
+        if found.source in ("timm", "lambda", "nvidia-dle"):  # they need timm
+            continue
+        try:
+            assert isinstance(program_of(found), Program)
+        except CannotExpress as reason:
+            said = str(reason)
+        else:
+            said = "predicted, as the record has it"
+        assert len(said) > 20, found.id
+
+
+def test_a_row_is_predicted_as_the_record_says() -> None:
+    small = row("hf-bert-4x256-sdpa")
+    found = compare.predicted(small)
+    assert found["allocated_bytes"] == pytest.approx(KNOWN[small.id]["allocated_bytes"], rel=1e-3)
+    assert found["step_s"] == pytest.approx(KNOWN[small.id]["step_s"], rel=1e-3)
+
+
+def test_the_page_is_the_records() -> None:
+    assert set(KNOWN) <= {found.id for found in ROWS}
+    assert pages.PAGE.read_text(encoding="utf8") == pages.as_markdown(KNOWN)
+    bars = {what: found for what, _, found, _ in pages.summary(KNOWN)}
+    assert {"timm", "lambda"} <= FITTED_TO
+    assert all("median" in found for found in bars.values())
+
+
+def test_errors_are_of_the_right_sign_and_ratios_of_one_source() -> None:
+    some = row("hf-bert-4x256-sdpa"), row("hf-bert-16x512-sdpa")
+    known = {some[0].id: {"allocated_bytes": 2 * 764.834e6, "step_s": 0.017}, some[1].id: {"step_s": 0.022}}
+    assert [error for _, error in pages.memory_errors(list(some), known, "allocated")] == [pytest.approx(1.0)]
+    (ratio,) = pages.ratio_errors(list(some), known)
+    assert ratio[1] == pytest.approx((0.022 / 0.017) / (0.044 / 0.017) - 1)

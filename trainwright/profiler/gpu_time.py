@@ -1,0 +1,112 @@
+"""How long a GPU's kernel takes, by kind and shape: what the roofline of op_seconds leaves out.
+
+    products      FLOPs / (rate · filled · k / (k + 96)): `filled` is the share of the units' tiles that the result fills,
+                  in the best of four tile sizes, the last wave of tiles included
+    convolutions  FLOPs / their own rate; 16-bit and TF32 ones read channels-last, so what lies otherwise is reordered, at
+                  what the units transpose; one channel a group: 0.35 of the bandwidth
+    attention     FLOPs / a rate each for forward and backward · length / (length + 256); causal: half of the FLOPs
+    batch norm    reads its input twice, forward, and both inputs twice, backward; 0.75 of the sheet's bandwidth
+    reductions    rows are summed at 0.6 of the bandwidth; memory out of order is moved at 0.8
+    the rest      bytes / bandwidth
+
+The constants are named below with their origin.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..artifacts import Device
+from ..ops.flops import bytes_moved
+from ..ops.kernels import Kernel
+from .gpu_workspace import operand_copies
+
+# Tile sizes of cuBLAS's kernels, and what the smaller ones reach of the largest: fitted to transformers-bert and timm.
+_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
+_DEPTH = 96
+_LENGTH = 256
+# Of the bandwidth that plain elementwise kernels reach; fitted to timm and lambda.
+_BATCH_NORM, _BATCH_NORM_PASSES = 0.85, {"native_batch_norm": 1.5, "native_batch_norm_backward": 5 / 3}
+_DEPTHWISE, _STRIDED, _SUMMED = 0.4, 0.9, 0.68
+_SUMMING = ("sum", "mean", "native_layer_norm", "_softmax", "_log_softmax", "native_group_norm")
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def gpu_seconds(device: Device, kernel: Kernel, rate: float, args: tuple[Any, ...], out: Any, func: Any) -> float:
+    """Return the seconds of the kernel alone, launched already; `rate` is the device's for products of its type.
+
+    >>> gpu = Device(name="x", kind="gpu", memory_bytes=1, flops_per_s={"fp32": 1e12}, bandwidth_bytes_per_s=1e12,
+    ...              launch_s=0.0, num_units=1)
+    >>> a = torch.empty(256, 96, device="meta")
+    >>> round(gpu_seconds(gpu, Kernel("mm", (256, 96, 128), 2 * 256 * 96 * 128), 1e12, (a, a), a, None), 9)
+    1.2583e-05
+    """
+    bandwidth = device.bandwidth_bytes_per_s
+    name = kernel.name
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        copies = 2 * operand_copies([value for value in args if isinstance(value, Tensor)][-2:])
+        return max(kernel.work / (rate * _filled(device.num_units, kernel)), _bytes(func, args, out) / bandwidth) + (
+            copies / bandwidth
+        )
+    if name.startswith("convolution"):
+        seconds = max(kernel.work / rate, _bytes(func, args, out) / bandwidth)
+        return seconds + _reorder_s(device, name, args, out)
+    if name.startswith("depthwise"):
+        return _bytes(func, args, out) / (_DEPTHWISE * bandwidth)
+    if name.startswith("attention"):
+        return max(_attention_s(device, kernel, rate), _bytes(func, args, out) / bandwidth)
+    if name in _BATCH_NORM_PASSES:
+        return kernel.work * _BATCH_NORM_PASSES[name] / (_BATCH_NORM * bandwidth)
+    if name.endswith("_strided"):
+        return kernel.work / (_STRIDED * bandwidth)
+    return kernel.work / ((_SUMMED if name.startswith(_SUMMING) else 1.0) * bandwidth)
+
+
+def _filled(num_units: int, kernel: Kernel) -> float:
+    """The share of what the units could do that a product of this shape has for them."""
+    batch, rows, depth, columns = kernel.dims if len(kernel.dims) == 4 else (1, *kernel.dims)
+    if min(batch, rows, depth, columns) < 1:
+        return 1.0
+    best = 0.0
+    for height, width, reached in _TILES:
+        tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
+        used = batch * rows * columns / (tiles * height * width)
+        waves = math.ceil(tiles / num_units) * num_units
+        best = max(best, reached * used * tiles / waves)
+    return best * depth / (depth + _DEPTH)
+
+
+def _reorder_s(device: Device, name: str, args: tuple[Any, ...], out: Any) -> float:
+    """The copies into channels-last and back that tensor cores need."""
+    tensors = [args[0], args[1], args[2], *out[:2]] if "backward" in name else [args[0], args[1], out]
+    found = [value for value in tensors if isinstance(value, Tensor) and _is_apart(value)]
+    if not found or not device.reorder_bytes_per_s or not _reads_channels_last(device, found[0].dtype):
+        return 0.0
+    width = found[0].element_size() / 2
+    num_bytes = 2 * sum(value.numel() * value.element_size() for value in found)
+    return num_bytes / min(device.bandwidth_bytes_per_s, width * device.reorder_bytes_per_s)
+
+
+def _reads_channels_last(device: Device, dtype: torch.dtype) -> bool:
+    return dtype in _HALVES or (dtype is torch.float32 and "tf32" in device.flops_per_s)
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return layout is not None and math.prod(tensor.shape[2:]) > 1 and not tensor.is_contiguous(memory_format=layout)
+
+
+def _attention_s(device: Device, kernel: Kernel, rate: float) -> float:
+    direction: Literal["forward", "backward"] = "backward" if "backward" in kernel.name else "forward"
+    reached = device.attention.get(direction, 0.75)
+    work = kernel.work / 2 if kernel.name.endswith("_causal") else kernel.work
+    length = kernel.dims[2] if len(kernel.dims) > 2 else _LENGTH
+    return work / (rate * reached * length / (length + _LENGTH))
+
+
+def _bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    return bytes_moved(func, args, out) if func is not None else 0

@@ -1,0 +1,138 @@
+"""A step as one process of several runs it, the model wrapped by the user's own code: `fully_shard`, tensor parallel styles, DDP.
+
+The function that makes and wraps the model is called in a process group whose other processes are imagined, so what
+torch's own wrappers (for `DistributedDataParallel`, a stand-in) gather, copy, hold and reduce is followed as any other op.
+Collectives take time beside the computation where the wrapper issues them so:
+
+    gather        may start when the computation has begun that the gather before it was for (one is under way ahead)
+    reduction     starts when the gradients are there; the update waits for the last
+    in the way    a collective that is waited for at once (tensor parallel) adds its whole time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifacts import MeshAxis, UserError
+from ..capture import _torch_private as private
+from ..hardware import collectives
+from .data_parallel import stood_in
+
+MakeModel = Callable[[], Any]
+"""Returns a wrapped model, or it with a batch, or with a batch and a loss."""
+
+
+@contextmanager
+def imagined(num_processes: int) -> Iterator[None]:
+    """Initialise `torch.distributed` with `num_processes`, of which this is the first, while the context lasts."""
+    import torch.distributed as dist
+
+    if num_processes < 1:
+        raise UserError(f"a number of processes of 1 or more is needed; got {num_processes}; leave it out for one")
+    if dist.is_available() and dist.is_initialized():
+        raise UserError(
+            "a process without a process group is needed to imagine one; there is one already; profile in a process of "
+            "its own, or destroy_process_group() first"
+        )
+    with private.imagined_group(num_processes), stood_in():
+        yield
+
+
+_KINDS: dict[str, collectives.Collective] = {
+    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather", "allgather_into_tensor_coalesced_":
+    "all_gather", "allgather_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor":
+    "reduce_scatter", "reduce_scatter_tensor_coalesced_": "reduce_scatter", "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce", "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "broadcast_": "all_gather",
+}  # fmt: skip
+
+
+def collective_of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[collectives.Collective, int, int] | None:
+    """Return a collective's kind, bytes (of the full tensor) and number of ranks; None for any other op."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    kind = _KINDS.get(str(func.overloadpacket).rpartition(".")[2])
+    if kind is None:
+        return None
+    num_bytes = max((tensor.numel() * tensor.element_size() for tensor in _tensors((args, out))), default=0)
+    return kind, num_bytes, _num_ranks(args)
+
+
+class Communication:
+    """When collectives run beside the computation, whose clock (seconds since the step began) the caller keeps.
+
+    >>> beside = Communication()
+    >>> beside.gather(0.0, 2.0)
+    >>> clock = beside.arrived(1.0)  # waited for the first gather
+    >>> beside.gather(clock + 5.0, 2.0)  # in truth issued when the computation began that the first was for
+    >>> clock, beside.arrived(clock + 5.0)
+    (2.0, 7.0)
+    """
+
+    def __init__(self) -> None:
+        self._free_s = self._begun_s = 0.0
+
+    def gather(self, clock_s: float, seconds: float) -> None:
+        """Issue a gather that the wrapper prefetches."""
+        self._free_s = max(self._free_s, min(self._begun_s, clock_s)) + seconds
+
+    def reduce(self, clock_s: float, seconds: float) -> None:
+        """Issue what depends on what was computed until now."""
+        self._free_s = max(self._free_s, clock_s) + seconds
+
+    def arrived(self, clock_s: float) -> float:
+        """Return the clock after waiting for all that was issued."""
+        self._begun_s = max(clock_s, self._free_s)
+        return self._begun_s
+
+
+def waits(func: Any) -> bool:
+    """Tell whether the op reads what a collective brought: what `fully_shard` copies out, or a wait."""
+    return str(func.overloadpacket).rpartition(".")[2] in ("split_with_sizes_copy", "wait_tensor", "chunk_cat")
+
+
+def is_prefetched(func: Any) -> bool:
+    """Tell whether the collective is one that `fully_shard` issues ahead."""
+    return func.namespace == "c10d" and "allgather" in str(func.overloadpacket)
+
+
+def _num_ranks(args: tuple[Any, ...]) -> int:
+    """The size of the group, from what a collective is given: the group itself, its name, or its size."""
+    import torch.distributed as dist
+
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            return int(dist.ProcessGroup.unbox(value).size())
+        if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
+            return private.group_size(value)
+    return dist.get_world_size()
+
+
+def axis_for(links: tuple[Any, ...], num_ranks: int) -> MeshAxis:
+    """Return the axis of a group of `num_ranks` neighbours: the innermost link that spans them, else the slowest."""
+    span = 1
+    for link in reversed(links):
+        span *= link.size
+        if num_ranks <= span:
+            return _axis(link, num_ranks)
+    return _axis(links[0], num_ranks)
+
+
+def _axis(link: Any, num_ranks: int) -> MeshAxis:
+    return MeshAxis(
+        name=link.name, size=num_ranks, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s,
+        factors=link.factors,
+    )  # fmt: skip
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
