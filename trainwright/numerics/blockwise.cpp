@@ -50,8 +50,9 @@ extern "C" struct Settings {
 // As it comes from fused_8bit.py, one for signed values and one for others.
 struct Tables {
     float values[CODES];
+    uint8_t planes[4][CODES];
     float gain[COLUMNS];          // by the count's last four bits
-    float threshold[THRESHOLDS];  // above it, a magnitude is at least of that decade
+    float threshold[COLUMNS];  // above it, a magnitude is at least of that decade
     int32_t count[COLUMNS];       // by decade
     int32_t borrow[OCTAVES];      // by the last five bits of a magnitude's exponent: (borrow - bits) >> 23 is the count
 };
@@ -155,13 +156,8 @@ struct Values {
 #ifdef BYTEWISE
 // The values' bytes, each of the four looked up by itself; codes are 64, of which 128 values fit two registers.
 struct Book {
-    __m512i bytes[4][4];
-    Book(const Tables& tables) {
-        uint8_t found[4][CODES];
-        for (int code = 0; code < CODES; ++code)
-            for (int byte = 0; byte < 4; ++byte) std::memcpy(&found[byte][code], (char*)&tables.values[code] + byte, 1);
-        std::memcpy(bytes, found, sizeof bytes);
-    }
+    const __m512i (*bytes)[4];
+    Book(const Tables& tables) : bytes((const __m512i(*)[4])tables.planes) {}
     __m512i look_up(int byte, __m512i codes) const {
         const __m512i* quarter = bytes[byte];
         __m512i low = _mm512_permutex2var_epi8(quarter[0], codes, quarter[1]);
@@ -171,7 +167,8 @@ struct Book {
     Values operator()(const uint8_t* from) const {
         const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         __m512i codes = _mm512_permutexvar_epi32(turned, load<__m512i>(from));
-        __m512i byte0 = look_up(0, codes), byte1 = look_up(1, codes), byte2 = look_up(2, codes), byte3 = look_up(3, codes);
+        __m512i byte0 = look_up(0, codes), byte1 = look_up(1, codes);
+        __m512i byte2 = look_up(2, codes), byte3 = look_up(3, codes);
         __m512i low01 = _mm512_unpacklo_epi8(byte0, byte1), low23 = _mm512_unpacklo_epi8(byte2, byte3);
         __m512i high01 = _mm512_unpackhi_epi8(byte0, byte1), high23 = _mm512_unpackhi_epi8(byte2, byte3);
         return {{(Floats)_mm512_unpacklo_epi16(low01, low23), (Floats)_mm512_unpackhi_epi16(low01, low23),
@@ -258,19 +255,15 @@ typedef Half Halves __attribute__((vector_size(2 * LANES)));
 
 static inline Floats read(const float* from) { return load<Floats>(from); }
 static inline void write(Floats x, float* to) { store(to, x); }
-#if LANES == 16
-static inline Floats read(const Half* from) {
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
-}
-static inline void write(Floats x, Half* to) {
-    Ints bits = (Ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    Mask is_nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
-    store(to, _mm512_cvtepi32_epi16((__m512i)(select(is_nan, Ints{} + 0x7fc00000, rounded) >> 16)));
-}
+#if LANES == 16  // GCC widens what it converts in halves
+static inline Ints widened(const Half* from) { return (Ints)_mm512_cvtepu16_epi32(load<__m256i>(from)); }
 #else
-static inline Floats read(const Half* from) {
-    return (Floats)(__builtin_convertvector(load<Halves>(from), Ints) << 16);
-}
+static inline Ints widened(const Half* from) { return __builtin_convertvector(load<Halves>(from), Ints); }
+#endif
+static inline Floats read(const Half* from) { return (Floats)(widened(from) << 16); }
+#if LANES == 16 && defined(__AVX512BF16__)  // subnormal numbers become 0
+static inline void write(Floats x, Half* to) { store(to, _mm512_cvtneps_pbh((__m512)x)); }
+#else
 static inline void write(Floats x, Half* to) {
     Ints bits = (Ints)x, odd = (bits >> 16) & 1;
     Ints rounded = (bits + 0x7fff + odd) >> 16;
@@ -305,29 +298,51 @@ template <bool ADAM, typename T> static inline void fetch(const Operands<T>& at,
     if (ADAM) __builtin_prefetch(at.second + i + AHEAD, 1);
 }
 
+
 // Elements with a gradient that is not finite stay, and their moments become 0; those are looked for if CHECKED.
-// `m` and `v`: as the last step left them, times their β.
-template <bool ADAM, bool CHECKED, typename T>
-static inline void update(const Operands<T>& at, int64_t i, Room room, Floats m, Floats v, const Settings& s,
-                          Tops& tops) {
-    Floats param = read(at.param + i), grad = read(at.grad + i) * s.sign, moved;
-    Mask finite = is_finite(grad);
-    if (CHECKED) grad = select(finite, grad, Floats{});
-    if (ADAM) {
-        m = m + s.fresh1 * grad;
-        v = v + s.fresh2 * (grad * grad);
-        moved = param * s.decay - s.step_size * (m / (root_of(v) * s.root + s.eps));
-        if (CHECKED) v = select(finite, v, Floats{});
-        store(room.second + i, v);
-        tops.second = larger(v, tops.second);
-    } else {
-        m = m + grad + s.decay * param;
-        moved = param - s.step_size * m;
+// `m` and `v`: as the last step left them, without their scales. All roots are begun before the first is waited for.
+template <bool CHECKED, typename T>
+static inline void adam(T* param, const T* from, Values m, Values v, float* room1, float* room2, float scale1,
+                        float scale2, const Settings& s, Tops& tops) {
+    Floats grad[PARTS], quotient[PARTS];
+    Mask finite[PARTS];
+    for (int i = 0; i < PARTS; ++i) {
+        grad[i] = read(from + LANES * i);
+        if (CHECKED) finite[i] = is_finite(grad[i]), grad[i] = select(finite[i], grad[i], Floats{});
     }
-    if (CHECKED) m = select(finite, m, Floats{});
-    store(room.first + i, m);
-    tops.first = larger_magnitude(m, tops.first);
-    write(CHECKED ? select(finite, moved, param) : moved, at.param + i);
+    for (int i = 0; i < PARTS; ++i) {
+        v.part[i] = v.part[i] * scale2 + s.fresh2 * (grad[i] * grad[i]);
+        if (CHECKED) v.part[i] = select(finite[i], v.part[i], Floats{});
+        quotient[i] = root_of(v.part[i]);
+        store(room2 + LANES * i, v.part[i]);
+        tops.second = larger(v.part[i], tops.second);
+    }
+    for (int i = 0; i < PARTS; ++i) m.part[i] = m.part[i] * scale1 + (s.sign * s.fresh1) * grad[i];
+    for (int i = 0; i < PARTS; ++i) quotient[i] = m.part[i] / (quotient[i] * s.root + s.eps);
+    for (int i = 0; i < PARTS; ++i) {
+        if (CHECKED) m.part[i] = select(finite[i], m.part[i], Floats{});
+        store(room1 + LANES * i, m.part[i]);
+        tops.first = larger_magnitude(m.part[i], tops.first);
+    }
+    for (int i = 0; i < PARTS; ++i) {
+        Floats before = read(param + LANES * i), after = before * s.decay - s.step_size * quotient[i];
+        write(CHECKED ? select(finite[i], after, before) : after, param + LANES * i);
+    }
+}
+
+template <bool CHECKED, typename T>
+static inline void momentum(T* param, const T* from, Values m, float* room, float scale, const Settings& s,
+                            Tops& tops) {
+    for (int i = 0; i < PARTS; ++i) {
+        Floats before = read(param + LANES * i), grad = read(from + LANES * i);
+        Mask finite = is_finite(grad);
+        if (CHECKED) grad = select(finite, grad, Floats{});
+        Floats sum = m.part[i] * scale + s.sign * grad + s.decay * before, after = before - s.step_size * sum;
+        if (CHECKED) sum = select(finite, sum, Floats{});
+        store(room + LANES * i, sum);
+        tops.first = larger_magnitude(sum, tops.first);
+        write(CHECKED ? select(finite, after, before) : after, param + LANES * i);
+    }
 }
 
 template <bool ADAM, bool CHECKED, typename T>
@@ -339,8 +354,10 @@ static inline Tops update_block(const Operands<T>& at, int64_t length, Room room
         fetch<ADAM>(at, i);
         Values m = first.book(at.first + i), v = {};
         if (ADAM) v = second.book(at.second + i);
-        for (int part = 0; part < PARTS; ++part)
-            update<ADAM, CHECKED>(at, i + LANES * part, room, m.part[part] * scale1, v.part[part] * scale2, s, tops);
+        if (ADAM)
+            adam<CHECKED>(at.param + i, at.grad + i, m, v, room.first + i, room.second + i, scale1, scale2, s, tops);
+        else
+            momentum<CHECKED>(at.param + i, at.grad + i, m, room.first + i, scale1, s, tops);
     }
     return tops;
 }

@@ -114,22 +114,25 @@ def _tables() -> Tensor:
 
 
 def _map(signed: bool) -> Tensor:
-    """Return a map's values, gains, thresholds, counts and borrows; counts and borrows are integers' bits.
+    """Return the bytes of a map's values, their planes, gains, thresholds, counts and borrows.
 
     Decade i has 2^k intervals from 10^(i-7) to 10^(i-6); its threshold is halfway between the neighbours on its two
     sides. Below the first decade is the value 0, and above the last the value 1.
     """
     powers = [i + (not signed) for i in range(_NUM_DECADES)]
-    thresholds = _thresholds(powers)
-    # values below ↑ decades ↑ the value 1
-    counts = [31 - (not signed), *(23 - k if k else 30 for k in powers), 22 - powers[-1]]
+    values, thresholds = dynamic_codebook(signed).values, _thresholds(powers)
+    counts = [30 + signed, *(23 - k if k else 30 for k in powers), 22 - powers[-1]]
     gains = torch.zeros(_COLUMNS)
     for i, k in enumerate(powers):
         gains[(23 - k) % _COLUMNS] = 4 / 0.9 / 10.0 ** (i - _NUM_DECADES + 1) if k else 0.0
     gains[counts[-1] % _COLUMNS] = -math.inf
-    integers = [*counts, *[0] * (_COLUMNS - len(counts)), *_borrows(thresholds, counts, signed)]
-    bits = torch.tensor(integers, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    return torch.cat([dynamic_codebook(signed).values, gains, thresholds, bits])
+    parts = [values, gains, _padded(thresholds), _padded(torch.tensor(counts, dtype=torch.int32))]
+    bytes_ = [part.view(torch.uint8) for part in (*parts, _borrows(thresholds, counts, signed))]
+    return torch.cat([bytes_[0], bytes_[0].view(-1, 4).T.reshape(-1), *bytes_[1:]])
+
+
+def _padded(row: Tensor) -> Tensor:
+    return torch.cat([row, row.new_zeros(_COLUMNS - len(row))])
 
 
 def _thresholds(powers: list[int]) -> Tensor:
@@ -138,7 +141,7 @@ def _thresholds(powers: list[int]) -> Tensor:
     return torch.tensor([units[0] * (0.1 + 0.45 / 2 ** powers[0]) / 2, *inner, 1 - 0.225 / 2 ** powers[-1]])
 
 
-def _borrows(thresholds: Tensor, counts: list[int], signed: bool) -> list[int]:
+def _borrows(thresholds: Tensor, counts: list[int], signed: bool) -> Tensor:
     """For the octaves below 2, by the last five bits of their exponent, what a magnitude's bits are subtracted from.
 
     The difference, in units of exponents, is the count below the octave's threshold, and one less above it.
@@ -152,4 +155,4 @@ def _borrows(thresholds: Tensor, counts: list[int], signed: bool) -> list[int]:
         count = counts[below] if places[1] > 2 else 31 - places[0]
         edge = thresholds[below].view(torch.int32).item() if above > below else -1
         found[exponent % _OCTAVES] = (count + exponent << _FRACTION_BITS) + edge % (1 << _FRACTION_BITS)
-    return found
+    return torch.tensor(found).to(torch.int32)
