@@ -16,6 +16,9 @@ from torch import Tensor
 from ...artifacts import UserError, check_range
 from .problem import Blocks, Local, Sample
 
+_FIRST_SHARE, _WINDOW, _LAST_ALPHA, _LAST_BETA = 0.1, 30, 0.02, 0.01
+"""Of α and β by default: 0.1 until step 300, then 30 by the steps so far, down to the last ones."""
+
 
 @dataclass(frozen=True)
 class BlockState:
@@ -70,8 +73,8 @@ class BSVRB:
     step_y: float
     num_sampled: int
     version: Literal[1, 2] = 2
-    alpha: float = 0.1
-    beta: float = 0.1
+    alpha: float | None = None
+    beta: float | None = None
     gamma: float | None = None
     step_v: float | None = None
     curvature_floor: float = 1e-3
@@ -81,7 +84,7 @@ class BSVRB:
 
     def __post_init__(self) -> None:
         above_0, at_least_1 = ("above 0", lambda value: value > 0), ("of at least 1", lambda value: value >= 1)
-        share = ("in (0, 1]", lambda value: 0 < value <= 1)
+        share = ("in (0, 1]", lambda value: value is None or 0 < value <= 1)
         check_range(
             "BSVRB",
             step_x=(self.step_x, *above_0),
@@ -105,6 +108,8 @@ class BSVRB:
         """
         if self.gamma is not None:
             return self.gamma
+        if self.alpha is None:
+            return self.averaging(0).correction(num_blocks)
         if self.alpha == 1 or self.version == 1:
             return 1 - self.alpha
         return (num_blocks - self.num_sampled) / (self.num_sampled * (1 - self.alpha)) + (1 - self.alpha)
@@ -124,8 +129,25 @@ class BSVRB:
         touched = torch.zeros(num_blocks, dtype=torch.long, device=y.device)
         return BlockState(x, y, x, y, zeros, inner, inner, zeros, seen, touched, torch.full_like(x, torch.nan), 0)
 
+    def averaging(self, nit: int) -> BSVRB:
+        """Return the method with the α and β of a step, counted from 0.
+
+        >>> method = BSVRB(0.1, 0.1, num_sampled=5)
+        >>> [(method.averaging(nit).alpha, method.averaging(nit).beta) for nit in (0, 299, 599, 9999)]
+        [(0.1, 0.1), (0.1, 0.1), (0.05, 0.05), (0.02, 0.01)]
+        """
+        if self.alpha is not None and self.beta is not None:
+            return self
+        share = min(_FIRST_SHARE, _WINDOW / (nit + 1))
+        alpha = max(share, _LAST_ALPHA) if self.alpha is None else self.alpha
+        beta = self.beta or (_FIRST_SHARE if self.version == 1 else max(share, _LAST_BETA))
+        return replace(self, alpha=alpha, beta=beta)
+
     def step(self, problem: Blocks, state: BlockState, sample: Sample, generator: torch.Generator) -> BlockState:
         """Return the next state: trackers of the chosen blocks, then the direction, then x, y and v."""
+        return self.averaging(state.nit)._step(problem, state, sample, generator)
+
+    def _step(self, problem: Blocks, state: BlockState, sample: Sample, generator: torch.Generator) -> BlockState:
         order = torch.randperm(problem.num_blocks, generator=generator, device=generator.device)
         blocks = order[: self.num_sampled].to(state.y.device)
         batch = sample(blocks, generator)
