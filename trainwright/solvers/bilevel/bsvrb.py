@@ -52,8 +52,8 @@ class BSVRB:
     all blocks; 2 descends in vᵢ ≈ [∇²gᵢ]⁻¹∇fᵢ with Hessian-vector products alone, and touches the chosen blocks only.
 
     `step_x` η, `step_y` τ, `step_v` (version 2; default τ): step sizes. `num_sampled` I: blocks a step. `alpha`, `beta`: shares of
-    the new gradient in trackers and direction, in (0, 1]; 0.1 averages over about ten steps. Runs of thousands of small steps want
-    0.02 and 0.01 (β of version 1: 0.1): averages as long as x takes to settle. `gamma`: weight of
+    the new gradient in trackers and direction, in (0, 1]; by default 0.1 until step 300 and then 30 by the steps so far, down to
+    0.02 and 0.01 (β of version 1 stays 0.1): averages as long as x takes to settle. `gamma`: weight of
     the difference term. Its default is the theory's (m - I)/(I (1 - α)) + (1 - α) for version 2, and STORM's 1 - α for
     version 1, whose trackers diverge with the theory's: `step_y · smoothness · gamma` < 1 must hold. `v_bound`: largest norm
     of vᵢ (version 2). `catch_up`: version 2 steps yᵢ and vᵢ by their step sizes times the iterations since the block was last
@@ -62,8 +62,8 @@ class BSVRB:
     Per step 2 I gradients of each level and, version 1, 2 I d, version 2, 4 I Hessian-vector products. With every block
     drawn and γ = 1 - α the trackers are STORM's. It does not win where all blocks fit into a step and noise is small.
     The authors' code is no reference: its logistic second derivative has the wrong sign, its projection scales up.
-    The first touch of a block sets its trackers to plain gradients. Departure: α, β of 0.1 where the authors' code has 0.9, with
-    which the method loses to plain sampling on noisy problems.
+    The first touch of a block sets its trackers to plain gradients. Departure: α, β that shrink from 0.1 where the authors' code
+    has 0.9, with which the method loses to plain sampling on noisy problems.
 
     Source: Hu, Qiu, Guo, Zhang & Yang, Blockwise Stochastic Variance-Reduced Methods with Parallel Speedup for Multi-Block
     Bilevel Optimization, ICML 2023 (arXiv 2305.18730). The theory's γ and the orders of its steps are recalled, not proven here.
