@@ -175,6 +175,7 @@ class BSVRB:
         self, problem: Blocks, trackers: Tensor, blocks: Tensor, first: Tensor, new: Tensor, old: Tensor
     ) -> Tensor:
         """The trackers with those of the chosen blocks moved on; a block's first is the plain gradient."""
+        assert self.alpha is not None  # of `averaging`
         new, old = new.detach(), old.detach()
         moved = (
             (1 - self.alpha) * trackers[blocks] + self.alpha * new + self.correction(problem.num_blocks) * (new - old)
@@ -223,6 +224,7 @@ class BSVRB:
         now = new.hypergradient(now_v)
         if state.nit == 0:
             return now
+        assert self.beta is not None  # of `averaging`
         return (1 - self.beta) * (state.direction - old.hypergradient(old_v)) + now
 
     def _moved_y(self, state: BlockState, slopes: Tensor, blocks: Tensor, lag: Tensor) -> Tensor:
