@@ -203,7 +203,8 @@ def test_the_compiled_pass_equals_the_loop(
             torch.testing.assert_close(weight.grad, before, rtol=0, atol=0, equal_nan=True)
         results.append((weight.detach(), optimizer.state[weight]))
     (loop, states), (one_pass, found) = results
-    assert (torch.isclose(loop, one_pass, rtol=1e-4, atol=1e-5)).float().mean() > 0.999
+    near = torch.isclose(loop, one_pass, rtol=1e-4, atol=1e-5).float().mean()
+    assert near > (0.999 if dtype == torch.float32 else 0.998)  # bf16: ties are rounded either way
     for key, value in states.items():
         if value.dtype == torch.uint8:
             apart = (value.int() - found[key].int()).abs()
@@ -252,10 +253,15 @@ def test_one_pass_is_refused_elsewhere_than_on_the_cpu_before_anything_changes()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86-64")
-@pytest.mark.parametrize("instructions", [pytest.param("x86-64-v2", marks=pytest.mark.slow), "x86-64-v3"])
+@pytest.mark.parametrize(
+    "instructions", ["x86-64-v3", *(pytest.param(f"x86-64-v{i}", marks=pytest.mark.slow) for i in (2, 4))]
+)
 def test_other_instruction_sets_find_the_same_codes(
     instructions: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    if instructions.endswith("4") and "avx512vl" not in Path("/proc/cpuinfo").read_text(encoding="utf8"):
+        pytest.skip("this processor has no AVX-512")
+
     def steps() -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(9)
         weight = nn.Parameter(torch.randn(41, 257, generator=draw))

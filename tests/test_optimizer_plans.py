@@ -20,6 +20,7 @@ from trainwright.cli import main
 from trainwright.optim.options import checked_options, parse_options
 from trainwright.planner.update import Updates
 from trainwright.profiler.allocator import measure, static_bytes
+from trainwright.runtime.train import train_step
 from trainwright.training import optimizer_of, step_of
 
 FILE = """
@@ -281,6 +282,30 @@ def test_a_plan_for_a_method_that_takes_the_loss_keeps_everything() -> None:
     assert not any(op.recomputed or op.offloaded for op in plan.modules.values())
     with pytest.raises(UserError, match=r"one micro-batch is needed for sophiah"):
         tw.plan(model, (torch.ones(64, 64),), optimizer="sophiah", micro_batches=2, **question)
+
+
+def _by_gradients(module: Any, optimizer: Any, part: Any, batch: Any) -> None:
+    train_step(module, optimizer, part)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "width", "rows"),
+    [("gradnormsmoothnewton", {}, 96, 256), ("gradnormsmoothnewton", {}, 256, 32), ("sso", {}, 256, 32),
+     ("mfac", {"num_gradients": 8}, 96, 64)],
+)  # fmt: skip
+def test_vectors_of_the_whole_model_are_in_the_promised_peak(
+    name: str, options: dict[str, Any], width: int, rows: int
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)), nn.Linear(width, 6))
+    batch, loss_fn = (torch.randn(rows, width), torch.arange(rows) % 6), nn.CrossEntropyLoss()
+    plan = tw.plan(model, batch, loss_fn=loss_fn, hardware="cpu:1", optimizer=name, optimizer_options=options)
+    module = tw.parallelize(model, plan, loss_fn=loss_fn)
+    chosen = optim.of_plan(plan)
+    optimizer, step = chosen.make(module.named_parameters(), lr=1e-2), step_of(chosen, model, loss_fn) or _by_gradients
+    static, part = static_bytes(module), plan.shard_batch(batch)
+    record = measure(lambda: step(module, optimizer, part, batch=batch), num_steps=2)
+    assert plan.predicted.peak_bytes == pytest.approx(static + record.peak_delta_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["sophiah", "adahessian"])

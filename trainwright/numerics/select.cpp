@@ -14,13 +14,31 @@ struct Found {
     int64_t num_kept, num_at_most;
 };
 
-static Found keep_some(const float* values, int64_t size, float low, float high, float* kept) {
+// Values are fp32, or bf16: the upper half of an fp32.
+typedef uint16_t Half;
+
+static inline float magnitude_of(float value) { return std::fabs(value); }
+static inline float magnitude_of(Half value) {
+    uint32_t bits = (uint32_t)(value & 0x7fff) << 16;
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof magnitude);
+    return magnitude;
+}
+#ifdef __AVX512F__
+static inline __m512 sixteen_from(const float* values) { return _mm512_abs_ps(_mm512_loadu_ps(values)); }
+static inline __m512 sixteen_from(const Half* values) {
+    __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)values));
+    return _mm512_abs_ps(_mm512_castsi512_ps(_mm512_slli_epi32(halves, 16)));
+}
+#endif
+
+template <typename T> static Found keep_some(const T* values, int64_t size, float low, float high, float* kept) {
     Found found = {0, 0};
     int64_t i = 0;
 #ifdef __AVX512F__
     __m512 lowest = _mm512_set1_ps(low), highest = _mm512_set1_ps(high);
     for (; i + 16 <= size; i += 16) {
-        __m512 magnitudes = _mm512_abs_ps(_mm512_loadu_ps(values + i));
+        __m512 magnitudes = sixteen_from(values + i);
         __mmask16 at_most = _mm512_cmp_ps_mask(magnitudes, highest, _CMP_LE_OQ);
         __mmask16 inside = _mm512_mask_cmp_ps_mask(at_most, magnitudes, lowest, _CMP_GE_OQ);
         // All sixteen, of which the next ones write over what is not inside.
@@ -30,7 +48,7 @@ static Found keep_some(const float* values, int64_t size, float low, float high,
     }
 #endif
     for (; i < size; ++i) {
-        float magnitude = std::fabs(values[i]);
+        float magnitude = magnitude_of(values[i]);
         if (!(magnitude <= high)) continue;
         ++found.num_at_most;
         if (magnitude >= low) kept[found.num_kept++] = magnitude;
@@ -38,9 +56,9 @@ static Found keep_some(const float* values, int64_t size, float low, float high,
     return found;
 }
 
-// `kept` has room for all; NaN counts as above. Returns how many were kept.
-extern "C" int64_t keep_between(int64_t num_threads, const float* values, int64_t size, float low, float high,
-                                float* kept, int64_t* num_above) {
+template <typename T>
+static int64_t keep_parts(int64_t num_threads, const T* values, int64_t size, float low, float high, float* kept,
+                          int64_t* num_above) {
     std::vector<Found> found(num_threads);
     int64_t num_parts = 1;
 #pragma omp parallel num_threads(num_threads)
@@ -58,4 +76,11 @@ extern "C" int64_t keep_between(int64_t num_threads, const float* values, int64_
         *num_above -= found[part].num_at_most;
     }
     return num_kept;
+}
+
+// `kept` has room for all; NaN counts as above. Returns how many were kept.
+extern "C" int64_t keep_between(int64_t num_threads, int64_t narrow, const void* values, int64_t size, float low,
+                                float high, float* kept, int64_t* num_above) {
+    if (narrow) return keep_parts(num_threads, (const Half*)values, size, low, high, kept, num_above);
+    return keep_parts(num_threads, (const float*)values, size, low, high, kept, num_above);
 }

@@ -110,10 +110,11 @@ def _between(flat: list[Tensor], low: float, high: float) -> tuple[int, Tensor]:
     room = torch.empty(min(_CHUNK, max(len(part) for part in flat)))
     for part in flat:
         for chunk in part.split(_CHUNK):
-            values = chunk.float()
+            narrow = chunk.dtype == torch.bfloat16
+            values = chunk if narrow else chunk.float()
             num_threads = max(1, min(torch.get_num_threads(), len(values) // _LEAST_ELEMENTS))
             place, space = values.data_ptr(), room.data_ptr()
-            num_kept = scan(num_threads, place, len(values), low, high, space, ctypes.byref(count))
+            num_kept = scan(num_threads, narrow, place, len(values), low, high, space, ctypes.byref(count))
             num_above += count.value
             kept.append(room[:num_kept].clone())
     return num_above, torch.cat(kept)
@@ -127,7 +128,7 @@ def _keep_between() -> Callable[..., int] | None:
     except RuntimeError:
         return None
     pointer, size, bound = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    function.argtypes = [size, pointer, size, bound, bound, pointer, ctypes.POINTER(ctypes.c_int64)]
+    function.argtypes = [size, size, pointer, size, bound, bound, pointer, ctypes.POINTER(ctypes.c_int64)]
     function.restype = size
     return function
 

@@ -144,7 +144,7 @@ class SGD8bit(EightBit):
     Source: Dettmers et al. 2022; bitsandbytes, whose gradient has no factor 1 - μ either.
     """
 
-    fused_flops = 55.0
+    fused_flops = 39.0
     _moments = _MOMENTUM
     _update = staticmethod(in_eight_bits(_momentum, _MOMENTUM))
 

@@ -12,7 +12,7 @@ from .record import OptimizerRecord
 
 
 class DeclaredStep(torch.optim.Optimizer):
-    """Keep and allocate what a record declares, parameter after parameter, and update nothing.
+    """Keep and allocate what a record declares, parameter after parameter beside what all hold, and update nothing.
 
     Profiles and plans follow a step's memory on gradients alone; a method whose step takes the loss with its graph is
     followed by this in its place. The graph of a Hessian-vector product is not part of what a record declares.
@@ -33,11 +33,17 @@ class DeclaredStep(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hold the state from the first call on, and each parameter's temporaries for a moment."""
+        vectors = [
+            torch.empty(self._entry.held_bytes(tuple(param.shape), param.dtype), dtype=torch.uint8, device=param.device)
+            for group in self.param_groups
+            for param in group["params"]
+        ]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     own = {name: value for name, value in group.items() if name != "params"}
                     self._hold(param, self._entry.with_options(**own))
+        del vectors
         return None if closure is None else closure()
 
     def _hold(self, param: Tensor, entry: OptimizerRecord) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor
 from .. import numerics
 from ..artifacts import UserError
 from ..numerics.native import library
+from ..numerics.quantise import dynamic_codebook
 from .batch import Lists
 from .compiled import Update, flat_views, taking_any
 
 _NUM_DECADES = 7
+_COLUMNS, _OCTAVES, _FRACTION_BITS = 16, 32, 23
 _LEAST_ELEMENTS = 1 << 15
 """Of a thread: fewer take less time than waking it."""
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -106,20 +109,50 @@ def _settings(step: Any, lr: Any, options: dict[str, Any]) -> _Settings:
 
 @functools.cache
 def _tables() -> Tensor:
-    """Return the dynamic map's arithmetic, [signed, unsigned] × [slope, offset, gain, shift, last, threshold] × decade."""
-    return torch.tensor([_map(signed) for signed in (True, False)], dtype=torch.float32).contiguous()
+    """Return what the pass reads and writes codes by, of the signed and the unsigned map, as `Tables` in C++ has it."""
+    return torch.cat([_map(signed) for signed in (True, False)]).contiguous()
 
 
-def _map(signed: bool) -> list[list[float]]:
-    """Constants of each decade, between those of the value 0 and those of the value 1.
+def _map(signed: bool) -> Tensor:
+    """Return the bytes of a map's values, their planes, gains, thresholds, counts and borrows.
 
-    Decade i has n intervals from 10^(i-7) to 10^(i-6); a threshold is halfway between the neighbours on its two sides.
+    Decade i has 2^k intervals from 10^(i-7) to 10^(i-6); its threshold is halfway between the neighbours on its two
+    sides. Below the first decade is the value 0, and above the last the value 1.
     """
-    zero = -1 if signed else 0
-    columns = [[0.0, 0.0, 0.0, zero, zero, 0.0]]
-    for i in range(_NUM_DECADES):
-        n, unit = 2 ** (i if signed else i + 1), 10.0 ** (i - _NUM_DECADES + 1)
-        threshold = unit * (0.1 + 0.18 / n) if i else unit * (0.1 + 0.45 / n) / 2
-        columns.append([0.9 * unit / n, -0.8 * unit, n / 0.9 / unit, n - n / 9 - 1, 2 * n - 2, threshold])
-    columns.append([0.0, 1.0, 0.0, 2 * n - 1, 2 * n - 1, 1 - 0.225 / n])
-    return [list(row) for row in zip(*columns)]
+    powers = [i + (not signed) for i in range(_NUM_DECADES)]
+    values, thresholds = dynamic_codebook(signed).values, _thresholds(powers)
+    counts = [30 + signed, *(23 - k if k else 30 for k in powers), 22 - powers[-1]]
+    gains = torch.zeros(_COLUMNS)
+    for i, k in enumerate(powers):
+        gains[(23 - k) % _COLUMNS] = 4 / 0.9 / 10.0 ** (i - _NUM_DECADES + 1) if k else 0.0
+    gains[counts[-1] % _COLUMNS] = -math.inf
+    parts = [values, gains, _padded(thresholds), _padded(torch.tensor(counts, dtype=torch.int32))]
+    bytes_ = [part.view(torch.uint8) for part in (*parts, _borrows(thresholds, counts, signed))]
+    return torch.cat([bytes_[0], bytes_[0].view(-1, 4).T.reshape(-1), *bytes_[1:]])
+
+
+def _padded(row: Tensor) -> Tensor:
+    return torch.cat([row, row.new_zeros(_COLUMNS - len(row))])
+
+
+def _thresholds(powers: list[int]) -> Tensor:
+    units = [10.0 ** (i - _NUM_DECADES + 1) for i in range(_NUM_DECADES)]
+    inner = [unit * (0.1 + 0.18 / 2**k) for unit, k in zip(units[1:], powers[1:])]
+    return torch.tensor([units[0] * (0.1 + 0.45 / 2 ** powers[0]) / 2, *inner, 1 - 0.225 / 2 ** powers[-1]])
+
+
+def _borrows(thresholds: Tensor, counts: list[int], signed: bool) -> Tensor:
+    """For the octaves below 2, by the last five bits of their exponent, what a magnitude's bits are subtracted from.
+
+    The difference, in units of exponents, is the count below the octave's threshold, and one less above it.
+    """
+    found, book = [0] * _OCTAVES, dynamic_codebook(signed)
+    for exponent in range(128 - _OCTAVES, 128):
+        bits = torch.tensor([exponent << _FRACTION_BITS, (exponent + 1 << _FRACTION_BITS) - 1], dtype=torch.int32)
+        ends = bits.view(torch.float32)
+        below, above = ((thresholds < end).sum().item() for end in ends)
+        places = (book.nearest(ends).int() - (127 if signed else -1)).tolist()
+        count = counts[below] if places[1] > 2 else 31 - places[0]
+        edge = thresholds[below].view(torch.int32).item() if above > below else -1
+        found[exponent % _OCTAVES] = (count + exponent << _FRACTION_BITS) + edge % (1 << _FRACTION_BITS)
+    return torch.tensor(found).to(torch.int32)

@@ -306,10 +306,8 @@ def _moves(start: list[Tensor], change: Tensor) -> bool:
 
 
 def _temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
-    """Flat vectors of the step, and for the dense solver the Hessian, its shift and its factor."""
-    num = math.prod(shape)
-    matrices = 3 * num**2 if options.get("solver", "dense") == "dense" else 0
-    return (6 * num + matrices) * element_bytes
+    """For the dense solver the Hessian, its shift and its factor."""
+    return 3 * math.prod(shape) ** 2 * element_bytes if options.get("solver", "dense") == "dense" else 0
 
 
 RECORD = OptimizerRecord(
@@ -321,6 +319,7 @@ RECORD = OptimizerRecord(
         *(StateTensor(name, lambda shape, options: (), dtype=torch.float64, once=True) for name in _ONCE),
     ),
     temporaries=_temporaries,
+    model_copies=11,  # where it started, the gradient, the vectors of conjugate gradients, a product on its way
     defaults={"solver": "cg"},
     reads="model",
     extra_passes=(ExtraPass("gradient", count=2), ExtraPass("hessian_vector", count=20)),

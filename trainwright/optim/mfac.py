@@ -254,10 +254,10 @@ def _window(param: Tensor, num_gradients: int) -> Tensor:
 
 
 def _temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
-    """The row, then beside it the largest of the m×m factorisation, a part of the window and the direction; and vectors."""
+    """Beside the rows of all parameters, the largest of the m×m factorisation, a part of the window and the direction."""
     size, num_gradients = math.prod(shape) * max(element_bytes, 4), int(options["num_gradients"])
     part = 8 * min(_PART_ELEMENTS // num_gradients + 1, math.prod(shape)) * (num_gradients + 1)
-    return size + max(3 * 8 * num_gradients**2, part, size) + 8 * 8 * num_gradients
+    return max(3 * 8 * num_gradients**2, part, size) + 8 * 8 * num_gradients
 
 
 RECORD = OptimizerRecord(
@@ -272,6 +272,7 @@ RECORD = OptimizerRecord(
         StateTensor("pushes", lambda shape, options: (), dtype=torch.int64, once=True),
     ),
     temporaries=_temporaries,
+    model_copies=1,
     defaults={"num_gradients": 1024},
     reads="model",
     paper="Frantar, Kurtic & Alistarh 2021, M-FAC",

@@ -91,6 +91,8 @@ class OptimizerRecord:
     """Keywords given to `cls` unless the user says otherwise."""
     reads: Reads = "element"
     extra_passes: tuple[ExtraPass, ...] = ()
+    model_copies: int = 0
+    """As many bytes as all parameters have in fp32 or wider, held at once while it steps beside one's `temporaries`."""
     whole_state: bool = False
     """Whether the state of a piece that a shard cuts is kept whole on every rank."""
     paper: str = ""
@@ -245,6 +247,15 @@ class OptimizerRecord:
         (0, 800)
         """
         return self.temporaries(tuple(shape), as_dtype(dtype).itemsize, {**self.defaults, **options})
+
+    def held_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32") -> int:
+        """Return a parameter's part of what a step holds of all parameters at once: vectors of the whole model.
+
+        >>> from trainwright.optim import record
+        >>> record("adamw").held_bytes((10, 10)), record("mfac").held_bytes((10, 10), "bf16")
+        (0, 400)
+        """
+        return self.model_copies * math.prod(shape) * max(4, as_dtype(dtype).itemsize)
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -338,8 +338,8 @@ def _move(used: list[tuple[Tensor, Tensor]], length: float) -> None:
 
 
 def _temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
-    """The gradient of the surrogate and, for the search, where it started."""
-    return (1 + (options.get("search", "armijo") == "armijo")) * math.prod(shape) * element_bytes
+    """The gradient of the surrogate; beside it, of all parameters, where the search started."""
+    return math.prod(shape) * element_bytes
 
 
 RECORD = OptimizerRecord(
@@ -348,6 +348,7 @@ RECORD = OptimizerRecord(
     summary="Several updates from one gradient of the loss in its targets, through a quadratic surrogate",
     states=(STEP, StateTensor("inner_step", lambda shape, options: (), dtype=torch.float64, once=True), *_FORM_STATES),
     temporaries=_temporaries,
+    model_copies=1,
     reads="model",
     extra_passes=(ExtraPass("gradient", count=4), ExtraPass("forward", count=10)),
     paper="Lavington, Vaswani, Babanezhad, Schmidt & Le Roux 2023, Target-based Surrogates",

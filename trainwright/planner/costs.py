@@ -84,6 +84,10 @@ class OptimizerCost(Protocol):
         """Whether the state of a piece that a shard cuts is kept whole on every rank."""
 
     @property
+    def model_copies(self) -> int:
+        """How often the bytes of all parameters are held at once while it steps."""
+
+    @property
     def num_passes(self) -> float:
         """Forward and backward passes that a step takes on average."""
 
@@ -96,6 +100,9 @@ class OptimizerCost(Protocol):
 
     def once_bytes(self) -> int:
         """Bytes that it keeps once, beside those."""
+
+    def held_bytes(self, shape: Sequence[int], dtype: Any) -> int:
+        """Bytes for one parameter of what its step holds of all at once."""
 
     def step_temporary_bytes(self, shape: Sequence[int], dtype: Any) -> int:
         """Peak bytes that its step allocates and frees again for one parameter."""

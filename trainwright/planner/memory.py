@@ -275,7 +275,16 @@ class _Builder:
         for sizes in self._step_terms():
             self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
         window = [(self.recompute.state_window, 1.0)] if self.recompute.states else []
-        return [*terms, (largest, 1.0), *window]
+        return [*terms, *self._vectors(), (largest, 1.0), *window]
+
+    def _vectors(self) -> Terms:
+        """What an optimizer holds of all parameters at once, in fp32 or wider."""
+        copies = self.problem.optimizer.model_copies
+        if not copies:
+            return []
+        return self._params(
+            lambda d, k: copies * d.rest_bytes[k] * max(1, 4 // d.tied[0].dtype.itemsize) * d.tied[0].requires_grad
+        )
 
     def _step_terms(self) -> list[Terms]:
         """What is held together while the optimizer steps: one parameter's temporaries, or in lists those of all."""

@@ -290,7 +290,7 @@ def _passes(task: Task) -> tuple[str, ...]:
     if cost.differentiates_twice and cost.reads != "model":
         held = "that of a step with a Hessian-vector product, the graph of the gradient included"
     elif cost.differentiates_twice:
-        held = "that of one Hessian-vector product and the declared state, a bound from below: its solves hold more"
+        held = "that of a Hessian-vector product among the vectors of a solve by conjugate gradients"
     return (
         f"{task.optimizer} takes {num_passes:.3g} forward and backward passes a step on average, which the times count; the "
         f"peak is {held}",

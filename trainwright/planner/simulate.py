@@ -127,8 +127,7 @@ def _simulate(
             communicator.num_bytes.clear()
             communicator.num_calls.clear()
             if program.num_runs == 1:
-                has_curvature = optimizer_cost is not None and optimizer_cost.differentiates_twice
-                _step(executor, sources, optimizer, tracker, has_curvature)
+                _step(executor, sources, optimizer, tracker, optimizer_cost)
             else:
                 _accumulated_step(executor, sources, optimizer, tracker, communicator)
                 store.num_bytes, store.num_transfers = store.num_bytes // 2, store.num_transfers // 2  # of one run
@@ -271,21 +270,22 @@ def _step(
     sources: Mapping[Tensor, Any],
     optimizer: torch.optim.Optimizer,
     tracker: MemoryTracker,
-    has_curvature: bool,
+    cost: OptimizerCost | None,
 ) -> None:
     """The reference step: the caller holds the outputs until the update is done.
 
     A method that takes a Hessian-vector product keeps the graph of the gradient until then.
     """
     state = run_state(None, tracker.target)
+    has_curvature = cost is not None and cost.differentiates_twice
     with sdpa_kernel(SDPBackend.MATH) if has_curvature else nullcontext():
         with tracker.phase("forward"):
             outputs = executor.run(sources, state)
             loss = outputs[executor.local.program.captured.loss_index]
             tracker.mark_forward_end()
         with tracker.phase("backward"):
-            if has_curvature:
-                _backward_with_curvature(loss, [param for group in optimizer.param_groups for param in group["params"]])
+            if cost is not None and has_curvature:
+                _backward_with_curvature(loss, optimizer, cost)
             else:
                 loss.backward()
     with tracker.phase("update"):
@@ -293,8 +293,13 @@ def _step(
     del outputs, loss
 
 
-def _backward_with_curvature(loss: Any, params: list[Any]) -> None:
-    """Set the gradients, after one product with probes and the estimates that it gives were held beside their graph."""
+def _backward_with_curvature(loss: Any, optimizer: torch.optim.Optimizer, cost: OptimizerCost) -> None:
+    """Set the gradients, after one product with probes and the estimates that it gives were held beside their graph.
+
+    A method that solves a system holds the solver's vectors beside it too.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    vectors = [torch.empty(cost.held_bytes(tuple(param.shape), param.dtype), dtype=torch.uint8) for param in params]
     found = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
     pairs = [(param, grad) for param, grad in zip(params, found) if grad is not None]
     used = [(param, grad) for param, grad in pairs if grad.requires_grad]
@@ -304,6 +309,6 @@ def _backward_with_curvature(loss: Any, params: list[Any]) -> None:
         [grad for _, grad in used], [param for param, _ in pairs], likewise, allow_unused=True
     )
     estimates = [probe if product is None else probe * product for probe, product in zip(probes, products)]
-    del products, estimates
+    del products, estimates, vectors
     for param, grad in pairs:
         param.grad = grad.detach()

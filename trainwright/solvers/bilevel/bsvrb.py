@@ -16,6 +16,9 @@ from torch import Tensor
 from ...artifacts import UserError, check_range
 from .problem import Blocks, Local, Sample
 
+_FIRST_SHARE, _WINDOW, _LAST_ALPHA, _LAST_BETA = 0.1, 30, 0.02, 0.01
+"""Of α and β by default: 0.1 until step 300, then 30 by the steps so far, down to the last ones."""
+
 
 @dataclass(frozen=True)
 class BlockState:
@@ -49,8 +52,8 @@ class BSVRB:
     all blocks; 2 descends in vᵢ ≈ [∇²gᵢ]⁻¹∇fᵢ with Hessian-vector products alone, and touches the chosen blocks only.
 
     `step_x` η, `step_y` τ, `step_v` (version 2; default τ): step sizes. `num_sampled` I: blocks a step. `alpha`, `beta`: shares of
-    the new gradient in trackers and direction, in (0, 1]; 0.1 averages over about ten steps. Runs of thousands of small steps want
-    0.02 and 0.01 (β of version 1: 0.1): averages as long as x takes to settle. `gamma`: weight of
+    the new gradient in trackers and direction, in (0, 1]; by default 0.1 until step 300 and then 30 by the steps so far, down to
+    0.02 and 0.01 (β of version 1 stays 0.1): averages as long as x takes to settle. `gamma`: weight of
     the difference term. Its default is the theory's (m - I)/(I (1 - α)) + (1 - α) for version 2, and STORM's 1 - α for
     version 1, whose trackers diverge with the theory's: `step_y · smoothness · gamma` < 1 must hold. `v_bound`: largest norm
     of vᵢ (version 2). `catch_up`: version 2 steps yᵢ and vᵢ by their step sizes times the iterations since the block was last
@@ -59,8 +62,8 @@ class BSVRB:
     Per step 2 I gradients of each level and, version 1, 2 I d, version 2, 4 I Hessian-vector products. With every block
     drawn and γ = 1 - α the trackers are STORM's. It does not win where all blocks fit into a step and noise is small.
     The authors' code is no reference: its logistic second derivative has the wrong sign, its projection scales up.
-    The first touch of a block sets its trackers to plain gradients. Departure: α, β of 0.1 where the authors' code has 0.9, with
-    which the method loses to plain sampling on noisy problems.
+    The first touch of a block sets its trackers to plain gradients. Departure: α, β that shrink from 0.1 where the authors' code
+    has 0.9, with which the method loses to plain sampling on noisy problems.
 
     Source: Hu, Qiu, Guo, Zhang & Yang, Blockwise Stochastic Variance-Reduced Methods with Parallel Speedup for Multi-Block
     Bilevel Optimization, ICML 2023 (arXiv 2305.18730). The theory's γ and the orders of its steps are recalled, not proven here.
@@ -70,8 +73,8 @@ class BSVRB:
     step_y: float
     num_sampled: int
     version: Literal[1, 2] = 2
-    alpha: float = 0.1
-    beta: float = 0.1
+    alpha: float | None = None
+    beta: float | None = None
     gamma: float | None = None
     step_v: float | None = None
     curvature_floor: float = 1e-3
@@ -81,7 +84,7 @@ class BSVRB:
 
     def __post_init__(self) -> None:
         above_0, at_least_1 = ("above 0", lambda value: value > 0), ("of at least 1", lambda value: value >= 1)
-        share = ("in (0, 1]", lambda value: 0 < value <= 1)
+        share = ("in (0, 1]", lambda value: value is None or 0 < value <= 1)
         check_range(
             "BSVRB",
             step_x=(self.step_x, *above_0),
@@ -105,6 +108,8 @@ class BSVRB:
         """
         if self.gamma is not None:
             return self.gamma
+        if self.alpha is None:
+            return self.averaging(0).correction(num_blocks)
         if self.alpha == 1 or self.version == 1:
             return 1 - self.alpha
         return (num_blocks - self.num_sampled) / (self.num_sampled * (1 - self.alpha)) + (1 - self.alpha)
@@ -124,8 +129,25 @@ class BSVRB:
         touched = torch.zeros(num_blocks, dtype=torch.long, device=y.device)
         return BlockState(x, y, x, y, zeros, inner, inner, zeros, seen, touched, torch.full_like(x, torch.nan), 0)
 
+    def averaging(self, nit: int) -> BSVRB:
+        """Return the method with the α and β of a step, counted from 0.
+
+        >>> method = BSVRB(0.1, 0.1, num_sampled=5)
+        >>> [(method.averaging(nit).alpha, method.averaging(nit).beta) for nit in (0, 299, 599, 9999)]
+        [(0.1, 0.1), (0.1, 0.1), (0.05, 0.05), (0.02, 0.01)]
+        """
+        if self.alpha is not None and self.beta is not None:
+            return self
+        share = min(_FIRST_SHARE, _WINDOW / (nit + 1))
+        alpha = max(share, _LAST_ALPHA) if self.alpha is None else self.alpha
+        beta = self.beta or (_FIRST_SHARE if self.version == 1 else max(share, _LAST_BETA))
+        return replace(self, alpha=alpha, beta=beta)
+
     def step(self, problem: Blocks, state: BlockState, sample: Sample, generator: torch.Generator) -> BlockState:
         """Return the next state: trackers of the chosen blocks, then the direction, then x, y and v."""
+        return self.averaging(state.nit)._step(problem, state, sample, generator)
+
+    def _step(self, problem: Blocks, state: BlockState, sample: Sample, generator: torch.Generator) -> BlockState:
         order = torch.randperm(problem.num_blocks, generator=generator, device=generator.device)
         blocks = order[: self.num_sampled].to(state.y.device)
         batch = sample(blocks, generator)
@@ -153,6 +175,7 @@ class BSVRB:
         self, problem: Blocks, trackers: Tensor, blocks: Tensor, first: Tensor, new: Tensor, old: Tensor
     ) -> Tensor:
         """The trackers with those of the chosen blocks moved on; a block's first is the plain gradient."""
+        assert self.alpha is not None  # of `averaging`
         new, old = new.detach(), old.detach()
         moved = (
             (1 - self.alpha) * trackers[blocks] + self.alpha * new + self.correction(problem.num_blocks) * (new - old)
@@ -201,6 +224,7 @@ class BSVRB:
         now = new.hypergradient(now_v)
         if state.nit == 0:
             return now
+        assert self.beta is not None  # of `averaging`
         return (1 - self.beta) * (state.direction - old.hypergradient(old_v)) + now
 
     def _moved_y(self, state: BlockState, slopes: Tensor, blocks: Tensor, lag: Tensor) -> Tensor:
