@@ -2,9 +2,11 @@
 
 from .group import init, is_under_torchrun, process_group, rank, world_size
 from .processes import WorkerError, Workers, run_processes
+from .replicas import Replicas, replicas_of
 from .worker import emit, fail, listening
 
 __all__ = [
+    "Replicas",
     "WorkerError",
     "Workers",
     "emit",
@@ -14,6 +16,7 @@ __all__ = [
     "listening",
     "process_group",
     "rank",
+    "replicas_of",
     "run_processes",
     "world_size",
 ]

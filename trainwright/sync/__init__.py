@@ -46,6 +46,7 @@ from .local_sgd import DataParallel, LocalSGD
 from .lsgd import LSGD
 from .method import Method
 from .network import Network
+from .options import check_options, options_of, parse_options
 from .one_bit_adam import OneBitAdam
 from .one_bit_lamb import OneBitLAMB
 from .ranks import Ranks
@@ -124,11 +125,13 @@ __all__ = [
     "SyncRecord",
     "Traffic",
     "Worker",
+    "check_options",
     "create",
     "join",
     "metropolis",
     "names",
     "optimal_rates",
+    "parse_options",
     "record",
     "simulate",
     "table",
@@ -158,7 +161,8 @@ _TYPICAL = 1_000_000
 def create(name: str, model: nn.Module, optimizer: Any = None, *, group: Any = None, **options: Any) -> Sync:
     """Return the method `name` over `model` and `optimizer`, agreed upon with all other ranks of `group`.
 
-    model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel. optimizer: over its
+    model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel; or one of
+    `tw.parallelize(…, replicas=N)`, whose replicas are the workers, each rank working on its own shards. optimizer: over its
     parameters; the method calls it, or reads its settings. group: a process group of torch.distributed; default: all
     ranks, under torchrun, or this process alone. options: the method's own; its class says what they mean.
 
@@ -175,10 +179,21 @@ def create(name: str, model: nn.Module, optimizer: Any = None, *, group: Any = N
     """
     entry = record(name)
     launch.init()
-    engine = Ranks(group)
+    engine = Ranks(_between(model) if group is None else group)
     sync = engine.run(face.join(entry, model, optimizer, options))
     sync.engine = engine
     return sync
+
+
+def _between(model: Any) -> Any:
+    """Return the group over which the replicas of a planned module exchange; `None`, all ranks, of an ordinary one."""
+    replicas = getattr(model, "replicas", None)
+    if replicas is not None and replicas.is_only and replicas.size > 1:
+        raise UserError(
+            f"replicas of the plan are needed for a sync method; this module is the only one on its {replicas.size} ranks, which "
+            "sum their gradients as the plan says; give tw.parallelize(model, plan, replicas=N), or the model itself, unplanned"
+        )
+    return None if replicas is None else replicas.across
 
 
 def join(name: str, model: nn.Module, optimizer: Any = None, **options: Any) -> Steps[Sync]:
@@ -209,7 +224,7 @@ def table() -> list[dict[str, str]]:
     """Return a row a method; its numbers are for a million parameters in fp32 on 8 workers."""
     rows = []
     for entry in _RECORDS.values():
-        options = {**face.options_of(entry.cls), **entry.defaults}
+        options = {**options_of(entry.cls), **entry.defaults}
         rows.append(entry.row(Size((_TYPICAL,), 4, 8, options)))
     return rows
 

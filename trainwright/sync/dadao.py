@@ -46,6 +46,7 @@ class DADAO(Method):
     Source: Nabli & Oyallon 2023, DADAO: Decoupled Accelerated Decentralized Asynchronous Optimization (arXiv:2208.00779).
     """
 
+    needs_whole = "its closure computes at events of its own, and a planned step needs all its ranks at once"
     equal_start = False
 
     def __init__(

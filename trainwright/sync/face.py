@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..artifacts import UserError
-from .method import Method, options_of
+from .method import Method
+from .options import check_options, options_of
 from .ranks import Ranks
 from .record import AGREEMENT_BYTES, Size, SyncRecord
 from .replica import Replica, Worker
-from .requests import AllGather, Identify, Place, Steps
+from .requests import AllGather, Compute, Count, Form, Identify, Now, Place, Steps
 from .traffic import Traffic
 
 _DIGEST = 32
@@ -30,6 +32,8 @@ class Sync:
         self, record: SyncRecord, method: Method, options: Mapping[str, Any], engine: Ranks | None = None
     ) -> None:
         self.record, self.method, self.options, self.engine = record, method, dict(options), engine
+        self.num_rounds = 0
+        """Steps so far in which this worker exchanged anything."""
 
     def step(self, loss: Any = None, num_samples: int = 1) -> None:
         """Take one step with the others: exchange what the method exchanges, and update the parameters.
@@ -50,7 +54,17 @@ class Sync:
                 f"{self.record.name} needs a function that computes a loss; got {type(loss).__name__}; give sync.step(closure)"
             )
         self.method.num_steps += 1
-        yield from _without_gradients(self.method.step(loss, num_samples))
+        exchanged = yield from _without_gradients(self.method.step(self._decided(loss), num_samples))
+        self.num_rounds += exchanged > 0
+
+    def _decided(self, loss: Any) -> Any:
+        """The loss, on all ranks of one replica that of its first: a sum's last bit may differ between them."""
+        replicas = getattr(self.method.replica.model, "replicas", None)
+        if not self.method.reads_loss or replicas is None or replicas.size == 1:
+            return loss
+        told = torch.tensor([float(loss)], dtype=torch.float64)
+        dist.broadcast(told, replicas.ranks[0], group=replicas.inside)
+        return float(told)
 
     def finish(self) -> None:
         """Give all workers the same parameters, those to evaluate or keep, and let go of messages that are awaited still.
@@ -86,6 +100,7 @@ class Sync:
             "method": self.record.name,
             "num_workers": self.method.worker.size,
             "num_steps": self.method.num_steps,
+            "num_rounds": self.num_rounds,
             "state": kept,
         }
 
@@ -110,7 +125,7 @@ class Sync:
                     f"{own[name].numel()}; build that model"  # type: ignore[union-attr]
                 )
         own.update({name: value.clone() if isinstance(value, Tensor) else value for name, value in taken.items()})
-        self.method.num_steps = saved["num_steps"]
+        self.method.num_steps, self.num_rounds = saved["num_steps"], saved["num_rounds"]
         return left
 
     def close(self) -> None:
@@ -128,8 +143,9 @@ def join(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[
     filled = {**options_of(record.cls), **record.defaults, **options}
     method, replica, problem = None, None, ""
     try:
-        _check_options(record, options)
+        check_options(record, options)
         replica = Replica(model, optimizer)
+        _check_whole(record, replica)
         method = record.cls(Worker(place.rank, place.size, replica), **{**record.defaults, **options})
     except UserError as error:
         problem = str(error)
@@ -141,23 +157,28 @@ def join(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[
     return Sync(record, method, filled)
 
 
-def _without_gradients(program: Steps[None]) -> Steps[None]:
-    """Run `program` under `no_grad`, which ends at each yield: what other workers of this process do meanwhile is theirs."""
+def _without_gradients(program: Steps[None]) -> Steps[int]:
+    """Run `program` under `no_grad`, which ends at each yield: what other workers of this process do meanwhile is theirs.
+
+    Returns how many messages and collectives it asked for.
+    """
     answer: Any = None
+    asked = 0
     while True:
         with torch.no_grad():
             try:
                 request = program.send(answer)
             except StopIteration:
-                return
+                return asked
+        asked += not isinstance(request, Compute | Now | Count | Identify | Form)
         answer = yield request
 
 
-def _check_options(record: SyncRecord, options: Mapping[str, Any]) -> None:
-    known = options_of(record.cls)
-    if unknown := [name for name in options if name not in known]:
+def _check_whole(record: SyncRecord, replica: Replica) -> None:
+    if replica.is_sharded and record.cls.needs_whole:
         raise UserError(
-            f"{record.name} has no option {', '.join(unknown)}; its options are {', '.join(known) or 'none'}; choose among those"
+            f"{record.name} needs a whole model on each worker: {record.cls.needs_whole}; this one is sharded by a plan; take a "
+            "method that treats each element alike (diloco, lsgd, decentlam), or a plan for one device"
         )
 
 

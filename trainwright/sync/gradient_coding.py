@@ -42,6 +42,11 @@ class GradientCoding(Method):
     Source: Tandon, Lei, Dimakis & Karampatziakis 2017, Gradient Coding: Avoiding Stragglers in Distributed Learning (ICML).
     """
 
+    needs_whole = (
+        "the master decodes what workers answer in time, and the ranks of a replica "
+        "would decode from different workers"
+    )
+
     def __init__(
         self, worker: Worker, *, stragglers: int = 1, patience: float = 1.0, scale: float = 1.0, cyclic: bool = False
     ) -> None:

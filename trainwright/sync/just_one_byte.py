@@ -42,6 +42,8 @@ class JustOneByte(Method):
     (arXiv:2305.17333).
     """
 
+    needs_whole = "a slope is along a direction of the whole model"
+
     def __init__(self, worker: Worker, *, num_samples: int = 8, epsilon: float = 1e-3, seed: int = 0) -> None:
         super().__init__(worker)
         check_range(

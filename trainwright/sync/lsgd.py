@@ -38,6 +38,7 @@ class LSGD(Method):
     (arXiv:1905.10395).
     """
 
+    reads_loss = True
     of_size = ("group_leader", "group_leader_rank", "global_leader", "global_leader_rank")
 
     def __init__(
@@ -57,6 +58,11 @@ class LSGD(Method):
             group_move=(group_move, *share),
             global_move=(global_move, *share),
         )
+        if asynchronous and worker.replica.is_sharded:
+            raise UserError(
+                "asynchronous lsgd needs a whole model on each worker, as the ranks of one replica would exchange at different "
+                "steps; these are sharded by a plan; leave asynchronous out"
+            )
         if worker.size % num_groups or global_period % group_period:
             raise UserError(
                 f"lsgd needs groups of one size, and a global period that the group's divides; got {worker.size} workers in "

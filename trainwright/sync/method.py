@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -30,6 +29,11 @@ class Method:
     of_size: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that mean nothing to another number of workers."""
 
+    needs_whole: ClassVar[str] = ""
+    """The reason why it cannot work on what one rank holds of a sharded model; empty where it treats each element alike."""
+    reads_loss: ClassVar[bool] = False
+    """True where the loss decides something, so that all ranks of one replica have to have the same."""
+
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.num_steps = 0
@@ -56,9 +60,3 @@ class Method:
         """Return the mean over all workers."""
         total: Tensor = yield AllReduce(vector)
         return total / self.worker.size
-
-
-def options_of(cls: type) -> dict[str, Any]:
-    """Return the options of a method's class with their defaults."""
-    accepted = list(inspect.signature(cls).parameters.values())[1:]
-    return {each.name: each.default for each in accepted}

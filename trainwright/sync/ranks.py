@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
@@ -70,6 +71,8 @@ class Ranks:
         self.group = group
         self.place = Place(dist.get_rank(group), dist.get_world_size(group))
         self.traffic = Traffic()
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A block around each request, in which this rank may wait for others: for a watchdog, say."""
         self._groups: dict[Members, Any] = {}
         self._store: Any = None
         self._forget()
@@ -83,7 +86,8 @@ class Ranks:
                 request = program.send(answer)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-            answer = self.answer(request)
+            with self.waiting():
+                answer = self.answer(request)
 
     def answer(self, request: Request) -> Any:
         """Return the answer to one request."""
@@ -244,10 +248,12 @@ class Ranks:
         return Letter(self._local(sender), room)
 
     def _form(self, groups: tuple[Members, ...]) -> None:
-        """Make groups, all of them on all ranks in one order; a rank that is in none of two has made both."""
+        """Make the groups that this rank is in; the others' ranks, and other replicas' groups, need not know of it."""
         for members in groups:
-            if members not in self._groups and len(members) < self.place.size:
-                self._groups[members] = dist.new_group([self._global(rank) for rank in members])
+            known = members in self._groups or len(members) == self.place.size
+            if self.place.rank in members and not known:
+                ranks = [self._global(rank) for rank in members]
+                self._groups[members] = dist.new_group(ranks, use_local_synchronization=True)
 
     def _group(self, members: Members | None) -> Any:
         return self.group if members is None or len(members) == self.place.size else self._groups[members]

@@ -75,7 +75,7 @@ class SyncRecord:
     """
 
     name: str
-    cls: type
+    cls: type[Any]
     summary: str
     messages: tuple[Message, ...]
     promises: str

@@ -89,6 +89,7 @@ class SASRRW(Method):
     (arXiv:2401.09665).
     """
 
+    needs_whole = "one worker alone computes at a time, and a planned step needs all its ranks"
     of_size = ("visits", "holder")
 
     def __init__(
