@@ -136,12 +136,18 @@ class SyncStep:
     def __init__(self, sync: Sync, batches: Dealt) -> None:
         self.sync, self.batches = sync, batches
         self._bytes_before = sync.traffic.sent_bytes
-        self._loss = math.nan
 
     def __call__(
-        self, module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: Any = None, batch: Any = None
+        self,
+        module: ParallelModule,
+        optimizer: torch.optim.Optimizer,
+        part: Any,
+        may_update: Any = None,
+        batch: Any = None,
     ) -> Tensor:
-        """Run one step on the rank's part of its replica's batch, and return the replica's loss before it."""
+        """Run one step on the rank's part of its replica's batch, and return the replica's loss before it; NaN where the
+        method had it compute none.
+        """
         activity = module.communicator.activity
         engine = self.sync.engine
         assert engine is not None
@@ -188,8 +194,7 @@ class SyncStep:
 
         self.sync.step(closure)
         module.num_steps = before + 1
-        self._loss = math.fsum(losses) / len(losses) if losses else self._loss
-        return torch.tensor(self._loss)
+        return torch.tensor(math.fsum(losses) / len(losses) if losses else math.nan)
 
 
 def _num_rows(plan: Plan, part: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, replace
 from typing import Annotated, Any
@@ -182,7 +183,7 @@ def summary(steps: list[dict[str, Any]], plan: Plan, replicas: int = 1) -> str:
     """Return the end of a run in a few lines; `steps` are the events of its steps."""
     if not steps:
         return "nothing was left to do"
-    losses = [step["loss"] for step in steps]
+    losses = [step["loss"] for step in steps if math.isfinite(step["loss"])] or [math.nan]
     alike = of_planned_shape(steps) or steps
     step_s = statistics.median(step["step_s"] for step in alike[1:] or alike)
     peak_bytes = max(step["peak_bytes"] or 0 for step in steps)

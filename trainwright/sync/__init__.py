@@ -49,6 +49,7 @@ from .network import Network
 from .options import check_options, options_of, parse_options
 from .one_bit_adam import OneBitAdam
 from .one_bit_lamb import OneBitLAMB
+from .price import Price, price
 from .ranks import Ranks
 from .rates import optimal_rates
 from .record import Message, Size, StateVector, SyncRecord
@@ -111,6 +112,7 @@ __all__ = [
     "OneBitAdam",
     "OneBitLAMB",
     "Place",
+    "Price",
     "Ranks",
     "Receive",
     "Replica",
@@ -132,6 +134,7 @@ __all__ = [
     "names",
     "optimal_rates",
     "parse_options",
+    "price",
     "record",
     "simulate",
     "table",

@@ -13,9 +13,14 @@ from torch import Tensor
 from ..artifacts import UserError
 from .graphs import Graph, check_weights, graphs_of, metropolis
 from .method import Method
+from .network import Network
 from .record import Message, Size, SyncRecord
 from .replica import Worker
 from .requests import Exchange, Steps
+
+
+_ROUNDS, _FEW_ROUNDS, _MANY = 64, 8, 64
+"""Rounds by which a price follows who waits for whom; fewer where there are many workers."""
 
 
 class Gossip(Method):
@@ -110,6 +115,28 @@ def _edge_bytes(size: Size) -> int:
     return sum(2 * len(graph.edges) for graph in graphs) * size.param_bytes
 
 
+def _round_s(size: Size, network: Network, compute_s: float) -> float:
+    """Return the seconds that one round of all graphs in turn adds: who is done when, some rounds on.
+
+    A node begins when its neighbours' vectors are there, and sends to one neighbour after the other, while it computes too.
+    """
+    graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
+    rounds = _FEW_ROUNDS if size.num_workers > _MANY else _ROUNDS
+    one_s = size.param_bytes / network.bytes_per_s
+    begins, free, ends = [0.0] * size.num_workers, [0.0] * size.num_workers, []
+    for number in range(rounds * len(graphs)):
+        ready = [begin + compute_s for begin in begins]
+        begins = list(ready)
+        for node, near in enumerate(graphs[number % len(graphs)].neighbours):
+            free[node] = max(free[node], ready[node])
+            for other in near:
+                free[node] += one_s
+                begins[other] = max(begins[other], free[node] + network.latency_s)
+        ends.append(max(begins))
+    half = rounds // 2 * len(graphs)
+    return (ends[-1] - ends[half - 1]) / (rounds - rounds // 2) - compute_s * len(graphs)
+
+
 def _rounds(size: Size, k: int) -> int:
     return k // len(graphs_of(size.options["graph"], size.num_workers, "gossip"))
 
@@ -122,8 +149,15 @@ def _edges() -> tuple[Message, ...]:
         return sum(2 * len(graph.edges) for graph in graphs[: k % len(graphs)])
 
     return (
-        Message("neighbours", "edge", _edge_bytes, _rounds, "deg·P"),
-        Message("neighbours, of a round under way", "edge", lambda size: size.param_bytes, rest, ""),
+        Message("neighbours", "edge", _edge_bytes, _rounds, "deg·P", seconds=_round_s),
+        Message(
+            "neighbours, of a round under way",
+            "edge",
+            lambda size: size.param_bytes,
+            rest,
+            "",
+            seconds=lambda size, network, _: network.message_s(size.param_bytes) / size.num_workers,
+        ),
     )
 
 

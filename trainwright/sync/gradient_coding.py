@@ -43,8 +43,7 @@ class GradientCoding(Method):
     """
 
     needs_whole = (
-        "the master decodes what workers answer in time, and the ranks of a replica "
-        "would decode from different workers"
+        "the master decodes what workers answer in time, and the ranks of a replica would decode from different workers"
     )
 
     def __init__(
@@ -123,7 +122,7 @@ class GradientCoding(Method):
         for chunk in self.code.chunks(rank):
             self.replica.gradients_by(functools.partial(closure, chunk))
             total += float(self.code.matrix[rank, chunk]) * self.replica.read_gradient()
-        yield Compute(amount=self.code.load)
+        yield Compute(amount=len(self.code.chunks(rank)))
         yield Send(self._message(total), _MASTER, _UP)
 
     def _message(self, vector: Tensor | None = None) -> Tensor:
@@ -152,13 +151,28 @@ RECORD = SyncRecord(
     GradientCoding,
     "a master decodes sums of chunks",
     (
-        Message("parameters", "edge", _one_way, each_step, "P from the master"),
-        Message("sums", "edge", _one_way, each_step, "P"),
+        Message(
+            "parameters",
+            "edge",
+            _one_way,
+            each_step,
+            "P from the master",
+            seconds=lambda size, network, _: network.message_s(_one_way(size)),
+        ),
+        Message(
+            "sums",
+            "edge",
+            _one_way,
+            each_step,
+            "P",
+            seconds=lambda size, network, _: network.message_s(_one_way(size) / (size.num_workers - 1)),
+        ),
     ),
     promises="the maths of one worker with all data",
     assumes="data on s + 1 workers; sums, not means",
     takes="closure",
     extra_passes="s",
+    gradients=lambda size: 1.0 + size.options["stragglers"],
     faults="s a round are not waited for",
     paper="Tandon et al. 2017, ICML",
     departs="messages are float64, so that large coefficients lose nothing; rank 0 is the master and computes nothing",

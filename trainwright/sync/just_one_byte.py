@@ -147,6 +147,7 @@ RECORD = SyncRecord(
     promises="another trajectory, equal on all to the bit",
     assumes="fine-tuning; no dropout",
     takes="closure",
+    gradients=lambda size: 2 * size.options["num_samples"] / 3,
     extra_passes="2 forwards a sample, no backward",
     paper="Zelikman et al. 2023, arXiv:2306.10015",
     departs="a byte is 7 bits of log-magnitude and a sign; lr is divided by the number of slopes, not its root",

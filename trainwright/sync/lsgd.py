@@ -182,6 +182,7 @@ RECORD = SyncRecord(
             lambda size: (size.num_workers - size.options["num_groups"]) * size.param_bytes,
             lambda size, k: _rounds(size, k) if _grouped(size) else 0,
             "P/l",
+            lambda size: size.num_workers // size.options["num_groups"],
         ),
         Message(
             "leader",

@@ -39,21 +39,20 @@ def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
 
 
 def check_options(record: SyncRecord, options: Mapping[str, Any]) -> None:
-    """Raise `UserError` for an option that the method has not, one that it needs, and one of another type."""
+    """Raise `UserError` for an option that the method has not, and for one of another type."""
     known = inspect.signature(record.cls).parameters
     names = list(known)[1:]
     if unknown := [name for name in options if name not in names]:
         raise UserError(
             f"{record.name} has no option {', '.join(unknown)}; its options are {', '.join(names) or 'none'}; choose among those"
         )
-    lacking = [name for name in names if known[name].default is inspect.Parameter.empty and name not in options]
-    if lacking:
-        raise UserError(f"{record.name} needs {' and '.join(lacking)}; got none; give {lacking[0]}=VALUE")
     for name, value in options.items():
         kinds = [kind.strip() for kind in str(known[name].annotation).split("|")]
         if not any(_fits(kind, value) for kind in kinds):
             needed = " or ".join(dict.fromkeys(_NEEDED.get(kind, "a list") for kind in kinds))
-            raise UserError(f"{record.name}'s {name} needs {needed}; got {value!r}; see help(tw.sync.{record.cls.__name__})")
+            raise UserError(
+                f"{record.name}'s {name} needs {needed}; got {value!r}; see help(tw.sync.{record.cls.__name__})"
+            )
 
 
 def _value(text: str) -> Any:
