@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import trainwright as tw
 from tests.training_cases import Squares
-from trainwright import sync
+from trainwright import launch, sync
 from trainwright.artifacts import Plan
 from trainwright.sync import Steps, simulate
 from trainwright.sync.signs import Segments
@@ -130,16 +131,15 @@ def _local(param: Tensor) -> Tensor:
 def goes_on(plan: str, folder: str, replicas: int, steps: int, name: str, optimizer: str, options: dict[str, Any]
             ) -> dict[str, Any]:  # fmt: skip
     """Begin a run, or go on from one of another number of replicas; what it says, and whether all end with the same."""
-    from trainwright.launch import listening, world_size
-
     told: list[str] = []
     resume = (Path(folder) / "replica-0").exists()
     torch.distributed.barrier()
-    with listening(lambda event: told.append(event.get("text", ""))):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(launch, "emit", lambda event: told.append(event.get("text", "")))
         run = trained(
             Plan.parse(plan), name, optimizer, options, steps=steps, replicas=replicas, checkpoint=folder, resume=resume
         )
-    held: list[Any] = [None] * world_size()
+    held: list[Any] = [None] * launch.world_size()
     torch.distributed.all_gather_object(held, [_local(param).tolist() for param in run.model.parameters()])
     return {"told": told, "first": run.first_step, "alike": all(each == held[0] for each in held), "weights": held[0]}
 

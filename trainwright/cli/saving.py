@@ -116,7 +116,6 @@ class Saving:
             )
         return 0 if step is None else step + 1
 
-
     def _resume_replicas(self) -> int:
         """Go on from the newest step that all replicas have saved; one that is new goes on from another's."""
         from ..launch import emit
@@ -190,7 +189,9 @@ def _not_carried(before: int, now: int, left: tuple[str, ...]) -> list[str]:
     """Say what of a run does not go on with another number of replicas."""
     texts = []
     if now > before:
-        texts.append(f"replicas {before} to {now - 1} are new: each begins with the state of the one {before} before it")
+        texts.append(
+            f"replicas {before} to {now - 1} are new: each begins with the state of the one {before} before it"
+        )
     if now < before:
         texts.append(f"replicas {now} to {before - 1} do not go on; what they alone have learned is lost")
     if left:

@@ -11,7 +11,6 @@ from ..reports.units import format_bytes
 from .ranks import num_ranks_given
 
 if TYPE_CHECKING:
-    from ..optim.chosen import Chosen
     from ..sync import Sync
 
 PANEL = "Replicas"

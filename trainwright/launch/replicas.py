@@ -1,8 +1,8 @@
 """Replicas of a plan: groups of ranks of which each runs the whole plan, and between which no gradient is summed.
 
-    ranks of replica 0      0 … k − 1            k: the ranks of the plan
-    ranks of replica 1      k … 2k − 1           replicas are the outermost axis, over the slowest link
-    across                  c, k + c, 2k + c …   the ranks at one place of all replicas, which hold the same shards
+ranks of replica 0      0 … k − 1            k: the ranks of the plan
+ranks of replica 1      k … 2k − 1           replicas are the outermost axis, over the slowest link
+across                  c, k + c, 2k + c …   the ranks at one place of all replicas, which hold the same shards
 """
 
 from __future__ import annotations

@@ -201,7 +201,9 @@ class Checkpointer:
         if len(saved["random"]) == self._replicas.size and position.get("replica", 0) == self._replicas.index:
             restore_random_states(saved["random"][self._replicas.rank])
         if self._sync is not None:
-            self._left = restore_sync(self._sync, self._replicas.rank, StoredTensors(path), saved.get("sync"), same_layout)
+            self._left = restore_sync(
+                self._sync, self._replicas.rank, StoredTensors(path), saved.get("sync"), same_layout
+            )
         return int(position["step"])
 
     def _texts(self, step: int, num_batches: int) -> dict[str, bytes]:

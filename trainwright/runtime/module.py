@@ -97,7 +97,11 @@ def _check_ranks(plan: Plan, replicas: int) -> None:
     if not isinstance(replicas, int) or replicas < 1:
         raise UserError(f"a number of replicas is needed, 1 or more; got {replicas!r}; try 2")
     needed = plan.num_ranks * replicas
-    by = f"by this plan (mesh {plan.mesh})" if replicas == 1 else f"by {replicas} replicas of this plan (mesh {plan.mesh})"
+    by = (
+        f"by this plan (mesh {plan.mesh})"
+        if replicas == 1
+        else f"by {replicas} replicas of this plan (mesh {plan.mesh})"
+    )
     if not dist.is_initialized():
         if needed != 1 and not is_under_torchrun():
             raise UserError(
@@ -340,8 +344,8 @@ def full_state_dict(
     """Return the whole weights and buffers in the user's names and shapes, on every rank; a collective call.
 
     trainable: those alone that are trained, so that a frozen base is not gathered to save an adapter.
-    only_rank: where, among the ranks of a replica, the weights are wanted, one after the other on the CPU; the other ranks keep none and return `{}`. Tied
-    weights are one tensor there under all their names.
+    only_rank: where, among the ranks of a replica, the weights are wanted, one after the other on the CPU; the other ranks
+    keep none and return `{}`. Tied weights are one tensor there under all their names.
     """
     found: dict[str, Tensor] = {}
     first_of: dict[int, str] = {}

@@ -46,7 +46,9 @@ def restore_sync(
     Raises `UserError` for a checkpoint of a run without a sync method, or with another one.
     """
     if saved is None:
-        raise UserError(f"a checkpoint of a run with a sync method is needed; {stored.folder} has none; leave out --sync")
+        raise UserError(
+            f"a checkpoint of a run with a sync method is needed; {stored.folder} has none; leave out --sync"
+        )
     own = dict(saved[rank] if same_layout else saved[0])
     names = own.pop("vectors")
     vectors = {}

@@ -88,9 +88,10 @@ def train_loop(
     (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
     and the op. None: no limit but the process group's. trace: records some of the steps. take: what runs one step, in place of
-    `train_step`: a `ClosureStep`, say; what its `told()` returns, if it has that, joins the event. schedule: its `before(module, part)` and `after()` are called around each step. norms:
-    what of the gradients is told with the step, once they are there. held_out: a loss on other data, now and then. growth: how many
-    batches a step takes (`num`), told of them by `after(step, batches)`.
+    `train_step`: a `ClosureStep`, say; what its `told()` returns, if it has that, joins the event. schedule: its
+    `before(module, part)` and `after()` are called around each step. norms: what of the gradients is told with the step, once
+    they are there. held_out: a loss on other data, now and then. growth: how many batches a step takes (`num`), told of them by
+    `after(step, batches)`.
 
     Raises `Refusal` when the loss is not finite, unless such steps are to be skipped, and `UserError` when data ends early.
     """

@@ -46,9 +46,9 @@ from .local_sgd import DataParallel, LocalSGD
 from .lsgd import LSGD
 from .method import Method
 from .network import Network
-from .options import check_options, options_of, parse_options
 from .one_bit_adam import OneBitAdam
 from .one_bit_lamb import OneBitLAMB
+from .options import check_options, options_of, parse_options
 from .price import Price, price
 from .ranks import Ranks
 from .rates import optimal_rates

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..artifacts import UserError
+from .as_optimizer import SyncOptimizer
 from .method import Method
 from .options import check_options, options_of
 from .ranks import Ranks
@@ -78,6 +79,20 @@ class Sync:
     def finishing(self) -> Steps[None]:
         """The same as a program."""
         yield from _without_gradients(self.method.finish())
+
+    def as_optimizer(self) -> SyncOptimizer:
+        """Return this as an optimizer whose `step()` is `step(loss)`: for Hugging Face's Trainer, Accelerate and their like.
+
+        >>> from trainwright import sync
+        >>> model = nn.Linear(2, 1)
+        >>> joined = sync.create("local-sgd", model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> optimizer = joined.as_optimizer()
+        >>> model(torch.ones(3, 2)).mean().backward()
+        >>> optimizer.step()
+        >>> joined.method.num_steps
+        1
+        """
+        return SyncOptimizer(self)
 
     @property
     def traffic(self) -> Traffic:

@@ -18,7 +18,6 @@ from .record import Message, Size, SyncRecord
 from .replica import Worker
 from .requests import Exchange, Steps
 
-
 _ROUNDS, _FEW_ROUNDS, _MANY = 64, 8, 64
 """Rounds by which a price follows who waits for whom; fewer where there are many workers."""
 

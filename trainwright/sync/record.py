@@ -45,7 +45,8 @@ class Message:
 
     total_bytes: that all workers together send in one occurrence. times: how often it occurs in the first k steps.
     says: the same in words, for one worker. members: workers that a broadcast is between; default: all. seconds: of one
-    occurrence, for messages along edges; given the computation between two, as that may hide some; default: as if a worker's share were one message.
+    occurrence, for messages along edges, by the computation between two, which may hide some; default: as if a worker's
+    share were one message.
     """
 
     what: str
