@@ -28,8 +28,8 @@ class SyncOptimizer(torch.optim.Optimizer):
         replica = sync.method.replica
         if sync.record.takes == "closure" or replica.optimizer is None:
             raise UserError(
-                f"a method that takes a loss after its backward is needed as an optimizer; {sync.record.name} takes a closure; write "
-                "the loop, with sync.step(closure)"
+                f"a method that takes a loss after its backward is needed as an optimizer; {sync.record.name} takes a closure; "
+                "write the loop, with sync.step(closure)"
             )
         self.sync, self.inner = sync, replica.optimizer
         self._losses: list[Tensor] = []
