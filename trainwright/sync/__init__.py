@@ -37,6 +37,7 @@ from .cr_psgd import CRPSGD, CRPSGDCatalyst
 from .dadao import DADAO
 from .diloco import DiLoCo
 from .easgd import EASGD
+from .elastic import Elastic, Meeting, host_meeting
 from .face import Sync
 from .gossip import DecentLaM, Gossip
 from .gradient_coding import GradientCoding
@@ -65,6 +66,7 @@ from .requests import (
     Form,
     Identify,
     Letter,
+    MembersChanged,
     Now,
     Place,
     Receive,
@@ -95,6 +97,7 @@ __all__ = [
     "DataParallel",
     "DecentLaM",
     "DiLoCo",
+    "Elastic",
     "Exchange",
     "Form",
     "Gossip",
@@ -105,6 +108,8 @@ __all__ = [
     "JustOneByte",
     "Letter",
     "LocalSGD",
+    "Meeting",
+    "MembersChanged",
     "Message",
     "Method",
     "Network",
@@ -129,6 +134,7 @@ __all__ = [
     "Worker",
     "check_options",
     "create",
+    "host_meeting",
     "join",
     "metropolis",
     "names",
@@ -161,13 +167,16 @@ _TYPICAL = 1_000_000
 """Parameters of the model that the table's numbers are for, over 8 workers in fp32."""
 
 
-def create(name: str, model: nn.Module, optimizer: Any = None, *, group: Any = None, **options: Any) -> Sync:
+def create(
+    name: str, model: nn.Module, optimizer: Any = None, *, group: Any = None, meeting: Meeting | None = None, **options: Any
+) -> Sync:
     """Return the method `name` over `model` and `optimizer`, agreed upon with all other ranks of `group`.
 
     model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel; or one of
     `tw.parallelize(…, replicas=N)`, whose replicas are the workers, each rank working on its own shards. optimizer: over its
     parameters; the method calls it, or reads its settings. group: a process group of torch.distributed; default: all
-    ranks, under torchrun, or this process alone. options: the method's own; its class says what they mean.
+    ranks, under torchrun, or this process alone. meeting: in place of a group, where workers find one another that come and
+    go: the method goes on with whoever is there, and one that comes later takes over the run's parameters and state. options: the method's own; its class says what they mean.
 
     Raises `UserError` on all ranks alike, before anything is sent of the model, for an unknown name or option, a value
     that the method refuses, a number of workers that it cannot take, and ranks that differ in method, options or parameters.
@@ -181,10 +190,22 @@ def create(name: str, model: nn.Module, optimizer: Any = None, *, group: Any = N
     (1, 0)
     """
     entry = record(name)
+    if meeting is not None:
+        return _meet(entry, model, optimizer, meeting, options)
     launch.init()
     engine = Ranks(_between(model) if group is None else group)
     sync = engine.run(face.join(entry, model, optimizer, options))
     sync.engine = engine
+    return sync
+
+
+def _meet(entry: SyncRecord, model: nn.Module, optimizer: Any, meeting: Meeting, options: dict[str, Any]) -> Sync:
+    engine = Elastic(meeting)
+    if engine.is_new:
+        return face.adopt(entry, model, optimizer, options, engine)
+    sync = engine.run(face.join(entry, model, optimizer, options))
+    sync.engine = engine
+    face.attach(sync, engine)
     return sync
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 
 from ..artifacts import UserError
 from .as_optimizer import SyncOptimizer
+from .elastic import Elastic
 from .method import Method
 from .options import check_options, options_of
 from .ranks import Ranks
 from .record import AGREEMENT_BYTES, Size, SyncRecord
 from .replica import Replica, Worker
-from .requests import AllGather, Compute, Count, Form, Identify, Now, Place, Steps
+from .requests import AllGather, Compute, Count, Form, Identify, MembersChanged, Now, Place, Steps
 from .traffic import Traffic
 
 _DIGEST = 32
@@ -172,21 +174,80 @@ def join(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[
     return Sync(record, method, filled)
 
 
+def adopt(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[str, Any], engine: Elastic) -> Sync:
+    """Make a `Sync` on a worker that joins a run: parameters and all state are those of the first member."""
+    check_options(record, options)
+    replica = Replica(model, optimizer)
+    place = engine.place
+    method = record.cls(Worker(place.rank, place.size, replica), **{**record.defaults, **options})
+    sync = Sync(record, method, {**options_of(record.cls), **record.defaults, **options}, engine)
+    attach(sync, engine)
+    engine.run(_without_gradients(method.start()))
+    taken_over(sync, engine.share(None))
+    return sync
+
+
+def attach(sync: Sync, engine: Elastic) -> None:
+    """Have the method told of workers that come and go."""
+    method, record = sync.method, sync.record
+    if not method.bears_changes:
+        raise UserError(
+            f"a method that goes on with whoever is there is needed where workers come and go; {record.name} needs all; take "
+            "diloco, local-sgd, easgd, lsgd, decentlam, gossip or just-one-byte"
+        )
+    engine.on_change = lambda place, gone: _resize(method, place)
+    engine.on_newcomers = lambda: taken_over(sync, engine.share(_shared(sync) if engine.place.rank == 0 else None))
+
+
+def taken_over(sync: Sync, data: bytes) -> None:
+    """Take over parameters and state, on workers that have none of their own yet."""
+    if sync.method.num_steps or not isinstance(sync.engine, Elastic) or not sync.engine.is_new:
+        return
+    saved = torch.load(io.BytesIO(data), weights_only=True)
+    if saved["options"] != repr((sync.record.name, sorted(sync.options.items(), key=str))):
+        raise UserError("the method and options of the run are needed to join it; those given are others; give the same")
+    sync.method.replica.write(saved["parameters"])
+    if sync.method.replica.optimizer is not None:
+        sync.method.replica.optimizer.load_state_dict(saved["optimizer"])
+    sync.load_state_dict({**saved["sync"], "num_workers": sync.method.worker.size})
+
+
+def _shared(sync: Sync) -> bytes:
+    replica, held = sync.method.replica, io.BytesIO()
+    saved = {
+        "parameters": replica.read(),
+        "optimizer": replica.optimizer.state_dict() if replica.optimizer is not None else None,
+        "sync": sync.state_dict(),
+        "options": repr((sync.record.name, sorted(sync.options.items(), key=str))),
+    }
+    torch.save(saved, held)
+    return held.getvalue()
+
+
+def _resize(method: Method, place: Place) -> None:
+    method.worker = Worker(place.rank, place.size, method.replica)
+    method.resized()
+
+
 def _without_gradients(program: Steps[None]) -> Steps[int]:
     """Run `program` under `no_grad`, which ends at each yield: what other workers of this process do meanwhile is theirs.
 
     Returns how many messages and collectives it asked for.
     """
     answer: Any = None
+    changed: MembersChanged | None = None
     asked = 0
     while True:
         with torch.no_grad():
             try:
-                request = program.send(answer)
+                request = program.send(answer) if changed is None else program.throw(changed)
             except StopIteration:
                 return asked
         asked += not isinstance(request, Compute | Now | Count | Identify | Form)
-        answer = yield request
+        try:
+            answer, changed = (yield request), None
+        except MembersChanged as change:
+            changed = change
 
 
 def _check_whole(record: SyncRecord, replica: Replica) -> None:

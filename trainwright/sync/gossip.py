@@ -38,10 +38,13 @@ class Gossip(Method):
     Source: Lian et al. 2017 (arXiv:1705.09056); DmSGD: Yu, Jin & Yang 2019 (arXiv:1905.03817).
     """
 
+    bears_changes = True
+
     def __init__(
         self, worker: Worker, *, graph: str | Graph | Sequence[Sequence[int]] = "ring", weights: Any = None
     ) -> None:
         super().__init__(worker)
+        self.graph = graph
         self.graphs = graphs_of(graph, worker.size, "gossip")
         if weights is None:
             self.weights = [metropolis(each) for each in self.graphs]
@@ -53,14 +56,31 @@ class Gossip(Method):
         self.replica.update()
         self.replica.write((yield from self.average(self.replica.read())))
 
+    def resized(self) -> None:
+        """Take the graph of that name between those who are there, with Metropolis–Hastings weights."""
+        if not isinstance(self.graph, str):
+            raise UserError(
+                f"a graph by name is needed where workers come and go, so that there is one for {self.worker.size}; got edges; take "
+                "ring, or another"
+            )
+        self.graphs = graphs_of(self.graph, self.worker.size, "gossip")
+        self.weights = [metropolis(each) for each in self.graphs]
+
     def average(self, vector: Tensor) -> Steps[Tensor]:
         """Return Σ_j w_ij u_j, added in the order of ranks."""
-        turn, rank = (self.num_steps - 1) % len(self.graphs), self.worker.rank
-        came = yield Exchange(vector, self.graphs[turn].neighbours[rank])
+        came = yield from self.again(lambda: Exchange(vector, self._near()))
+        turn, rank = self._turn(), self.worker.rank
         total = torch.zeros_like(vector)
         for other, theirs in sorted([*came.items(), (rank, vector)], key=lambda item: item[0]):
             total += float(self.weights[turn][rank, other]) * theirs
         return total
+
+
+    def _turn(self) -> int:
+        return (self.num_steps - 1) % len(self.graphs)
+
+    def _near(self) -> tuple[int, ...]:
+        return self.graphs[self._turn()].neighbours[self.worker.rank]
 
 
 class DecentLaM(Gossip):
