@@ -30,8 +30,9 @@ def test_a_predicted_step_takes_what_the_simulator_counts(name: str, one_thread:
     steps = 40 if name == "dadao" else 24
     run = simulate([program(name, num_steps=steps) for _ in range(4)], LINK, COMPUTE_S)
     joined = run.results[0][0]
-    # The programs of the closures' methods compute where the method says so; sa-srrw does not.
-    gradients = 0.0 if name == "sa-srrw" else joined.record.gradients(joined.size)
+    # A program computes where it says so: sa-srrw's does not, and a batch of gradient-coding's is all workers' data.
+    apart = {"sa-srrw": 0.0, "gradient-coding": 1.0}
+    gradients = apart.get(name, joined.record.gradients(joined.size))
     agreement_s = LINK.collective_s("all_gather", 512, (0, 1, 2, 3))
     counted = (run.seconds - agreement_s) / joined.method.num_steps
     compute_s = gradients * COMPUTE_S

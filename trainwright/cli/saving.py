@@ -147,12 +147,9 @@ class Saving:
             return
         self._checkpointer.wait()
         if self._module.replicas.index == 0:
-            from ..runtime import Checkpointer
-
-            finished = Checkpointer(
-                policy.folder, self._module, self._checkpointer.optimizer, keep=policy.keep, asynchronous=False
-            )
-            finished.save(step)
+            self._checkpointer.move_to(policy.folder)
+            self._checkpointer.save(step)
+            self._checkpointer.wait()
 
 
 def replica_folder(index: int) -> str:

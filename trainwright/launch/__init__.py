@@ -2,7 +2,7 @@
 
 from .group import init, is_under_torchrun, process_group, rank, world_size
 from .processes import WorkerError, Workers, run_processes
-from .replicas import Replicas, replicas_of
+from .replicas import Replicas, group_inside, replicas_of
 from .worker import emit, fail, listening
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Workers",
     "emit",
     "fail",
+    "group_inside",
     "init",
     "is_under_torchrun",
     "listening",

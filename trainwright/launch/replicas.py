@@ -7,7 +7,7 @@ across                  c, k + c, 2k + c …   the ranks at one place of all rep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -52,6 +52,16 @@ def replicas_of(number: int) -> Replicas:
     index, rank = divmod(dist.get_rank(), size)
     if number == 1:
         return Replicas(rank=rank, size=size)
-    insides = [dist.new_group(list(range(each * size, (each + 1) * size))) for each in range(number)]
     acrosses = [dist.new_group(list(range(each, number * size, size))) for each in range(size)]
-    return Replicas(number, index, rank, size, insides[index], acrosses[rank])
+    here = Replicas(number, index, rank, size, None, acrosses[rank])
+    return replace(here, inside=group_inside(here))
+
+
+def group_inside(here: Replicas, backend: str | None = None) -> Any:
+    """Return a new process group of the ranks of this replica; a collective call of all ranks, which make those of all."""
+    import torch.distributed as dist
+
+    if here.is_only:
+        return dist.new_group(backend=backend)
+    each = [list(range(first * here.size, (first + 1) * here.size)) for first in range(here.number)]
+    return [dist.new_group(ranks, backend=backend) for ranks in each][here.index]

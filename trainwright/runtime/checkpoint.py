@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from ..artifacts import Plan, UserError
+from ..launch import group_inside
 from .module import ParallelModule
 from .storage import Piece, StoredTensors, write_pieces
 from .sync_state import numbers_of, restore_sync, vectors_of
@@ -107,10 +108,7 @@ class Checkpointer:
         """Whether the checkpoint that was loaded has a schedule's state."""
         self._say: Callable[[str], None] | None = say if asynchronous and module.device.type == "cpu" else None
         # Of its own: the writing thread's collectives must not come between those of the step.
-        here = self._replicas
-        self._group = dist.new_group(
-            None if here.is_only else here.ranks, backend="gloo", use_local_synchronization=not here.is_only
-        )
+        self._group = group_inside(self._replicas, "gloo")
         self._writing: _Writing | None = None
         self._on_first_rank(lambda: _prepare(self.folder))
 

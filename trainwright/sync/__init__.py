@@ -168,15 +168,22 @@ _TYPICAL = 1_000_000
 
 
 def create(
-    name: str, model: nn.Module, optimizer: Any = None, *, group: Any = None, meeting: Meeting | None = None, **options: Any
+    name: str,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    group: Any = None,
+    meeting: Meeting | None = None,
+    **options: Any,
 ) -> Sync:
     """Return the method `name` over `model` and `optimizer`, agreed upon with all other ranks of `group`.
 
     model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel; or one of
     `tw.parallelize(…, replicas=N)`, whose replicas are the workers, each rank working on its own shards. optimizer: over its
     parameters; the method calls it, or reads its settings. group: a process group of torch.distributed; default: all
-    ranks, under torchrun, or this process alone. meeting: in place of a group, where workers find one another that come and
-    go: the method goes on with whoever is there, and one that comes later takes over the run's parameters and state. options: the method's own; its class says what they mean.
+    ranks, under torchrun, or this process alone. meeting: in place of a group, where workers find
+    one another that come and go: the method goes on with whoever is there, and one that comes later takes over the run's
+    parameters and state. options: the method's own; its class says what they mean.
 
     Raises `UserError` on all ranks alike, before anything is sent of the model, for an unknown name or option, a value
     that the method refuses, a number of workers that it cannot take, and ranks that differ in method, options or parameters.
@@ -200,7 +207,7 @@ def create(
 
 
 def _meet(entry: SyncRecord, model: nn.Module, optimizer: Any, meeting: Meeting, options: dict[str, Any]) -> Sync:
-    engine = Elastic(meeting)
+    engine = Elastic(meeting, may_join=entry.cls.bears_changes)
     if engine.is_new:
         return face.adopt(entry, model, optimizer, options, engine)
     sync = engine.run(face.join(entry, model, optimizer, options))

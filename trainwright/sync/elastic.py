@@ -10,6 +10,7 @@ The store, a TCPStore, has to outlive the workers: `host_meeting` in a process t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -28,7 +29,6 @@ from ..artifacts import UserError
 from .pulse import Pulse
 from .ranks import Ranks
 from .requests import (
-    AllGather,
     Broadcast,
     Count,
     Form,
@@ -85,19 +85,26 @@ class Elastic(Ranks):
     """Runs programs on this worker, with whoever else is there. Ranks of requests are places among the present members.
 
     A program that is told of a change by `MembersChanged` asks again; `on_change(place, gone)` has been called before. Groups
-    of a part of the members, and messages to be received by anyone, are refused.
+    of a part of the members, and messages to be received by anyone, are refused. may_join: whether one that comes late may.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, may_join: bool = True) -> None:
         self._meeting, self._store = meeting, meeting.store()
         self.number = int(self._store.add("tickets", 1)) - 1
         """Of this worker, in the order in which all came; never another's."""
-        self._store.set(f"name/{self.number}", f"worker {self.number} (process {os.getpid()} on {socket.gethostname()})")
+        self._store.set(
+            f"name/{self.number}", f"worker {self.number} (process {os.getpid()} on {socket.gethostname()})"
+        )
         self._pulse = Pulse(self._store.clone(), self.number, meeting.silence_s)
         self.on_change: Callable[[Place, list[str]], None] = lambda place, gone: None
         self.on_newcomers: Callable[[], None] = lambda: None
         self._newcomers: list[int] = []
         self.is_new = self.number >= meeting.num_workers
+        if self.is_new and not may_join:
+            raise UserError(
+                f"a method that goes on with whoever is there is needed to join a run of {meeting.num_workers} workers that has "
+                "begun; take diloco, local-sgd, easgd, lsgd, decentlam, gossip or just-one-byte"
+            )
         self._start()
         if self.is_new:
             self._ask_to_join()
@@ -113,16 +120,14 @@ class Elastic(Ranks):
                 f"{len(founders)} workers are needed to begin; {len(come)} came within {_MEET_S:g} s; start the others, or give "
                 "Meeting a smaller num_workers"
             ) from None
-        try:
+        with contextlib.suppress(MembersChanged):
             self._enter(0, founders)
-        except MembersChanged:
-            pass
 
     def _start(self) -> None:
         from .traffic import Traffic
 
         self.group, self.traffic = None, Traffic()
-        self.waiting = _nothing
+        self.waiting = contextlib.nullcontext
         self._began_s = time.monotonic()
         self._forget()
 
@@ -166,7 +171,11 @@ class Elastic(Ranks):
         while True:
             try:
                 length = self._round(Broadcast(torch.tensor([len(data or b"")]), 0))
-                own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(int(length), dtype=torch.uint8)
+                own = (
+                    torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                    if data
+                    else torch.zeros(int(length), dtype=torch.uint8)
+                )
                 return bytes(self._round(Broadcast(own, 0)).numpy().tobytes())
             except MembersChanged:
                 if self.place.rank == 0 and data is None:
@@ -215,8 +224,9 @@ class Elastic(Ranks):
         gone = [self._name(each) for each in self._members if each not in left]
         if self.number not in left:
             raise UserError(
-                f"signs of life within {self._meeting.silence_s:g} s are needed of each worker; this one, {self._name(self.number)}, "
-                "was silent for longer, and the others went on without it; join anew, or give Meeting a longer silence_s"
+                f"signs of life within {self._meeting.silence_s:g} s are needed of each worker; this one, "
+                f"{self._name(self.number)}, was silent for longer, and the others went on without it; join anew, or give "
+                "Meeting a longer silence_s"
             )
         self._enter(self._epoch + 1, left)
         self.on_change(self.place, gone)
@@ -229,11 +239,9 @@ class Elastic(Ranks):
         if self.place.rank == 0:
             for each in newcomers:
                 self._store.set(f"welcome/{each}", json.dumps([epoch, all_of_them]))
-        try:
+        with contextlib.suppress(MembersChanged):
             self._enter(epoch, all_of_them)
             self.on_change(self.place, [])
-        except MembersChanged:
-            pass
         self.on_newcomers()
 
     def _ask_to_join(self) -> None:
@@ -241,10 +249,8 @@ class Elastic(Ranks):
         self._store.set(f"asks/{place}", str(self.number))
         self._store.wait([f"welcome/{self.number}"], timedelta(seconds=_OP_TIMEOUT_S))
         epoch, members = json.loads(self._store.get(f"welcome/{self.number}"))
-        try:
+        with contextlib.suppress(MembersChanged):
             self._enter(epoch, tuple(members))
-        except MembersChanged:
-            pass
 
     def _enter(self, epoch: int, members: Members) -> None:
         """Make the group of `members`; where one of them falls silent meanwhile, that of those who are left."""
@@ -257,7 +263,9 @@ class Elastic(Ranks):
         failure = None
         try:
             if len(members) > 1:
-                self._pg = self._awaited(lambda: dist.ProcessGroupGloo(store, self.place.rank, self.place.size, timeout))
+                self._pg = self._awaited(
+                    lambda: dist.ProcessGroupGloo(store, self.place.rank, self.place.size, timeout)
+                )
         except (_Broken, RuntimeError) as error:
             failure = error
         decision = json.loads(self._decided(failure))
@@ -321,7 +329,9 @@ class Elastic(Ranks):
         came = {peer: torch.empty_like(sent) for peer in sorted(peers)}
 
         def swap() -> None:
-            works = [pg.send([sent], peer, 0) for peer in came] + [pg.recv([room], peer, 0) for peer, room in came.items()]
+            works = [pg.send([sent], peer, 0) for peer in came] + [
+                pg.recv([room], peer, 0) for peer, room in came.items()
+            ]
             for work in works:
                 work.wait()
 
@@ -337,12 +347,6 @@ class Elastic(Ranks):
     def _name(self, number: int) -> str:
         key = f"name/{number}"
         return self._store.get(key).decode() if self._store.check([key]) else f"worker {number}"
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def _own_name() -> str:

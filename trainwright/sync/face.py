@@ -179,6 +179,7 @@ def adopt(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping
     check_options(record, options)
     replica = Replica(model, optimizer)
     place = engine.place
+    _check_whole(record, replica)
     method = record.cls(Worker(place.rank, place.size, replica), **{**record.defaults, **options})
     sync = Sync(record, method, {**options_of(record.cls), **record.defaults, **options}, engine)
     attach(sync, engine)
@@ -188,14 +189,8 @@ def adopt(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping
 
 
 def attach(sync: Sync, engine: Elastic) -> None:
-    """Have the method told of workers that come and go."""
-    method, record = sync.method, sync.record
-    if not method.bears_changes:
-        raise UserError(
-            f"a method that goes on with whoever is there is needed where workers come and go; {record.name} needs all; take "
-            "diloco, local-sgd, easgd, lsgd, decentlam, gossip or just-one-byte"
-        )
-    engine.on_change = lambda place, gone: _resize(method, place)
+    """Have the method told of workers that come and go; one that needs all ends with the names of those who are gone."""
+    engine.on_change = lambda place, gone: _resize(sync, place, gone)
     engine.on_newcomers = lambda: taken_over(sync, engine.share(_shared(sync) if engine.place.rank == 0 else None))
 
 
@@ -205,7 +200,9 @@ def taken_over(sync: Sync, data: bytes) -> None:
         return
     saved = torch.load(io.BytesIO(data), weights_only=True)
     if saved["options"] != repr((sync.record.name, sorted(sync.options.items(), key=str))):
-        raise UserError("the method and options of the run are needed to join it; those given are others; give the same")
+        raise UserError(
+            "the method and options of the run are needed to join it; those given are others; give the same"
+        )
     sync.method.replica.write(saved["parameters"])
     if sync.method.replica.optimizer is not None:
         sync.method.replica.optimizer.load_state_dict(saved["optimizer"])
@@ -224,7 +221,13 @@ def _shared(sync: Sync) -> bytes:
     return held.getvalue()
 
 
-def _resize(method: Method, place: Place) -> None:
+def _resize(sync: Sync, place: Place, gone: list[str]) -> None:
+    method = sync.method
+    if not method.bears_changes:
+        raise UserError(
+            f"{sync.record.name} needs all its workers; {' and '.join(gone)} gone; start them all again from a checkpoint, or take "
+            "diloco, local-sgd, easgd, lsgd, decentlam, gossip or just-one-byte, which go on"
+        )
     method.worker = Worker(place.rank, place.size, method.replica)
     method.resized()
 

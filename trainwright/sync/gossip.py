@@ -60,8 +60,8 @@ class Gossip(Method):
         """Take the graph of that name between those who are there, with Metropolis–Hastings weights."""
         if not isinstance(self.graph, str):
             raise UserError(
-                f"a graph by name is needed where workers come and go, so that there is one for {self.worker.size}; got edges; take "
-                "ring, or another"
+                f"a graph by name is needed where workers come and go, so that there is one for {self.worker.size}; got edges; "
+                "take ring, or another"
             )
         self.graphs = graphs_of(self.graph, self.worker.size, "gossip")
         self.weights = [metropolis(each) for each in self.graphs]
@@ -74,7 +74,6 @@ class Gossip(Method):
         for other, theirs in sorted([*came.items(), (rank, vector)], key=lambda item: item[0]):
             total += float(self.weights[turn][rank, other]) * theirs
         return total
-
 
     def _turn(self) -> int:
         return (self.num_steps - 1) % len(self.graphs)

@@ -122,7 +122,7 @@ class GradientCoding(Method):
         for chunk in self.code.chunks(rank):
             self.replica.gradients_by(functools.partial(closure, chunk))
             total += float(self.code.matrix[rank, chunk]) * self.replica.read_gradient()
-        yield Compute(amount=len(self.code.chunks(rank)))
+        yield Compute(amount=self.code.load)
         yield Send(self._message(total), _MASTER, _UP)
 
     def _message(self, vector: Tensor | None = None) -> Tensor:

@@ -248,12 +248,15 @@ class Ranks:
         return Letter(self._local(sender), room)
 
     def _form(self, groups: tuple[Members, ...]) -> None:
-        """Make the groups that this rank is in; the others' ranks, and other replicas' groups, need not know of it."""
-        for members in groups:
-            known = members in self._groups or len(members) == self.place.size
-            if self.place.rank in members and not known:
-                ranks = [self._global(rank) for rank in members]
-                self._groups[members] = dist.new_group(ranks, use_local_synchronization=True)
+        """Make groups, those of all ranks on all ranks in one order: other replicas of a plan ask for their own meanwhile."""
+        new = [members for members in groups if members not in self._groups and len(members) < self.place.size]
+        own = {tuple(self._global(rank) for rank in members): members for members in new}
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, list(own))
+        for ranks in sorted({tuple(each) for everyone in asked for each in everyone}):
+            group = dist.new_group(list(ranks))
+            if ranks in own:
+                self._groups[own[ranks]] = group
 
     def _group(self, members: Members | None) -> Any:
         return self.group if members is None or len(members) == self.place.size else self._groups[members]
