@@ -145,7 +145,7 @@ class SyncRecord:
             "what it does": self.summary,
             "promises": self.promises,
             "assumes": self.assumes,
-            "a worker gone or slow": self.faults,
+            "a worker gone or slow": self.faults + ("; at a meeting, they go on" if self.cls.bears_changes else ""),
             "extra passes": self.extra_passes,
             "paper": self.paper,
         }
