@@ -247,7 +247,13 @@ class Elastic(Ranks):
     def _ask_to_join(self) -> None:
         place = int(self._store.add("asked", 1)) - 1
         self._store.set(f"asks/{place}", str(self.number))
-        self._store.wait([f"welcome/{self.number}"], timedelta(seconds=_OP_TIMEOUT_S))
+        try:
+            self._store.wait([f"welcome/{self.number}"], timedelta(seconds=_OP_TIMEOUT_S))
+        except RuntimeError:
+            raise UserError(
+                f"a run that goes on is needed to join it; the one at {self._meeting.address} let nobody in for "
+                f"{_OP_TIMEOUT_S:g} s; see whether it has ended"
+            ) from None
         epoch, members = json.loads(self._store.get(f"welcome/{self.number}"))
         with contextlib.suppress(MembersChanged):
             self._enter(epoch, tuple(members))
