@@ -99,6 +99,8 @@ class Elastic(Ranks):
         self.on_change: Callable[[Place, list[str]], None] = lambda place, gone: None
         self.on_newcomers: Callable[[], None] = lambda: None
         self._newcomers: list[int] = []
+        self._pg: Any = None
+        self._num_rounds = 0
         self.is_new = self.number >= meeting.num_workers
         if self.is_new and not may_join:
             raise UserError(
@@ -331,7 +333,7 @@ class Elastic(Ranks):
         return copy
 
     def _exchange(self, tensor: Tensor, peers: Members) -> dict[int, Tensor]:
-        sent, pg = tensor.contiguous(), self._pg if self.place.size > 1 else None
+        sent, pg = tensor.contiguous(), self._pg
         came = {peer: torch.empty_like(sent) for peer in sorted(peers)}
 
         def swap() -> None:
