@@ -92,7 +92,7 @@ def parallelize(
     return module
 
 
-def _check_ranks(plan: Plan, replicas: int) -> None:
+def _check_ranks(plan: Plan, replicas: int = 1) -> None:
     """See that this process is one of the plan's ranks; join torchrun's group where the script has not."""
     if not isinstance(replicas, int) or replicas < 1:
         raise UserError(f"a number of replicas is needed, 1 or more; got {replicas!r}; try 2")
