@@ -77,7 +77,7 @@ def sync_line(steps: list[dict[str, Any]], found: dict[str, Any], replicas: int)
 
     >>> steps = [{"sync_rounds": 0}, {"sync_rounds": 1}]
     >>> sync_line(steps, {"name": "diloco", "sent_bytes": 2048, "num_ranks": 2}, 2)
-    'sync   diloco between 2 replicas: 1 round in 2 steps, 2.00 KiB sent by all, 1.00 KiB a rank'
+    'sync   diloco between 2 replicas: 1 round in 2 steps, 2 KiB sent by all, 1 KiB a rank'
     """
     rounds, num_bytes = steps[-1]["sync_rounds"], found["sent_bytes"]
     each = format_bytes(num_bytes // found["num_ranks"])
