@@ -206,12 +206,15 @@ class Elastic(Ranks):
             self._propose({"new": self._asking()})
         began_s = time.monotonic()
         while not self._store.check([self._key]):
-            if gone := self._pulse.silent():
-                self._propose({"left": [each for each in self._members if each not in gone]})
-            elif failure is not None and time.monotonic() - began_s > _GIVE_UP * self._meeting.silence_s:
+            self._leave_out_the_silent()
+            if failure is not None and time.monotonic() - began_s > _GIVE_UP * self._meeting.silence_s:
                 raise failure
             time.sleep(_TICK_S)
         return bytes(self._store.get(self._key))
+
+    def _leave_out_the_silent(self) -> None:
+        if gone := self._pulse.silent():
+            self._propose({"left": [each for each in self._members if each not in gone]})
 
     def _propose(self, decision: dict[str, Any]) -> None:
         text = json.dumps(decision)
@@ -297,7 +300,8 @@ class Elastic(Ranks):
             thread.join(_TICK_S)
             if time.monotonic() - looked_s > _LOOK_S:
                 looked_s = time.monotonic()
-                if self._pulse.silent() or self._store.check([self._key]):
+                self._leave_out_the_silent()  # decided at once: one that is silent now may be heard again a moment later
+                if self._store.check([self._key]):
                     thread.join(_TICK_S)
                     if thread.is_alive():
                         raise _Broken
