@@ -366,13 +366,14 @@ def init(device: str | None = None) -> None:
 
 def parallelize(
     model: nn.Module, plan: PlanLike, weights: str | os.PathLike[str] | None = None, *, loss_fn: LossFn | None = None,
-    seed: int | None = None,
+    seed: int | None = None, replicas: int = 1,
 ) -> ParallelModule:  # fmt: skip
     """Return `model` as `plan` lays it out on this rank; see `trainwright.runtime.parallelize`.
 
     model: the one planned for, with its values, or on the meta device. plan: a `Plan`, or the path of its file.
     weights: files to read the values from. loss_fn: the one the plan was made with; the module then takes the whole
-    batch and returns `LossOutput(loss, output)`. seed: of dropout, and of what is initialised.
+    batch and returns `LossOutput(loss, output)`. seed: of dropout, and of what is initialised. replicas: how many times
+    the plan runs side by side, without sums of gradients between them: for a method of `tw.sync`.
 
     >>> import torch
     >>> net, batch, loss_fn = torch.nn.Linear(4, 2), (torch.ones(8, 4), torch.arange(8) % 2), torch.nn.CrossEntropyLoss()
@@ -384,7 +385,7 @@ def parallelize(
     from .runtime import parallelize as run
 
     check_model(model)
-    return run(model, as_plan(plan), weights, loss_fn=loss_fn, seed=seed)
+    return run(model, as_plan(plan), weights, loss_fn=loss_fn, seed=seed, replicas=replicas)
 
 
 def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64", seed: int = 0) -> Report:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .runtime import HeldOut, ParallelModule
     from .runtime.tracing import StepTrace
     from .scheduling import ScheduleOptions
+    from .sync import Sync
+    from .syncing import Dealt
 
     LossFn = Callable[[Any, Any], Tensor]
     Event = dict[str, Any]
@@ -62,6 +64,9 @@ def train(
     grow_batch: int | None = None,
     grow_every: int = 10,
     grow_eta: float = 0.5,
+    sync: str | None = None,
+    sync_options: Mapping[str, Any] | None = None,
+    replicas: int | None = None,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
@@ -94,6 +99,9 @@ def train(
     is told after every `eval_every` steps and after the last.
     grow_batch: up to so many planned batches to a step, as the noise of the gradient asks for: every `grow_every` steps the
     gradient of each example is measured, and the noise is to be at most `grow_eta` of the gradient (for AdAdaGrad).
+    sync: the name of a method by which replicas of the plan exchange (`trainwright sync` lists them), with sync_options, instead
+    of summing gradients. replicas: how many there are, each on the plan's ranks; default: as many as the ranks make up. A step
+    takes one batch a replica, in their order; all replicas hold the same parameters when the run has ended.
     seed: of dropout, of shuffling, and of weights made here.
     checkpoint: a directory; written after every `checkpoint_every` steps and after the last, the newest `keep` stay.
     resume: go on from the newest checkpoint.
@@ -115,9 +123,10 @@ def train(
     """
     from .cli.saving import SavePolicy
     from .growing import GrowthOptions
-    from .launch import emit, rank
+    from .launch import emit, rank, world_size
     from .runtime.module import parallelize
     from .scheduling import ScheduleOptions
+    from .syncing import SyncOptions, check_replicas
 
     _check(steps, data, dataset, checkpoint, checkpoint_every, resume)
     loaded = _loaded(model, plan, data, dataset)
@@ -125,21 +134,28 @@ def train(
     make, notes, take = _maker(plan, optimizer, optimizer_options, optimizer_form, loaded, loss_fn)
     for note in notes if rank() == 0 else ():
         emit({"kind": "note", "text": note})
+    number = check_replicas(replicas, plan, None if sync is None else max(plan.num_ranks, world_size()), sync)
+    exchange = None if sync is None else SyncOptions(sync, sync_options or {})
+    if exchange is not None:
+        exchange.check(plan, number, None)
+        check_goes_with_sync(take, grow_batch)
     extras = Extras(
         ScheduleOptions(schedule, warmup_steps, decay_steps, None if norms is None else str(norms)),
         None if eval_every is None and eval_data is None else held_out(loaded, eval_data, eval_every),
         None if grow_batch is None else GrowthOptions(grow_batch, grow_every, grow_eta),
     )
     extras.check(plan, steps, optimizer if isinstance(optimizer, str) else None, take)
-    module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed)
+    module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed, replicas=number)
+    stepping = make(module, lr)
     return run(
         module.train(),
-        make(module, lr),
+        stepping,
         lambda first: batches(loaded, plan, first, seed),
         steps=steps,
         saving=SavePolicy(None if checkpoint is None else str(checkpoint), checkpoint_every, keep, resume=resume),
         take=take,
         extras=extras,
+        sync=None if exchange is None else exchange.make(module, stepping),
         metrics=None if metrics is None else str(metrics),
         on_nan=on_nan,
         timeout_s=timeout_s,
@@ -162,13 +178,15 @@ def run(
     trace: StepTrace | None = None,
     take: Any = None,
     extras: Extras | None = None,
+    sync: Sync | None = None,
     on_step: Callable[[Event], None] = lambda event: None,
 ) -> Trained:
     """Train a planned module up to step `steps` with checkpoints and records: what Python and the command line share.
 
     batches_from(first_step): the global batches from the step on at which a resumed run goes on. sampler: something with
     `state_dict`, saved with the run. extras: schedule, held-out loss and growth. take: what runs a step, where gradients
-    alone are not enough (`step_of`).
+    alone are not enough (`step_of`). sync: by which this replica of the plan exchanges with the others, in each step and at the
+    end, after the last checkpoint: what the replicas have then agreed upon is saved beside theirs.
     """
     from .cli.records import Records
     from .cli.saving import Saving
@@ -177,8 +195,13 @@ def run(
 
     extras = extras or Extras()
     schedule, growth = extras.schedule_of(optimizer, module.plan, steps), extras.growth_of(module)
-    checkpoints = Saving(saving, module, optimizer, steps, sampler or growth, schedule)
+    dealt = None if sync is None else _dealt(sync, module, batches_from)
+    checkpoints = Saving(saving, module, optimizer, steps, sampler or growth or dealt, schedule, sync)
     first = checkpoints.first_step
+    if dealt is not None and sync is not None:
+        from .syncing import SyncStep
+
+        take = SyncStep(sync, dealt)
     records = Records(metrics, tensorboard, first) if rank() == 0 else None
     if rank() == 0 and first > 0:
         emit({"kind": "resumed", "step": first})
@@ -190,13 +213,33 @@ def run(
 
     with checkpoints:
         losses = train_loop(
-            module, optimizer, batches_from(first if growth is None else growth.num_batches),
+            module, optimizer, dealt or batches_from(first if growth is None else growth.num_batches),
             steps=steps, first_step=first, on_step=tell,
             after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s, trace=trace,
             take=take, schedule=schedule, growth=growth, held_out=extras.held_out,
             norms=gradient_norms if metrics is not None or tensorboard is not None else None,
         )  # fmt: skip
+    if sync is not None:
+        sync.finish()
+        checkpoints.save_finished(first + len(losses) - 1)
     return Trained(module, tuple(losses), first)
+
+
+def _dealt(sync: Sync, module: ParallelModule, batches_from: Callable[[int], Iterable[Any]]) -> Dealt:
+    """Return the batches of this replica."""
+    from .syncing import Dealt
+
+    return Dealt(batches_from, getattr(sync.method, "num_chunks", sync.method.worker.size), module.replicas.index)
+
+
+def check_goes_with_sync(take: Any, grow_batch: int | None) -> None:
+    """Raise `UserError` for what a run with a sync method cannot do beside."""
+    if take is not None:
+        raise UserError(
+            "an optimizer that steps on gradients is needed beside a sync method; this one takes the loss itself; take adamw or sgd"
+        )
+    if grow_batch is not None:
+        raise UserError("batches that grow and a sync method do not go together yet; got both; leave one of them out")
 
 
 @dataclass(frozen=True)

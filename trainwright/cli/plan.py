@@ -22,6 +22,15 @@ from .model import ModelOptions, takes_model
 from .optimizing import FormOption, OptionOption
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
 from .planned import named
+from .pricing import (
+    LinkOption,
+    PricedSyncOption,
+    ReplicasOption,
+    SyncOptionOption,
+    ask_for_sync,
+    sync_as_json,
+    sync_table,
+)
 
 if TYPE_CHECKING:
     from ..capture.targets import Loaded
@@ -72,6 +81,10 @@ def plan(
             metavar="S", help="Further batch shapes within the memory: 'seq_len=128,512', '16x128,64x32'; repeatable."
         ),
     ] = None,
+    sync: PricedSyncOption = None,
+    sync_option: SyncOptionOption = None,
+    replicas: ReplicasOption = None,
+    link: LinkOption = None,
     time_limit: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="Seconds for the search: what is best by then is taken.")
     ] = 30.0,
@@ -83,8 +96,9 @@ def plan(
     from ..optim.chosen import choose
     from ..optim.options import parse_options
 
+    asked, cluster = ask_for_sync(sync, sync_option, link, replicas, resolve(hardware))
     question: dict[str, Any] = {
-        "hardware": resolve(hardware),
+        "hardware": cluster,
         "memory": None if memory is None else parse_bytes(memory),
         "mesh": parse_mesh(mesh),
         "pins": tuple(pin or ()),
@@ -101,6 +115,8 @@ def plan(
         choose(name, question["optimizer_options"], optimizer_form)
     if compare and frontier:
         raise UserError("one of --compare and --frontier is needed; got both; ask twice")
+    if asked is not None and (compare or frontier):
+        raise UserError("--sync prices one plan; got it with --compare or --frontier; ask twice")
     if shapes and (compare or frontier):
         raise UserError("--shapes is needed with neither --compare nor --frontier; got both; ask for one plan")
     ask = _ask_for_comparison if compare else _ask_for_frontier if frontier else _ask_for_plan
@@ -114,7 +130,12 @@ def plan(
         written = found.write(output) if output is not None else None
         if html_path is not None:
             _write_report(found, loaded, html_path, found.files(output))
-    answer(found.text(output), found.data, json_path)
+    if asked is None:
+        answer(found.text(output), found.data, json_path)
+    elif found.plan is not None:
+        priced = asked.priced(found.plan, loaded.model)
+        data = {"plan": json.loads(found.data()), "sync": sync_as_json(priced)}
+        answer(f"{found.text(output)}\n{sync_table(priced, found.plan)}", lambda: data, json_path)
     if written is not None:
         remark(f"wrote {output}; {_next(found.plan, model.spec, written)}")
     if found.plan is None:

@@ -27,17 +27,25 @@ def is_first_rank() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_worker(worker: str, payload: dict[str, Any], plan: Plan, nproc: int | None, on_event: OnEvent) -> Any:
-    """Run `worker` ("module:function") with the keywords `payload` on the plan's ranks; return rank 0's result.
+def num_ranks_given(nproc: int | None) -> int | None:
+    """Return how many ranks there are, or are to be, as torchrun or `--nproc` say; None where nobody has said."""
+    return int(os.environ["WORLD_SIZE"]) if nproc is None and under_torchrun() else nproc
+
+
+def run_worker(
+    worker: str, payload: dict[str, Any], plan: Plan, nproc: int | None, on_event: OnEvent, replicas: int = 1
+) -> Any:
+    """Run `worker` ("module:function") with the keywords `payload` on the plan's ranks, `replicas` times as many; return
+    rank 0's result.
 
     Under torchrun, without `nproc`, on the ranks that exist: there every rank calls this, and each gets its own result.
     `on_event` is told what rank 0 emits.
     """
     if nproc is None and under_torchrun():
-        return _on_existing_ranks(worker, payload, plan, on_event)
+        return _on_existing_ranks(worker, payload, plan, on_event, replicas)
     from ..launch import run_processes
 
-    num_processes = _num_processes(plan, nproc)
+    num_processes = _num_processes(plan, nproc, replicas)
 
     def of_first(rank: int, event: dict[str, Any]) -> None:
         if rank == 0:
@@ -46,15 +54,16 @@ def run_worker(worker: str, payload: dict[str, Any], plan: Plan, nproc: int | No
     return run_processes(worker, payload, num_processes, on_event=of_first, device=_device(plan, num_processes))[0]
 
 
-def _on_existing_ranks(worker: str, payload: dict[str, Any], plan: Plan, on_event: OnEvent) -> Any:
+def _on_existing_ranks(worker: str, payload: dict[str, Any], plan: Plan, on_event: OnEvent, replicas: int) -> Any:
     from ..launch import listening, process_group
     from ..launch.worker import load
 
     num_ranks = int(os.environ["WORLD_SIZE"])
-    if num_ranks != plan.num_ranks:
+    needed = plan.num_ranks * replicas
+    if num_ranks != needed:
         raise UserError(
-            f"{plan.num_ranks} ranks are needed for this plan; torchrun started {num_ranks}; "
-            f"start {plan.num_ranks}, or plan for {num_ranks}"
+            f"{needed} ranks are needed for this plan; torchrun started {num_ranks}; "
+            f"start {needed}, or plan for {num_ranks}"
         )
     device = _device(plan, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     heard = on_event if is_first_rank() else _ignore
@@ -62,19 +71,19 @@ def _on_existing_ranks(worker: str, payload: dict[str, Any], plan: Plan, on_even
         return load(worker)(**payload)
 
 
-def _num_processes(plan: Plan, nproc: int | None) -> int:
-    if nproc is not None and nproc != plan.num_ranks:
+def _num_processes(plan: Plan, nproc: int | None, replicas: int) -> int:
+    needed = plan.num_ranks * replicas
+    if nproc is not None and nproc != needed:
         raise UserError(
-            f"{plan.num_ranks} processes are needed for this plan; got --nproc {nproc}; "
-            f"leave it out, or plan for {nproc}"
+            f"{needed} processes are needed for this plan; got --nproc {nproc}; leave it out, or plan for {nproc}"
         )
-    here = plan.cluster.device.kind == "cpu" or _num_gpus() >= plan.num_ranks
+    here = plan.cluster.device.kind == "cpu" or _num_gpus() >= needed
     if nproc is None and not here:
         raise UserError(
-            f"{plan.num_ranks} GPUs are needed for this plan ({plan.cluster.name}); this machine has {_num_gpus()}; "
-            f"start it there with torchrun, or give --nproc {plan.num_ranks} to run it on the CPU"
+            f"{needed} GPUs are needed for this plan ({plan.cluster.name}); this machine has {_num_gpus()}; "
+            f"start it there with torchrun, or give --nproc {needed} to run it on the CPU"
         )
-    return plan.num_ranks
+    return needed
 
 
 def _device(plan: Plan, num_processes: int) -> Literal["cpu", "cuda"]:

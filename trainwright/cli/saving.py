@@ -51,7 +51,7 @@ class Saving:
 
     def __init__(
         self, policy: SavePolicy, module: ParallelModule, optimizer: torch.optim.Optimizer, num_steps: int,
-        sampler: Any = None, schedule: Any = None,
+        sampler: Any = None, schedule: Any = None, sync: Any = None,
     ) -> None:  # fmt: skip
         from ..launch import emit, rank
         from ..runtime import Checkpointer
@@ -61,16 +61,18 @@ class Saving:
         self._checkpointer = None
         if policy.folder is not None:
             self._checkpointer = Checkpointer(
-                policy.folder,
+                _folder_of(policy.folder, module.replicas.index, sync),
                 module,
                 optimizer,
                 scheduler=schedule,
                 sampler=sampler,
+                sync=sync,
                 keep=policy.keep,
                 asynchronous=policy.asynchronous,
                 say=lambda text: emit({"kind": "note", "text": text}) if rank() == 0 else None,
             )
-        self.first_step = self._resume()
+        self._sync = sync
+        self.first_step = self._resume() if sync is None else self._resume_replicas()
         self._last_done = self._last_saved = self.first_step - 1
         self._num_forwards = module.num_steps
 
@@ -114,6 +116,85 @@ class Saving:
             )
         return 0 if step is None else step + 1
 
+    def _resume_replicas(self) -> int:
+        """Go on from the newest step that all replicas have saved; one that is new goes on from another's."""
+        from ..launch import emit
+
+        policy, here = self._policy, self._module.replicas
+        if self._checkpointer is None:
+            return 0
+        folder = Path(policy.folder or "")
+        wanted = policy.resume or policy.restarted or _restarted_by_torchrun()
+        found = _of_first_rank(lambda: newest_of_replicas(folder))
+        if not wanted or found is None:
+            if found is not None:
+                raise _is_used(policy.folder)
+            if policy.resume:
+                raise _has_none(policy.folder)
+            return 0
+        step, number = found
+        own = here.index % number
+        done = self._checkpointer.load(folder / replica_folder(own) / f"step-{step:08d}")
+        if here.rank == 0 and here.index == 0:
+            for text in _not_carried(number, here.number, self._checkpointer.left):
+                emit({"kind": "note", "text": text})
+        return done + 1
+
+    def save_finished(self, step: int) -> None:
+        """Save what all replicas have agreed upon, as a run without replicas does; called by all of them."""
+        policy = self._policy
+        if self._checkpointer is None or policy.folder is None:
+            return
+        self._checkpointer.wait()
+        if self._module.replicas.index == 0:
+            self._checkpointer.move_to(policy.folder)
+            self._checkpointer.save(step)
+            self._checkpointer.wait()
+
+
+def replica_folder(index: int) -> str:
+    """Return the name of the folder, in that of the run, which has a replica's checkpoints."""
+    return f"replica-{index}"
+
+
+def newest_of_replicas(folder: Path) -> tuple[int, int] | None:
+    """Return the newest step that all replicas of a run have saved, and how many they are; None where there is none."""
+    from ..runtime.checkpoint import complete, read_position
+
+    for path in reversed(complete(folder / replica_folder(0))):
+        position = read_position(path)
+        number = position.get("num_replicas", 1)
+        if all((folder / replica_folder(index) / path.name / "position.json").is_file() for index in range(number)):
+            return position["step"], number
+    return None
+
+
+def _folder_of(folder: str, index: int, sync: Any) -> str:
+    return folder if sync is None else str(Path(folder) / replica_folder(index))
+
+
+def _of_first_rank(find: Any) -> Any:
+    """Return what rank 0 of all finds; a collective call."""
+    import torch.distributed as dist
+
+    held = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(held, 0)
+    return held[0]
+
+
+def _not_carried(before: int, now: int, left: tuple[str, ...]) -> list[str]:
+    """Say what of a run does not go on with another number of replicas."""
+    texts = []
+    if now > before:
+        texts.append(
+            f"replicas {before} to {now - 1} are new: each begins with the state of the one {before} before it"
+        )
+    if now < before:
+        texts.append(f"replicas {now} to {before - 1} do not go on; what they alone have learned is lost")
+    if left:
+        texts.append(f"of the sync method's state, {', '.join(left)} could not be carried over and began anew")
+    return texts
+
 
 def _restarted_by_torchrun() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -138,6 +219,7 @@ def check_saving(checkpoint: str | None, checkpoint_every: int | None, resume: b
     check_folder("--checkpoint", checkpoint)
     folder = Path(checkpoint)
     has_any = bool(complete(folder)) or any(folder.glob(".step-*.old"))  # one that a crash has left half replaced
+    has_any = has_any or bool(complete(folder / replica_folder(0)))
     if has_any and not resume and not _restarted_by_torchrun():
         raise _is_used(checkpoint)
     if resume and not has_any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, replace
 from typing import Annotated, Any
@@ -41,6 +42,7 @@ from .saving import (
     check_saving,
 )
 from .selecting import EveryOption, FractionOption, SelectOption, check_select, selection_line
+from .syncing import ReplicasOption, SyncMethodOption, SyncOptionOption, check_sync, sync_line
 
 PlanOption = Annotated[str, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`.")]
 WORKER = "trainwright.cli.workers:train"
@@ -73,6 +75,9 @@ def train(
     grow_batch: GrowOption = None,
     grow_every: GrowEveryOption = 10,
     grow_eta: GrowEtaOption = 0.5,
+    sync: SyncMethodOption = None,
+    sync_option: SyncOptionOption = None,
+    replicas: ReplicasOption = None,
     checkpoint: CheckpointOption = None,
     checkpoint_every: CheckpointEveryOption = None,
     keep: KeepOption = KEEP,
@@ -122,6 +127,8 @@ def train(
     check_learning(learning, plan, given_steps, chosen.name, chosen.needs_loss)
     if selecting is not None and grow_batch is not None:
         raise UserError("--select and --grow-batch both choose the examples of a step; got both; leave one of them out")
+    beside = {"chosen": chosen, "grow_batch": grow_batch, "select": select}
+    exchange, replicas = check_sync(sync, sync_option, replicas, plan, nproc, beside)
     if is_first_rank():
         remarks(contradictions)
     model = as_planned(plan, model)
@@ -140,6 +147,8 @@ def train(
         "select": selecting,
         "learning": learning,
         "trace": trace,
+        "sync": exchange,
+        "replicas": replicas,
     }
     saving = SavePolicy(checkpoint, checkpoint_every, keep, not sync_checkpoints, resume)
     progress = StepProgress(steps, plan)
@@ -147,13 +156,15 @@ def train(
 
         def run(restarted: bool) -> Any:
             policy = asdict(replace(saving, restarted=restarted))
-            return run_worker(WORKER, {**payload, "saving": policy}, plan, nproc, progress.on_event)
+            return run_worker(WORKER, {**payload, "saving": policy}, plan, nproc, progress.on_event, replicas)
 
         found = with_restarts(run, restarts)
     if not is_first_rank():
         return
     if json_path != STDOUT:
-        print(summary(progress.steps, plan))
+        print(summary(progress.steps, plan, replicas))
+        if progress.steps and exchange is not None:
+            print(sync_line(progress.steps, found["sync"], replicas))
         if progress.steps and selecting is not None:
             print(selection_line(found["selection"], progress.steps))
     if json_path is not None and not progress.steps:
@@ -168,16 +179,16 @@ def _machine(plan: Plan) -> str | None:
     return fingerprint() if plan.cluster.device.kind == "cpu" else None
 
 
-def summary(steps: list[dict[str, Any]], plan: Plan) -> str:
+def summary(steps: list[dict[str, Any]], plan: Plan, replicas: int = 1) -> str:
     """Return the end of a run in a few lines; `steps` are the events of its steps."""
     if not steps:
         return "nothing was left to do"
-    losses = [step["loss"] for step in steps]
+    losses = [step["loss"] for step in steps if math.isfinite(step["loss"])] or [math.nan]
     alike = of_planned_shape(steps) or steps
     step_s = statistics.median(step["step_s"] for step in alike[1:] or alike)
     peak_bytes = max(step["peak_bytes"] or 0 for step in steps)
     lines = [
-        f"{len(steps)} steps on {plan.num_ranks} ranks: loss {losses[0]:.4f} → {losses[-1]:.4f}",
+        f"{len(steps)} steps on {plan.num_ranks * replicas} ranks: loss {losses[0]:.4f} → {losses[-1]:.4f}",
         f"step   {format_s(step_s)} (median), predicted {format_s(plan.predicted.step_s)}",
     ]
     held_out = [step["eval_loss"] for step in steps if step.get("eval_loss") is not None]

@@ -9,6 +9,7 @@ from ..artifacts import Plan
 from .learning import extras_of
 from .saving import SavePolicy
 from .selecting import selected
+from .syncing import sent_by_all
 
 
 def verify(model: dict[str, Any], plan: str, dtype: str, seed: int = 0) -> dict[str, Any]:
@@ -44,17 +45,20 @@ def train(
     select: dict[str, Any] | None = None,
     trace: str | None = None,
     learning: dict[str, Any] | None = None,
+    sync: dict[str, Any] | None = None,
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the records.
 
     optimizer: name, options and form, each None where the plan's stands; without, all are the plan's.
     saving: the fields of `SavePolicy`. trace: where to write a trace of some steps.
-    learning: the options of `cli.learning`.
+    learning: the options of `cli.learning`. sync: name and options of the method by which the replicas exchange.
     """
     from .. import training
     from ..launch import emit, rank
     from ..runtime.module import parallelize
     from ..runtime.tracing import StepTrace
+    from ..syncing import SyncOptions
 
     parsed = Plan.parse(plan, where="the plan")
     loaded = _load(model)
@@ -62,7 +66,7 @@ def train(
     extras = None if learning is None else extras_of(learning, loaded, parsed)
     if extras is not None:
         extras.check(parsed, steps, asked.get("name"))
-    module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed)
+    module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed, replicas=replicas)
     module.train()
     if rank() == 0:
         module.steps.notice = lambda text: emit({"kind": "note", "text": text})
@@ -76,16 +80,19 @@ def train(
         if rank() == 0:
             emit(event)
 
+    exchange = None if sync is None else SyncOptions(**sync).make(module, chosen)
     tracing = StepTrace(module.communicator.activity) if trace is not None else None
     run = training.run(
         module, chosen, lambda first: subset or _batches(loaded, parsed, data, first, seed), steps=steps,
         saving=SavePolicy(**saving or {}), sampler=subset, metrics=metrics, tensorboard=tensorboard, on_nan=on_nan,
-        timeout_s=timeout_s, trace=tracing, on_step=on_step, extras=extras,
+        timeout_s=timeout_s, trace=tracing, on_step=on_step, extras=extras, sync=exchange,
         take=training.step_of(stepping, loaded.model, loaded.loss_fn),
     )  # fmt: skip
     if tracing is not None and trace is not None:
         tracing.write(trace)
     found: dict[str, Any] = {"first_step": run.first_step, "losses": list(run.losses)}
+    if exchange is not None:
+        found["sync"] = sent_by_all(exchange)
     if subset is not None:
         found["selection"] = {"num_chosen": subset.num_chosen, "num_examples": subset.batches.num_examples}
     return found

@@ -2,18 +2,22 @@
 
 from .group import init, is_under_torchrun, process_group, rank, world_size
 from .processes import WorkerError, Workers, run_processes
+from .replicas import Replicas, group_inside, replicas_of
 from .worker import emit, fail, listening
 
 __all__ = [
+    "Replicas",
     "WorkerError",
     "Workers",
     "emit",
     "fail",
+    "group_inside",
     "init",
     "is_under_torchrun",
     "listening",
     "process_group",
     "rank",
+    "replicas_of",
     "run_processes",
     "world_size",
 ]

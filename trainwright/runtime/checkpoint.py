@@ -31,8 +31,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from ..artifacts import Plan, UserError
+from ..launch import group_inside
 from .module import ParallelModule
 from .storage import Piece, StoredTensors, write_pieces
+from .sync_state import numbers_of, restore_sync, vectors_of
 from .training_state import (
     optimizer_settings,
     pieces_of,
@@ -58,6 +60,7 @@ class Checkpointer:
     scheduler: anything with `state_dict` and `load_state_dict`, such as those of `torch.optim.lr_scheduler`.
     sampler: what `plan.sampler` returned, or anything with its `start_at`; resuming moves it to the batch that comes
     next, and gives back what its `state_dict`, if it has one, said (the subset of `SelectedBatches`).
+    sync: what `tw.sync.create` returned, whose state is saved, each rank's own. Of replicas, each has a folder of its own.
     keep: complete checkpoints that stay, the newest ones. asynchronous: write a copy in the background, which takes as
     many bytes of host memory as this rank holds of weights and optimizer state; else `save` returns when all is written.
     say: told, at the first save in the background, by how much that copy goes beyond the plan's budget, where the host's
@@ -88,6 +91,7 @@ class Checkpointer:
         *,
         scheduler: Any = None,
         sampler: Any = None,
+        sync: Any = None,
         keep: int = KEEP,
         asynchronous: bool = True,
         say: Callable[[str], None] = warnings.warn,
@@ -97,14 +101,21 @@ class Checkpointer:
         self.folder = Path(folder)
         self.keep, self.asynchronous = keep, asynchronous
         self._module, self._optimizer = module, optimizer
-        self._scheduler, self._sampler = scheduler, sampler
+        self._scheduler, self._sampler, self._sync = scheduler, sampler, sync
+        self._replicas = module.replicas
+        self._left: tuple[str, ...] = ()
         self.has_schedule = False
         """Whether the checkpoint that was loaded has a schedule's state."""
         self._say: Callable[[str], None] | None = say if asynchronous and module.device.type == "cpu" else None
         # Of its own: the writing thread's collectives must not come between those of the step.
-        self._group = dist.new_group(backend="gloo")
+        self._group = group_inside(self._replicas, "gloo")
         self._writing: _Writing | None = None
         self._on_first_rank(lambda: _prepare(self.folder))
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The state of the sync method that the checkpoint had, and that means nothing to this number of replicas or plan."""
+        return self._left
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -126,7 +137,7 @@ class Checkpointer:
         """
         self.wait()
         copy = _copy_to_host if self.asynchronous else _on_host
-        pieces = pieces_of(self._module, self._optimizer, copy)
+        pieces = pieces_of(self._module, self._optimizer, copy) | vectors_of(self._sync, self._replicas.rank, copy)
         texts = self._texts(step, step + 1 if num_batches is None else num_batches)
         temporary = self.folder / f".{_name(step)}.tmp"
         needed = sum(piece.num_bytes for piece in pieces.values())
@@ -144,6 +155,11 @@ class Checkpointer:
         if writing is not None:
             writing.finish()
 
+    def load(self, path: Path) -> int:
+        """Restore one complete checkpoint, another folder's too, and return its step; a collective call."""
+        self.wait()
+        return self._load(path)
+
     def load_latest(self) -> int | None:
         """Restore the newest complete checkpoint and return its step; `None` where there is none, with nothing changed."""
         self.wait()
@@ -153,7 +169,7 @@ class Checkpointer:
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, as rank 0 sees it; a collective call."""
         held: list[Path | None] = [next(reversed(complete(self.folder)), None)]
-        dist.broadcast_object_list(held, 0, group=self._group)
+        dist.broadcast_object_list(held, self._replicas.ranks[0], group=self._group)
         return held[0]
 
     def __enter__(self) -> Checkpointer:
@@ -168,7 +184,9 @@ class Checkpointer:
         module, same_layout = self._module, _layout(self._module) == saved["layout"]
         restore_groups(module, self._optimizer, saved["optimizer"])
         restore_tensors(module, self._optimizer, StoredTensors(path), saved["optimizer"], same_layout)
-        module.num_steps, module.seed = saved["module"]["num_steps"], saved["module"]["seed"]
+        module.num_steps = saved["module"]["num_steps"]
+        if position.get("replica", 0) == self._replicas.index:
+            module.seed = saved["module"]["seed"]
         self.has_schedule = saved["scheduler"] is not None
         if self._scheduler is not None:
             if saved["scheduler"] is None:
@@ -178,21 +196,27 @@ class Checkpointer:
             self._sampler.start_at(position["num_batches"])
             if saved.get("sampler") is not None:
                 self._sampler.load_state_dict(saved["sampler"])
-        if len(saved["random"]) == dist.get_world_size():
-            restore_random_states(saved["random"][dist.get_rank()])
+        if len(saved["random"]) == self._replicas.size and position.get("replica", 0) == self._replicas.index:
+            restore_random_states(saved["random"][self._replicas.rank])
+        if self._sync is not None:
+            self._left = restore_sync(
+                self._sync, self._replicas.rank, StoredTensors(path), saved.get("sync"), same_layout
+            )
         return int(position["step"])
 
     def _texts(self, step: int, num_batches: int) -> dict[str, bytes]:
         """The files beside the tensors, by name; a collective call. The marker comes last."""
-        randoms: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(randoms, random_states(), group=self._group)
+        here = self._replicas
+        own: list[Any] = [None] * here.size
+        dist.all_gather_object(own, (random_states(), numbers_of(self._sync)), group=self._group)
         module = self._module
         state = {
             "optimizer": optimizer_settings(module, self._optimizer),
             "module": {"num_steps": module.num_steps, "seed": module.seed},
             "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
             "sampler": self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else None,
-            "random": randoms,
+            "random": [random for random, _ in own],
+            "sync": [numbers for _, numbers in own] if self._sync is not None else None,
             "layout": _layout(module),
         }
         position = {
@@ -203,6 +227,7 @@ class Checkpointer:
             "mesh": module.plan.mesh,
             "fingerprint": module.plan.fingerprint,
             "torch_version": torch.__version__,
+            **({} if here.is_only else {"replica": here.index, "num_replicas": here.number}),
         }
         config = getattr(module, "config", None)
         texts = {STATE: _as_bytes(state), PLAN: module.plan.to_json().encode()}
@@ -233,18 +258,18 @@ class Checkpointer:
             _remove(old)
 
     def _discard(self, temporary: Path) -> None:
-        if dist.get_rank() == 0:
+        if self._replicas.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
         """Run `action` on rank 0; every rank raises what it raised."""
         told: list[str | None] = [None]
-        if dist.get_rank() == 0:
+        if self._replicas.rank == 0:
             try:
                 action()
             except (OSError, UserError) as error:
                 told = [str(error if isinstance(error, UserError) else _disk_error({0: error}, self.folder))]
-        dist.broadcast_object_list(told, 0, group=self._group)
+        dist.broadcast_object_list(told, self._replicas.ranks[0], group=self._group)
         if told[0] is not None:
             raise UserError(told[0])
 

@@ -160,11 +160,18 @@ class Collective:
         return self.result
 
 
-def make_mesh(mesh: dict[str, int], device_type: str) -> DeviceMesh:
-    """Return the device mesh of a plan over the ranks that exist."""
+REPLICAS = "replicas"
+"""The axis outside a plan's own, along which nothing is summed."""
+
+
+def make_mesh(mesh: dict[str, int], device_type: str, replicas: int = 1) -> DeviceMesh:
+    """Return the device mesh of a plan over the ranks that exist, or over those of this rank's replica."""
     if not dist.is_initialized():
         raise RuntimeError(
             "a process group is needed; run under torchrun, or inside trainwright.launch.process_group()"
         )
-    ranks = torch.arange(dist.get_world_size()).reshape(tuple(mesh.values()))
-    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(mesh))
+    ranks = torch.arange(dist.get_world_size())
+    if replicas == 1:
+        return DeviceMesh(device_type, ranks.reshape(tuple(mesh.values())), mesh_dim_names=tuple(mesh))
+    whole = DeviceMesh(device_type, ranks.reshape(replicas, *mesh.values()), mesh_dim_names=(REPLICAS, *mesh))
+    return whole[tuple(mesh)]

@@ -26,10 +26,11 @@ from ..capture.offload_states import StateOffload
 from ..capture.other_shapes import without_weights
 from ..capture.program import Program
 from ..capture.program import Tensor as ProgramTensor
+from ..capture.randomness import derived_seed
 from ..capture.reshard import Route, reshard
 from ..capture.run_state import Finish, RunState
 from ..capture.transition import transition
-from ..launch import init, is_under_torchrun
+from ..launch import Replicas, init, is_under_torchrun, replicas_of
 from ..profiler.step import DTYPES
 from .adapters import adapter_of
 from .batch import planned_cut, planned_shapes, shapes_of
@@ -58,6 +59,7 @@ def parallelize(
     *,
     loss_fn: LossFn | None = None,
     seed: int | None = None,
+    replicas: int = 1,
 ) -> ParallelModule:
     """Return `model` as `plan` lays it out, on this rank; torchrun's process group is joined where the script has not.
 
@@ -73,32 +75,44 @@ def parallelize(
     which each rank reads its own part; `None` takes the model's own values, or, on the meta device, runs the model's
     own initialisation module by module, the same for any plan.
     seed: of dropout and of that initialisation; default rank 0's `torch.initial_seed()`.
+    replicas: how many times the plan is run side by side, on `replicas` times its ranks, consecutive ones a replica. Gradients
+    are not summed between replicas: a method of `tw.sync` exchanges there, and each is given batches of its own.
 
     Raises `UserError` when the plan is not this model's, or when the number of ranks is not the plan's.
     """
-    _check_ranks(plan)
+    _check_ranks(plan, replicas)
     check_same_loss(plan, loss_fn)
     autocast = DTYPES[plan.autocast] if plan.autocast else None
     program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
     decisions = decisions_of(program, plan)
-    module = ParallelModule(model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None)
+    module = ParallelModule(
+        model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None, replicas_of(replicas)
+    )
     module.take_other_shapes(model, loss_fn, autocast)
     return module
 
 
-def _check_ranks(plan: Plan) -> None:
+def _check_ranks(plan: Plan, replicas: int = 1) -> None:
     """See that this process is one of the plan's ranks; join torchrun's group where the script has not."""
+    if not isinstance(replicas, int) or replicas < 1:
+        raise UserError(f"a number of replicas is needed, 1 or more; got {replicas!r}; try 2")
+    needed = plan.num_ranks * replicas
+    by = (
+        f"by this plan (mesh {plan.mesh})"
+        if replicas == 1
+        else f"by {replicas} replicas of this plan (mesh {plan.mesh})"
+    )
     if not dist.is_initialized():
-        if plan.num_ranks != 1 and not is_under_torchrun():
+        if needed != 1 and not is_under_torchrun():
             raise UserError(
-                f"{plan.num_ranks} ranks are needed by this plan (mesh {plan.mesh}); this process is alone; start it with "
-                f"torchrun --nproc-per-node {plan.num_ranks} SCRIPT, or plan for one device"
+                f"{needed} ranks are needed {by}; this process is alone; start it with "
+                f"torchrun --nproc-per-node {needed} SCRIPT, or plan for one device"
             )
         init("cuda" if plan.cluster.device.kind == "gpu" and torch.cuda.is_available() else "cpu")
-    if dist.get_world_size() != plan.num_ranks:
+    if dist.get_world_size() != needed:
         raise UserError(
-            f"{plan.num_ranks} ranks are needed by this plan (mesh {plan.mesh}); there are {dist.get_world_size()}; "
-            f"start {plan.num_ranks}, or plan for {dist.get_world_size()}"
+            f"{needed} ranks are needed {by}; there are {dist.get_world_size()}; "
+            f"start {needed}, or plan for {dist.get_world_size()}"
         )
 
 
@@ -133,9 +147,13 @@ class ParallelModule(nn.Module):
         weights: str | os.PathLike[str] | None,
         seed: int,
         has_loss_fn: bool,
+        replicas: Replicas | None = None,
     ) -> None:
         super().__init__()
-        self.plan, self.seed, self.num_steps = plan, seed, 0
+        self.replicas = replicas or replicas_of(1)
+        """Where this rank is among the replicas of the plan."""
+        own_seed = derived_seed(seed, self.replicas.index) if self.replicas.index else seed
+        self.plan, self.seed, self.num_steps = plan, own_seed, 0
         self.use_dropout = True
         self._has_loss_fn = has_loss_fn
         self._late: list[Finish] | None = None
@@ -143,7 +161,7 @@ class ParallelModule(nn.Module):
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         if not gpu:
             keep_freed_memory()
-        self.device_mesh: DeviceMesh = make_mesh(plan.mesh, self.device.type)
+        self.device_mesh: DeviceMesh = make_mesh(plan.mesh, self.device.type, self.replicas.number)
         self.communicator = MeshCommunicator(self.device_mesh)
         store = open_store(plan, self.device)
         planned = ShapedStep(planned_cut(plan), program, decisions, self.communicator, store, self.device)
@@ -326,8 +344,8 @@ def full_state_dict(
     """Return the whole weights and buffers in the user's names and shapes, on every rank; a collective call.
 
     trainable: those alone that are trained, so that a frozen base is not gathered to save an adapter.
-    only_rank: where the weights are wanted, one after the other on the CPU; the other ranks keep none and return `{}`. Tied
-    weights are one tensor there under all their names.
+    only_rank: where, among the ranks of a replica, the weights are wanted, one after the other on the CPU; the other ranks
+    keep none and return `{}`. Tied weights are one tensor there under all their names.
     """
     found: dict[str, Tensor] = {}
     first_of: dict[int, str] = {}
@@ -343,7 +361,7 @@ def full_state_dict(
         whole = _user_tensor(model, name, value)
         if only_rank is None:
             found[name] = whole.clone()
-        elif dist.get_rank() == only_rank:
+        elif model.replicas.rank == only_rank:
             found[name] = whole.to("cpu", copy=True)
     return found
 

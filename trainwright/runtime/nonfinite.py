@@ -21,7 +21,8 @@ class NotFinite(Refusal):
 
 
 class FiniteGate:
-    """Says before each update whether it may be made: whether loss and gradients are finite, on every rank.
+    """Says before each update whether it may be made: whether loss and gradients are finite, on every rank
+    of the replica.
 
     stop: raise `NotFinite`; the weights stay as they were. skip: leave the update out and go on, `MOST_IN_A_ROW` times at
     most. raise: raise `FloatingPointError`, which names the gradients: a failure, after which a launcher may start anew.
@@ -69,9 +70,9 @@ def _all_finite(module: ParallelModule, loss: Tensor) -> bool:
     extremes = [extreme.double().abs() for grad in grads for extreme in torch.aminmax(_real(grad))]
     total = loss.detach().double().abs() + sum(extremes, torch.zeros((), dtype=torch.float64, device=loss.device))
     finite = torch.isfinite(total).to("cpu", torch.int32)
-    if dist.get_world_size() > 1:
+    if module.replicas.size > 1:
         with module.communicator.activity.waiting("the exchange of what is finite"):
-            dist.all_reduce(finite, dist.ReduceOp.MIN)
+            dist.all_reduce(finite, dist.ReduceOp.MIN, group=module.replicas.inside)
     return bool(finite.item())
 
 
@@ -88,6 +89,6 @@ def _real(grad: Tensor) -> Tensor:
 def _culprits(module: ParallelModule) -> list[str]:
     """The parameters whose gradients are not finite, on whichever rank; a collective call."""
     own = [name for name, grad in _gradients(module).items() if not bool(torch.isfinite(grad).all())]
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, own)
+    found: list[list[str]] = [[] for _ in range(module.replicas.size)]
+    dist.all_gather_object(found, own, group=module.replicas.inside)
     return list(dict.fromkeys(name for names in found for name in names))

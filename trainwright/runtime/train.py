@@ -40,6 +40,18 @@ def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: A
     `may_update(loss)` is asked once the gradients are there, and leaves the update out when it says no.
     """
     activity = module.communicator.activity
+    loss = loss_with_gradients(module, optimizer, part)
+    with activity.doing("the optimizer's step"):
+        if may_update is None or may_update(loss):
+            began, exchanged_s = time.perf_counter(), activity.comm_s
+            optimizer.step()
+            activity.update_s += time.perf_counter() - began - (activity.comm_s - exchanged_s)
+    return loss.detach()
+
+
+def loss_with_gradients(module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any) -> Tensor:
+    """Run forward and backward on the rank's part of a batch; return the loss of the whole batch."""
+    activity = module.communicator.activity
     optimizer.zero_grad(set_to_none=True)
     with module.late_loss():
         with activity.doing("the forward"):
@@ -47,12 +59,7 @@ def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: A
             loss = find_loss(output)
         with activity.doing("the backward"):
             loss.backward()
-    with activity.doing("the optimizer's step"):
-        if may_update is None or may_update(loss):
-            began, exchanged_s = time.perf_counter(), activity.comm_s
-            optimizer.step()
-            activity.update_s += time.perf_counter() - began - (activity.comm_s - exchanged_s)
-    return loss.detach()
+    return loss
 
 
 def train_loop(
@@ -81,9 +88,10 @@ def train_loop(
     (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
     and the op. None: no limit but the process group's. trace: records some of the steps. take: what runs one step, in place of
-    `train_step`: a `ClosureStep`, say. schedule: its `before(module, part)` and `after()` are called around each step. norms:
-    what of the gradients is told with the step, once they are there. held_out: a loss on other data, now and then. growth: how many
-    batches a step takes (`num`), told of them by `after(step, batches)`.
+    `train_step`: a `ClosureStep`, say; what its `told()` returns, if it has that, joins the event. schedule: its
+    `before(module, part)` and `after()` are called around each step. norms: what of the gradients is told with the step, once
+    they are there. held_out: a loss on other data, now and then. growth: how many batches a step takes (`num`), told of them by
+    `after(step, batches)`.
 
     Raises `Refusal` when the loss is not finite, unless such steps are to be skipped, and `UserError` when data ends early.
     """
@@ -117,6 +125,8 @@ def train_loop(
             event["planned"] = shapes == planned_shapes(module.plan)
             event["skipped"] = gate.num_skipped > skipped
             event.update(told)
+            if hasattr(take, "told"):
+                event.update(take.told())
             if growth is not None:
                 event["num_batches"] = len(taken)
                 for rate in ("samples_per_s", "tokens_per_s"):
@@ -254,9 +264,9 @@ def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _largest(module: ParallelModule, value: int) -> int:
     held = torch.tensor([value], dtype=torch.int64)
-    if dist.get_world_size() > 1:
+    if module.replicas.size > 1:
         with module.communicator.activity.waiting("the exchange of peaks"):
-            dist.all_reduce(held, dist.ReduceOp.MAX)
+            dist.all_reduce(held, dist.ReduceOp.MAX, group=module.replicas.inside)
     return int(held.item())
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -44,7 +43,7 @@ def pieces_of(module: ParallelModule, optimizer: torch.optim.Optimizer, copy: Co
             pieces[f"optimizer.{name}.{key}"] = _like_parameter(module, name, value, copy)
         elif kind != VALUE:
             local = value.to_local() if isinstance(value, DTensor) else value
-            place = _own_place(name, key) if kind == OWN else f"optimizer.{name}.{key}"
+            place = _own_place(module, name, key) if kind == OWN else f"optimizer.{name}.{key}"
             pieces[place] = Piece(whole_region(local.shape), copy(local))
     return pieces
 
@@ -244,7 +243,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _restored(module: ParallelModule, name: str, key: str, param: Tensor, kept: Kept, stored: StoredTensors) -> Any:
     if kept.kind == VALUE:
         return kept.value
-    place = _own_place(name, key) if kept.kind == OWN else f"optimizer.{name}.{key}"
+    place = _own_place(module, name, key) if kept.kind == OWN else f"optimizer.{name}.{key}"
     if place not in stored:
         raise UserError(f"{place} is needed; {stored.folder} lacks it; the checkpoint is damaged")
     region = module.regions[name] if kept.kind == SPLIT else whole_region(stored.shape(place))
@@ -262,8 +261,8 @@ def _restored(module: ParallelModule, name: str, key: str, param: Tensor, kept: 
     return value
 
 
-def _own_place(name: str, key: str) -> str:
-    return f"optimizer.{name}.{key}.rank{dist.get_rank()}"
+def _own_place(module: ParallelModule, name: str, key: str) -> str:
+    return f"optimizer.{name}.{key}.rank{module.replicas.rank}"
 
 
 def _plain(value: Any, key: str) -> Any:

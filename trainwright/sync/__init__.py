@@ -37,6 +37,7 @@ from .cr_psgd import CRPSGD, CRPSGDCatalyst
 from .dadao import DADAO
 from .diloco import DiLoCo
 from .easgd import EASGD
+from .elastic import Elastic, Meeting, host_meeting
 from .face import Sync
 from .gossip import DecentLaM, Gossip
 from .gradient_coding import GradientCoding
@@ -48,6 +49,8 @@ from .method import Method
 from .network import Network
 from .one_bit_adam import OneBitAdam
 from .one_bit_lamb import OneBitLAMB
+from .options import check_options, options_of, parse_options
+from .price import Price, price
 from .ranks import Ranks
 from .rates import optimal_rates
 from .record import Message, Size, StateVector, SyncRecord
@@ -63,6 +66,7 @@ from .requests import (
     Form,
     Identify,
     Letter,
+    MembersChanged,
     Now,
     Place,
     Receive,
@@ -93,6 +97,7 @@ __all__ = [
     "DataParallel",
     "DecentLaM",
     "DiLoCo",
+    "Elastic",
     "Exchange",
     "Form",
     "Gossip",
@@ -103,6 +108,8 @@ __all__ = [
     "JustOneByte",
     "Letter",
     "LocalSGD",
+    "Meeting",
+    "MembersChanged",
     "Message",
     "Method",
     "Network",
@@ -110,6 +117,7 @@ __all__ = [
     "OneBitAdam",
     "OneBitLAMB",
     "Place",
+    "Price",
     "Ranks",
     "Receive",
     "Replica",
@@ -124,11 +132,15 @@ __all__ = [
     "SyncRecord",
     "Traffic",
     "Worker",
+    "check_options",
     "create",
+    "host_meeting",
     "join",
     "metropolis",
     "names",
     "optimal_rates",
+    "parse_options",
+    "price",
     "record",
     "simulate",
     "table",
@@ -155,12 +167,23 @@ _TYPICAL = 1_000_000
 """Parameters of the model that the table's numbers are for, over 8 workers in fp32."""
 
 
-def create(name: str, model: nn.Module, optimizer: Any = None, *, group: Any = None, **options: Any) -> Sync:
+def create(
+    name: str,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    group: Any = None,
+    meeting: Meeting | None = None,
+    **options: Any,
+) -> Sync:
     """Return the method `name` over `model` and `optimizer`, agreed upon with all other ranks of `group`.
 
-    model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel. optimizer: over its
+    model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel; or one of
+    `tw.parallelize(…, replicas=N)`, whose replicas are the workers, each rank working on its own shards. optimizer: over its
     parameters; the method calls it, or reads its settings. group: a process group of torch.distributed; default: all
-    ranks, under torchrun, or this process alone. options: the method's own; its class says what they mean.
+    ranks, under torchrun, or this process alone. meeting: in place of a group, where workers find
+    one another that come and go: the method goes on with whoever is there, and one that comes later takes over the run's
+    parameters and state. options: the method's own; its class says what they mean.
 
     Raises `UserError` on all ranks alike, before anything is sent of the model, for an unknown name or option, a value
     that the method refuses, a number of workers that it cannot take, and ranks that differ in method, options or parameters.
@@ -174,11 +197,34 @@ def create(name: str, model: nn.Module, optimizer: Any = None, *, group: Any = N
     (1, 0)
     """
     entry = record(name)
+    if meeting is not None:
+        return _meet(entry, model, optimizer, meeting, options)
     launch.init()
-    engine = Ranks(group)
+    engine = Ranks(_between(model) if group is None else group)
     sync = engine.run(face.join(entry, model, optimizer, options))
     sync.engine = engine
     return sync
+
+
+def _meet(entry: SyncRecord, model: nn.Module, optimizer: Any, meeting: Meeting, options: dict[str, Any]) -> Sync:
+    engine = Elastic(meeting, may_join=entry.cls.bears_changes)
+    if engine.is_new:
+        return face.adopt(entry, model, optimizer, options, engine)
+    sync = engine.run(face.join(entry, model, optimizer, options))
+    sync.engine = engine
+    face.attach(sync, engine)
+    return sync
+
+
+def _between(model: Any) -> Any:
+    """Return the group over which the replicas of a planned module exchange; `None`, all ranks, of an ordinary one."""
+    replicas = getattr(model, "replicas", None)
+    if replicas is not None and replicas.is_only and replicas.size > 1:
+        raise UserError(
+            f"replicas of the plan are needed for a sync method; this module is the only one on its {replicas.size} ranks, which "
+            "sum their gradients as the plan says; give tw.parallelize(model, plan, replicas=N), or the model itself, unplanned"
+        )
+    return None if replicas is None else replicas.across
 
 
 def join(name: str, model: nn.Module, optimizer: Any = None, **options: Any) -> Steps[Sync]:
@@ -209,7 +255,7 @@ def table() -> list[dict[str, str]]:
     """Return a row a method; its numbers are for a million parameters in fp32 on 8 workers."""
     rows = []
     for entry in _RECORDS.values():
-        options = {**face.options_of(entry.cls), **entry.defaults}
+        options = {**options_of(entry.cls), **entry.defaults}
         rows.append(entry.row(Size((_TYPICAL,), 4, 8, options)))
     return rows
 

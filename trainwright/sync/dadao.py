@@ -15,12 +15,13 @@ from torch import Tensor
 from ..artifacts import UserError, check_range
 from .graphs import Graph, graphs_of
 from .method import Method
+from .network import Network
 from .record import Message, Size, StateVector, SyncRecord
 from .replica import Worker
 from .requests import Compute, Exchange, Steps
 
-_MOST_CHI, _TERMS = 0.5, 18
-"""χ1 χ2 up to which theory holds; terms of the series of e^A for ‖A‖ ≤ 1/2."""
+_MOST_CHI, _TERMS, _UNITS = 0.5, 18, 40
+"""χ1 χ2 up to which theory holds; terms of the series of e^A for ‖A‖ ≤ 1/2; units of time that a price looks at."""
 _VARIABLES = ("x", "x_tilde", "y", "y_tilde", "z", "z_tilde")
 
 
@@ -46,6 +47,7 @@ class DADAO(Method):
     Source: Nabli & Oyallon 2023, DADAO: Decoupled Accelerated Decentralized Asynchronous Optimization (arXiv:2208.00779).
     """
 
+    needs_whole = "its closure computes at events of its own, and a planned step needs all its ranks at once"
     equal_start = False
 
     def __init__(
@@ -256,11 +258,25 @@ def _edge_events(size: Size, k: int) -> int:
     return sum(len(nodes) == 2 for unit in range(1, k + 1) for _, nodes in schedule.events(unit))
 
 
+def _event_s(size: Size, network: Network, compute_s: float) -> float:
+    """Return the seconds that one edge's event adds to a step, with nodes that wait for one another in some units of time."""
+    schedule = Schedule.of(*(size.options["graph"], size.num_workers, size.options["rates"], size.options["seed"]))
+    at, num_edges = [0.0] * size.num_workers, 0
+    for unit in range(1, _UNITS + 1):
+        for _, nodes in schedule.events(unit):
+            took_s = compute_s if len(nodes) == 1 else network.message_s(size.param_bytes)
+            until = max(at[node] for node in nodes) + took_s
+            num_edges += len(nodes) - 1
+            for node in nodes:
+                at[node] = until
+    return (max(at) - _UNITS * compute_s) / max(1, num_edges)
+
+
 RECORD = SyncRecord(
     "dadao",
     DADAO,
     "gradients and gossip at random times",
-    (Message("y + z", "edge", lambda size: 2 * size.param_bytes, _edge_events, "2P Σλ/n"),),
+    (Message("y + z", "edge", lambda size: 2 * size.param_bytes, _edge_events, "2P Σλ/n", seconds=_event_s),),
     promises="the minimum, accelerated, linear rate",
     assumes="strong convexity; L and μ known",
     states=tuple(StateVector(name) for name in _VARIABLES),

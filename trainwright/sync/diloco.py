@@ -36,6 +36,8 @@ class DiLoCo(Method):
     Source: Douillard et al. 2023 (arXiv:2311.08105); streaming: Douillard et al. 2025 (arXiv:2501.18512).
     """
 
+    bears_changes = True
+
     def __init__(
         self, worker: Worker, *, period: int = 100, outer_lr: float = 0.7, outer_momentum: float = 0.9, fragments: int = 1,
         delay: int = 0, mix: float = 0.0,

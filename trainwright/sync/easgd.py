@@ -26,6 +26,8 @@ class EASGD(Method):
     Source: Zhang, Choromanska & LeCun 2015, Deep learning with Elastic Averaging SGD (arXiv:1412.6651), synchronous form.
     """
 
+    bears_changes = True
+
     def __init__(
         self, worker: Worker, *, period: int = 8, pull: float | None = None, centre_pull: float = 0.43
     ) -> None:

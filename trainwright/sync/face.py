@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..artifacts import UserError
-from .method import Method, options_of
+from .as_optimizer import SyncOptimizer
+from .elastic import Elastic
+from .method import Method
+from .options import check_options, options_of
 from .ranks import Ranks
 from .record import AGREEMENT_BYTES, Size, SyncRecord
 from .replica import Replica, Worker
-from .requests import AllGather, Identify, Place, Steps
+from .requests import AllGather, Compute, Count, Form, Identify, MembersChanged, Now, Place, Steps
 from .traffic import Traffic
 
 _DIGEST = 32
@@ -30,6 +35,8 @@ class Sync:
         self, record: SyncRecord, method: Method, options: Mapping[str, Any], engine: Ranks | None = None
     ) -> None:
         self.record, self.method, self.options, self.engine = record, method, dict(options), engine
+        self.num_rounds = 0
+        """Steps so far in which this worker exchanged anything."""
 
     def step(self, loss: Any = None, num_samples: int = 1) -> None:
         """Take one step with the others: exchange what the method exchanges, and update the parameters.
@@ -50,7 +57,17 @@ class Sync:
                 f"{self.record.name} needs a function that computes a loss; got {type(loss).__name__}; give sync.step(closure)"
             )
         self.method.num_steps += 1
-        yield from _without_gradients(self.method.step(loss, num_samples))
+        exchanged = yield from _without_gradients(self.method.step(self._decided(loss), num_samples))
+        self.num_rounds += exchanged > 0
+
+    def _decided(self, loss: Any) -> Any:
+        """The loss, on all ranks of one replica that of its first: a sum's last bit may differ between them."""
+        replicas = getattr(self.method.replica.model, "replicas", None)
+        if not self.method.reads_loss or replicas is None or replicas.size == 1:
+            return loss
+        told = torch.tensor([float(loss)], dtype=torch.float64)
+        dist.broadcast(told, replicas.ranks[0], group=replicas.inside)
+        return float(told)
 
     def finish(self) -> None:
         """Give all workers the same parameters, those to evaluate or keep, and let go of messages that are awaited still.
@@ -64,6 +81,20 @@ class Sync:
     def finishing(self) -> Steps[None]:
         """The same as a program."""
         yield from _without_gradients(self.method.finish())
+
+    def as_optimizer(self) -> SyncOptimizer:
+        """Return this as an optimizer whose `step()` is `step(loss)`: for Hugging Face's Trainer, Accelerate and their like.
+
+        >>> from trainwright import sync
+        >>> model = nn.Linear(2, 1)
+        >>> joined = sync.create("local-sgd", model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> optimizer = joined.as_optimizer()
+        >>> model(torch.ones(3, 2)).mean().backward()
+        >>> optimizer.step()
+        >>> joined.method.num_steps
+        1
+        """
+        return SyncOptimizer(self)
 
     @property
     def traffic(self) -> Traffic:
@@ -86,6 +117,7 @@ class Sync:
             "method": self.record.name,
             "num_workers": self.method.worker.size,
             "num_steps": self.method.num_steps,
+            "num_rounds": self.num_rounds,
             "state": kept,
         }
 
@@ -110,7 +142,7 @@ class Sync:
                     f"{own[name].numel()}; build that model"  # type: ignore[union-attr]
                 )
         own.update({name: value.clone() if isinstance(value, Tensor) else value for name, value in taken.items()})
-        self.method.num_steps = saved["num_steps"]
+        self.method.num_steps, self.num_rounds = saved["num_steps"], saved["num_rounds"]
         return left
 
     def close(self) -> None:
@@ -128,8 +160,9 @@ def join(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[
     filled = {**options_of(record.cls), **record.defaults, **options}
     method, replica, problem = None, None, ""
     try:
-        _check_options(record, options)
+        check_options(record, options)
         replica = Replica(model, optimizer)
+        _check_whole(record, replica)
         method = record.cls(Worker(place.rank, place.size, replica), **{**record.defaults, **options})
     except UserError as error:
         problem = str(error)
@@ -141,23 +174,90 @@ def join(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[
     return Sync(record, method, filled)
 
 
-def _without_gradients(program: Steps[None]) -> Steps[None]:
-    """Run `program` under `no_grad`, which ends at each yield: what other workers of this process do meanwhile is theirs."""
+def adopt(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[str, Any], engine: Elastic) -> Sync:
+    """Make a `Sync` on a worker that joins a run: parameters and all state are those of the first member."""
+    check_options(record, options)
+    replica = Replica(model, optimizer)
+    place = engine.place
+    _check_whole(record, replica)
+    method = record.cls(Worker(place.rank, place.size, replica), **{**record.defaults, **options})
+    sync = Sync(record, method, {**options_of(record.cls), **record.defaults, **options}, engine)
+    attach(sync, engine)
+    engine.run(_without_gradients(method.start()))
+    taken_over(sync, engine.share(None))
+    return sync
+
+
+def attach(sync: Sync, engine: Elastic) -> None:
+    """Have the method told of workers that come and go; one that needs all ends with the names of those who are gone."""
+    engine.on_change = lambda place, gone: _resize(sync, place, gone)
+    engine.on_newcomers = lambda: taken_over(sync, engine.share(_shared(sync) if engine.place.rank == 0 else None))
+
+
+def taken_over(sync: Sync, data: bytes) -> None:
+    """Take over parameters and state, on workers that have none of their own yet."""
+    if sync.method.num_steps or not isinstance(sync.engine, Elastic) or not sync.engine.is_new:
+        return
+    saved = torch.load(io.BytesIO(data), weights_only=True)
+    if saved["options"] != repr((sync.record.name, sorted(sync.options.items(), key=str))):
+        raise UserError(
+            "the method and options of the run are needed to join it; those given are others; give the same"
+        )
+    sync.method.replica.write(saved["parameters"])
+    if sync.method.replica.optimizer is not None:
+        sync.method.replica.optimizer.load_state_dict(saved["optimizer"])
+    sync.load_state_dict({**saved["sync"], "num_workers": sync.method.worker.size})
+
+
+def _shared(sync: Sync) -> bytes:
+    replica, held = sync.method.replica, io.BytesIO()
+    saved = {
+        "parameters": replica.read(),
+        "optimizer": replica.optimizer.state_dict() if replica.optimizer is not None else None,
+        "sync": sync.state_dict(),
+        "options": repr((sync.record.name, sorted(sync.options.items(), key=str))),
+    }
+    torch.save(saved, held)
+    return held.getvalue()
+
+
+def _resize(sync: Sync, place: Place, gone: list[str]) -> None:
+    method = sync.method
+    if not method.bears_changes:
+        raise UserError(
+            f"{sync.record.name} needs all its workers; {' and '.join(gone)} gone; start them all again from a checkpoint, or take "
+            "diloco, local-sgd, easgd, lsgd, decentlam, gossip or just-one-byte, which go on"
+        )
+    method.worker = Worker(place.rank, place.size, method.replica)
+    method.resized()
+
+
+def _without_gradients(program: Steps[None]) -> Steps[int]:
+    """Run `program` under `no_grad`, which ends at each yield: what other workers of this process do meanwhile is theirs.
+
+    Returns how many messages and collectives it asked for.
+    """
     answer: Any = None
+    changed: MembersChanged | None = None
+    asked = 0
     while True:
         with torch.no_grad():
             try:
-                request = program.send(answer)
+                request = program.send(answer) if changed is None else program.throw(changed)
             except StopIteration:
-                return
-        answer = yield request
+                return asked
+        asked += not isinstance(request, Compute | Now | Count | Identify | Form)
+        try:
+            answer, changed = (yield request), None
+        except MembersChanged as change:
+            changed = change
 
 
-def _check_options(record: SyncRecord, options: Mapping[str, Any]) -> None:
-    known = options_of(record.cls)
-    if unknown := [name for name in options if name not in known]:
+def _check_whole(record: SyncRecord, replica: Replica) -> None:
+    if replica.is_sharded and record.cls.needs_whole:
         raise UserError(
-            f"{record.name} has no option {', '.join(unknown)}; its options are {', '.join(known) or 'none'}; choose among those"
+            f"{record.name} needs a whole model on each worker: {record.cls.needs_whole}; this one is sharded by a plan; take a "
+            "method that treats each element alike (diloco, lsgd, decentlam), or a plan for one device"
         )
 
 

@@ -13,9 +13,13 @@ from torch import Tensor
 from ..artifacts import UserError
 from .graphs import Graph, check_weights, graphs_of, metropolis
 from .method import Method
+from .network import Network
 from .record import Message, Size, SyncRecord
 from .replica import Worker
 from .requests import Exchange, Steps
+
+_ROUNDS, _FEW_ROUNDS, _MANY = 64, 8, 64
+"""Rounds by which a price follows who waits for whom; fewer where there are many workers."""
 
 
 class Gossip(Method):
@@ -34,10 +38,13 @@ class Gossip(Method):
     Source: Lian et al. 2017 (arXiv:1705.09056); DmSGD: Yu, Jin & Yang 2019 (arXiv:1905.03817).
     """
 
+    bears_changes = True
+
     def __init__(
         self, worker: Worker, *, graph: str | Graph | Sequence[Sequence[int]] = "ring", weights: Any = None
     ) -> None:
         super().__init__(worker)
+        self.graph = graph
         self.graphs = graphs_of(graph, worker.size, "gossip")
         if weights is None:
             self.weights = [metropolis(each) for each in self.graphs]
@@ -49,14 +56,30 @@ class Gossip(Method):
         self.replica.update()
         self.replica.write((yield from self.average(self.replica.read())))
 
+    def resized(self) -> None:
+        """Take the graph of that name between those who are there, with Metropolis–Hastings weights."""
+        if not isinstance(self.graph, str):
+            raise UserError(
+                f"a graph by name is needed where workers come and go, so that there is one for {self.worker.size}; got edges; "
+                "take ring, or another"
+            )
+        self.graphs = graphs_of(self.graph, self.worker.size, "gossip")
+        self.weights = [metropolis(each) for each in self.graphs]
+
     def average(self, vector: Tensor) -> Steps[Tensor]:
         """Return Σ_j w_ij u_j, added in the order of ranks."""
-        turn, rank = (self.num_steps - 1) % len(self.graphs), self.worker.rank
-        came = yield Exchange(vector, self.graphs[turn].neighbours[rank])
+        came = yield from self.again(lambda: Exchange(vector, self._near()))
+        turn, rank = self._turn(), self.worker.rank
         total = torch.zeros_like(vector)
         for other, theirs in sorted([*came.items(), (rank, vector)], key=lambda item: item[0]):
             total += float(self.weights[turn][rank, other]) * theirs
         return total
+
+    def _turn(self) -> int:
+        return (self.num_steps - 1) % len(self.graphs)
+
+    def _near(self) -> tuple[int, ...]:
+        return self.graphs[self._turn()].neighbours[self.worker.rank]
 
 
 class DecentLaM(Gossip):
@@ -110,6 +133,28 @@ def _edge_bytes(size: Size) -> int:
     return sum(2 * len(graph.edges) for graph in graphs) * size.param_bytes
 
 
+def _round_s(size: Size, network: Network, compute_s: float) -> float:
+    """Return the seconds that one round of all graphs in turn adds: who is done when, some rounds on.
+
+    A node begins when its neighbours' vectors are there, and sends to one neighbour after the other, while it computes too.
+    """
+    graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
+    rounds = _FEW_ROUNDS if size.num_workers > _MANY else _ROUNDS
+    one_s = size.param_bytes / network.bytes_per_s
+    begins, free, ends = [0.0] * size.num_workers, [0.0] * size.num_workers, []
+    for number in range(rounds * len(graphs)):
+        ready = [begin + compute_s for begin in begins]
+        begins = list(ready)
+        for node, near in enumerate(graphs[number % len(graphs)].neighbours):
+            free[node] = max(free[node], ready[node])
+            for other in near:
+                free[node] += one_s
+                begins[other] = max(begins[other], free[node] + network.latency_s)
+        ends.append(max(begins))
+    half = rounds // 2 * len(graphs)
+    return (ends[-1] - ends[half - 1]) / (rounds - rounds // 2) - compute_s * len(graphs)
+
+
 def _rounds(size: Size, k: int) -> int:
     return k // len(graphs_of(size.options["graph"], size.num_workers, "gossip"))
 
@@ -122,8 +167,15 @@ def _edges() -> tuple[Message, ...]:
         return sum(2 * len(graph.edges) for graph in graphs[: k % len(graphs)])
 
     return (
-        Message("neighbours", "edge", _edge_bytes, _rounds, "deg·P"),
-        Message("neighbours, of a round under way", "edge", lambda size: size.param_bytes, rest, ""),
+        Message("neighbours", "edge", _edge_bytes, _rounds, "deg·P", seconds=_round_s),
+        Message(
+            "neighbours, of a round under way",
+            "edge",
+            lambda size: size.param_bytes,
+            rest,
+            "",
+            seconds=lambda size, network, _: network.message_s(size.param_bytes) / size.num_workers,
+        ),
     )
 
 

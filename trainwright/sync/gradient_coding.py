@@ -42,6 +42,10 @@ class GradientCoding(Method):
     Source: Tandon, Lei, Dimakis & Karampatziakis 2017, Gradient Coding: Avoiding Stragglers in Distributed Learning (ICML).
     """
 
+    needs_whole = (
+        "the master decodes what workers answer in time, and the ranks of a replica would decode from different workers"
+    )
+
     def __init__(
         self, worker: Worker, *, stragglers: int = 1, patience: float = 1.0, scale: float = 1.0, cyclic: bool = False
     ) -> None:
@@ -147,13 +151,28 @@ RECORD = SyncRecord(
     GradientCoding,
     "a master decodes sums of chunks",
     (
-        Message("parameters", "edge", _one_way, each_step, "P from the master"),
-        Message("sums", "edge", _one_way, each_step, "P"),
+        Message(
+            "parameters",
+            "edge",
+            _one_way,
+            each_step,
+            "P from the master",
+            seconds=lambda size, network, _: network.message_s(_one_way(size)),
+        ),
+        Message(
+            "sums",
+            "edge",
+            _one_way,
+            each_step,
+            "P",
+            seconds=lambda size, network, _: network.message_s(_one_way(size) / (size.num_workers - 1)),
+        ),
     ),
     promises="the maths of one worker with all data",
     assumes="data on s + 1 workers; sums, not means",
     takes="closure",
     extra_passes="s",
+    gradients=lambda size: 1.0 + size.options["stragglers"],
     faults="s a round are not waited for",
     paper="Tandon et al. 2017, ICML",
     departs="messages are float64, so that large coefficients lose nothing; rank 0 is the master and computes nothing",

@@ -15,7 +15,7 @@ from ..artifacts import UserError, check_range
 from .method import Method
 from .record import Message, SyncRecord, each_step
 from .replica import Worker
-from .requests import AllGather, Compute, Steps
+from .requests import AllGather, Compute, MembersChanged, Steps
 
 _SHARPNESS, _MOST = 8, 63
 _TABLE_BITS, _GRID = 16, 1 << 16
@@ -42,6 +42,10 @@ class JustOneByte(Method):
     (arXiv:2305.17333).
     """
 
+    needs_whole = "a slope is along a direction of the whole model"
+
+    bears_changes = True
+
     def __init__(self, worker: Worker, *, num_samples: int = 8, epsilon: float = 1e-3, seed: int = 0) -> None:
         super().__init__(worker)
         check_range(
@@ -55,9 +59,14 @@ class JustOneByte(Method):
 
     def step(self, loss: Any, num_samples: int) -> Steps[None]:
         theta = self.replica.read()
-        slopes = [self._slope(loss, theta, sample) for sample in range(self.num_samples)]
-        yield Compute(amount=2 * self.num_samples / 3)
-        rows: Tensor = yield AllGather(encode(torch.tensor(slopes, dtype=torch.float64)))
+        rows = None
+        while rows is None:
+            slopes = [self._slope(loss, theta, sample) for sample in range(self.num_samples)]
+            yield Compute(amount=2 * self.num_samples / 3)
+            try:
+                rows = yield AllGather(encode(torch.tensor(slopes, dtype=torch.float64)))
+            except MembersChanged:  # directions hang on the rank: along new ones, the slopes are others
+                continue
         self.replica.write(self.caught_up(theta, self.num_steps, rows))
         self.replica.count_step()
 
@@ -145,6 +154,7 @@ RECORD = SyncRecord(
     promises="another trajectory, equal on all to the bit",
     assumes="fine-tuning; no dropout",
     takes="closure",
+    gradients=lambda size: 2 * size.options["num_samples"] / 3,
     extra_passes="2 forwards a sample, no backward",
     paper="Zelikman et al. 2023, arXiv:2306.10015",
     departs="a byte is 7 bits of log-magnitude and a sign; lr is divided by the number of slopes, not its root",

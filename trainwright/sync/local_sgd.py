@@ -27,7 +27,8 @@ class DataParallel(Method):
 
     def _mean_gradient(self, num_samples: int) -> Steps[torch.Tensor]:
         gradient = self.replica.read_gradient() * num_samples
-        total = yield AllReduce(torch.cat([gradient, gradient.new_tensor([num_samples])]))
+        counted = torch.cat([gradient, gradient.new_tensor([num_samples])])
+        total = yield from self.again(lambda: AllReduce(counted))
         return total[:-1] / total[-1]
 
 
@@ -45,6 +46,8 @@ class LocalSGD(DataParallel):
 
     Source: Stich 2019 (arXiv:1805.09767); shared steps: Lin, Stich, Patel & Jaggi 2020 (arXiv:1808.07217).
     """
+
+    bears_changes = True
 
     def __init__(self, worker: Worker, *, period: int = 8, shared_steps: int = 0) -> None:
         super().__init__(worker)

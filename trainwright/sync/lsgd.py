@@ -12,7 +12,7 @@ from ..artifacts import UserError, check_range
 from .method import Method
 from .record import Message, Size, StateVector, SyncRecord
 from .replica import Worker
-from .requests import AllGather, Broadcast, Count, Form, Members, Steps
+from .requests import AllGather, Broadcast, Count, Form, Members, MembersChanged, Steps
 
 _LOSS_BYTES, _NOBODY = 8, -1
 
@@ -38,6 +38,8 @@ class LSGD(Method):
     (arXiv:1905.10395).
     """
 
+    reads_loss = True
+    bears_changes = True
     of_size = ("group_leader", "group_leader_rank", "global_leader", "global_leader_rank")
 
     def __init__(
@@ -57,6 +59,11 @@ class LSGD(Method):
             group_move=(group_move, *share),
             global_move=(global_move, *share),
         )
+        if asynchronous and worker.replica.is_sharded:
+            raise UserError(
+                "asynchronous lsgd needs a whole model on each worker, as the ranks of one replica would exchange at different "
+                "steps; these are sharded by a plan; leave asynchronous out"
+            )
         if worker.size % num_groups or global_period % group_period:
             raise UserError(
                 f"lsgd needs groups of one size, and a global period that the group's divides; got {worker.size} workers in "
@@ -102,8 +109,23 @@ class LSGD(Method):
         taken = yield Count("lsgd")
         return bool(taken >= (self.num_rounds + 1) * self.worker.size * self.period)
 
+    def resized(self) -> None:
+        """Leaders keep what they led to; who they are is known again after the next exchange."""
+        if self.has_groups:
+            raise UserError("lsgd needs one group where workers come and go; got several; leave num_groups out")
+        self.groups = groups_of(self.worker.size, 1)
+        self.state |= {"group_leader_rank": _NOBODY, "global_leader_rank": _NOBODY}
+
     def _follow(self, x: Tensor) -> Steps[Tensor]:
-        """Find the leaders and move towards them: the group's first."""
+        """Find the leaders and move towards them: the group's first; all anew where a worker was gone meanwhile."""
+        while True:
+            counted = dict(self.state)
+            try:
+                return (yield from self._once(x))
+            except MembersChanged:
+                self.state |= {name: counted[name] for name in ("loss", "num_losses", "num_rounds")}
+
+    def _once(self, x: Tensor) -> Steps[Tensor]:
         own = torch.tensor([self.state["loss"] / self.state["num_losses"]], dtype=torch.float64)
         losses = (yield AllGather(own)).flatten().tolist()
         self.state |= {"loss": 0.0, "num_losses": 0, "num_rounds": self.num_rounds + 1}
@@ -176,6 +198,7 @@ RECORD = SyncRecord(
             lambda size: (size.num_workers - size.options["num_groups"]) * size.param_bytes,
             lambda size, k: _rounds(size, k) if _grouped(size) else 0,
             "P/l",
+            lambda size: size.num_workers // size.options["num_groups"],
         ),
         Message(
             "leader",

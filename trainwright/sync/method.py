@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .replica import Replica, Worker
-from .requests import AllReduce, Steps
+from .requests import AllReduce, MembersChanged, Request, Steps
 
 
 class Method:
@@ -29,6 +29,13 @@ class Method:
     """True where all workers have to begin with the same parameters."""
     of_size: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that mean nothing to another number of workers."""
+
+    bears_changes: ClassVar[bool] = False
+    """True where it goes on with whoever is there, when workers come and go."""
+    needs_whole: ClassVar[str] = ""
+    """The reason why it cannot work on what one rank holds of a sharded model; empty where it treats each element alike."""
+    reads_loss: ClassVar[bool] = False
+    """True where the loss decides something, so that all ranks of one replica have to have the same."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -54,11 +61,16 @@ class Method:
 
     def mean(self, vector: Tensor) -> Steps[Tensor]:
         """Return the mean over all workers."""
-        total: Tensor = yield AllReduce(vector)
+        total: Tensor = yield from self.again(lambda: AllReduce(vector))
         return total / self.worker.size
 
+    def again(self, request: Callable[[], Request]) -> Steps[Any]:
+        """Ask until all who are there have the answer: a request a set of members, for the own rank may have changed."""
+        while True:
+            try:
+                return (yield request())
+            except MembersChanged:
+                continue
 
-def options_of(cls: type) -> dict[str, Any]:
-    """Return the options of a method's class with their defaults."""
-    accepted = list(inspect.signature(cls).parameters.values())[1:]
-    return {each.name: each.default for each in accepted}
+    def resized(self) -> None:
+        """Take in that `worker` has another rank or another size; called where workers come and go, between requests."""

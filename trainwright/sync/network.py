@@ -33,6 +33,10 @@ class Network:
             own.append((self.latency_s, self.bytes_per_s))
         return max(latency for latency, _ in own), min(speed for _, speed in own)
 
+    def message_s(self, num_bytes: float) -> float:
+        """Return the seconds of one message over the usual link."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
     def collective_s(self, kind: str, num_bytes: int, members: Members) -> float:
         """Return the seconds of a collective of parts, for `broadcast` of a tensor, of `num_bytes`."""
         if len(members) == 1:

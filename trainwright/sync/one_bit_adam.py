@@ -88,8 +88,9 @@ class OneBitAdam(OneBit):
     as in the authors' code. freeze_step: 15 to 25 % of all steps, when v has become steady; earlier, small v make steps
     explode.
 
-    Each parameter has a scale of its own. Elements whose gradient was 0 throughout the first phase stay as they are: one
-    bit cannot say 0. Each worker's gradient has to be its own: clipping by a common norm does not go with it.
+    Each parameter has a scale of its own; under a plan that shards it, each shard has.
+    Elements whose gradient was 0 throughout the first phase stay as they are: one bit cannot say 0. Each worker's gradient
+    has to be its own: clipping by a common norm does not go with it.
 
     Source: Tang et al. 2021, 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed
     (arXiv:2102.02888).

@@ -37,6 +37,8 @@ class OneBitLAMB(OneBit):
     Source: Li, Awan, Tang, Rajbhandari & He 2021, 1-bit LAMB (arXiv:2104.06069).
     """
 
+    needs_whole = "trust ratios are norms of whole parameters"
+
     def __init__(self, worker: Worker, *, freeze_step: int = 100) -> None:
         super().__init__(worker, freeze_step)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
@@ -70,6 +71,8 @@ class Ranks:
         self.group = group
         self.place = Place(dist.get_rank(group), dist.get_world_size(group))
         self.traffic = Traffic()
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A block around each request, in which this rank may wait for others: for a watchdog, say."""
         self._groups: dict[Members, Any] = {}
         self._store: Any = None
         self._forget()
@@ -83,7 +86,8 @@ class Ranks:
                 request = program.send(answer)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-            answer = self.answer(request)
+            with self.waiting():
+                answer = self.answer(request)
 
     def answer(self, request: Request) -> Any:
         """Return the answer to one request."""
@@ -244,10 +248,15 @@ class Ranks:
         return Letter(self._local(sender), room)
 
     def _form(self, groups: tuple[Members, ...]) -> None:
-        """Make groups, all of them on all ranks in one order; a rank that is in none of two has made both."""
-        for members in groups:
-            if members not in self._groups and len(members) < self.place.size:
-                self._groups[members] = dist.new_group([self._global(rank) for rank in members])
+        """Make groups, those of all ranks on all ranks in one order: other replicas of a plan ask for their own meanwhile."""
+        new = [members for members in groups if members not in self._groups and len(members) < self.place.size]
+        own = {tuple(self._global(rank) for rank in members): members for members in new}
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, list(own))
+        for ranks in sorted({tuple(each) for everyone in asked for each in everyone}):
+            group = dist.new_group(list(ranks))
+            if ranks in own:
+                self._groups[own[ranks]] = group
 
     def _group(self, members: Members | None) -> Any:
         return self.group if members is None or len(members) == self.place.size else self._groups[members]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .network import Network
 from .traffic import all_reduce_bytes
 
 AGREEMENT_BYTES = 512
@@ -43,7 +44,9 @@ class Message:
     """One kind of message or collective.
 
     total_bytes: that all workers together send in one occurrence. times: how often it occurs in the first k steps.
-    says: the same in words, for one worker.
+    says: the same in words, for one worker. members: workers that a broadcast is between; default: all. seconds: of one
+    occurrence, for messages along edges, by the computation between two, which may hide some; default: as if a worker's
+    share were one message.
     """
 
     what: str
@@ -51,6 +54,26 @@ class Message:
     total_bytes: Callable[[Size], int]
     times: Callable[[Size, int], int]
     says: str
+    members: Callable[[Size], int] = lambda size: size.num_workers
+    seconds: Callable[[Size, Network, float], float] | None = None
+
+    def seconds_on(self, size: Size, network: Network, compute_s: float) -> float:
+        """Return what one occurrence takes on the links of `network`, as the simulator counts it, between computations of
+        `compute_s`; no one is late.
+        """
+        n, total = size.num_workers, self.total_bytes(size)
+        if n == 1 or not total:
+            return 0.0
+        if self.seconds is not None:
+            return self.seconds(size, network, compute_s)
+        if self.kind == "broadcast":
+            members = self.members(size)
+            return network.collective_s(self.kind, total * members // (n * (members - 1)), tuple(range(members)))
+        halves = {"all-gather": ("all_gather",), "edge": ()}.get(self.kind, ("all_to_all", "all_gather"))
+        if not halves:
+            return network.message_s(total / n)
+        part = total // (len(halves) * n * (n - 1))
+        return sum(network.collective_s(half, part, tuple(range(n))) for half in halves)
 
 
 @dataclass(frozen=True)
@@ -75,7 +98,7 @@ class SyncRecord:
     """
 
     name: str
-    cls: type
+    cls: type[Any]
     summary: str
     messages: tuple[Message, ...]
     promises: str
@@ -86,6 +109,8 @@ class SyncRecord:
     """Forward and backward passes that a step takes beyond the one that it is given."""
     faults: str = "none: the others wait"
     """The effect of a worker that is slow or gone on the others."""
+    gradients: Callable[[Size], float] = lambda size: 1.0
+    """Gradients of a batch that a worker computes, or the time of as many, in a step."""
     paper: str = ""
     departs: str = ""
     """Where it departs from the paper."""
@@ -106,6 +131,10 @@ class SyncRecord:
         """Return the bytes that one worker sends a step, on average over so many steps."""
         return (self.sent_bytes(size, over) - self.sent_bytes(size, 0)) / over / size.num_workers
 
+    def exchange_s(self, size: Size, network: Network, compute_s: float, over: int = 1000) -> float:
+        """Return the seconds a step in which a worker exchanges, on average over so many steps of `compute_s` of computing."""
+        return sum(each.seconds_on(size, network, compute_s) * each.times(size, over) for each in self.messages) / over
+
     def row(self, size: Size) -> dict[str, str]:
         """Return the row of the table that lists the methods; numbers are those of `size`."""
         return {
@@ -116,7 +145,7 @@ class SyncRecord:
             "what it does": self.summary,
             "promises": self.promises,
             "assumes": self.assumes,
-            "a worker gone or slow": self.faults,
+            "a worker gone or slow": self.faults + ("; at a meeting, they go on" if self.cls.bears_changes else ""),
             "extra passes": self.extra_passes,
             "paper": self.paper,
         }

@@ -18,8 +18,9 @@ from ..artifacts import UserError
 class Replica:
     """The trained parameters of `model`, in its own order, as a vector; buffers are left alone: each worker has its own.
 
-    Vectors are in fp32 where parameters are bf16 or fp16, else in the parameters' own type. Raises `UserError` for a model
-    without trained parameters, with sharded ones, or with parameters of several wide types.
+    Of a planned module, they are what this rank holds of each parameter. Vectors are in fp32 where parameters are bf16 or
+    fp16, else in the parameters' own type. Raises `UserError` for a model without trained parameters, for parameters that
+    are sharded otherwise, and for those of several wide types.
 
     >>> net = nn.Linear(2, 1)
     >>> replica = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -31,8 +32,10 @@ class Replica:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.model, self.optimizer = model, optimizer
         self.params = [param for param in model.parameters() if param.requires_grad]
-        _check(self.params)
-        self.shapes = tuple(param.numel() for param in self.params)
+        self.is_sharded = getattr(getattr(model, "replicas", None), "size", 1) > 1
+        """True where this worker is several ranks, of which this one holds a part."""
+        _check(self.params, hasattr(model, "replicas"))
+        self.shapes = tuple(local(param).numel() for param in self.params)
         self.dtype = self.params[0].dtype if self.params[0].dtype.itemsize >= 4 else torch.float32
 
     @property
@@ -41,25 +44,29 @@ class Replica:
 
     def read(self) -> Tensor:
         """Return a copy of the parameters ([num_params])."""
-        return torch.cat([param.detach().reshape(-1).to(self.dtype) for param in self.params])
+        return torch.cat([local(param).detach().reshape(-1).to(self.dtype) for param in self.params])
 
     def write(self, vector: Tensor) -> None:
         """Set the parameters."""
         for param, part in zip(self.params, vector.split(self.shapes)):
-            param.detach().copy_(part.view(param.shape))
+            own = local(param).detach()
+            own.copy_(part.view(own.shape))
 
     def read_gradient(self) -> Tensor:
         """Return a copy of the gradients, zero where there is none; `UserError` where there is none at all."""
         if all(param.grad is None for param in self.params):
             raise UserError("gradients are needed; no parameter has one; call loss.backward() before sync.step(loss)")
-        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
-        return torch.cat([grad.reshape(-1).to(self.dtype) for grad in grads])
+        grads = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
+        return torch.cat([grad.detach().reshape(-1).to(self.dtype) for grad in grads])
 
     def write_gradient(self, vector: Tensor) -> None:
         """Set the gradients."""
         for param, part in zip(self.params, vector.split(self.shapes)):
-            part = part.view(param.shape).to(param.dtype)
-            param.grad = part.clone() if param.grad is None else param.grad.copy_(part)
+            part = part.view(local(param).shape).to(param.dtype)
+            if param.grad is None:
+                param.grad = _like(param, part.clone())
+            else:
+                local(param.grad).copy_(part)
 
     def gradients_by(self, closure: Callable[[], Tensor]) -> Tensor:
         """Compute a loss and its gradients, in place of those that were there."""
@@ -126,17 +133,32 @@ class Worker:
     replica: Replica
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: the shard of a `DTensor`, or all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(param: Tensor, part: Tensor) -> Tensor:
+    """Return a part laid out as its parameter is."""
+    if not isinstance(param, DTensor):
+        return part
+    return DTensor.from_local(
+        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
 def digest(tensor: Tensor) -> bytes:
     """Return the SHA-256 of a tensor's bytes."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).digest()
 
 
-def _check(params: list[nn.Parameter]) -> None:
+def _check(params: list[nn.Parameter], is_planned: bool) -> None:
     if not params:
         raise UserError("a model with trained parameters is needed; all are frozen; set requires_grad on some")
-    if any(isinstance(param, DTensor) for param in params):
+    if not is_planned and any(isinstance(param, DTensor) for param in params):
         raise UserError(
-            "whole parameters are needed on each worker; these are sharded by a plan; give the model itself, unplanned"
+            "whole parameters, or those of a planned module, are needed on each worker; these are sharded otherwise; give the "
+            "model itself, or what tw.parallelize(model, plan, replicas=N) returns"
         )
     wide = {param.dtype if param.dtype.itemsize >= 4 else torch.float32 for param in params}
     if len(wide) > 1:

@@ -135,6 +135,17 @@ class Count:
     amount: int = 1
 
 
+class MembersChanged(Exception):
+    """Raised in place of an answer where workers come and go: some were gone before all had it, and nobody has.
+
+    place: this worker's, among those who are left. gone: the names of the others. A program that goes on asks again.
+    """
+
+    def __init__(self, place: Place, gone: list[str]) -> None:
+        super().__init__(f"{', '.join(gone)} gone; {place.size} workers are left")
+        self.place, self.gone = place, gone
+
+
 Request = (
     Identify | Form | AllReduce | AllGather | AllToAll | Broadcast | Exchange | Send | Receive | Compute | Now | Count
 )

@@ -89,6 +89,7 @@ class SASRRW(Method):
     (arXiv:2401.09665).
     """
 
+    needs_whole = "one worker alone computes at a time, and a planned step needs all its ranks"
     of_size = ("visits", "holder")
 
     def __init__(
@@ -166,7 +167,16 @@ RECORD = SyncRecord(
     "sa-srrw",
     SASRRW,
     "a token walks, and avoids where it was",
-    (Message("token", "edge", lambda size: size.param_bytes, _moves, "P/n"),),
+    (
+        Message(
+            "token",
+            "edge",
+            lambda size: size.param_bytes,
+            _moves,
+            "P/n",
+            seconds=lambda size, network, _: network.message_s(size.param_bytes),
+        ),
+    ),
     promises="variance of 1/α² in the limit",
     assumes="a connected graph; a < b",
     states=(StateVector("visits", lambda size: size.num_workers, 8),),

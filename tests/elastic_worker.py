@@ -1,0 +1,91 @@
+"""A server that forks workers of a run in which they come and go: `tests/test_sync_faults.py` kills, stops and adds some.
+
+It reads a line of JSON a worker, `[OUTPUT, HOST:PORT, NUM_WORKERS, METHOD, NUM_STEPS, SILENCE_S]`, and prints its process id. The
+worker writes `joined NUMBER`, a line a step, `step NUMBER SECONDS SIZE DIGEST`, and `finished DIGEST` or `error TEXT` to OUTPUT.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from tests.sync_cases import adam, loss_of, net, plain, sgd
+from trainwright import sync
+from trainwright.artifacts import UserError
+
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "diloco": (adam, {"period": 4}),
+    "local-sgd": (sgd, {"period": 2}),
+    "lsgd": (sgd, {"group_period": 2, "global_period": 2}),
+    "lsgd-asynchronous": (sgd, {"group_period": 2, "global_period": 2, "asynchronous": True}),
+    "decentlam": (sgd, {}),
+    "just-one-byte": (plain, {"num_samples": 2}),
+    "data-parallel": (sgd, {}),
+    "1-bit-adam": (adam, {"freeze_step": 4}),
+}
+
+
+def work(address: str, num_workers: int, name: str, num_steps: int, silence_s: float) -> None:
+    make, options = METHODS[name]
+    model = net()
+    optimizer = make(model.parameters())
+    meeting = sync.Meeting(address, num_workers, silence_s=silence_s)
+    joined = sync.create(name.removesuffix("-asynchronous"), model, optimizer, meeting=meeting, **options)
+    engine, method = joined.engine, joined.method
+    assert isinstance(engine, sync.Elastic)
+    print("joined", engine.number, flush=True)
+    while (2 * method.num_rounds if name.endswith("asynchronous") else method.num_steps) < num_steps:
+        step = method.num_steps
+        time.sleep(0.01)
+        if joined.record.takes == "closure":
+            joined.step(functools.partial(_loss, model, engine.number, 100 * step))
+        else:
+            optimizer.zero_grad()
+            loss = loss_of(model, engine.number, step)
+            loss.backward()
+            joined.step(loss)
+        digest = method.replica.digest().hex()[:12]
+        print("step", method.num_steps, f"{time.monotonic():.3f}", engine.place.size, digest, flush=True)
+    joined.finish()
+    print("finished", method.replica.digest().hex()[:12], flush=True)
+
+
+def _loss(model: Any, number: int, step: int, sample: int) -> Any:
+    return loss_of(model, number, step + sample)
+
+
+def serve() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        output, *arguments = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _be_a_worker(output, arguments)
+        print(child, flush=True)
+
+
+def _be_a_worker(output: str, arguments: list[Any]) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    try:
+        work(*arguments)
+    except UserError as error:
+        print("error", error, flush=True)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()

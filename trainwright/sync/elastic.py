@@ -1,0 +1,368 @@
+"""The engine on workers that come and go: torch.distributed's gloo groups, one for each set of members, and a store.
+
+    a round      one request. A worker that has its answer says so; the last to say so writes `commit`. One that sees a member
+                 fall silent writes who is left. Whichever is first holds for all: the store sets a key once.
+    after it     members that are left make a group of their own, and the program is told by `MembersChanged`: it asks again
+    newcomers    write that they ask; they are let in where the next step begins, and take over parameters and state
+
+The store, a TCPStore, has to outlive the workers: `host_meeting` in a process that does nothing else, or torchrun's agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..artifacts import UserError
+from .pulse import Pulse
+from .ranks import Ranks
+from .requests import (
+    Broadcast,
+    Count,
+    Form,
+    Members,
+    MembersChanged,
+    Place,
+    Receive,
+    Request,
+    Send,
+    Steps,
+    T,
+)
+
+_OP_TIMEOUT_S, _MEET_S, _GIVE_UP = 600.0, 120.0, 20.0
+"""Seconds of one transfer, and of the first meeting; times the silence after which a failure that nobody explains is raised."""
+_TICK_S, _LOOK_S = 1e-3, 20e-3
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where workers meet: `address` ("host:port") of a store, how many begin, and the silence after which one counts as gone.
+
+    The first `num_workers` to come begin together; whoever comes later joins at the next round. silence_s: longer than the
+    longest time for which a thread of a loaded machine may not run; half a second to two.
+    """
+
+    address: str
+    num_workers: int
+    silence_s: float = 1.0
+
+    def store(self) -> Any:
+        """Return a client of the store; `UserError` where nobody answers there."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_MEET_S))
+        except (ValueError, RuntimeError) as error:
+            raise UserError(
+                f"the address of a store, host:port, is needed to meet; {self.address!r} does not answer ({error}); start "
+                "tw.sync.host_meeting() in a process that stays"
+            ) from None
+
+
+def host_meeting(port: int = 0) -> tuple[Any, str]:
+    """Return a store in which workers meet, to be kept as long as they run, and its address; port 0 takes a free one."""
+    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    return store, f"{_own_name()}:{store.port}"
+
+
+class _Broken(Exception):
+    """A transfer that will not be completed by all."""
+
+
+class Elastic(Ranks):
+    """Runs programs on this worker, with whoever else is there. Ranks of requests are places among the present members.
+
+    A program that is told of a change by `MembersChanged` asks again; `on_change(place, gone)` has been called before. Groups
+    of a part of the members, and messages to be received by anyone, are refused. may_join: whether one that comes late may.
+    """
+
+    def __init__(self, meeting: Meeting, may_join: bool = True) -> None:
+        self._meeting, self._store = meeting, meeting.store()
+        self.number = int(self._store.add("tickets", 1)) - 1
+        """Of this worker, in the order in which all came; never another's."""
+        self._store.set(
+            f"name/{self.number}", f"worker {self.number} (process {os.getpid()} on {socket.gethostname()})"
+        )
+        self._pulse = Pulse(self._store.clone(), self.number, meeting.silence_s)
+        self.on_change: Callable[[Place, list[str]], None] = lambda place, gone: None
+        self.on_newcomers: Callable[[], None] = lambda: None
+        self._newcomers: list[int] = []
+        self._pg: Any = None
+        self._num_rounds = 0
+        self.is_new = self.number >= meeting.num_workers
+        if self.is_new and not may_join:
+            raise UserError(
+                f"a method that goes on with whoever is there is needed to join a run of {meeting.num_workers} workers that has "
+                "begun; take diloco, local-sgd, easgd, lsgd, decentlam, gossip or just-one-byte"
+            )
+        self._start()
+        if self.is_new:
+            self._ask_to_join()
+        else:
+            self._meet(tuple(range(meeting.num_workers)))
+
+    def _meet(self, founders: Members) -> None:
+        try:
+            self._store.wait([f"name/{each}" for each in founders], timedelta(seconds=_MEET_S))
+        except RuntimeError:
+            come = [each for each in founders if self._store.check([f"name/{each}"])]
+            raise UserError(
+                f"{len(founders)} workers are needed to begin; {len(come)} came within {_MEET_S:g} s; start the others, or give "
+                "Meeting a smaller num_workers"
+            ) from None
+        with contextlib.suppress(MembersChanged):
+            self._enter(0, founders)
+
+    def _start(self) -> None:
+        from .traffic import Traffic
+
+        self.group, self.traffic = None, Traffic()
+        self.waiting = contextlib.nullcontext
+        self._began_s = time.monotonic()
+        self._forget()
+
+    def run(self, program: Steps[T]) -> T:
+        """Answer the requests of `program` until it returns; before it begins, let in who has asked."""
+        if self._newcomers:
+            self._let_in()
+        answer: Any = None
+        changed: MembersChanged | None = None
+        while True:
+            try:
+                request = program.send(answer) if changed is None else program.throw(changed)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            changed = None
+            try:
+                with self.waiting():
+                    answer = self.answer(request)
+            except MembersChanged as change:
+                changed = change
+
+    def answer(self, request: Request) -> Any:
+        """Return the answer to one request; raises `MembersChanged` where not all members could have it."""
+        if isinstance(request, Form | Send | Receive) or getattr(request, "members", None) is not None:
+            raise UserError(
+                f"a method whose workers all exchange with one another is needed where workers come and go; this one asks for "
+                f"{type(request).__name__} among some; take diloco, local-sgd, lsgd with one group, decentlam or just-one-byte"
+            )
+        if isinstance(request, Count):
+            return int(self._store.add(f"count/{request.name}", request.amount))
+        if not hasattr(request, "tensor"):
+            return super().answer(request)
+        return self._round(request)
+
+    def close(self) -> None:
+        """Leave; the others go on."""
+        self._pulse.end()
+
+    def share(self, data: bytes | None) -> bytes:
+        """Return the bytes of the first member, which alone gives some."""
+        while True:
+            try:
+                length = self._round(Broadcast(torch.tensor([len(data or b"")]), 0))
+                own = (
+                    torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                    if data
+                    else torch.zeros(int(length), dtype=torch.uint8)
+                )
+                return bytes(self._round(Broadcast(own, 0)).numpy().tobytes())
+            except MembersChanged:
+                if self.place.rank == 0 and data is None:
+                    raise UserError(
+                        "a worker that knows the run is needed to join it; all were gone before they had told; start anew"
+                    ) from None
+
+    def _round(self, request: Any) -> Any:
+        number, self._num_rounds = self._num_rounds, self._num_rounds + 1
+        self._key = f"round/{self._epoch}/{number}"
+        found, failure = None, None
+        try:
+            found = super().answer(request)
+        except (_Broken, RuntimeError) as error:
+            failure = error
+        decision = json.loads(self._decided(failure))
+        if "left" in decision:
+            self._go_on_with(tuple(decision["left"]))
+        self._newcomers = decision["new"]
+        return found
+
+    def _decided(self, failure: Exception | None) -> bytes:
+        """Return what holds for all of a round: that it counts, and who comes; or who is left."""
+        done = failure is None and self._store.add(f"{self._key}/done", 1) == self.place.size
+        if done:
+            self._propose({"new": self._asking()})
+        began_s = time.monotonic()
+        while not self._store.check([self._key]):
+            self._leave_out_the_silent()
+            if failure is not None and time.monotonic() - began_s > _GIVE_UP * self._meeting.silence_s:
+                raise failure
+            time.sleep(_TICK_S)
+        return bytes(self._store.get(self._key))
+
+    def _leave_out_the_silent(self) -> None:
+        if gone := self._pulse.silent():
+            self._propose({"left": [each for each in self._members if each not in gone]})
+
+    def _propose(self, decision: dict[str, Any]) -> None:
+        text = json.dumps(decision)
+        if self._store.compare_set(self._key, "", text) == text.encode() and decision.get("new"):
+            self._store.add("let in", len(decision["new"]))
+
+    def _asking(self) -> list[int]:
+        first, end = int(self._store.add("let in", 0)), int(self._store.add("asked", 0))
+        return [int(self._store.get(f"asks/{place}")) for place in range(first, end)]
+
+    def _go_on_with(self, left: Members) -> None:
+        gone = [self._name(each) for each in self._members if each not in left]
+        if self.number not in left:
+            raise UserError(
+                f"signs of life within {self._meeting.silence_s:g} s are needed of each worker; this one, "
+                f"{self._name(self.number)}, was silent for longer, and the others went on without it; join anew, or give "
+                "Meeting a longer silence_s"
+            )
+        self._enter(self._epoch + 1, left)
+        self.on_change(self.place, gone)
+        raise MembersChanged(self.place, gone)
+
+    def _let_in(self) -> None:
+        members, newcomers = self._members, self._newcomers
+        self._newcomers = []
+        epoch, all_of_them = self._epoch + 1, (*members, *newcomers)
+        if self.place.rank == 0:
+            for each in newcomers:
+                self._store.set(f"welcome/{each}", json.dumps([epoch, all_of_them]))
+        with contextlib.suppress(MembersChanged):
+            self._enter(epoch, all_of_them)
+            self.on_change(self.place, [])
+        self.on_newcomers()
+
+    def _ask_to_join(self) -> None:
+        place = int(self._store.add("asked", 1)) - 1
+        self._store.set(f"asks/{place}", str(self.number))
+        try:
+            self._store.wait([f"welcome/{self.number}"], timedelta(seconds=_OP_TIMEOUT_S))
+        except RuntimeError:
+            raise UserError(
+                f"a run that goes on is needed to join it; the one at {self._meeting.address} let nobody in for "
+                f"{_OP_TIMEOUT_S:g} s; see whether it has ended"
+            ) from None
+        epoch, members = json.loads(self._store.get(f"welcome/{self.number}"))
+        with contextlib.suppress(MembersChanged):
+            self._enter(epoch, tuple(members))
+
+    def _enter(self, epoch: int, members: Members) -> None:
+        """Make the group of `members`; where one of them falls silent meanwhile, that of those who are left."""
+        self._epoch, self._members, self._num_rounds = epoch, members, 0
+        self.place = Place(members.index(self.number), len(members))
+        self._key = f"enter/{epoch}"
+        self._pulse.watch(members)
+        store = dist.PrefixStore(f"group/{epoch}", self._store.clone())
+        timeout = timedelta(seconds=_OP_TIMEOUT_S)
+        failure = None
+        try:
+            if len(members) > 1:
+                self._pg = self._awaited(
+                    lambda: dist.ProcessGroupGloo(store, self.place.rank, self.place.size, timeout)
+                )
+        except (_Broken, RuntimeError) as error:
+            failure = error
+        decision = json.loads(self._decided(failure))
+        if "left" in decision:
+            self._go_on_with(tuple(decision["left"]))
+
+    def _awaited(self, do: Callable[[], Any]) -> Any:
+        """Return what `do` does on a thread of its own, which is left behind where a member falls silent."""
+        held: dict[str, Any] = {}
+
+        def work() -> None:
+            try:
+                held["found"] = do()
+            except Exception as error:
+                held["error"] = error
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        looked_s = time.monotonic()
+        while thread.is_alive():
+            thread.join(_TICK_S)
+            if time.monotonic() - looked_s > _LOOK_S:
+                looked_s = time.monotonic()
+                self._leave_out_the_silent()  # decided at once: one that is silent now may be heard again a moment later
+                if self._store.check([self._key]):
+                    thread.join(_TICK_S)
+                    if thread.is_alive():
+                        raise _Broken
+        if "error" in held:
+            raise held["error"]
+        return held.get("found")
+
+    def _all_gather(self, tensor: Tensor, members: Members | None) -> Tensor:
+        part = tensor.contiguous()
+        if self.place.size == 1:
+            return part.clone().unsqueeze(0)
+        self.traffic.count("all_gather", part, self.place.size)
+        rows = [torch.empty_like(part) for _ in range(self.place.size)]
+        pg = self._pg
+        self._awaited(lambda: pg.allgather([rows], [part]).wait())
+        return torch.stack(rows)
+
+    def _all_to_all(self, parts: Tensor, members: Members | None) -> Tensor:
+        if self.place.size == 1:
+            return parts.clone()
+        self.traffic.count("all_to_all", parts, self.place.size)
+        given, sent, pg = torch.empty_like(parts.contiguous()), parts.contiguous(), self._pg
+        self._awaited(lambda: pg.alltoall_base(given, sent, [], []).wait())
+        return given
+
+    def _broadcast(self, tensor: Tensor, root: int, members: Members | None) -> Tensor:
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        if self.place.size > 1:
+            self.traffic.count("broadcast", copy, self.place.size, is_root=root == self.place.rank)
+            options, pg = dist.BroadcastOptions(), self._pg
+            options.rootRank, options.rootTensor = root, 0
+            self._awaited(lambda: pg.broadcast([copy], options).wait())
+        return copy
+
+    def _exchange(self, tensor: Tensor, peers: Members) -> dict[int, Tensor]:
+        sent, pg = tensor.contiguous(), self._pg
+        came = {peer: torch.empty_like(sent) for peer in sorted(peers)}
+
+        def swap() -> None:
+            works = [pg.send([sent], peer, 0) for peer in came] + [
+                pg.recv([room], peer, 0) for peer, room in came.items()
+            ]
+            for work in works:
+                work.wait()
+
+        for _ in came:
+            self.traffic.count("send", sent)
+        if came:
+            self._awaited(swap)
+        return came
+
+    def _size(self, members: Members | None) -> int:
+        return self.place.size
+
+    def _name(self, number: int) -> str:
+        key = f"name/{number}"
+        return self._store.get(key).decode() if self._store.check([key]) else f"worker {number}"
+
+
+def _own_name() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
