@@ -18,7 +18,7 @@ def check_alike(models: Sequence[nn.Module]) -> None:
     """Raise `UserError` with the first difference between the models, or where there is none, or one of them twice."""
     if not models or not all(isinstance(model, nn.Module) for model in models):
         raise UserError(
-            f"fuse needs a list of at least one nn.Module; got {[type(model).__name__ for model in models]}; give models"
+            f"fuse needs a list of at least one nn.Module; got {[type(each).__name__ for each in models]}; give models"
         )
     if len({id(model) for model in models}) < len(models):
         raise UserError(

@@ -135,8 +135,8 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 _OPERATORS = (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv mod pow rpow ipow matmul rmatmul neg abs "
-    "invert eq ne lt le gt ge and rand or ror xor rxor getitem setitem"
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv mod pow rpow ipow matmul rmatmul neg "
+    "abs invert eq ne lt le gt ge and rand or ror xor rxor getitem setitem"
 )
 for _name in _OPERATORS.split():
     setattr(Fused, f"__{_name}__", _operator(f"__{_name}__"))

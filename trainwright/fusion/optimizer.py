@@ -94,8 +94,8 @@ class _Piece:
         if any(grad is None for grad in grads):
             missing = next(name for name, grad in zip(self.names, grads) if grad is None)
             raise UserError(
-                f"a gradient of every parameter is needed, or of none; {missing} has none; put what a step may leave out in a group "
-                f"of its own: groups=[{{'params': [{missing!r}]}}], or set requires_grad=False before fuse"
+                f"a gradient of every parameter is needed, or of none; {missing} has none; put what a step may leave out in "
+                f"a group of its own: groups=[{{'params': [{missing!r}]}}], or set requires_grad=False before fuse"
             )
         return torch.cat([grad.flatten(1) for grad in grads if grad is not None], dim=1)
 
@@ -142,7 +142,7 @@ class FusedOptimizer:
                 param.grad = None
 
     def stop(self, models: Iterable[int]) -> None:
-        """Train these models no further: their parameters stay; their batch norms' statistics still move (`keep` leaves them out)."""
+        """Train these models no further: their parameters stay, statistics of batch norms still move (see `keep`)."""
         for model in models:
             self.running[model] = False
 
@@ -289,7 +289,7 @@ class FusedSchedule:
 
 
 def schedule(kind: Callable[..., Any], fused_optimizer: FusedOptimizer, **settings: Any) -> FusedSchedule:
-    """Return a scheduler a model: `kind` of torch's or of `trainwright.schedules`, with settings of its own where a list gives them.
+    """Return a scheduler a model: `kind` of torch's or of `trainwright.schedules`; a list gives each its own setting.
 
     >>> from torch.optim.lr_scheduler import StepLR
     >>> from trainwright.fusion import fuse
