@@ -421,6 +421,21 @@ def full_state_dict(model: ParallelModule, *, trainable: bool = False) -> dict[s
     return run(model, trainable=trainable)
 
 
+def sample_activations(model: nn.Module, budget: float = 0.3, **options: Any) -> list[str]:
+    """Let linear layers of a model keep a share of their input's rows for the backward, in place; returns their names.
+
+    The weight's gradient is then estimated, without bias; see `trainwright.nn.SampledLinear`, and
+    `trainwright.nn.sample_activations` for the options.
+
+    >>> import torch
+    >>> sample_activations(torch.nn.Sequential(torch.nn.Linear(4, 2)), budget=0.5)
+    ['0']
+    """
+    from .nn import sample_activations as run
+
+    return run(model, budget, **options)
+
+
 def register_op(
     op: Any,
     loops: str | Callable[[Any], Any],
@@ -514,6 +529,7 @@ __all__ = [
     "profile",
     "reference_step",
     "register_op",
+    "sample_activations",
     "simulate_plan",
     "train",
     "verify",

@@ -153,8 +153,7 @@ class FusedOptimizer:
         norms: the models' gradient norms [B], if `grad_norms()` has been called anyway.
         """
         pieces = [(piece, grad) for piece in self._pieces() if (grad := piece.gradient()) is not None]
-        takes = torch.tensor(self.running)
-        factors = None
+        takes, factors = torch.tensor(self.running), None
         if self.clips is not None or self.on_nan != "keep":
             found = _norms([grad for _, grad in pieces], len(self.running)) if norms is None else norms
             takes = self._finite(found.cpu(), takes)
