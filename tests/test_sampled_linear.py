@@ -45,7 +45,9 @@ def estimates(x: Tensor, g: Tensor, k: int, how: object) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(("sigma", "share", "most"), [(2.0, 0.3, 0.15), (2.0, 0.1, 1.0), (1.0, 0.3, 1.0), (0.0, 0.3, 1.05)])
+@pytest.mark.parametrize(
+    ("sigma", "share", "most"), [(2.0, 0.3, 0.15), (2.0, 0.1, 1.0), (1.0, 0.3, 1.0), (0.0, 0.3, 1.05)]
+)
 def test_unbiased_and_of_less_variance_than_column_row_sampling(sigma: float, share: float, most: float) -> None:
     x, g = problem(sigma)
     exact, k = g.T @ x, int(share * NUM)
@@ -113,7 +115,9 @@ def test_all_but_the_weights_gradient_is_exact() -> None:
 def test_what_is_kept_is_k_rows_and_their_numbers() -> None:
     sampled, _, x = layer_and_input()
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
         sampled(x.requires_grad_())
     k = NUM // 4
     own = [tensor for tensor in kept if tensor is not sampled.weight and tensor.data_ptr() != sampled.weight.data_ptr()]
@@ -191,7 +195,7 @@ def test_mistakes_are_said() -> None:
     for k in (0, 4, 9):
         with pytest.raises(UserError, match="from 1 to 3"):
             chosen_rows(torch.ones(4), k)
-    with pytest.raises(UserError, match="nn.Linear"):
+    with pytest.raises(UserError, match=r"nn\.Linear"):
         sample_activations(nn.ReLU())
     with pytest.raises(UserError, match="sampled layers"):
         GradientNorms(nn.Linear(2, 2), 1, 1)

@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
 FOLDERS = (
-    "artifacts", "capture", "federated", "fusion", "integrations", "launch", "nn", "numerics", "ops", "optim", "planner", "profiler",
-    "reports", "runtime", "schedules", "selection", "solvers", "sync",
+    "artifacts", "capture", "federated", "fusion", "integrations", "launch", "nn", "numerics", "ops", "optim", "planner",
+    "profiler", "reports", "runtime", "schedules", "selection", "solvers", "sync",
 )  # fmt: skip
 """The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
 _COLLECT_EVERY = 200_000

@@ -2,8 +2,8 @@
 
 python -m benchmarks.fusion.crossover [--quick]
 
-Writes benchmarks/results/fusion.{json,md} and fusion-crossover.png. Processor seconds on one thread; in each cell the three take turns,
-and the medians are compared.
+Writes benchmarks/results/fusion.{json,md} and fusion-crossover.png. Processor seconds on one thread;
+in each cell the three take turns, and the medians are compared.
 """
 
 from __future__ import annotations
@@ -178,11 +178,11 @@ def write(rows: list[dict[str, Any]]) -> None:
         lines.append(
             f"| {' | '.join(f'{value:.2f}' if isinstance(value, float) else str(value) for value in row.values())} |"
         )
-    text = [
-        "# B models as one", "", f"`python -m benchmarks.fusion.crossover`, {head['date']}, torch {head['torch']}, one thread of a shared CPU; "
-        "processor time of a step of all B models with AdamW, the median of seven turns. Fused models have a rate each, vmap's one for all.", "",
-        "![the ratio to runs alone](fusion-crossover.png)", "", *lines, "",
-    ]  # fmt: skip
+    how = (
+        f"`python -m benchmarks.fusion.crossover`, {head['date']}, torch {head['torch']}, one thread of a shared CPU; processor time "
+        "of a step of all B models with AdamW, the median of seven turns. Fused models have a rate each, vmap's one for all."
+    )
+    text = ["# B models as one", "", how, "", "![the ratio to runs alone](fusion-crossover.png)", "", *lines, ""]
     (RESULTS / "fusion.md").write_text("\n".join(text))
     draw(rows)
 

@@ -30,8 +30,8 @@ def check_alike(models: Sequence[nn.Module]) -> None:
         for key in [*first, *(key for key in own if key not in first)]:
             if first.get(key, _Missing) != own.get(key, _Missing):
                 raise UserError(
-                    f"models of one shape are needed to fuse; {key} is {_said(first, key)} in model 0 and {_said(own, key)} in model "
-                    f"{number}; fuse those that are alike: trainwright.fusion.fusible(models) groups them"
+                    f"models of one shape are needed to fuse; {key} is {_said(first, key)} in model 0 and {_said(own, key)} in "
+                    f"model {number}; fuse those that are alike: trainwright.fusion.fusible(models) groups them"
                 )
 
 

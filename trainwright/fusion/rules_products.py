@@ -22,13 +22,33 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
         return _linear_of_shared(x, weight, bias)
     num, *shape = x.raw.shape
     rows = x.raw.reshape(num, -1, shape[-1])
-    transposed = weight.raw.transpose(1, 2)
-    if type(bias) is Fused:
-        found = torch.baddbmm(bias.raw.unsqueeze(1), rows, transposed)
-    else:
-        found = torch.bmm(rows, transposed)
+    found = _batched_linear(rows, weight.raw, bias.raw if type(bias) is Fused else None)
     product = Fused(found.reshape(num, *shape[:-1], weight.raw.shape[1]))
     return product + bias if isinstance(bias, Tensor) and type(bias) is not Fused else product
+
+
+class _BatchedLinear(torch.autograd.Function):
+    """x [B, M, in], W [B, out, in], b [B, out] → x Wᵀ + b; the weight's gradient comes in its own order of memory.
+
+    Through `baddbmm` it would come transposed, and be copied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        transposed = weight.transpose(1, 2)
+        return torch.bmm(x, transposed) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, weight), wanted = grads, ctx.saved_tensors, ctx.needs_input_grad
+        of_x = torch.bmm(grad, weight) if wanted[0] else None
+        of_weight = torch.bmm(grad.transpose(1, 2), x) if wanted[1] else None
+        return of_x, of_weight, grad.sum(1) if ctx.has_bias and wanted[2] else None
+
+
+_batched_linear = _BatchedLinear.apply
 
 
 def _linear_of_shared(x: Tensor, weight: Fused, bias: Any) -> Fused:

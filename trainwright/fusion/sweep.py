@@ -99,14 +99,14 @@ class Sweep:
 
 
 def sweep(
-    build: Build, space: Mapping[str, Any], options: SweepOptions | None = None, *, progress: Callable[[list[Trial]], None] | None = None
+    build: Build, space: Mapping[str, Any], options: SweepOptions | None = None, *, progress: Progress | None = None
 ) -> Sweep:  # fmt: skip
     """Search settings by training many models at once; trials of one shape train as one fused model.
 
     build: called with the settings that it has parameters for; returns what MODEL functions return: `(model, batch)`,
     `(model, batch, loss_fn)` or a dict with `model`, `batch`, `loss_fn`, `data` (batches) or `dataset` (examples), and
-    `eval_batch`; trials of a set see the same batches, those of the first. space: by setting a `Range`, a `Choice`, or a value; what `build` has no parameter for is the
-    optimizer's. progress: called with all trials after each report.
+    `eval_batch`; trials of a set see the same batches, those of the first. space: by setting a `Range`, a `Choice`, or a
+    value; what `build` has no parameter for is the optimizer's. progress: called with all trials after each report.
 
     Trials of other shapes (a searched width) form fused models of their own, one after the other. Raises `UserError` for a
     setting that neither takes, and where every trial diverged.
@@ -307,8 +307,8 @@ def how_many_fit(build: Callable[[], Loaded], optimizer: str, budget_bytes: int,
     each = peak_of([build(), build()], optimizer, profile) - one
     if one > budget_bytes:
         raise UserError(
-            f"memory for at least one model is needed; one takes {one} bytes, and there are {budget_bytes}; give more, or a smaller "
-            "batch"
+            f"memory for at least one model is needed; one takes {one} bytes, and there are {budget_bytes}; give more, or "
+            "a smaller batch"
         )
     return 1 + (budget_bytes - one) // max(1, each)
 

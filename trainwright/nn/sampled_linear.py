@@ -1,8 +1,8 @@
 """`SampledLinear`: a linear layer that keeps some rows of its input for the weight's gradient, which stays unbiased.
 
-    choose    probabilities of rows → the c largest, and k − c drawn of the others     `chosen_rows`
-    forward   y = x Wᵀ + b, exact; kept: the chosen rows and their numbers              `_SampledProduct`
-    backward  dx = g W and db = Σ g, exact; dW = Σ_kept w_i g_i x_iᵀ
+choose    probabilities of rows → the c largest, and k − c drawn of the others     `chosen_rows`
+forward   y = x Wᵀ + b, exact; kept: the chosen rows and their numbers              `_SampledProduct`
+backward  dx = g W and db = Σ g, exact; dW = Σ_kept w_i g_i x_iᵀ
 """
 
 from __future__ import annotations
@@ -107,14 +107,16 @@ def chosen_rows(scores: Tensor, k: int, generator: torch.Generator | None = None
 
 class _SampledProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, k: int, norms: Tensor | None, owner: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, k: int, norms: Tensor | None, owner: Any
+    ) -> Tensor:
         rows = x.detach().reshape(-1, x.shape[-1])
         scores = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
         if norms is not None:
             if norms.numel() != len(rows):
                 raise UserError(
-                    f"a norm for each of the layer's {len(rows)} rows is needed; the table has {norms.numel()} of these examples; give "
-                    "GradientNorms as many tokens as the layer sees, and the batch's own examples"
+                    f"a norm for each of the layer's {len(rows)} rows is needed; the table has {norms.numel()} of these examples; "
+                    "give GradientNorms as many tokens as the layer sees, and the batch's own examples"
                 )
             scores = scores * _with_unknown(norms.to(scores)).reshape(-1)
         numbers, scale = chosen_rows(scores, k)
@@ -157,12 +159,14 @@ def sample_activations(
     ['0']
     """
     check_budget(budget)
-    linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and each.weight.requires_grad}
+    linears = {
+        name: each for name, each in model.named_modules() if type(each) is nn.Linear and each.weight.requires_grad
+    }
     chosen = [name for name in linears if any(fnmatch.fnmatchcase(name, pattern) for pattern in modules)]
     if not chosen:
         raise UserError(
-            f"trained layers of class nn.Linear are needed for {', '.join(modules)}; the model's are {', '.join(linears) or 'none'}; "
-            "name some of them"
+            f"trained layers of class nn.Linear are needed for {', '.join(modules)}; the model's are {', '.join(linears) or 'none'}"
+            "; name some of them"
         )
     for name in chosen:
         linears[name].__class__ = SampledLinear
@@ -188,7 +192,9 @@ class GradientNorms:
     def __init__(self, model: nn.Module, num_examples: int, num_tokens: int) -> None:
         self.layers = {name: each for name, each in model.named_modules() if isinstance(each, SampledLinear)}
         if not self.layers:
-            raise UserError("sampled layers are needed for a table of norms; the model has none; call sample_activations(model)")
+            raise UserError(
+                "sampled layers are needed for a table of norms; the model has none; call sample_activations(model)"
+            )
         self.norms = {name: torch.zeros(num_examples, num_tokens, dtype=torch.bfloat16) for name in self.layers}
 
     @contextlib.contextmanager
