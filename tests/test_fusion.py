@@ -344,6 +344,21 @@ def test_chains_of_calls_are_each_models_own(steps: list[tuple[int, int]], num: 
         torch.testing.assert_close(found.raw[at], run(raw[at]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_autocast_computes_in_its_dtype(kind: str) -> None:
+    models, (batch, *_) = make(kind, 2)
+    for model in models:
+        model.float().eval()
+    batch = tuple(each.float() if each.is_floating_point() else each for each in batch)
+    alone, fused = copy.deepcopy(models), fusion.fuse(models)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = fused.loss(batch, CRITERION)
+        expected = torch.stack([CRITERION(model(batch[0]), batch[1]) for model in alone])
+    losses.sum().backward()
+    torch.testing.assert_close(losses, expected, rtol=2e-2, atol=2e-2)
+    assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in fused.parameters())
+
+
 def test_padding_has_no_gradient_in_any_model() -> None:
     fused = fusion.fuse([nn.Embedding(4, 2, padding_idx=2) for _ in range(3)])
     fused(torch.tensor([0, 1, 2, 3])).sum().backward()

@@ -89,7 +89,7 @@ def main(quick: bool = False) -> None:
     for width in (16, 64) if quick else (16, 32, 64, 128, 256):
         for name, case in cases(width).items():
             for num in (2, 8) if quick else (1, 2, 4, 8, 16):
-                if width * num <= 1024:
+                if width * num <= 512:
                     rows.append(measured(name, width, num, case))
                     print(rows[-1], flush=True)
     if not quick:
@@ -102,7 +102,7 @@ def measured(name: str, width: int, num: int, case: Case) -> dict[str, Any]:
     models, batch = [build() for _ in range(num)], batch_of()
     ways = {"alone": one_by_one(models, batch), "vmap": by_vmap(models, batch), "fused": fused(models, batch)}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(9):
+    for turn in range(7):
         for way, step in ways.items():
             begin = time.process_time()
             for _ in range(2):
@@ -180,7 +180,7 @@ def write(rows: list[dict[str, Any]]) -> None:
         )
     how = (
         f"`python -m benchmarks.fusion.crossover`, {head['date']}, torch {head['torch']}, one thread of a shared CPU; processor time "
-        "of a step of all B models with AdamW, the median of seven turns. Fused models have a rate each, vmap's one for all."
+        "of a step of all B models with AdamW, the median of five turns. Fused models have a rate each, vmap's one for all."
     )
     text = ["# B models as one", "", how, "", "![the ratio to runs alone](fusion-crossover.png)", "", *lines, ""]
     (RESULTS / "fusion.md").write_text("\n".join(text))

@@ -238,13 +238,14 @@ def _once_a_model(module: nn.Module, forward: Callable[..., Any], fused: FusedMo
 @contextlib.contextmanager
 def _of_one(module: nn.Module, model: int) -> Iterator[None]:
     """Give a module and those in it one model's tensors meanwhile."""
-    places = []
+    places: list[tuple[dict[str, Any], str, Any]] = []
     for each in module.modules():
-        for own in (each._parameters, each._buffers):
+        tables: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+        for own in tables:
             for name, tensor in own.items():
                 if is_fused(tensor):
                     places.append((own, name, tensor))
-                    own[name] = tensor.raw[model]  # type: ignore[union-attr,assignment]
+                    own[name] = tensor.raw[model]
         _renew_flat_weights(each)
     try:
         yield

@@ -17,14 +17,23 @@ from .streams import current
 @rule("linear")
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if type(weight) is not Fused:
-        return Fused(F.linear(x.raw, weight)) if bias is None else Fused(F.linear(x.raw, weight)) + bias
+        unbiased: Any = Fused(F.linear(x.raw, weight))
+        return unbiased if bias is None else unbiased + bias
     if type(x) is not Fused:
         return _linear_of_shared(x, weight, bias)
     num, *shape = x.raw.shape
     rows = x.raw.reshape(num, -1, shape[-1])
-    found = _batched_linear(rows, weight.raw, bias.raw if type(bias) is Fused else None)
+    shift = bias.raw if type(bias) is Fused else None
+    # under autocast the operations themselves are cast, and remember it for the backward
+    multiply = _by_baddbmm if torch.is_autocast_enabled(rows.device.type) else _batched_linear
+    found = multiply(rows, weight.raw, shift)
     product = Fused(found.reshape(num, *shape[:-1], weight.raw.shape[1]))
     return product + bias if isinstance(bias, Tensor) and type(bias) is not Fused else product
+
+
+def _by_baddbmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    transposed = weight.transpose(1, 2)
+    return torch.bmm(x, transposed) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, transposed)
 
 
 class _BatchedLinear(torch.autograd.Function):
@@ -37,8 +46,7 @@ class _BatchedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        transposed = weight.transpose(1, 2)
-        return torch.bmm(x, transposed) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, transposed)
+        return _by_baddbmm(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -95,14 +95,15 @@ def chosen_rows(scores: Tensor, k: int, generator: torch.Generator | None = None
     total = scores.sum()
     p = torch.where(total > 0, scores / total.clamp_min(torch.finfo(scores.dtype).tiny), 1.0 / num)
     ordered, order = p.sort(descending=True, stable=True)
-    tail = ordered.flip(0).cumsum(0).flip(0)[:k]  # 1 − P_C for c = 0 … k − 1, without cancellation
-    c = int(torch.argmin(tail / torch.arange(k, 0, -1, dtype=tail.dtype, device=tail.device)))
-    rest = ordered[c:]
-    if tail[c] <= 0:  # the others are zero: nothing is left to draw
-        return order[:k], torch.ones(k, dtype=scores.dtype, device=scores.device)
-    drawn = torch.multinomial(rest, k - c, replacement=True, generator=generator)
-    scale = tail[c] / (rest[drawn] * (k - c))
-    return torch.cat([order[:c], order[c:][drawn]]), torch.cat([torch.ones_like(ordered[:c]), scale])
+    left = ordered.flip(0).cumsum(0).flip(0)[:k]  # 1 − P_C for c = 0 … k − 1, without cancellation
+    places = torch.arange(num, device=p.device)
+    c = torch.argmin(left / (k - places[:k]))  # a tensor throughout: nothing waits for the device
+    tail, rest = left.take(c), torch.where(places >= c, ordered, 0.0)
+    drawable = torch.where(tail > 0, rest, (places >= c).to(p.dtype))
+    drawn = torch.multinomial(drawable, k, replacement=True, generator=generator)
+    sure = places[:k] < c
+    scale = tail / (ordered[drawn] * (k - c)).clamp_min(torch.finfo(p.dtype).tiny)
+    return order[torch.where(sure, places[:k], drawn)], torch.where(sure, 1.0, scale)
 
 
 class _SampledProduct(torch.autograd.Function):
