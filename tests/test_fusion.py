@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import runpy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -441,3 +443,10 @@ def test_a_fused_model_leaves_its_tensors_in_place_after_an_error() -> None:
     assert torch.autograd.Function.apply is not None
     assert len(list(itertools.chain(fused.buffers()))) == 3
     assert functools.reduce(lambda a, b: a * b, fused(torch.ones(2, 3, 12, 12)).shape) == 2 * 2 * 5
+
+
+def test_the_example_runs() -> None:
+    torch.set_default_dtype(torch.float32)
+    script = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "sweep.py"))
+    losses = script["main"](rates=(0.03, 0.0003), epochs=1)
+    assert losses[0] < losses[1] < 2.4

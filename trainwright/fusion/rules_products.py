@@ -27,7 +27,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     # under autocast the operations themselves are cast, and remember it for the backward
     multiply = _by_baddbmm if torch.is_autocast_enabled(rows.device.type) else _batched_linear
     found = multiply(rows, weight.raw, shift)
-    product = Fused(found.reshape(num, *shape[:-1], weight.raw.shape[1]))
+    product: Any = Fused(found.reshape(num, *shape[:-1], weight.raw.shape[1]))
     return product + bias if isinstance(bias, Tensor) and type(bias) is not Fused else product
 
 
