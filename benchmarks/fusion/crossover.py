@@ -179,8 +179,8 @@ def write(rows: list[dict[str, Any]]) -> None:
             f"| {' | '.join(f'{value:.2f}' if isinstance(value, float) else str(value) for value in row.values())} |"
         )
     how = (
-        f"`python -m benchmarks.fusion.crossover`, {head['date']}, torch {head['torch']}, one thread of a shared CPU; processor time "
-        "of a step of all B models with AdamW, the median of five turns. Fused models have a rate each, vmap's one for all."
+        f"`python -m benchmarks.fusion.crossover`, {head['date']}, torch {head['torch']}, one thread of a shared CPU; processor "
+        "time of a step of all B models with AdamW, the median of five turns. Fused models have a rate each, vmap's one for all."
     )
     text = ["# B models as one", "", how, "", "![the ratio to runs alone](fusion-crossover.png)", "", *lines, ""]
     (RESULTS / "fusion.md").write_text("\n".join(text))
@@ -201,7 +201,9 @@ def draw(rows: list[dict[str, Any]]) -> None:
             )
         axis.axhline(1.0, color="gray", linestyle=":")
         axis.set(title=name, xlabel="width", xscale="log", yscale="log")
+        axis.minorticks_off()
         axis.set_xticks([16, 32, 64, 128, 256], ["16", "32", "64", "128", "256"])
+        axis.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
     axes[0].set_ylabel("time alone / time fused")
     axes[0].legend()
     figure.tight_layout()
