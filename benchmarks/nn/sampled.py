@@ -171,8 +171,8 @@ def write(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         lines.append(f"| {' | '.join(f'{each:.3g}' if isinstance(each, float) else each for each in row.values())} |")
     text = (
-        f"`python -m benchmarks.nn.sampled`, {head['date']}, torch {head['torch']}, one thread; a vision transformer of width {WIDTH}, "
-        f"batches of {BATCH} × {TOKENS} tokens, {STEPS} steps, two seeds; bytes are those that `trainwright.profile` finds."
+        f"`python -m benchmarks.nn.sampled`, {head['date']}, torch {head['torch']}, one thread; a vision transformer of width "
+        f"{WIDTH}, batches of {BATCH} × {TOKENS} tokens, {STEPS} steps, two seeds; bytes as `trainwright.profile` finds them."
     )
     (RESULTS / "sampled-activations.md").write_text("\n".join(["# Sampled activations", "", text, "", *lines, ""]))
     print("\n".join(lines))
