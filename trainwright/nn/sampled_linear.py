@@ -34,7 +34,8 @@ class SampledLinear(nn.Linear):
     the same; each rank of a data-parallel run draws its own. Raises `UserError` for a budget out of range.
 
     Pays where inputs of linear layers fill the memory and few rows hold most of the norm: of rows of equal norm the
-    variance is that of uniform sampling, (n − k) / k of the gradient's square and more. Not for small batches.
+    variance is that of uniform sampling, (n − k) / k of the gradient's square and more. Not for small batches, nor behind
+    what keeps its own result for the backward (ReLU, attention), where the rows come on top.
 
     >>> layer = SampledLinear(8, 4, budget=0.5, min_rows=1)
     >>> layer(torch.randn(2, 10, 8)).shape
