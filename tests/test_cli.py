@@ -32,6 +32,7 @@ VERBS = (
     "export",
     "verify",
     "solve",
+    "sweep",
     "calibrate",
     "optimizers",
     "sync",
