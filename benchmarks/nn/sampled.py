@@ -36,14 +36,13 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.one(x)
-        q, k, v = (each(y).unflatten(-1, (4, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(self.one(x)).chunk(3, -1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.relu(self.up(self.two(x))))
+        return x + self.down(F.gelu(self.up(self.two(x))))
 
 
 class Vision(nn.Module):
@@ -92,7 +91,8 @@ def low_rank(model: Vision) -> None:
 
 
 def sampled(budget: float) -> Callable[[Vision], Any]:
-    return lambda model: tw.sample_activations(model, budget, modules=["blocks.*"])
+    """All but the layer behind attention, whose input attention keeps anyway."""
+    return lambda model: tw.sample_activations(model, budget, modules=["*.qkv", "*.up", "*.down"])
 
 
 WAYS: dict[str, tuple[Callable[[Vision], Any], bool]] = {
