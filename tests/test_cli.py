@@ -33,6 +33,7 @@ VERBS = (
     "export",
     "verify",
     "solve",
+    "sweep",
     "calibrate",
     "optimizers",
     "sync",

@@ -14,7 +14,7 @@ import trainwright as tw
 from trainwright.artifacts import Profile
 from trainwright.cli import main
 from trainwright.cli.fits import largest_that_fits
-from trainwright.cli.sweep import Sweep, parse_sweep, powers_around
+from trainwright.cli.size_sweep import Sweep, parse_sweep, powers_around
 from trainwright.cli.variants import Change, resized, shared_size
 
 MODELS = """

@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "solvers": {"solvers", "artifacts", "numerics"},
     "federated": {"federated", "artifacts", "numerics", "runtime"},
     "sync": {"sync", "artifacts", "launch", "numerics"},
+    "fusion": {"fusion", "artifacts", "capture", "optim"},
 }
 THIN = {("artifacts", "reports"), ("artifacts", "runtime")}
 """Imports inside a method of an artifact that only passes the call on."""

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from tests.sync_problems import LeastSquares, Vector, ends, normal, run, sgd
 from trainwright import sync
+from trainwright.numerics.normals import normals
 from trainwright.sync import Compute, Network, SelfRepellentWalk, optimal_rates, simulate
 from trainwright.sync.dadao import chi, uniform_rates
 from trainwright.sync.graphs import Graph, named
-from trainwright.sync.just_one_byte import decode, encode, normals
+from trainwright.sync.just_one_byte import decode, encode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

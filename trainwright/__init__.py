@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
 FOLDERS = (
-    "artifacts", "capture", "federated", "integrations", "launch", "nn", "numerics", "ops", "optim", "planner", "profiler",
-    "reports", "runtime", "schedules", "selection", "solvers", "sync",
+    "artifacts", "capture", "federated", "fusion", "integrations", "launch", "nn", "numerics", "ops", "optim", "planner",
+    "profiler", "reports", "runtime", "schedules", "selection", "solvers", "sync",
 )  # fmt: skip
 """The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
 _COLLECT_EVERY = 200_000
@@ -439,6 +439,21 @@ def full_state_dict(model: ParallelModule, *, trainable: bool = False) -> dict[s
     return run(model, trainable=trainable)
 
 
+def sample_activations(model: nn.Module, budget: float = 0.3, **options: Any) -> list[str]:
+    """Let linear layers of a model keep a share of their input's rows for the backward, in place; returns their names.
+
+    The weight's gradient is then estimated, without bias; see `trainwright.nn.SampledLinear`, and
+    `trainwright.nn.sample_activations` for the options.
+
+    >>> import torch
+    >>> sample_activations(torch.nn.Sequential(torch.nn.Linear(4, 2)), budget=0.5)
+    ['0']
+    """
+    from .nn import sample_activations as run
+
+    return run(model, budget, **options)
+
+
 def register_op(
     op: Any,
     loops: str | Callable[[Any], Any],
@@ -532,6 +547,7 @@ __all__ = [
     "profile",
     "reference_step",
     "register_op",
+    "sample_activations",
     "simulate_plan",
     "train",
     "verify",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
@@ -122,7 +123,7 @@ class _Signature:
     @classmethod
     def of(cls, function: Any) -> _Signature:
         try:
-            found = list(inspect.signature(function).parameters.values())
+            found = _parameters(function)
         except (TypeError, ValueError):  # a builtin that does not say
             return cls([], any_positional=True, any_named=True)
         kinds = {parameter.kind for parameter in found}
@@ -184,6 +185,18 @@ class _Signature:
     def __str__(self) -> str:
         stars = ["*"] * self.any_positional + ["**"] * self.any_named
         return ", ".join([each.name for each in self.parameters] + stars) or "nothing"
+
+
+def _parameters(function: Any) -> list[Parameter]:
+    """Return a function's parameters; a class's methods are read once, for models are called every step."""
+    if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
+        return list(_parameters_of_method(function.__func__))
+    return list(inspect.signature(function).parameters.values())
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters_of_method(function: types.FunctionType) -> tuple[Parameter, ...]:
+    return tuple(inspect.signature(types.MethodType(function, object())).parameters.values())
 
 
 def _is_target(parameter: Parameter) -> bool:

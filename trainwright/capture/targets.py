@@ -25,7 +25,7 @@ from ..artifacts import ModelRef, UserError
 from . import zoo
 from .export_errors import OUR_ROOT
 
-__all__ = ["Loaded", "built", "called", "load", "parse_settings", "with_user_errors"]
+__all__ = ["Loaded", "built", "called", "function_of", "load", "parse_settings", "with_user_errors"]
 
 ZOO = "zoo:"
 FORMS = "zoo:NAME, FILE.py:function or package.module:function"
@@ -106,6 +106,15 @@ def built(spec: str, settings: Mapping[str, str] | None = None) -> Any:
     target = _Target(spec, "cpu", {}, parse_settings(settings or {}))
     function = target._function()
     return target._call(function, target._keywords(function))
+
+
+def function_of(spec: str) -> Callable[..., Any]:
+    """Return the function that `spec` names, `FILE.py:function` or `package.module:function`; `UserError` where there is none.
+
+    >>> function_of("math:sqrt").__name__
+    'sqrt'
+    """
+    return _Target(spec, "cpu", {}, {})._function()
 
 
 def parse_settings(settings: Mapping[str, str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from .errors import FAILED, OK
 from .fits import answer_fits
 from .model import ModelOptions, takes_model
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
-from .sweep import Sweep, SweepRun, parse_sweep
+from .size_sweep import Sweep, SweepRun, parse_sweep
 from .variants import Variants
 
 _TRACE_HARDWARE = "cpu:1"

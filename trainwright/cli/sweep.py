@@ -1,113 +1,152 @@
-"""`profile --sweep batch-size` or `--sweep seq-len=512,1024`: how a step's cost grows."""
+"""`trainwright sweep`: search settings, many models at a time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..artifacts import SweepPoint, UserError
-from .fits import largest_that_fits
-from .variants import Change, Variants
+import typer
 
-AXES = ("batch-size", "seq-len")
-_EXAMPLES = "batch-size, seq-len, or with values: batch-size=1,2,4,8"
-_MAX_DOUBLINGS = 12
+from ..artifacts import UserError
+from .errors import OK
+from .model import ModelOptions, parse_settings, takes_model
+from .output import JsonOption, answer, quiet_stdout, remark, rows_as_table
 
+if TYPE_CHECKING:
+    from ..fusion import Trial
 
-@dataclass(frozen=True)
-class Sweep:
-    """What to change, and to which values; without values, powers of two around the one that is given."""
-
-    axis: str
-    values: tuple[int, ...] = ()
+PANEL = "Search"
+_BUILT_BY_NAME = ("batch_size", "seq_len", "dtype")
 
 
-def parse_sweep(text: str) -> Sweep:
-    """Return what `--sweep TEXT` asks for.
+@takes_model
+def sweep(
+    model: ModelOptions,
+    trials: Annotated[int, typer.Option(help="How many.", min=1, rich_help_panel=PANEL)] = 16,
+    steps: Annotated[int, typer.Option(help="Of training, each.", min=1, rich_help_panel=PANEL)] = 100,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=WHAT", rich_help_panel=PANEL,
+            help="Searched: lr=1e-4..1e-1:log, width=32,64; or fixed: depth=3. Of the function, else of the optimizer.",
+        ),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="See trainwright optimizers.", rich_help_panel=PANEL)] = "adamw",
+    sampler: Annotated[str, typer.Option(help="random, tpe or qmc (Optuna's).", rich_help_panel=PANEL)] = "random",
+    pruner: Annotated[str, typer.Option(help="none, asha, hyperband or median (Optuna's).", rich_help_panel=PANEL)] = "none",
+    min_steps: Annotated[int, typer.Option(help="Between two looks at a trial.", min=1, rich_help_panel=PANEL)] = 10,
+    eta: Annotated[int, typer.Option(help="One trial in so many goes on.", min=2, rich_help_panel=PANEL)] = 3,
+    memory: Annotated[str | None, typer.Option(metavar="M", help="Train as many at once as fit.", rich_help_panel=PANEL)] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest gradient norm of a model.", min=0.0, rich_help_panel=PANEL)] = None,
+    json_path: JsonOption = None,
+) -> int:  # fmt: skip
+    """Search learning rates, widths … by training many models at once as one fused model.
 
-    >>> parse_sweep("batch-size=4,1,2"), parse_sweep("seq_len")
-    (Sweep(axis='batch-size', values=(1, 2, 4)), Sweep(axis='seq-len', values=()))
+    Models of one shape are fused: every setting that keeps shapes (learning rate, weight decay, dropout, seed) costs no pass of
+    its own. The loss is that of `eval_batch` where MODEL gives one, else of training. --memory fits as many into one fused model
+    as a profile of the step says.
     """
-    axis, separator, listed = text.strip().partition("=")
-    axis = axis.strip().replace("_", "-").lower()
-    if axis not in AXES:
-        raise UserError(f"--sweep takes {_EXAMPLES}; got {text!r}; write one of these")
-    try:
-        values = tuple(sorted({int(value) for value in listed.split(",")})) if separator else ()
-    except ValueError:
-        values = (0,)
-    if values and values[0] < 1:
+    import trainwright as tw
+
+    from ..fusion import Choice, Range, SweepOptions, how_many_fit, parse_space
+    from ..fusion import sweep as run
+
+    space = parse_space(parse_settings(settings))
+    if not any(isinstance(value, (Choice, Range)) for value in space.values()):
         raise UserError(
-            f"sizes of 1 or more are needed to sweep {axis}; got {listed!r}; write for example {axis}=1,2,4"
+            "a setting to search is needed; got none; write for example --set lr=1e-4..1e-1:log or --set width=32,64"
         )
-    return Sweep(axis, values)
+    build = _builder(model, optimizer, list(space))
+    at_once = None
+    with quiet_stdout():
+        if memory is not None:
+            fixed = {
+                key: _first_of(value) for key, value in space.items() if key in inspect.signature(build).parameters
+            }
+            at_once = how_many_fit(lambda: build(**fixed), optimizer, tw.parse_bytes(memory), tw.profile)
+            remark(f"{at_once} models fit {memory} at a time{'' if at_once < trials else ': all of them'}")
+        options = SweepOptions(
+            trials=trials, steps=steps, optimizer=optimizer, sampler=sampler, pruner=pruner, min_steps=min_steps, eta=eta,
+            at_once=at_once, clip=clip, seed=model.seed or 0,
+        )  # fmt: skip
+        with _table() as show:
+            found = run(build, space, options, progress=show)
+    rows = found.rows()
+    head = f"best: trial {found.best.number}, loss {found.best.loss:.4g}; {len(rows)} trials in {found.num_arrays} fused models"
+    answer(f"{head}\n\n{rows_as_table(map(_shown, rows))}", lambda: {"at_once": at_once, "trials": rows}, json_path)
+    return OK
 
 
-def powers_around(size: int) -> tuple[int, ...]:
-    """Return the given size and five powers of two about it.
+def _builder(model: ModelOptions, optimizer: str, names: Sequence[str]) -> Callable[..., Any]:
+    """Return a function of the settings that are the model's, whose signature names them."""
+    import torch
 
-    >>> powers_around(8), powers_around(6), powers_around(1)
-    ((2, 4, 8, 16, 32), (1, 2, 4, 6, 8, 16), (1, 2, 4))
-    """
-    power = 1 << (size.bit_length() - 1)
-    return tuple(sorted({size} | {power * factor // 4 for factor in (1, 2, 4, 8, 16) if power * factor >= 4}))
+    import trainwright as tw
+
+    given = {key: getattr(model, key) for key in _BUILT_BY_NAME}
+
+    def build(**own: Any) -> Any:
+        own = {key: value for key, value in own.items() if key != "seed"}
+        return tw.load_model(model.spec, device="cpu", seed=torch.initial_seed(), settings=own, **given)
+
+    own = _taken_by_model(model.spec, optimizer, names)
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in own]
+    build.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return build
 
 
-class SweepRun:
-    """The profiles of a sweep."""
+def _taken_by_model(spec: str, optimizer: str, names: Sequence[str]) -> list[str]:
+    from ..capture.targets import function_of
+    from ..optim import record
 
-    def __init__(self, variants: Variants, sweep: Sweep) -> None:
-        self.variants, self.sweep = variants, sweep
-        self._points: dict[int, SweepPoint] = {}
-        for value in sweep.values or powers_around(self._given()):
-            self._peak_of(value)
+    if spec.startswith("zoo:"):
+        taken = inspect.signature(record(optimizer).cls).parameters
+        return [name for name in names if name not in taken]
+    parameters = inspect.signature(function_of(spec)).parameters
+    return [name for name in names if name in parameters]
 
-    @property
-    def points(self) -> tuple[SweepPoint, ...]:
-        """What was profiled, by size."""
-        return tuple(self._points[value] for value in sorted(self._points))
 
-    def largest_that_fits(self, budget_bytes: int) -> int | None:
-        """Return the largest size that fits, found between those that were tried; None where the smallest does not.
+def _first_of(value: Any) -> Any:
+    """Return the largest model's value, as far as numbers tell."""
+    from ..fusion import Choice, Range
 
-        Where all fit and no values were given, larger ones are tried; of given ones, the largest is the answer.
-        """
-        sizes = sorted(self._points)
-        low = max((size for size in sizes if self._peak_of(size) <= budget_bytes), default=None)
-        if low is None:
-            return None
-        high = next((size for size in sizes if size > low), None)
-        for _ in range(_MAX_DOUBLINGS if not self.sweep.values else 0):
-            if high is not None:
-                break
-            if self._peak_of(2 * low) <= budget_bytes:
-                low *= 2
-            else:
-                high = 2 * low
-        return low if high is None else largest_that_fits(self._peak_of, low, high, budget_bytes)
+    if isinstance(value, Range):
+        return value.high
+    return (
+        max(value.values, key=lambda each: each if isinstance(each, (int, float)) else 0)
+        if isinstance(value, Choice)
+        else value
+    )
 
-    def _given(self) -> int:
-        size = self.variants.batch_size if self.sweep.axis == "batch-size" else self.variants.seq_len
-        if size is None:
-            raise UserError(
-                f"--sweep needs sizes, since the batch does not show its {self.sweep.axis}; "
-                f"write --sweep {self.sweep.axis}=1,2,4, or give --{self.sweep.axis}"
-            )
-        return size
 
-    def _peak_of(self, value: int) -> int:
-        if value not in self._points:
-            self._points[value] = self._profiled(value)
-        return self._points[value].peak_bytes
+@contextlib.contextmanager
+def _table() -> Iterator[Callable[[list[Trial]], None]]:
+    """Show the trials as they go: a table that fills on a terminal, elsewhere a line a report."""
+    if not sys.stderr.isatty():
+        yield lambda trials: remark(_line(trials))
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    def _profiled(self, value: int) -> SweepPoint:
-        axis = self.sweep.axis
-        found = self.variants.profile(Change(**{axis.replace("-", "_"): value}))  # type: ignore[arg-type]
-        return SweepPoint(
-            axis=axis,
-            value=value,
-            peak_bytes=found.peak_bytes,
-            saved_bytes=found.saved_bytes,
-            forward_flops=found.forward_flops,
-            backward_flops=found.backward_flops,
-            step_s=found.step_s,
-        )
+    with Live(console=Console(stderr=True), auto_refresh=False) as live:
+        yield lambda trials: live.update(Text(rows_as_table([_shown(trial.row()) for trial in trials])), refresh=True)
+
+
+def _line(trials: list[Trial]) -> str:
+    counts = {
+        state: sum(trial.state == state for trial in trials) for state in ("running", "done", "pruned", "diverged")
+    }
+    running = [trial for trial in trials if trial.loss == trial.loss]
+    best = min(running, key=lambda trial: trial.loss, default=None)
+    said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return f"step {max(trial.steps for trial in trials)}: {said}" + (
+        "" if best is None else f"; lowest loss {best.loss:.4g}, trial {best.number}"
+    )
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()}

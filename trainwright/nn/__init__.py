@@ -1,5 +1,6 @@
 """Modules that the algorithms call for."""
 
+from .sampled_linear import GradientNorms, SampledLinear, chosen_rows, sample_activations
 from .stable_embedding import StableEmbedding
 
-__all__ = ["StableEmbedding"]
+__all__ = ["GradientNorms", "SampledLinear", "StableEmbedding", "chosen_rows", "sample_activations"]

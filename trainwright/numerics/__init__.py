@@ -14,6 +14,7 @@ __all__ = [
     "lanczos",
     "linesearch",
     "native",
+    "normals",
     "norms",
     "quantise",
     "seeds",

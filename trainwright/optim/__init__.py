@@ -43,6 +43,7 @@ from .eight_bit import eight_bit_groups
 from .frugal import FRUGAL
 from .grad_norm_newton import GradNormSmoothNewton
 from .lamb8bit import LAMB8bit
+from .mezo import MeZO as MeZO  # not in __all__, whose optimizers plans can price
 from .mfac import MFAC
 from .mfac_inverse import MFACInverse, pruning_stages
 from .mfac_pruning import Pruned, prune_model

@@ -102,6 +102,8 @@ class OptimizerRecord:
     """Why it does not run on the sharded parameters of a plan; empty: it does."""
     reads_numbers: bool = False
     """Whether its step reads numbers off its tensors, as norms."""
+    by_tensor: bool = False
+    """Whether a number of each whole parameter (a norm, a spread) enters its update: parameters joined into one differ."""
     groups: Groups | None = None
     """The parameter groups of a model that the method wants (embeddings not in 8 bits, say); `None`: all alike."""
 

@@ -108,6 +108,7 @@ RECORD = OptimizerRecord(
     (StateTensor("gain", lambda shape, options: (), wide=True), kept("momentum_buffer", "momentum"), STEP),
     list_temporaries(1),
     defaults={"momentum": 0.9},
+    by_tensor=True,
     paper="Xu et al. 2024, arXiv:2412.11768",
     departs="tensors whose first gradient has no spread take the root of their size for the factor",
 )

@@ -220,6 +220,7 @@ RECORDS = (
         (kept("momentum_buffer", "momentum"), STEP),
         clipping_temporaries(2),
         defaults={"momentum": 0.9, "clip": 0.1},
+        by_tensor=True,
         paper=_PAPER,
     ),
 )

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor
 
 from ..artifacts import UserError, check_range
+from ..numerics.normals import normals
 from .method import Method
 from .record import Message, SyncRecord, each_step
 from .replica import Worker
 from .requests import AllGather, Compute, MembersChanged, Steps
 
 _SHARPNESS, _MOST = 8, 63
-_TABLE_BITS, _GRID = 16, 1 << 16
 
 
 class JustOneByte(Method):
@@ -90,28 +87,6 @@ class JustOneByte(Method):
 
     def _direction(self, like: Tensor, step: int, rank: int, sample: int) -> Tensor:
         return normals(like.numel(), (self.seed, step, rank, sample)).to(like.device, like.dtype)
-
-
-def normals(num: int, key: tuple[int, ...]) -> Tensor:
-    """Return `num` standard normal numbers (fp32) that depend on `key` alone, on every machine.
-
-    Philox (Salmon et al. 2011) counts, 16 bits at a time choose one of 65536 quantiles, each a multiple of 2⁻¹⁶: no
-    function whose last bit is a library's own. The largest is 4.3.
-
-    >>> normals(3, (0, 1, 2, 3)).tolist() == normals(5, (0, 1, 2, 3)).tolist()[:3]
-    True
-    """
-    hashed = hashlib.sha256(",".join(map(str, key)).encode()).digest()
-    generator = np.random.Philox(key=int.from_bytes(hashed[:16], "little"))
-    raw = generator.random_raw(-(-num // 4)).astype("<u8").view("<u2")[:num]
-    return torch.from_numpy(_quantiles()[raw])
-
-
-@cache
-def _quantiles() -> np.ndarray:
-    middles = (np.arange(1 << _TABLE_BITS) + 0.5) / (1 << _TABLE_BITS)
-    values = np.round(ndtri(middles) * _GRID) / _GRID
-    return values.astype(np.float32)
 
 
 def encode(slopes: Tensor) -> Tensor:
