@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 import trainwright as tw
 from trainwright import optim
 from trainwright.artifacts import Plan
-from trainwright.capture import zoo
-from trainwright.runtime import Checkpointer, checkpoint, storage, train_step, weights
+from trainwright.models import zoo
+from trainwright.runtime import Checkpointer, storage, train_step, weights
+from trainwright.runtime.checkpoint import checkpoint
 
 LR = 1e-2
 

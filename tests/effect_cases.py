@@ -13,8 +13,8 @@ import trainwright as tw
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan
 from trainwright.capture.export import capture
-from trainwright.capture.layout import REPLICATE
-from trainwright.capture.program import Program, build_program
+from trainwright.program.layout import REPLICATE
+from trainwright.program.program import Program, build_program
 from trainwright.runtime.module import full_gradients
 
 LR = 0.1

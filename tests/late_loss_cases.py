@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import trainwright as tw
-from trainwright.capture.late_loss import summing_the_loss
+from trainwright.rank.late_loss import summing_the_loss
 from trainwright.runtime.module import ParallelModule
 
 

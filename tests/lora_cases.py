@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 import trainwright as tw
 from tests.checkpoint_cases import DROPOUT_OFF
 from trainwright.artifacts import Plan, Report
-from trainwright.capture import zoo
+from trainwright.models import zoo
 from trainwright.runtime import Checkpointer
 from trainwright.runtime import verify as compare
 

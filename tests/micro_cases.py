@@ -9,9 +9,9 @@ import torch
 import trainwright as tw
 from tests.models import micro
 from trainwright.artifacts import Plan, UserError
-from trainwright.runtime.checkpoint import Checkpointer
+from trainwright.runtime.checkpoint.checkpoint import Checkpointer
 from trainwright.runtime.module import ParallelModule, full_gradients
-from trainwright.runtime.train import train_step
+from trainwright.runtime.training.train import train_step
 
 
 def _module(plan: str, name: str, seed: int = 5) -> tuple[ParallelModule, Plan, Any]:

@@ -15,8 +15,8 @@ import trainwright as tw
 from tests.checkpoint_cases import difference
 from trainwright import optim
 from trainwright.artifacts import Plan, UserError
-from trainwright.capture import zoo
-from trainwright.profiler.allocator import measure, static_bytes
+from trainwright.models import zoo
+from trainwright.profiler.kernels.allocator import measure, static_bytes
 from trainwright.runtime import Checkpointer, train_step
 
 LR = 1e-2

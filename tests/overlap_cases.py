@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from trainwright.capture.buckets import _Buffer
+from trainwright.rank.buckets import _Buffer
 from trainwright.runtime.module import full_gradients
 
 
@@ -104,7 +104,7 @@ def in_place(solver: str) -> tuple[list[bool], float]:
     model, x = Large(), torch.randn(8, 1024)
     plan = tw.plan(model, (x,), hardware="cpu:2", mesh=(2,), solver=solver).model_copy(update={"overlap": "buckets"})
     torch.manual_seed(0)
-    with mock.patch("trainwright.capture.travel.BUFFER_BYTES", 2**20):
+    with mock.patch("trainwright.rank.travel.BUFFER_BYTES", 2**20):
         module = tw.parallelize(Large(), plan)
     found: list[bool] = []
     before = _Buffer.put

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from tests.plans import plan_of, random_decisions
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
-from trainwright.runtime.verify import verify
+from trainwright.models import zoo
+from trainwright.program.program import build_program
+from trainwright.runtime.verification.verify import verify
 
 
 def random_plan(

@@ -11,11 +11,11 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from trainwright.capture.transition import gradient_layout
-from trainwright.planner.offload import IN_FLIGHT, OFFLOAD_EPSILON_S
-from trainwright.planner.offload_states import STATE_EPSILON_S, STATES_IN_WINDOW
-from trainwright.planner.problem import Decision, Problem, Source, Stored, Use, Want
-from trainwright.planner.recompute import RERUN_EPSILON_S
+from trainwright.planner.model.offload import IN_FLIGHT, OFFLOAD_EPSILON_S
+from trainwright.planner.model.offload_states import STATE_EPSILON_S, STATES_IN_WINDOW
+from trainwright.planner.model.recompute import RERUN_EPSILON_S
+from trainwright.planner.problem.problem import Decision, Problem, Source, Stored, Use, Want
+from trainwright.program.transition import gradient_layout
 
 Options = Mapping[Decision, int]
 Kept = Stored | Decision | tuple[Use, Want]

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.capture.execute import Executor
-from trainwright.capture.layout import axes_of, local_shape, slot_range
-from trainwright.capture.local import Decisions, build_local
-from trainwright.capture.program import Program
-from trainwright.capture.program import Tensor as ProgramTensor
-from trainwright.capture.run_state import RunState
+from trainwright.program.decisions import Decisions
+from trainwright.program.layout import axes_of, local_shape, slot_range
+from trainwright.program.program import Program
+from trainwright.program.program import Tensor as ProgramTensor
+from trainwright.rank.execute import Executor
+from trainwright.rank.local import build_local
+from trainwright.rank.run_state import RunState
 
 
 class _Board:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from trainwright.artifacts import Cluster, Device, Link, ModelRef, OffloadPlan, Plan, Predicted, SolverInfo
-from trainwright.capture.decide import param_classes, plan_sections
-from trainwright.capture.layout import REPLICATE, Layout
-from trainwright.capture.local import Decisions
-from trainwright.capture.program import Op, Program, Tensor
-from trainwright.capture.travel import OVERLAPS
+from trainwright.program.decisions import OVERLAPS, Decisions
+from trainwright.program.layout import REPLICATE, Layout
+from trainwright.program.plan_text import param_classes, plan_sections
+from trainwright.program.program import Op, Program, Tensor
 
 
 def cluster(num_ranks: int) -> Cluster:

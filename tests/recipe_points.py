@@ -10,15 +10,15 @@ import torch
 from tests.plans import plan_of
 from trainwright import optim
 from trainwright.artifacts import ModelRef
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
 from trainwright.hardware import resolve
-from trainwright.planner.problem import Decision
-from trainwright.planner.recipes import Restriction
-from trainwright.planner.solve import Answer, Infeasible, Settings
+from trainwright.models import zoo
+from trainwright.planner.problem.problem import Decision
+from trainwright.planner.problem.recipes import Restriction
+from trainwright.planner.search.solve import Answer, Infeasible, Settings
 from trainwright.planner.task import Place, Task
-from trainwright.runtime.verify import verify
+from trainwright.program.program import build_program
+from trainwright.runtime.verification.verify import verify
 
 ANY: list[str] = []
 LLAMA_OPTIMUS = {

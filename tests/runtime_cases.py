@@ -12,7 +12,7 @@ from torch import nn
 
 import trainwright as tw
 from trainwright.artifacts import Plan
-from trainwright.capture import zoo
+from trainwright.models import zoo
 from trainwright.runtime.module import full_gradients
 
 LR = 1e-2

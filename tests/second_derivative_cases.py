@@ -11,13 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan
-from trainwright.capture import zoo
 from trainwright.capture.call import find_loss
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
+from trainwright.models import zoo
 from trainwright.numerics import hvp
-from trainwright.runtime.reference import Exact
-from trainwright.runtime.verify import _Parallel
+from trainwright.program.program import build_program
+from trainwright.runtime.verification.reference import Exact
+from trainwright.runtime.verification.verify import _Parallel
 
 
 class Normed(nn.Module):
@@ -120,7 +120,7 @@ def trains_like_one_process(plan: str, lr: float, steps: int = 3) -> dict[str, f
     worst = 0.0
     for _ in range(steps):
         if take is None:
-            from trainwright.runtime.train import train_step
+            from trainwright.runtime.training.train import train_step
 
             loss = train_step(module, optimizer, part)
         else:

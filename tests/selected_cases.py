@@ -12,7 +12,7 @@ import trainwright as tw
 from tests.models import clusters
 from trainwright.artifacts import Plan
 from trainwright.runtime import ExampleBatches, SelectedBatches, train_loop
-from trainwright.runtime.selected import all_logits
+from trainwright.runtime.training.selected import all_logits
 from trainwright.selection import CRAIG, last_layer_gradients, logit_gradients, selection
 
 FRACTION = 0.2

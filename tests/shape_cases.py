@@ -16,12 +16,12 @@ import trainwright as tw
 from tests.models import batches, micro
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan, UserError
-from trainwright.capture import zoo
-from trainwright.capture._torch_private import flatten_batch
 from trainwright.capture.export import as_batch, capture, find_loss
-from trainwright.capture.program import build_program
+from trainwright.models import zoo
+from trainwright.program.program import build_program
 from trainwright.runtime.module import LossOutput, ParallelModule, full_gradients
-from trainwright.runtime.verify import gradient_errors, relative
+from trainwright.runtime.verification.verify import gradient_errors, relative
+from trainwright.torch_internals.private import flatten_batch
 
 DROPOUT_OFF = {"gpt2-tiny": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
                "bert-tiny": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -194,7 +194,7 @@ def loader_with_a_short_batch(plan: str, num_examples: int, workers: int = 0) ->
     """Two epochs of a loader with `last="short"`: the rows of each batch, and the largest error of a loss."""
     from torch.utils.data import DataLoader, TensorDataset
 
-    from trainwright.runtime.sampler import PlanSampler
+    from trainwright.runtime.training.sampler import PlanSampler
 
     parsed = Plan.parse(plan)
     model, _, loss_fn = build("net")

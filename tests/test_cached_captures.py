@@ -21,14 +21,15 @@ from torch import nn
 
 import trainwright as tw
 from trainwright.artifacts.cache_directory import CacheDirectory, cache_directory, without_cache
-from trainwright.capture import cached, targets, zoo
+from trainwright.capture import cached
 from trainwright.capture.cached import cached_capture
 from trainwright.capture.description import digest_of
 from trainwright.capture.export import capture
-from trainwright.capture.micro_batches import capture_step
 from trainwright.capture.stored import NotStorable, StoredForm, as_data
 from trainwright.capture.surroundings import loaded_files, unchanged
 from trainwright.cli import main
+from trainwright.models import targets, zoo
+from trainwright.program.micro_batches import capture_step
 
 BATCH = (torch.ones(4, 3),)
 

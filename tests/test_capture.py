@@ -16,9 +16,9 @@ from oracle import assert_same_step, assert_stored_whole, eager_step, graph_step
 from torch import Tensor, fx, nn
 
 from trainwright.artifacts import UserError
-from trainwright.capture import zoo
 from trainwright.capture.export import Captured, capture
-from trainwright.capture.normalise_constants import Causal, constant_nodes, evaluate_constants, uniform
+from trainwright.capture.passes.constants import Causal, constant_nodes, evaluate_constants, uniform
+from trainwright.models import zoo
 from trainwright.ops.functional import linear_io
 
 TINY = [name for name in zoo.names() if name.endswith("tiny")]

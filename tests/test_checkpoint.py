@@ -12,8 +12,8 @@ import trainwright as tw
 from tests.checkpoint_cases import DROPOUT_OFF
 from tests.pool import Pool
 from trainwright.artifacts import Plan
-from trainwright.capture import zoo
 from trainwright.launch import WorkerError, run_processes
+from trainwright.models import zoo
 
 CASES = "tests.checkpoint_cases:"
 

@@ -12,9 +12,9 @@ import torch
 import trainwright as tw
 from tests.models import own_ops
 from tests.pool import Pool
-from trainwright.capture import discover
-from trainwright.capture.discover import discovered
 from trainwright.ops import Call, Signature, TensorSpec
+from trainwright.program import discover
+from trainwright.program.discover import discovered
 
 OPS = torch.ops.tests_own
 

@@ -33,8 +33,8 @@ from tests.docs_blocks import (
     parsed,
 )
 from trainwright.artifacts import parse_bytes
-from trainwright.capture import zoo
 from trainwright.cli import main
+from trainwright.models import zoo
 
 FILES = ROOT / "tests" / "docs_files"
 MOST_NOT_RUN = 12

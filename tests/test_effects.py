@@ -12,8 +12,8 @@ import trainwright as tw
 from tests import effect_cases
 from tests.pool import Pool
 from trainwright.artifacts import Plan, Report
-from trainwright.capture import local
 from trainwright.capture.export import capture
+from trainwright.rank import local
 
 EXACT = 1e-12
 

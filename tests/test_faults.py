@@ -26,7 +26,7 @@ from trainwright.cli import main
 from trainwright.cli.recovery import with_restarts
 from trainwright.cli.saving import KEEP
 from trainwright.launch import WorkerError, run_processes
-from trainwright.runtime.watchdog import RankHung, listen
+from trainwright.runtime.training.watchdog import RankHung, listen
 
 CASES = "tests.fault_cases:"
 ROOT = Path(__file__).parent.parent

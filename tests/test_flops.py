@@ -9,13 +9,13 @@ from profiler_models import cnn, gru, mlp, tied
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainwright.capture import zoo
-from trainwright.capture.fakes import fake_like, faked, new_mode
 from trainwright.hardware import resolve
+from trainwright.models import zoo
 from trainwright.ops.flops import bytes_moved, flops, is_convolution, is_heavy, moves_nothing
 from trainwright.profiler import profile
 from trainwright.profiler.gpu import GpuForms
 from trainwright.profiler.step import reference_step
+from trainwright.torch_internals.fakes import fake_like, faked, new_mode
 
 aten = torch.ops.aten
 H200 = resolve("h200")

@@ -369,7 +369,7 @@ def test_padding_has_no_gradient_in_any_model() -> None:
 
 
 def test_a_zoo_model_fuses_as_it_is() -> None:
-    from trainwright.capture import zoo
+    from trainwright.models import zoo
 
     torch.set_default_dtype(torch.float32)
     built = [zoo.build("gpt2-tiny", device="cpu", seed=seed) for seed in range(2)]

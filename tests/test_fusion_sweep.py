@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 import trainwright as tw
 from trainwright import fusion
 from trainwright.artifacts import UserError
-from trainwright.capture.targets import called
 from trainwright.cli import main
 from trainwright.fusion import Choice, Range, SweepOptions
+from trainwright.models.targets import called
 
 
 def build(width: int = 8, drop: float = 0.0) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from trainwright.artifacts import Device, Overheads
 from trainwright.hardware import resolve
 from trainwright.profiler import op_seconds, profile
 from trainwright.profiler.caching import CachingAllocator
-from trainwright.profiler.gpu_workspace import operand_copies
+from trainwright.profiler.kernels.gpu_workspace import operand_copies
 
 aten = torch.ops.aten
 A100 = resolve("a100").device

@@ -11,12 +11,12 @@ import torch
 import trainwright as tw
 from tests import integration_cases as cases
 from tests.pool import Pool
-from trainwright.capture.micro_batches import capture_step
 from trainwright.integrations.accelerate import PlannedAccelerator
 from trainwright.integrations.fabric import PlannedStrategy
 from trainwright.integrations.hf import PlannedTrainer
 from trainwright.integrations.hf_arguments import check_arguments
 from trainwright.integrations.label_counts import counted_labels, reads_num_items
+from trainwright.program.micro_batches import capture_step
 
 CASES = "tests.integration_cases:"
 

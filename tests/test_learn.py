@@ -10,10 +10,10 @@ import pytest
 
 import trainwright as tw
 from trainwright.artifacts import Cluster, Compared, Run
-from trainwright.capture import zoo
 from trainwright.cli import main
 from trainwright.cli.progress import held_against
 from trainwright.hardware.learn import learn, unlearned
+from trainwright.models import zoo
 
 RATIOS = {"compute_s": 1.7, "comm_s": 0.4, "update_s": 3.0}
 

@@ -11,10 +11,10 @@ import torch
 import trainwright as tw
 from tests.models import micro
 from tests.pool import Pool
-from trainwright.capture.micro_batches import capture_step
 from trainwright.cli import main
 from trainwright.planner import Task
-from trainwright.planner.solve import Answer
+from trainwright.planner.search.solve import Answer
+from trainwright.program.micro_batches import capture_step
 from trainwright.request import PlanRequest
 from trainwright.runtime.batch import own_rows
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from oracle import assert_same_step, eager_step, graph_step
 from torch import Tensor, nn
 
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
+from trainwright.models import zoo
 
 ROOT = math.sqrt(2 / math.pi)
 

@@ -13,15 +13,15 @@ from test_planner import make_optimizer, question, task
 from tests.plans import plan_of, random_decisions
 from tests.pool import Pool
 from trainwright.artifacts import Cluster, Tier, UserError
-from trainwright.capture import zoo
-from trainwright.capture.decide import decisions_of
 from trainwright.capture.export import capture
-from trainwright.capture.offload import OffloadRun
-from trainwright.capture.program import build_program
 from trainwright.hardware import resolve
 from trainwright.hardware.disk import disk_rates
+from trainwright.models import zoo
+from trainwright.planner.costs.simulate import simulate
 from trainwright.planner.plan import make_plan
-from trainwright.planner.simulate import simulate
+from trainwright.program.plan_text import decisions_of
+from trainwright.program.program import build_program
+from trainwright.rank.offload import OffloadRun
 from trainwright.runtime.offload import DiskStore, HostStore
 
 QUICK = Tier(write_bytes_per_s=1e12, read_bytes_per_s=1e12)

@@ -13,12 +13,12 @@ from torch import nn
 from tests.pool import Pool
 from trainwright import optim
 from trainwright.artifacts import Plan, Tier, UserError
-from trainwright.capture.decide import decisions_of
 from trainwright.capture.export import capture
-from trainwright.capture.offload_states import StateOffload, updates_alone
-from trainwright.capture.program import build_program
 from trainwright.planner import explain
 from trainwright.planner.plan import make_plan
+from trainwright.program.plan_text import decisions_of
+from trainwright.program.program import build_program
+from trainwright.rank.offload_states import StateOffload, updates_alone
 from trainwright.runtime.offload import DiskStore, HostStore
 
 CASES = "tests.offload_states_cases"

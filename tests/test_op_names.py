@@ -8,22 +8,23 @@ from pathlib import Path
 from trainwright.ops import RULES, find
 
 ROOT = Path(__file__).parent.parent / "trainwright"
-FOLDERS = ("capture", "planner", "profiler", "runtime", "integrations")
+FOLDERS = ("torch_internals", "capture", "program", "rank", "models", "planner", "profiler", "runtime", "integrations")
 WORDS = frozenset(
     ("all", "any", "cat", "clip", "copy", "full", "gather", "index", "max", "mean", "min", "norm", "ones", "pad", "range",
      "scatter", "select", "sign", "slice", "split", "stack", "sum", "t", "to", "view", "where")
 )  # fmt: skip
 """Names of ops that are ordinary words as well."""
 ALLOWED = {
-    "capture/normalise": "a pass rewrites a pattern of ops into another",
-    "capture/_torch_private.py": "overloads that torch gives no other handle to",
+    "capture/passes/": "a pass rewrites a pattern of ops into another",
+    "torch_internals/private.py": "overloads that torch gives no other handle to",
     "capture/dtypes.py": "ops whose types torch decides below autograd, or gate by gate",
-    "capture/randomness.py": "the mode of a run that leaves dropout out",
+    "rank/randomness.py": "the mode of a run that leaves dropout out",
     "capture/stored.py": "an op of our own, which a stored program has to be given before it is read",
-    "capture/micro_batches.py": "a product and a quotient are linear in one operand only, which the place decides",
+    "program/micro_batches.py": "a product and a quotient are linear in one operand only, which the place decides",
     "integrations/label_counts.py": "the ops through which labels reach a loss, followed backwards in a graph",
+    "profiler/gpu_time.py": "which kind of GPU kernel runs an op, each with a rate of its own",
     "profiler/gpu.py": "functions of torch.nn.functional, which the graph never sees",
-    "runtime/reference.py": "functions of torch.nn.functional, which the graph never sees",
+    "runtime/verification/reference.py": "functions of torch.nn.functional, which the graph never sees",
 }
 
 

@@ -18,9 +18,9 @@ from trainwright import optim
 from trainwright.artifacts import Plan, UserError
 from trainwright.cli import main
 from trainwright.optim.options import checked_options, parse_options
-from trainwright.planner.update import Updates
-from trainwright.profiler.allocator import measure, static_bytes
-from trainwright.runtime.train import train_step
+from trainwright.planner.costs.update import Updates
+from trainwright.profiler.kernels.allocator import measure, static_bytes
+from trainwright.runtime.training.train import train_step
 from trainwright.training import optimizer_of, step_of
 
 FILE = """

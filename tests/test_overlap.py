@@ -11,18 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainwright as tw
 from tests.pool import Pool
-from trainwright.capture.buckets import Bucket
-from trainwright.capture.decide import decisions_of
-from trainwright.capture.execute import Executor
 from trainwright.capture.export import capture
-from trainwright.capture.instructions import Close, Open
-from trainwright.capture.layout import local_shape
-from trainwright.capture.local import Decisions, LocalProgram, build_local
-from trainwright.capture.program import Program, build_program
-from trainwright.capture.reshard import Pending, SimulatedCommunicator
-from trainwright.capture.run_state import RunState
-from trainwright.capture.travel import OVERLAPS, Overlap
 from trainwright.launch import run_processes
+from trainwright.program.decisions import OVERLAPS, Decisions, Overlap
+from trainwright.program.layout import local_shape
+from trainwright.program.plan_text import decisions_of
+from trainwright.program.program import Program, build_program
+from trainwright.rank.buckets import Bucket
+from trainwright.rank.execute import Executor
+from trainwright.rank.instructions import Close, Open
+from trainwright.rank.local import LocalProgram, build_local
+from trainwright.rank.reshard import Pending, SimulatedCommunicator
+from trainwright.rank.run_state import RunState
 
 
 @cache
@@ -96,7 +96,7 @@ def buckets(local: LocalProgram) -> list[Bucket]:
 
 @pytest.mark.parametrize("overlap", ["buckets", "ahead"])
 def test_gradients_are_reduced_together_beside_the_backward(monkeypatch: pytest.MonkeyPatch, overlap: Overlap) -> None:
-    monkeypatch.setattr("trainwright.capture.travel.ENOUGH_BYTES", 0)
+    monkeypatch.setattr("trainwright.rank.travel.ENOUGH_BYTES", 0)
     alone, _ = logged(decisions("ddp"), "none")
     log, local = logged(decisions("ddp"), overlap)
     num_regions = len({found.region for found in local.instructions if isinstance(found, (Open, Close))})

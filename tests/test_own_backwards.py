@@ -14,8 +14,8 @@ from tests.models import own_backwards as models
 from tests.oracle import assert_same_step, eager_step, graph_step
 from tests.pool import Pool
 from trainwright.artifacts import UserError
-from trainwright.capture import _torch_private as private
 from trainwright.capture.export import capture
+from trainwright.torch_internals import private
 
 BATCH = (torch.linspace(-1, 1, 12).reshape(3, 4),)
 SPEC = {"spec": "tests/models/own_backwards.py:net", "options": {}}

@@ -13,10 +13,10 @@ from test_planner import make_optimizer, question, tiny_program
 
 from trainwright import optim
 from trainwright.artifacts import Plan, Refusal, UserError
-from trainwright.capture.decide import decisions_of, plan_sections
-from trainwright.capture.plan_entries import parse_ranges
 from trainwright.planner import check, make_plan, simulate
-from trainwright.planner.effects import NO_EFFECT
+from trainwright.planner.costs.effects import NO_EFFECT
+from trainwright.program.plan_entries import parse_ranges
+from trainwright.program.plan_text import decisions_of, plan_sections
 
 C_FC = "transformer.h.{0-1}.mlp.c_fc:linear"
 WTE = "transformer.wte.weight"

@@ -15,24 +15,24 @@ from torch import nn
 from tests.planner_ranks import run_ranks, shard, whole_values
 from trainwright import optim
 from trainwright.artifacts import ModelRef, Plan, Refusal, UserError
-from trainwright.capture import zoo
-from trainwright.capture.decide import decisions_of
-from trainwright.capture.execute import Executor
 from trainwright.capture.export import capture
-from trainwright.capture.local import build_local
-from trainwright.capture.program import build_program
-from trainwright.capture.reshard import SimulatedCommunicator
 from trainwright.hardware import resolve
 from trainwright.launch.cores import num_cores
+from trainwright.models import zoo
 from trainwright.planner import RECIPES, check, compare, explain, make_plan
 from trainwright.planner.budget import budget_for, usable_bytes
-from trainwright.planner.decode import Choice, decisions_from
+from trainwright.planner.costs.price import price
+from trainwright.planner.costs.simulate import Simulation
+from trainwright.planner.model.decode import Choice, decisions_from
 from trainwright.planner.plan import Task
-from trainwright.planner.price import price
-from trainwright.planner.proposals import first_that_fits
-from trainwright.planner.simulate import Simulation
-from trainwright.planner.solve import Answer, Infeasible
+from trainwright.planner.search.proposals import first_that_fits
+from trainwright.planner.search.solve import Answer, Infeasible
 from trainwright.profiler.saved import whole_program
+from trainwright.program.plan_text import decisions_of
+from trainwright.program.program import build_program
+from trainwright.rank.execute import Executor
+from trainwright.rank.local import build_local
+from trainwright.rank.reshard import SimulatedCommunicator
 
 presets = importlib.import_module("trainwright.hardware.presets")
 
@@ -508,7 +508,7 @@ def test_gradients_under_any_plan_are_those_of_one_process(hardware, mesh, num_b
 @pytest.mark.parametrize("hardware", ["cpu:2", "8xa100"])
 def test_where_no_memory_binds_latencies_are_shared_as_in_the_buckets_that_run(hardware, monkeypatch):
     """What each parameter would pay alone is several times as much, and would make another plan the fastest."""
-    monkeypatch.setattr("trainwright.planner.hidden.EXPOSED", 1.0)  # nothing counts as hidden
+    monkeypatch.setattr("trainwright.planner.model.hidden.EXPOSED", 1.0)  # nothing counts as hidden
     (place,) = task(tiny_program("llama-tiny"), hardware, mesh=(resolve(hardware).num_devices,)).places
     prices = {}
     for solver in ("ddp", "fsdp", "megatron", "joint"):

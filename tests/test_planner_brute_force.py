@@ -15,13 +15,13 @@ from torch import nn
 from tests.planner_oracle import Oracle
 from trainwright.artifacts import Tier
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
-from trainwright.planner import stages
-from trainwright.planner.memory import set_budget
-from trainwright.planner.milp import Patience
-from trainwright.planner.recipes import Restriction
-from trainwright.planner.solve import Settings
-from trainwright.planner.stages import solve_in_stages
+from trainwright.planner.model.memory import set_budget
+from trainwright.planner.model.milp import Patience
+from trainwright.planner.problem.recipes import Restriction
+from trainwright.planner.search import stages
+from trainwright.planner.search.solve import Settings
+from trainwright.planner.search.stages import solve_in_stages
+from trainwright.program.program import build_program
 
 MAX_PLANS, MAX_PLANS_TIED = 1000, 4000
 NUM_CASES, NUM_CASES_SHORT = 120, 16

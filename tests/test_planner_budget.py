@@ -11,10 +11,10 @@ from test_planner import question, task
 import trainwright as tw
 from benchmarks.planner.grid import solved, violations
 from trainwright.artifacts import Plan
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
+from trainwright.models import zoo
 from trainwright.planner import compare, make_plan
+from trainwright.program.program import build_program
 
 NUM_LAYERS = 12
 

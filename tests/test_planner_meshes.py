@@ -12,13 +12,13 @@ from test_planner import Blocks, question, task, tiny_program
 from tests.planner_ranks import run_ranks, shard, whole_values
 from trainwright.artifacts import Refusal
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
 from trainwright.hardware import resolve
 from trainwright.planner import make_plan, mesh_search
 from trainwright.planner.mesh_search import MeshSearch
 from trainwright.planner.meshes import mesh_shapes
-from trainwright.planner.sharding import is_plain
+from trainwright.planner.model.sharding import is_plain
 from trainwright.profiler.saved import whole_program
+from trainwright.program.program import build_program
 
 SMALL, LARGE = 1_100_000, 10**9
 

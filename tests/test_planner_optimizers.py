@@ -12,7 +12,7 @@ from torch import nn
 import trainwright as tw
 from trainwright import optim
 from trainwright.optim.declared import DeclaredStep
-from trainwright.planner.costs import whole_pieces
+from trainwright.planner.costs.costs import whole_pieces
 
 
 @pytest.fixture

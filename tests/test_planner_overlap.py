@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_planner import task, tiny_program
 
-from trainwright.planner.overlap import Trip, _Clocks
+from trainwright.planner.costs.overlap import Trip, _Clocks
 
 NODES, GPUS = 0, 1
 APART, SHARED = (0, 1), (0, 0)
@@ -94,7 +94,7 @@ def test_where_no_memory_binds_the_objective_is_what_the_clocks_say(
     monkeypatch, hardware, mesh, recipe, within, max_num_ops
 ):
     """Of short programs, and of long ones, where what is hidden has a price in place of a column."""
-    monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", max_num_ops)
+    monkeypatch.setattr("trainwright.planner.problem.problem.MANY_OPS", max_num_ops)
     (place,) = task(tiny_program("llama-tiny"), hardware, mesh=mesh).places
     answer = place.solve(recipe)
     price = place.overlapped(answer)[1]

@@ -11,11 +11,11 @@ from test_planner import question, task
 
 from tests.models import gnn, unet
 from trainwright.artifacts import Plan, Refusal, SolverInfo, parse_bytes
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
+from trainwright.models import zoo
 from trainwright.planner import compare, make_plan
 from trainwright.planner.refusals import batch_size
+from trainwright.program.program import build_program
 
 BUILDS = {"unet": unet.build, "gnn": gnn.build, "gpt2-tiny": lambda: zoo.build("gpt2-tiny")}
 

@@ -11,12 +11,12 @@ from test_planner import task, tiny_program
 from torch import nn
 
 from tests.recipe_points import ANY, optimus, restricted
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
-from trainwright.planner.decode import Choice, decisions_from
-from trainwright.planner.sharding import wants_of
-from trainwright.planner.solve import Answer
+from trainwright.models import zoo
+from trainwright.planner.model.decode import Choice, decisions_from
+from trainwright.planner.model.sharding import wants_of
+from trainwright.planner.search.solve import Answer
+from trainwright.program.program import build_program
 
 FP32 = 4
 

@@ -16,17 +16,18 @@ from test_planner_budget import deep_program, peaks, task
 
 import trainwright as tw
 from benchmarks.planner.places import place_of
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
-from trainwright.planner import branching, fitting, guard, plan, solve, stages
-from trainwright.planner.answer import NOT_IN_TIME, Answer, Infeasible
+from trainwright.models import zoo
+from trainwright.planner import plan
 from trainwright.planner.budget import budget_for
-from trainwright.planner.deadline import LEAST_S, Deadline
-from trainwright.planner.fitting import Fitting
-from trainwright.planner.milp import Model, Solution
-from trainwright.planner.solve import Solver
+from trainwright.planner.model.deadline import LEAST_S, Deadline
+from trainwright.planner.model.milp import Model, Solution
+from trainwright.planner.search import branching, fitting, guard, solve, stages
+from trainwright.planner.search.answer import NOT_IN_TIME, Answer, Infeasible
+from trainwright.planner.search.fitting import Fitting
+from trainwright.planner.search.solve import Solver
 from trainwright.planner.task import Place
+from trainwright.program.program import build_program
 
 
 @pytest.fixture
@@ -279,7 +280,7 @@ def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_i
 def test_the_solver_prints_nothing() -> None:
     """Some releases print their name where a solver is made; a plan on the standard output is to be JSON alone."""
     text = (
-        "from trainwright.planner.milp import Model; model = Model(); model.row('one', [(model.column(cost=1.0), 1.0)], lower=1.0);"
+        "from trainwright.planner.model.milp import Model; model = Model(); model.row('one', [(model.column(cost=1.0), 1.0)], lower=1.0);"
         "assert model.solve().objective == 1.0; assert model.solve(relaxed=True).objective == 1.0"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from test_planner import price_of, task, tiny_program
 
-from trainwright.planner import together
-from trainwright.planner.answer import Answer, Infeasible
-from trainwright.planner.deadline import LEAST_S, Deadline
-from trainwright.planner.decode import Choice, decisions_from
-from trainwright.planner.hidden import Hidden
-from trainwright.planner.memory import set_budget
-from trainwright.planner.milp import Solution
-from trainwright.planner.solve import Solver
-from trainwright.planner.stages import held_at, solve_in_stages
+from trainwright.planner.model.deadline import LEAST_S, Deadline
+from trainwright.planner.model.decode import Choice, decisions_from
+from trainwright.planner.model.hidden import Hidden
+from trainwright.planner.model.memory import set_budget
+from trainwright.planner.model.milp import Solution
+from trainwright.planner.search import together
+from trainwright.planner.search.answer import Answer, Infeasible
+from trainwright.planner.search.solve import Solver
+from trainwright.planner.search.stages import held_at, solve_in_stages
 
 
 def bound(name: str, hardware: str, mesh: tuple[int, ...], share: float):
@@ -142,7 +142,7 @@ def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share)
     settings = place.settings("joint", time_limit_s=10.0)
 
     def solved(max_num_ops: int) -> tuple[Solution, Hidden | None]:
-        monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", max_num_ops)
+        monkeypatch.setattr("trainwright.planner.problem.problem.MANY_OPS", max_num_ops)
         solver = Solver(place.problem, place.simulate, "ahead", "ahead")
         if share is None:
             model, sharding = solver.plain()
@@ -174,7 +174,7 @@ SHARES_HIDDEN = [
 
 @pytest.mark.parametrize(("max_num_ops", "share"), SHARES_HIDDEN)
 def test_no_recipe_is_faster_within_a_budget_where_travel_is_hidden(monkeypatch, max_num_ops, share):
-    monkeypatch.setattr("trainwright.planner.problem.MANY_OPS", max_num_ops)
+    monkeypatch.setattr("trainwright.planner.problem.problem.MANY_OPS", max_num_ops)
     place = bound("llama-tiny", "2xh100", (2,), share)
     answers = {recipe: place.solve(recipe) for recipe in ("joint", "fsdp", "two-stage")}
     steps = {name: place.overlapped(found)[1].step_s for name, found in answers.items() if isinstance(found, Answer)}

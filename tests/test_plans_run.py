@@ -11,7 +11,7 @@ import torch
 import trainwright as tw
 from tests.pool import Pool
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
+from trainwright.program.program import build_program
 
 MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "t5-tiny", "mixtral-tiny"]
 PEAK_BAR = 0.02

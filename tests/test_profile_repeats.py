@@ -9,13 +9,13 @@ import torch
 from profiler_models import Built, cnn, gpt2, gru, length_dependent, llama_checkpointed, lstm, mlp, t5, tied
 from torch import nn
 
-from trainwright.capture import zoo
-from trainwright.capture._torch_private import FakeTensor
-from trainwright.capture.fakes import new_mode
-from trainwright.capture.repeats import RepeatedCalls, signature
 from trainwright.hardware import resolve
+from trainwright.models import zoo
 from trainwright.profiler import profile
 from trainwright.profiler.values import KnownValues
+from trainwright.torch_internals.fakes import new_mode
+from trainwright.torch_internals.private import FakeTensor
+from trainwright.torch_internals.repeats import RepeatedCalls, signature
 
 aten = torch.ops.aten
 

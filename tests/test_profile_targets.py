@@ -14,15 +14,15 @@ from profiler_models import gpt2, llama, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.capture import zoo
-from trainwright.capture.fakes import faked, new_mode
 from trainwright.hardware import resolve
+from trainwright.models import zoo
 from trainwright.profiler import profile
 from trainwright.profiler.caching import CachingAllocator
 from trainwright.profiler.gpu import GpuForms, attention, attention_kernel
-from trainwright.profiler.gpu_workspace import gpu_workspace_bytes
+from trainwright.profiler.kernels.gpu_workspace import gpu_workspace_bytes
 from trainwright.profiler.tracker import MemoryTracker
 from trainwright.profiler.values import KnownValues
+from trainwright.torch_internals.fakes import faked, new_mode
 
 aten = torch.ops.aten
 KIB, MIB = 2**10, 2**20

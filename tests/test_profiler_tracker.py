@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.artifacts import Device
-from trainwright.capture.fakes import new_mode
 from trainwright.profiler import MemoryTracker, measure, op_seconds, static_bytes, storage_bytes
+from trainwright.profiler.kernels.workspace import workspace_bytes
 from trainwright.profiler.time import rate
 from trainwright.profiler.values import KnownValues
-from trainwright.profiler.workspace import workspace_bytes
+from trainwright.torch_internals.fakes import new_mode
 
 aten = torch.ops.aten
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.capture.fakes import new_mode
 from trainwright.ops.flops import flops
 from trainwright.profiler import MemoryTracker, measure
-from trainwright.profiler import probe as probe_module
-from trainwright.profiler.fake_kernels import run_fake_kernel
-from trainwright.profiler.generator_states import seen_generator_states
-from trainwright.profiler.probe import Probe, probe
+from trainwright.profiler.kernels import probe as probe_module
+from trainwright.profiler.kernels.fake_kernels import run_fake_kernel
+from trainwright.profiler.kernels.generator_states import seen_generator_states
+from trainwright.profiler.kernels.probe import Probe, probe
+from trainwright.profiler.kernels.workspace import output_bytes, workspace_bytes
 from trainwright.profiler.values import KnownValues
-from trainwright.profiler.workspace import output_bytes, workspace_bytes
+from trainwright.torch_internals.fakes import new_mode
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

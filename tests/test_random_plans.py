@@ -8,12 +8,12 @@ import pytest
 
 from tests.plans import random_decisions
 from tests.pool import Pool
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
-from trainwright.capture.instructions import Borrow
-from trainwright.capture.local import build_local
-from trainwright.capture.program import build_program
-from trainwright.capture.reshard import SimulatedCommunicator
+from trainwright.models import zoo
+from trainwright.program.program import build_program
+from trainwright.rank.instructions import Borrow
+from trainwright.rank.local import build_local
+from trainwright.rank.reshard import SimulatedCommunicator
 
 MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "t5-tiny"]
 TWO_AXES = ("gpt2-tiny", "resnet-tiny")

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.artifacts import UserError
-from trainwright.capture.layout import Layout, Slot, local_shape, slot_range
 from trainwright.launch import process_group
+from trainwright.program.layout import Layout, Slot, local_shape, slot_range
 from trainwright.runtime.regions import region_of, whole_region
 from trainwright.runtime.storage import Piece, StoredTensors, write_pieces
 

@@ -9,7 +9,7 @@ import pytest
 
 import trainwright as tw
 from tests.pool import Pool
-from trainwright.capture import zoo
+from trainwright.models import zoo
 
 CASES = "tests.runtime_cases:"
 

@@ -13,12 +13,12 @@ import trainwright as tw
 from tests import shape_cases
 from tests.pool import Pool
 from trainwright.artifacts import Plan, Refusal, UserError
-from trainwright.capture import zoo
-from trainwright.capture.decide import decisions_of
 from trainwright.capture.export import capture
-from trainwright.capture.other_shapes import decisions_at
-from trainwright.capture.program import build_program
+from trainwright.models import zoo
 from trainwright.planner import simulate
+from trainwright.program.other_shapes import decisions_at
+from trainwright.program.plan_text import decisions_of
+from trainwright.program.program import build_program
 from trainwright.runtime.batch import Cut, global_batch_size
 from trainwright.runtime.steps import batch_like
 

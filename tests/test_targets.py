@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright.artifacts import UserError
 from trainwright.capture.export import capture
-from trainwright.capture.targets import load
+from trainwright.models.targets import load
 
 GOOD = """
 from dataclasses import dataclass

@@ -10,8 +10,8 @@ import trainwright as tw
 from tests.pool import Pool
 from tests.test_planner import price_of, task, tiny_program
 from tests.test_plans_run import PEAK_BAR, check
-from trainwright.capture import zoo
-from trainwright.capture.travel import OVERLAPS, Overlap
+from trainwright.models import zoo
+from trainwright.program.decisions import OVERLAPS, Overlap
 
 READERS = {"gpt2-tiny": ("transformer.wte.weight", 2), "t5-tiny": ("shared.weight", 3)}
 """The tied parameter of a model, and how many regions read it."""

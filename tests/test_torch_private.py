@@ -9,8 +9,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.capture import _torch_private as private
-from trainwright.capture.fakes import new_mode
+from trainwright.torch_internals import private
+from trainwright.torch_internals.fakes import new_mode
 
 RELEASE = f"changed in torch {torch.__version__}"
 aten = torch.ops.aten

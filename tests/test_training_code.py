@@ -16,10 +16,10 @@ import trainwright as tw
 from tests.checkpoint_cases import DROPOUT_OFF
 from tests.pool import Pool
 from trainwright.artifacts import BatchEntry, Plan
-from trainwright.capture import zoo
 from trainwright.cli import main
 from trainwright.cli.progress import comparison
 from trainwright.cli.records import Records
+from trainwright.models import zoo
 from trainwright.runtime import PaddedDataset, PlanSampler, export_weights
 
 CASES = "tests.training_cases:"

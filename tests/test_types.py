@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import trainwright as tw
 from trainwright.artifacts import UserError
 from trainwright.capture import capture
-from trainwright.capture._torch_private import FakeTensorMode
 from trainwright.capture.dtypes import refused
-from trainwright.capture.fakes import check_devices
+from trainwright.torch_internals.fakes import check_devices
+from trainwright.torch_internals.private import FakeTensorMode
 
 aten = torch.ops.aten
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)

@@ -11,8 +11,8 @@ import trainwright as tw
 from tests import user_ops_cases
 from tests.pool import Pool
 from trainwright.capture.export import capture
-from trainwright.capture.program import build_program
 from trainwright.ops import RULES
+from trainwright.program.program import build_program
 
 CASES = "tests.user_ops_cases:"
 

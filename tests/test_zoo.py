@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trainwright.artifacts import UserError
-from trainwright.capture import zoo
 from trainwright.cli.listings import listing
+from trainwright.models import zoo
 
 PUBLISHED_PARAMS = {
     "gpt2": 124_439_808,

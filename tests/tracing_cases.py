@@ -8,13 +8,13 @@ from unittest import mock
 import torch
 
 import trainwright as tw
-from trainwright.runtime.tracing import StepTrace
-from trainwright.runtime.train import train_loop
+from trainwright.runtime.training.tracing import StepTrace
+from trainwright.runtime.training.train import train_loop
 
 
 def traced(path: str, steps: int) -> bool:
     """Train llama-tiny under data parallelism, a buffer of gradients a region; say whether recording has ended."""
-    with mock.patch("trainwright.capture.travel.ENOUGH_BYTES", 0):
+    with mock.patch("trainwright.rank.travel.ENOUGH_BYTES", 0):
         model, batch = tw.zoo.build("llama-tiny")
         plan = tw.plan(model, batch, hardware="cpu:2", mesh=(2,), solver="ddp")
         assert plan.overlap == "buckets"

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import trainwright as tw
 from tests.checkpoint_cases import DROPOUT_OFF
 from trainwright.artifacts import Plan
-from trainwright.capture import zoo
+from trainwright.models import zoo
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

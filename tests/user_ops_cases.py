@@ -14,7 +14,7 @@ import trainwright as tw
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan
 from trainwright.capture.export import capture
-from trainwright.capture.program import Program, build_program
+from trainwright.program.program import Program, build_program
 from trainwright.runtime import verify as compare
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks.runtime import baselines, models
 from trainwright import optim
-from trainwright.profiler.allocator import measure
+from trainwright.profiler.kernels.allocator import measure
 
 SETTLE_S = 3e-3
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from . import selection as selection
     from . import solvers as solvers
     from . import sync as sync
-    from .capture import zoo as zoo
+    from .models import zoo as zoo
     from .planner import Simulation
     from .request import DtypeLike, HardwareLike, LossFn, OptimizerLike
     from .runtime import ParallelModule
@@ -69,8 +69,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
 FOLDERS = (
-    "artifacts", "capture", "federated", "fusion", "integrations", "launch", "nn", "numerics", "ops", "optim", "planner",
-    "profiler", "reports", "runtime", "schedules", "selection", "solvers", "sync",
+    "artifacts", "capture", "federated", "fusion", "integrations", "launch", "models", "nn", "numerics", "ops",
+    "optim", "planner", "profiler", "program", "rank", "reports", "runtime", "schedules", "selection", "solvers",
+    "sync", "torch_internals",
 )  # fmt: skip
 """The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
 _COLLECT_EVERY = 200_000
@@ -98,7 +99,7 @@ def load_model(spec: str, **options: Any) -> Any:
     >>> loaded.batch["input_ids"].shape[0]
     2
     """
-    from .capture.targets import load
+    from .models.targets import load
 
     return load(spec, **options)
 
@@ -341,8 +342,8 @@ def explain(
 def simulate_plan(plan: PlanLike, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:
     """Return one rank's memory over a step of `plan`, moment by moment; the arguments are those of `check`."""
     from . import optim
-    from .capture.decide import decisions_of
     from .planner import simulate
+    from .program.plan_text import decisions_of
 
     plan = as_plan(plan)
     program = program_of(plan, model, batch, loss_fn)
@@ -389,7 +390,7 @@ def parallelize(
 
 
 def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64", seed: int = 0) -> Report:
-    """Compare a plan's loss, gradients and peak with one process's; see `trainwright.runtime.verify`.
+    """Compare a plan's loss, gradients and peak with one process's; see `trainwright.runtime.verification.verify`.
 
     model_fn: a function that builds and returns `(model, batch)` or `(model, batch, loss_fn)`, the same on every rank.
     plan: a `Plan`, or the path of its file. dtype: `"float64"`, or `"fp32"`, the model as it is. Every rank calls this.
@@ -464,8 +465,8 @@ def register_op(
     kind: Literal["heavy", "elementwise"] = "heavy",
     localize: Callable[..., Any] | None = None,
 ) -> None:
-    """Say which loops an op of your own runs over, so that plans may split it; see `trainwright.capture.user_ops.register_op`."""
-    from .capture.user_ops import register_op as run
+    """Say which loops an op of your own runs over, so that plans may split it; see `trainwright.program.user_ops.register_op`."""
+    from .program.user_ops import register_op as run
 
     run(op, loops, reduced=reduced, whole=whole, once=once, kind=kind, localize=localize)
 
@@ -489,7 +490,7 @@ def reference_step(model: nn.Module, optimizer: Any, batch: Any, loss_fn: LossFn
 def __getattr__(name: str) -> Any:
     """Import a folder, or the zoo, when it is first asked for."""
     if name == "zoo":
-        return importlib.import_module(".capture.zoo", __name__)
+        return importlib.import_module(".models.zoo", __name__)
     if name in FOLDERS:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module 'trainwright' has no attribute {name!r}")

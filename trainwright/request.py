@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from .capture.program import Program
     from .planner import Shaped, Variants
+    from .program.program import Program
 
     LossFn = Callable[..., Tensor]
     HardwareLike = str | int | Cluster | os.PathLike[str]
@@ -127,8 +127,8 @@ class PlanRequest:
 
     def shaped(self, batch: Any, shapes: Mapping[str, tuple[int, ...]]) -> Shaped:
         """Return the same model captured on another batch."""
-        from .capture.micro_batches import capture_step
         from .planner import Shaped
+        from .program.micro_batches import capture_step
 
         return Shaped(capture_step(self.model, batch, self.loss_fn, self._autocast), shapes)
 
@@ -143,8 +143,8 @@ class PlanRequest:
 
     def _programs(self, micro_batches: int | str) -> tuple[Program, Variants | None]:
         """Return the program of `micro_batches`, and those of other numbers where the number is to be chosen."""
-        from .capture.micro_batches import batch_size, candidates, capture_step
         from .planner import Variants
+        from .program.micro_batches import batch_size, candidates, capture_step
 
         model, batch, loss_fn, dtype = self.model, self.batch, self.loss_fn, self._autocast
         if isinstance(micro_batches, int) and micro_batches >= 1:
@@ -159,8 +159,8 @@ class PlanRequest:
 
 def by_size(request: PlanRequest, shapes: Sequence[Any]) -> tuple[Any, list[Shaped]]:
     """Return the batch to plan on, and the others as captures of their own; batches of equal shapes count once."""
-    from .capture.micro_batches import shapes_of
     from .planner import check_alike, largest
+    from .program.micro_batches import shapes_of
 
     if request.micro_batches != 1:
         raise UserError(
@@ -179,8 +179,8 @@ def by_size(request: PlanRequest, shapes: Sequence[Any]) -> tuple[Any, list[Shap
 def program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Program:
     """Return the program that `plan` is a plan of; raise `UserError` where the model and batch are not those it was made with."""
     from .capture.call import check_same_loss
-    from .capture.micro_batches import capture_step
-    from .capture.program import Program
+    from .program.micro_batches import capture_step
+    from .program.program import Program
 
     if isinstance(model, Program):  # the command line may have it at hand without the model
         return model
@@ -200,8 +200,8 @@ def literals_of(batch: Any) -> dict[str, Any]:
     """Return what of a batch is no tensor, by name."""
     import torch
 
-    from .capture._torch_private import flatten_batch
     from .capture.export import as_batch
+    from .torch_internals.private import flatten_batch
 
     return {name: leaf for name, leaf in flatten_batch(as_batch(batch))[0] if not isinstance(leaf, torch.Tensor)}
 

@@ -165,7 +165,7 @@ class SyncStep:
     def _by_gradients(self, module: ParallelModule, optimizer: Any, part: Any, may_update: Any) -> Tensor:
         import torch
 
-        from .runtime.train import loss_with_gradients
+        from .runtime.training.train import loss_with_gradients
 
         loss = loss_with_gradients(module, optimizer, part)
         counts: Any = loss.detach()

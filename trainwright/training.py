@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from .capture.targets import Loaded
     from .cli.saving import SavePolicy
     from .growing import GrowthOptions
+    from .models.targets import Loaded
     from .optim.chosen import Chosen
     from .runtime import HeldOut, ParallelModule
-    from .runtime.tracing import StepTrace
+    from .runtime.training.tracing import StepTrace
     from .scheduling import ScheduleOptions
     from .sync import Sync
     from .syncing import Dealt
@@ -191,7 +191,7 @@ def run(
     from .cli.records import Records
     from .cli.saving import Saving
     from .launch import emit, rank
-    from .runtime.train import train_loop
+    from .runtime.training.train import train_loop
 
     extras = extras or Extras()
     schedule, growth = extras.schedule_of(optimizer, module.plan, steps), extras.growth_of(module)
@@ -286,7 +286,7 @@ class Extras:
 
 def held_out(loaded: Loaded, data: Any, every: int | None) -> HeldOut:
     """Return the held-out loss of a run, on `data` or on the model's own `eval_batch`; `UserError` where there is neither."""
-    from .runtime.train import HeldOut
+    from .runtime.training.train import HeldOut
 
     if every is None:
         raise UserError("the number of steps between held-out losses is needed; got none; give eval_every=N")
@@ -325,9 +325,9 @@ def _name_of(optimizer: torch.optim.Optimizer, plan: Plan) -> str:
 
 def _check_fits(plan: Plan, batch: Any) -> None:
     """Raise `UserError` for a held-out batch that the plan cannot run."""
-    from .capture._torch_private import flatten_batch
     from .capture.export import as_batch
     from .runtime.entries import check_within
+    from .torch_internals.private import flatten_batch
 
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten_batch(as_batch(batch))[0] if hasattr(leaf, "shape")}
     if shapes.keys() != plan.batch.keys():
@@ -341,7 +341,7 @@ def _check_fits(plan: Plan, batch: Any) -> None:
 def batches(loaded: Loaded, plan: Plan, first: int, seed: int) -> Iterator[Any]:
     """Return the global batches of a model from step `first` on: its data, its examples in shuffled epochs, or its batch."""
     from .launch import emit, rank
-    from .runtime.examples import ExampleBatches
+    from .runtime.training.examples import ExampleBatches
 
     if loaded.data is not None:
         return itertools.islice(iter(loaded.data), first, None)
@@ -366,8 +366,8 @@ def _loaded(model: Any, plan: Plan, data: Any, dataset: Any) -> Loaded:
     """What `model` stands for, with the data of the call in place of its own."""
     from torch import nn
 
-    from .capture.targets import called
     from .cli.model import ModelOptions, as_planned
+    from .models.targets import called
 
     if isinstance(model, nn.Module):
         if data is None and dataset is None:

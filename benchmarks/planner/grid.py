@@ -22,8 +22,8 @@ from benchmarks.planner.places import place_of
 from benchmarks.solvers import record
 from trainwright.artifacts import UserError
 from trainwright.planner.budget import budget_for
-from trainwright.planner.recipes import RECIPES
-from trainwright.planner.solve import Answer
+from trainwright.planner.problem.recipes import RECIPES
+from trainwright.planner.search.solve import Answer
 
 PATH = record.RESULTS / "planner-grid.jsonl"
 TIMES = (1.0, 1.02, 1.1, 1.35, 2.0, 4.0)

@@ -6,11 +6,11 @@ from typing import Any
 
 from trainwright import optim
 from trainwright.artifacts import Cluster, ModelRef
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
-from trainwright.capture.program import Program, build_program
 from trainwright.hardware import resolve
+from trainwright.models import zoo
 from trainwright.planner.task import Place, Task
+from trainwright.program.program import Program, build_program
 
 
 def place_of(model: str, options: dict[str, Any], hardware: str, mesh: tuple[int, ...]) -> Place:

@@ -21,13 +21,13 @@ from benchmarks.planner.grid import CLUSTERS, MODELS
 from benchmarks.planner.places import place_on
 from benchmarks.solvers import record
 from trainwright.artifacts import Cluster
-from trainwright.capture import zoo
 from trainwright.capture.export import capture
-from trainwright.capture.program import Program, build_program
 from trainwright.hardware import resolve
-from trainwright.planner.answer import Answer
+from trainwright.models import zoo
 from trainwright.planner.budget import budget_for
+from trainwright.planner.search.answer import Answer
 from trainwright.planner.task import Place
+from trainwright.program.program import Program, build_program
 
 ERROR = 0.2
 WRONG: dict[str, tuple[float, float, float]] = {

@@ -23,7 +23,7 @@ from typing import Any
 
 import trainwright as tw
 from benchmarks.solvers import record
-from trainwright.capture import zoo
+from trainwright.models import zoo
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from trainwright.capture import zoo
 from trainwright.hardware.machine import memory_bytes
+from trainwright.models import zoo
 from trainwright.profiler import profile, reference_step
 
 RUNNABLE: dict[str, dict[str, Any]] = {

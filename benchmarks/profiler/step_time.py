@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from trainwright.artifacts import Cluster, Overheads
-from trainwright.capture import zoo
 from trainwright.hardware import resolve
 from trainwright.hardware.kernels import kernel_table, rates
 from trainwright.hardware.overheads import overheads
+from trainwright.models import zoo
 from trainwright.ops.kernel_table import KernelTable
 from trainwright.profiler import profile, reference_step
 

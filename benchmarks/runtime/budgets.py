@@ -28,7 +28,7 @@ from benchmarks.runtime import models, paired
 from benchmarks.runtime.stepping import stepper_of
 from benchmarks.solvers import record
 from trainwright.artifacts import Cluster, Plan, Refusal
-from trainwright.profiler.allocator import measure, storage_bytes
+from trainwright.profiler.kernels.allocator import measure, storage_bytes
 
 BUDGETS = (0.3, 0.5, 0.7, 0.9, 1.0)
 

@@ -25,7 +25,7 @@ import trainwright as tw
 from benchmarks.solvers import record
 from trainwright.artifacts import Plan
 from trainwright.launch import run_processes
-from trainwright.profiler.allocator import measure
+from trainwright.profiler.kernels.allocator import measure
 from trainwright.runtime import Checkpointer, train_step
 
 OPTIONS: dict[str, Any] = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 4096, "batch_size": 4, "seq_len": 64}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.capture import zoo
+from trainwright.models import zoo
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2-256": {"name": "gpt2-tiny", "batch_size": 8, "seq_len": 128, "n_embd": 256, "n_layer": 4, "n_head": 8,

@@ -91,7 +91,7 @@ def no_examples() -> dict[str, Any]:
 
 def images(num: int = 96, batch_size: int = 16) -> dict[str, Any]:
     """A vision transformer of Hugging Face's with examples as dicts: the class is in which quarter the light is."""
-    from trainwright.capture import zoo
+    from trainwright.models import zoo
 
     model, batch = zoo.build("vit-tiny", device="cpu", dtype="fp64", batch_size=batch_size)
     generator = torch.Generator().manual_seed(0)

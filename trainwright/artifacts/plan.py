@@ -249,13 +249,13 @@ class Plan(Artifact):
         self, dataset: Any, *, shuffle: bool = True, seed: int = 0, last: str = "drop", whole: bool = False
     ) -> Any:
         """Return a `batch_sampler` for a `DataLoader`: this rank's rows of each global batch; see `PlanSampler`."""
-        from ..runtime.sampler import PlanSampler
+        from ..runtime.training.sampler import PlanSampler
 
         return PlanSampler(self, dataset, shuffle=shuffle, seed=seed, last=last, whole=whole)
 
     def padded(self, dataset: Any) -> Any:
         """Return `dataset` with an example that has no weight in the loss, for `sampler(last="pad")`; see `PaddedDataset`."""
-        from ..runtime.padding import PaddedDataset
+        from ..runtime.training.padding import PaddedDataset
 
         return PaddedDataset(self, dataset)
 

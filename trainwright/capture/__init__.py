@@ -1,17 +1,5 @@
-"""Model + batch → `Program`; `Program` + layouts → one rank's local program."""
+"""A model and a batch → one flat graph of ATen ops, loss included."""
 
 from .export import Captured, capture
-from .local import Decisions, LocalProgram, build_local
-from .program import Op, Program, Tensor, build_program
 
-__all__ = [
-    "Captured",
-    "Decisions",
-    "LocalProgram",
-    "Op",
-    "Program",
-    "Tensor",
-    "build_local",
-    "build_program",
-    "capture",
-]
+__all__ = ["Captured", "capture"]

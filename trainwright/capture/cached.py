@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ..artifacts.cache_directory import CacheDirectory, cache_directory
-from . import _torch_private as private
+from ..torch_internals import private
 from .description import digest_of
 from .export import Captured, as_batch, capture
 from .stored import NotStorable, as_data, from_data

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _torch_private as private
+from ..torch_internals import private
 from .stored import NotStorable
 
 __all__ = ["digest_of"]

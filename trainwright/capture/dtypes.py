@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from ..artifacts import UserError
 from ..ops.registry import find
-from . import _torch_private as private
+from ..torch_internals import private
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _MOST_ANSWERS = 50_000

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..artifacts import UserError
-from . import _torch_private as private
+from ..torch_internals import private
+from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
 from .call import LossFn, call_model, find_loss, loss_of, name_of_loss
 from .dtypes import check_types
 from .export_errors import explained, innermost_line, is_inside
-from .fakes import FakeMode, fake_like, faked, new_mode
 from .module_state import Watch, same_calls
-from .normalise import Context, normalise
-from .normalise_regions import no_autocast
 from .own_backwards import lifted_backwards
+from .passes.normalise import Context, normalise
+from .passes.regions import no_autocast
 
 __all__ = ["Captured", "capture", "find_loss"]
 

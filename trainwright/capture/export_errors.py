@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..artifacts import UserError
-from . import _torch_private as private
+from ..torch_internals import private
 from .dtypes import WrongTypes
 
 TORCH_ROOT = str(Path(torch.__file__).parent)

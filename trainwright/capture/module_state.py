@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..artifacts import UserError
-from . import _torch_private as private
+from ..torch_internals import private
 
 _ABSENT = object()
 _TABLES = ("_parameters", "_buffers", "_modules", "training")

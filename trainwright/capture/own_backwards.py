@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, library
 
 from ..artifacts import UserError
-from . import _torch_private as private
+from ..torch_internals import private
+from ..torch_internals.trees import tensors_in
 from .export_errors import NO_MEMORY, ValuesNeeded
-from .reshard import tensors_in
 
 NAMESPACE = "autograd_functions"
 _APPLY: Any = vars(torch.autograd.Function)["apply"]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, fx
 
 from ..ops.functional import linear_io
-from . import _torch_private as private
+from ..torch_internals import private
+from ..torch_internals.fakes import new_mode
 from .export import Captured
-from .fakes import new_mode
 
 __all__ = ["NotStorable", "as_data", "from_data"]
 

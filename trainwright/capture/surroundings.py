@@ -113,8 +113,8 @@ def _installed() -> list[str]:
 def _our_sources() -> str:
     """A digest of the code that captures: it may be a checkout that is being worked on."""
     digest = hashlib.blake2b(digest_size=20)
-    for folder in ("capture", "ops"):
-        for path in sorted((Path(OUR_ROOT) / folder).glob("*.py")):
+    for folder in ("torch_internals", "capture", "ops"):
+        for path in sorted((Path(OUR_ROOT) / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

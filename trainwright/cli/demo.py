@@ -26,7 +26,7 @@ from .train import WORKER, summary
 from .verify import holds, run_verification
 
 if TYPE_CHECKING:
-    from ..capture.targets import Loaded
+    from ..models.targets import Loaded
 
 NUM_RANKS = 2
 SETTINGS = ("n_layer=6", "n_embd=384", "n_head=6", "n_positions=256", "vocab_size=260")

@@ -17,7 +17,7 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as safetensors, with config.json where the model is of Hugging Face; of PEFT's, the adapter."""
     with quiet_stdout(), status("exporting"):
-        from ..runtime.export import export_weights
+        from ..runtime.checkpoint.export import export_weights
 
         written = export_weights(checkpoint, out, parse_bytes(max_file))
     for path in written:

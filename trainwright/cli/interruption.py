@@ -50,7 +50,7 @@ def ending(steps: Sequence[dict[str, Any]], num_steps: int, folder: str | None, 
 
 
 def _saved(folder: str | None) -> list[str]:
-    from ..runtime.checkpoint import complete, read_position
+    from ..runtime.checkpoint.checkpoint import complete, read_position
 
     if folder is None:
         return ["saved: nothing, since no checkpoint was asked for; --checkpoint DIR --checkpoint-every N would have"]

@@ -10,7 +10,7 @@ import typer
 from ..artifacts import Plan, UserError
 
 if TYPE_CHECKING:
-    from ..capture.targets import Loaded
+    from ..models.targets import Loaded
     from ..training import Extras
 
 PANEL = "Learning rate, batch size, held-out loss"
@@ -100,7 +100,7 @@ def _text(paths: Sequence[str] | None, loaded: Loaded, plan: Plan) -> list[Any] 
     from itertools import islice
     from pathlib import Path
 
-    from ..runtime.train import text_batches
+    from ..runtime.training.train import text_batches
 
     if not paths:
         return None

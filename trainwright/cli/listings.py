@@ -15,7 +15,7 @@ from ..artifacts.record import write_atomically
 
 Rows = list[dict[str, Any]]
 SOURCES = {
-    "zoo": "trainwright.capture.zoo",
+    "zoo": "trainwright.models.zoo",
     "optimizers": "trainwright.optim",
     "federated": "trainwright.federated",
     "sync": "trainwright.sync",

@@ -14,7 +14,7 @@ from ..artifacts import ModelRef, Plan, UserError
 from ..artifacts.cache_directory import without_cache
 
 if TYPE_CHECKING:
-    from ..capture.targets import Loaded
+    from ..models.targets import Loaded
 
 PANEL = "Model"
 NO_CACHE = "no_cache"

@@ -33,7 +33,7 @@ from .pricing import (
 )
 
 if TYPE_CHECKING:
-    from ..capture.targets import Loaded
+    from ..models.targets import Loaded
 
 SOLVERS = ("joint", "two-stage", "ddp", "fsdp", "megatron")
 MemoryOption = Annotated[

@@ -15,7 +15,7 @@ from .model import ModelOptions
 from .output import remarks
 
 if TYPE_CHECKING:
-    from ..capture.targets import Loaded
+    from ..models.targets import Loaded
 
 
 @dataclass(eq=False)
@@ -45,8 +45,8 @@ class Planned:
 
     def _stored(self) -> Any:
         from ..capture.call import check_same_loss
-        from ..capture.micro_batches import stored_step
         from ..profiler.step import DTYPES
+        from ..program.micro_batches import stored_step
 
         plan, name = self.plan, _name(self.options, self.plan.dtype, self.plan.literals)
         if name is None or plan.shapes:  # of further shapes the model is needed

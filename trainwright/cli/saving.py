@@ -86,7 +86,7 @@ class Saving:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        from ..runtime.nonfinite import NotFinite
+        from ..runtime.training.nonfinite import NotFinite
 
         if kind is not None and issubclass(kind, NotFinite) and self._last_saved < self._last_done:
             self._module.num_steps = self._num_forwards  # of the step that did not count, too, there was a forward
@@ -159,7 +159,7 @@ def replica_folder(index: int) -> str:
 
 def newest_of_replicas(folder: Path) -> tuple[int, int] | None:
     """Return the newest step that all replicas of a run have saved, and how many they are; None where there is none."""
-    from ..runtime.checkpoint import complete, read_position
+    from ..runtime.checkpoint.checkpoint import complete, read_position
 
     for path in reversed(complete(folder / replica_folder(0))):
         position = read_position(path)
@@ -214,7 +214,7 @@ def check_saving(checkpoint: str | None, checkpoint_every: int | None, resume: b
             raise UserError(f"{option} needs the directory of the checkpoints; got none; add --checkpoint DIR")
     if checkpoint is None:
         return
-    from ..runtime.checkpoint import complete
+    from ..runtime.checkpoint.checkpoint import complete
 
     check_folder("--checkpoint", checkpoint)
     folder = Path(checkpoint)

@@ -11,7 +11,7 @@ from ..artifacts import UserError, check_range
 from ..reports.units import format_s
 
 if TYPE_CHECKING:
-    from ..capture.targets import Loaded
+    from ..models.targets import Loaded
     from ..runtime import ParallelModule, SelectedBatches
 
 PANEL = "Selection of examples"
@@ -70,7 +70,7 @@ def check_select(
 
 def selected(module: ParallelModule, loaded: Loaded, options: Mapping[str, Any], seed: int) -> SelectedBatches:
     """Return batches from a subset of the loaded model's examples, as `check_select` described it."""
-    from ..capture.randomness import derived_seed
+    from ..rank.randomness import derived_seed
     from ..runtime import ExampleBatches, SelectedBatches
     from ..selection import logit_gradients, selection
 

@@ -68,8 +68,8 @@ class _Task:
 
 def _task(problem: str, settings: Mapping[str, str], given: Mapping[str, str]) -> _Task:
     """Build the problem and hold its arguments against the solver's parameters, before anything runs."""
-    from ..capture.targets import built
-    from ..capture.targets import parse_settings as read
+    from ..models.targets import built
+    from ..models.targets import parse_settings as read
 
     place, _, name = problem.rpartition(":")
     if not place or not name or place == "zoo":
@@ -124,7 +124,7 @@ def _solver(given: Any, problem: str) -> tuple[str, Callable[..., Any]]:
 
 
 def _run(task: _Task, tell: Callable[[str], None]) -> Any:
-    from ..capture.targets import with_user_errors
+    from ..models.targets import with_user_errors
     from ..solvers.outcome import Result
 
     accepted = inspect.signature(task.function).parameters

@@ -99,7 +99,7 @@ def _builder(model: ModelOptions, optimizer: str, names: Sequence[str]) -> Calla
 
 
 def _taken_by_model(spec: str, optimizer: str, names: Sequence[str]) -> list[str]:
-    from ..capture.targets import function_of
+    from ..models.targets import function_of
     from ..optim import record
 
     if spec.startswith("zoo:"):

@@ -101,7 +101,7 @@ def train(
 ) -> None:
     """Train the model as planned, on processes started here or on the ranks that torchrun started."""
     from ..optim.options import parse_options
-    from ..runtime.nonfinite import check_policy
+    from ..runtime.training.nonfinite import check_policy
     from ..training import optimizer_of
 
     check_policy(on_nan)

@@ -14,7 +14,7 @@ from .model import ModelOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..capture.targets import Loaded
+    from ..models.targets import Loaded
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Variants:
 
     def _converted(self, batch: Any, dtype: str) -> Any:
         """The batch with its floating tensors in the dtype that the parameters have now; products need one dtype."""
-        from ..capture.zoo import parse_dtype
+        from ..models.zoo import parse_dtype
 
         if all(tensor.dtype == parse_dtype(dtype) for tensor in _tensors(batch) if tensor.is_floating_point()):
             return batch

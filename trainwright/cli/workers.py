@@ -15,7 +15,7 @@ from .syncing import sent_by_all
 def verify(model: dict[str, Any], plan: str, dtype: str, seed: int = 0) -> dict[str, Any]:
     """Compare the plan with one process on this rank of its ranks; the answer is a `Report`."""
     from .. import optim
-    from ..runtime.verify import verify as compare
+    from ..runtime.verification.verify import verify as compare
 
     parsed = Plan.parse(plan, where="the plan")
 
@@ -57,7 +57,7 @@ def train(
     from .. import training
     from ..launch import emit, rank
     from ..runtime.module import parallelize
-    from ..runtime.tracing import StepTrace
+    from ..runtime.training.tracing import StepTrace
     from ..syncing import SyncOptions
 
     parsed = Plan.parse(plan, where="the plan")
@@ -99,13 +99,13 @@ def train(
 
 
 def _load(model: dict[str, Any]) -> Any:
-    from ..capture.targets import load
+    from ..models.targets import load
 
     return load(model["spec"], device="cpu", **model["options"])
 
 
 def _batches(loaded: Any, plan: Plan, data: list[str], first: int, seed: int) -> Iterable[Any]:
-    from ..runtime.train import text_batches
+    from ..runtime.training.train import text_batches
     from ..training import batches
 
     if not data:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..artifacts import UserError
-from ..capture._torch_private import flatten, unflatten
+from ..torch_internals.private import flatten, unflatten
 from .array import Fused, is_fused, num_models
 from .streams import drawing
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..artifacts import UserError
-from ..capture._torch_private import flatten, unflatten
 from ..capture.call import LossFn, call_model, loss_of
+from ..torch_internals.private import flatten, unflatten
 from . import rules_dims, rules_elementwise, rules_modules, rules_norms, rules_products  # noqa: F401  # fill the table
 from .alike import check_alike, per_model_settings, tensors_of
 from .array import Fused, is_fused

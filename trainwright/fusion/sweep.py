@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..artifacts import UserError, check_range
-from ..capture._torch_private import flatten
-from ..capture.targets import Loaded, called
+from ..models.targets import Loaded, called
+from ..torch_internals.private import flatten
 from .alike import fusible
 from .model import FusedModel, fuse
 from .optimizer import optimizer as fused_optimizer

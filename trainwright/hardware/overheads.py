@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..capture._torch_private import TorchDispatchMode
 from ..ops.flops import moves_nothing
 from ..ops.kernel_table import KernelTable
 from ..ops.kernels import Kernel, kernel_of
+from ..torch_internals.private import TorchDispatchMode
 from .kernels import Clock
 
 _PHASES = ("forward", "backward", "update")

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..artifacts import Plan, UserError
-from ..capture._torch_private import flatten
 from ..runtime import Checkpointer, ParallelModule, full_state_dict
+from ..torch_internals.private import flatten
 from .planned import check_num_processes, check_precision, global_loader, plan_of, planned, skeleton, switch_parameters
 
 try:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..artifacts import Plan
-from ..capture._torch_private import bound
-from ..capture.fakes import faked, new_mode
-from ..capture.program import Op, Program
+from ..program.program import Op, Program
 from ..runtime.module import plan_batch
+from ..torch_internals.fakes import faked, new_mode
+from ..torch_internals.private import bound
 
 _SAME_VALUE = frozenset(
     ["_to_copy", "to", "clone", "alias", "detach", "type_as", "contiguous", "reshape", "view", "squeeze"]

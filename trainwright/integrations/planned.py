@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..artifacts import Plan, UserError
-from ..capture._torch_private import flatten, unflatten
 from ..capture.export import as_batch
 from ..runtime import ParallelModule, parallelize, shard_batch
 from ..runtime.batch import global_batch_size
+from ..runtime.checkpoint.training_state import saved_buffers
 from ..runtime.regions import whole_region
-from ..runtime.training_state import saved_buffers
 from ..runtime.weights import reader
+from ..torch_internals.private import flatten, unflatten
 from .same_batches import SameBatches
 
 PRECISIONS = {None: "no", "bf16": "bf16", "fp16": "fp16"}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..artifacts import UserError
-from ..capture._torch_private import flatten_batch
+from ..torch_internals.private import flatten_batch
 
 EVERY = 16
 """Batches between two comparisons; the first is compared too. In between sums are added up, which needs no waiting."""

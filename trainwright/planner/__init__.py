@@ -1,12 +1,12 @@
 """Program + cluster + budget → `Plan`: layouts and recomputation chosen together, then simulated."""
 
+from .costs.simulate import Simulation, simulate
 from .explain import explain
 from .frontier import frontier
 from .micro_batches import Variants
 from .plan import check, compare, make_plan
-from .recipes import RECIPES
+from .problem.recipes import RECIPES
 from .shapes import Shaped, check_alike, check_shapes, largest, make_plan_for
-from .simulate import Simulation, simulate
 from .task import Task
 
 __all__ = [

@@ -8,17 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from ..artifacts import Alternative, ExplainedDecision, Explanation, Plan, UserError
-from ..capture.decide import decisions_of
-from ..capture.layout import Layout, layout_text
-from ..capture.local import Decisions
-from ..capture.program import Program, Tensor
 from ..profiler.saved import record
-from .build import build_problem
-from .costs import OptimizerCost, cost_model
+from ..program.decisions import Decisions
+from ..program.layout import Layout, layout_text
+from ..program.plan_text import decisions_of
+from ..program.program import Program, Tensor
+from .costs.costs import OptimizerCost, cost_model
+from .costs.simulate import MakeOptimizer
+from .model.tied import find_tied
 from .plan import task_of
-from .problem import Decision, Problem, Use, Want
-from .simulate import MakeOptimizer
-from .tied import find_tied
+from .problem.build import build_problem
+from .problem.problem import Decision, Problem, Use, Want
 
 
 def explain(

@@ -14,11 +14,11 @@ from typing import Any
 
 from ..artifacts import Plan, Refusal, UserError
 from .budget import budget_for
+from .costs.units import size_text
 from .mesh_search import Found
 from .plan import as_plan
-from .solve import Answer
+from .search.solve import Answer
 from .task import Place, Task
-from .units import size_text
 
 SOLVERS = ("joint", "fsdp")
 """Those that trade time for memory by one budget."""

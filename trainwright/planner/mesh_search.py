@@ -6,10 +6,10 @@ import math
 import time
 from dataclasses import dataclass, replace
 
+from .costs.price import Price
 from .meshes import mesh_shapes
-from .price import Price
-from .solve import Answer, Infeasible
-from .stages import GAP
+from .search.solve import Answer, Infeasible
+from .search.stages import GAP
 from .task import Place, Task
 
 _SHARE = 8

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..artifacts import UserError
-from ..capture.program import Program
+from ..program.program import Program
 from .mesh_search import Found
 from .refusals import NothingFits
-from .stages import GAP
+from .search.stages import GAP
 from .task import Task
 
 Search = Callable[[Task, float], Found | None]

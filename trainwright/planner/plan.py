@@ -11,22 +11,22 @@ from typing import Any
 import torch
 
 from ..artifacts import EDITED, OffloadPlan, Plan, Predicted, Refusal, SolverInfo, UserError
-from ..capture.decide import decisions_of, plan_sections
-from ..capture.local import Decisions
-from ..capture.program import Program
+from ..program.decisions import Decisions
+from ..program.plan_text import decisions_of, plan_sections
+from ..program.program import Program
 from .budget import budget_for
-from .costs import OptimizerCost
-from .deadline import Deadline
-from .effects import NO_EFFECT, without_effect
+from .costs.costs import OptimizerCost
+from .costs.effects import NO_EFFECT, without_effect
+from .costs.price import Price
+from .costs.simulate import MakeOptimizer, Simulation
+from .costs.units import size_text
 from .mesh_search import Found, MeshSearch
 from .micro_batches import fastest_number
-from .price import Price
-from .recipes import RECIPES
+from .model.deadline import Deadline
+from .problem.recipes import RECIPES
 from .refusals import NothingFits
-from .simulate import MakeOptimizer, Simulation
-from .stages import GAP
+from .search.stages import GAP
 from .task import Place, Task
-from .units import size_text
 
 PROVEN_OPTIMAL = 1.0001 * GAP
 """An answer is called optimal where it is proven to be within so much of the optimum: what searches stop at."""

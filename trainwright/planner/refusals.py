@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..artifacts import Refusal
-from ..capture.factors import leaves
+from ..program.factors import leaves
 from .budget import budget_for
-from .deadline import Deadline
-from .simulate import Simulation
-from .solve import Infeasible
-from .strategies import batch_factor
+from .costs.simulate import Simulation
+from .costs.units import shown_bytes, size_text
+from .model.deadline import Deadline
+from .problem.strategies import batch_factor
+from .search.solve import Infeasible
 from .task import Place, Task
-from .units import shown_bytes, size_text
 
 _ATTEMPTS = 4
 

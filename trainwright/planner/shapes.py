@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts import Plan, Refusal, ShapePlan, UserError
-from ..capture.decide import decisions_of
-from ..capture.other_shapes import decisions_at, entry_layout
-from ..capture.program import Program
+from ..program.other_shapes import decisions_at, entry_layout
+from ..program.plan_text import decisions_of
+from ..program.program import Program
 from .budget import budget_for
-from .costs import OptimizerCost
+from .costs.costs import OptimizerCost
+from .costs.simulate import MakeOptimizer
 from .plan import make_plan, size_text, task_of
-from .simulate import MakeOptimizer
 
 Shapes = Mapping[str, tuple[int, ...]]
 MOST_TRIES = 4

@@ -9,26 +9,25 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifacts import Cluster, MeshAxis, ModelRef, UserError
-from ..capture.local import Decisions
-from ..capture.program import Program
-from ..capture.travel import Overlap
 from ..hardware import machine, threads_each
 from ..profiler.saved import Records, record
+from ..program.decisions import Decisions, Overlap
+from ..program.program import Program
 from .budget import divisor_for, usable_bytes
-from .build import build_problem
-from .costs import OptimizerCost, cost_model
-from .deadline import Deadline
-from .guard import PROVEN
+from .costs.costs import OptimizerCost, cost_model
+from .costs.price import Price, price
+from .costs.simulate import MakeOptimizer, Simulation, simulate
 from .meshes import mesh_shapes
-from .pins import apply_pins
-from .price import Price, price
-from .problem import Problem
-from .progress import Best, ProgressLine
-from .proposals import first_that_fits, last_resort
-from .recipes import Restriction, restriction
-from .simulate import MakeOptimizer, Simulation, simulate
-from .solve import Answer, Infeasible, Settings, Solver
-from .together import search_ways
+from .model.deadline import Deadline
+from .problem.build import build_problem
+from .problem.pins import apply_pins
+from .problem.problem import Problem
+from .problem.recipes import Restriction, restriction
+from .search.guard import PROVEN
+from .search.progress import Best, ProgressLine
+from .search.proposals import first_that_fits, last_resort
+from .search.solve import Answer, Infeasible, Settings, Solver
+from .search.together import search_ways
 
 if TYPE_CHECKING:
     from .micro_batches import Variants

@@ -1,6 +1,6 @@
 """Program or model → Profile: storages' lifetimes, FLOPs, a target's differences, time."""
 
-from .allocator import AllocatorRecord, ForwardMarks, measure, static_bytes, storage_bytes
+from .kernels.allocator import AllocatorRecord, ForwardMarks, measure, static_bytes, storage_bytes
 from .profile import profile
 from .step import reference_step
 from .time import op_seconds

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts import Device
-from ..capture.repeats import Key, signature
 from ..ops.flops import bytes_moved, flops
+from ..torch_internals.repeats import Key, signature
 from .time import op_seconds
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..capture import _torch_private as private
+from ..torch_internals import private
 
 aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..artifacts import Device
 from ..ops.flops import bytes_moved
 from ..ops.kernels import Kernel
-from .gpu_workspace import operand_copies
+from .kernels.gpu_workspace import operand_copies
 
 # Tile sizes of cuBLAS's kernels, and what the smaller ones reach of the largest: fitted to transformers-bert and timm.
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..artifacts import MeshAxis, UserError
-from ..capture import _torch_private as private
 from ..hardware import collectives
+from ..torch_internals import private
 from .data_parallel import stood_in
 
 MakeModel = Callable[[], Any]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..artifacts import Cluster, Profile, UserError
 from ..capture.export import as_batch
 from ..capture.export_errors import ValuesNeeded, explained
-from ..capture.fakes import FakeMode, fake_like, faked, new_mode
+from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
 from .graph import MAX_FORWARD_OPS, not_tried, try_capture
 from .processes import MakeModel, imagined
 from .run import MakeOptimizer, Question, Run, tensors_of

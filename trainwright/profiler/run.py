@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..artifacts import Device, Link, MemoryPoint, ModuleCost
 from .caching import CachingAllocator
 from .gpu import GpuForms
-from .gpu_workspace import NUM_BLAS_THREADS
+from .kernels.gpu_workspace import NUM_BLAS_THREADS
 from .modules import ModuleTrace
 from .steady import Gradients, gradients_of, plain_state, rehearse_update
 from .step import LossFn, reference_step

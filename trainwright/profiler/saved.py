@@ -13,17 +13,18 @@ import torch
 from torch import Tensor as Array
 
 from ..artifacts import Device
-from ..capture.execute import Executor
-from ..capture.fakes import new_mode
-from ..capture.instructions import Compute
-from ..capture.layout import REPLICATE
-from ..capture.local import Decisions, LocalProgram, build_local
-from ..capture.program import Op, Program, Tensor
-from ..capture.reshard import SimulatedCommunicator
-from ..capture.run_state import RunState
 from ..ops import find
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
 from ..ops.kernels import Kernel, kernel_of
+from ..program.decisions import Decisions
+from ..program.layout import REPLICATE
+from ..program.program import Op, Program, Tensor
+from ..rank.execute import Executor
+from ..rank.instructions import Compute
+from ..rank.local import LocalProgram, build_local
+from ..rank.reshard import SimulatedCommunicator
+from ..rank.run_state import RunState
+from ..torch_internals.fakes import new_mode
 from .time import dtype_name, rate, table_of
 from .tracker import MemoryTracker, Target
 

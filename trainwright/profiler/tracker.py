@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from ..artifacts import MemoryPoint
-from ..capture._torch_private import PlainDispatchMode, local_part
+from ..torch_internals.private import PlainDispatchMode, local_part
 from .caching import CachingAllocator
-from .generator_states import seen_generator_states, seen_resizes
-from .gpu_workspace import gpu_workspace_bytes
+from .kernels.generator_states import seen_generator_states, seen_resizes
+from .kernels.gpu_workspace import gpu_workspace_bytes
+from .kernels.workspace import output_bytes, workspace_bytes
 from .values import DEVICE_OF
-from .workspace import output_bytes, workspace_bytes
 
 Target = Literal["cpu", "gpu"]
 CATEGORIES = ("param", "buffer", "grad", "optimizer", "saved", "other")

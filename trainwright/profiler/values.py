@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture._torch_private import VALUE_NEEDED, PlainDispatchMode, arguments, mutated_arguments
 from ..capture.dtypes import WrongTypes, refused
-from ..capture.fakes import FakeMode
-from ..capture.repeats import Key, Recipe, RepeatedCalls
-from .fake_kernels import run_fake_kernel
-from .layouts import lay_out
+from ..torch_internals.fakes import FakeMode
+from ..torch_internals.private import VALUE_NEEDED, PlainDispatchMode, arguments, mutated_arguments
+from ..torch_internals.repeats import Key, Recipe, RepeatedCalls
+from .kernels.fake_kernels import run_fake_kernel
+from .kernels.layouts import lay_out
 
 DEVICE_OF = torch.ops.prim.device.default
 """What `tensor.device` becomes under a mode: asked of fakes several times a call, answered without running anything."""

@@ -1,16 +1,16 @@
 """Model + Plan → a running module, on `torch.distributed`."""
 
 from .batch import shard_batch
-from .checkpoint import Checkpointer
-from .examples import ExampleBatches
-from .export import export_weights
+from .checkpoint.checkpoint import Checkpointer
+from .checkpoint.export import export_weights
 from .module import LossOutput, ParallelModule, full_state_dict, parallelize
-from .padding import PaddedDataset
 from .sample_gradients import sample_gradients
-from .sampler import PlanSampler
-from .selected import SelectedBatches
-from .train import HeldOut, train_loop, train_step
-from .verify import verify
+from .training.examples import ExampleBatches
+from .training.padding import PaddedDataset
+from .training.sampler import PlanSampler
+from .training.selected import SelectedBatches
+from .training.train import HeldOut, train_loop, train_step
+from .verification.verify import verify
 from .weights import load_full_state_dict
 
 __all__ = [

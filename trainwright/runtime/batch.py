@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..artifacts import BatchEntry, Plan, UserError
 from ..artifacts.plan import names_of_batch
-from ..capture._torch_private import flatten_batch
-from ..capture.layout import REPLICATE, Layout, Slot, local_shape
-from ..capture.other_shapes import entry_layout
+from ..program.layout import REPLICATE, Layout, Slot, local_shape
+from ..program.other_shapes import entry_layout
+from ..torch_internals.private import flatten_batch
 from .entries import check_entries, check_within, rows_meant
 from .regions import region_of
 from .sharding import own_part

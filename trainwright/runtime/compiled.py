@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..capture.pieces import Piece, pieces
+from ..rank.pieces import Piece, pieces
 
 if TYPE_CHECKING:
-    from ..capture.execute import Run
+    from ..rank.execute import Run
     from .module import ParallelModule
     from .steps import ShapedStep
 

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from ..artifacts import Plan, UserError
-from ..capture._torch_private import flatten_batch
+from ..torch_internals.private import flatten_batch
 
 
 def check_entries(plan: Plan, batch: Any) -> dict[str, Tensor]:

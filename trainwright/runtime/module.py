@@ -16,22 +16,22 @@ from torch.distributed.tensor import DTensor
 
 from ..artifacts import Plan, UserError
 from ..capture.call import LossFn, check_same_loss
-from ..capture.decide import decisions_of
 from ..capture.export import as_batch
-from ..capture.instructions import Ref
-from ..capture.layout import REPLICATE
-from ..capture.local import Decisions
-from ..capture.micro_batches import capture_step
-from ..capture.offload_states import StateOffload
-from ..capture.other_shapes import without_weights
-from ..capture.program import Program
-from ..capture.program import Tensor as ProgramTensor
-from ..capture.randomness import derived_seed
-from ..capture.reshard import Route, reshard
-from ..capture.run_state import Finish, RunState
-from ..capture.transition import transition
 from ..launch import Replicas, init, is_under_torchrun, replicas_of
 from ..profiler.step import DTYPES
+from ..program.decisions import Decisions
+from ..program.layout import REPLICATE
+from ..program.micro_batches import capture_step
+from ..program.other_shapes import without_weights
+from ..program.plan_text import decisions_of
+from ..program.program import Program
+from ..program.program import Tensor as ProgramTensor
+from ..program.transition import transition
+from ..rank.instructions import Ref
+from ..rank.offload_states import StateOffload
+from ..rank.randomness import derived_seed
+from ..rank.reshard import Route, reshard
+from ..rank.run_state import Finish, RunState
 from .adapters import adapter_of
 from .batch import planned_cut, planned_shapes, shapes_of
 from .communicator import MeshCommunicator, make_mesh

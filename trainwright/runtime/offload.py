@@ -3,7 +3,7 @@
     disk   one unnamed file a rank, gone when the process is, however it ends; a thread reads and writes in order
     host   pinned memory, filled and read on streams beside the one that computes; on a CPU, plain copies
 
-What is in flight is bounded by `capture.offload`, which waits for the oldest transfer before it lets more leave.
+What is in flight is bounded by `rank.offload`, which waits for the oldest transfer before it lets more leave.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..artifacts import Plan, UserError
-from ..capture.offload import OffloadStore
+from ..rank.offload import OffloadStore
 
 _ALIGNMENT = 4096
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..capture.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
+from ..program.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..artifacts import UserError
 from ..artifacts.plan import names_of_batch
-from ..capture._torch_private import flatten_batch
 from ..capture.call import find_loss
 from ..capture.export import as_batch
-from ..capture.micro_batches import capture_step
+from ..program.micro_batches import capture_step
+from ..torch_internals.private import flatten_batch
 from .module import ParallelModule
 from .steps import batch_like
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..capture._torch_private import dtensor_like
-from ..capture.buckets import Plain
-from ..capture.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
-from ..capture.program import Tensor as ProgramTensor
+from ..program.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
+from ..program.program import Tensor as ProgramTensor
+from ..rank.buckets import Plain
+from ..torch_internals.private import dtensor_like
 from .regions import region_of
 
 

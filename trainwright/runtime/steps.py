@@ -16,20 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from ..artifacts import Plan, UserError
-from ..capture.accumulate import Accumulator
-from ..capture.buckets import Plain
-from ..capture.execute import Executor
-from ..capture.instructions import Ref
-from ..capture.layout import REPLICATE
-from ..capture.local import Decisions, LocalProgram, build_local
-from ..capture.micro_batches import capture_step
-from ..capture.offload import OffloadStore
-from ..capture.other_shapes import decisions_at
-from ..capture.program import Program
-from ..capture.program import Tensor as ProgramTensor
-from ..capture.reshard import Route
-from ..capture.run_state import RunState
-from ..capture.transition import transition
+from ..program.decisions import Decisions
+from ..program.layout import REPLICATE
+from ..program.micro_batches import capture_step
+from ..program.other_shapes import decisions_at
+from ..program.program import Program
+from ..program.program import Tensor as ProgramTensor
+from ..program.transition import transition
+from ..rank.accumulate import Accumulator
+from ..rank.buckets import Plain
+from ..rank.execute import Executor
+from ..rank.instructions import Ref
+from ..rank.local import LocalProgram, build_local
+from ..rank.offload import OffloadStore
+from ..rank.reshard import Route
+from ..rank.run_state import RunState
 from .batch import Cut, Shapes, checked_part, planned_shapes, rows_in
 from .communicator import MeshCommunicator
 from .entries import check_within

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..artifacts import UserError
-from ..capture.randomness import derived_seed
+from ..rank.randomness import derived_seed
 from .adapters import base_name, is_adapters, reset_adapter
 from .regions import Region
 from .storage import INDEX_FILE, StoredTensors

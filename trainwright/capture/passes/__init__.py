@@ -1,0 +1,1 @@
+"""Rewrites of a captured graph, each a pattern of ops into another."""

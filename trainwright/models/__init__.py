@@ -1,0 +1,1 @@
+"""What MODEL may be: an example by name, a file, a class, a model of a hub."""

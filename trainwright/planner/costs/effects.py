@@ -1,0 +1,69 @@
+"""Which entries of a plan change nothing: what the backward never asks for, copies that nobody makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...artifacts import Plan
+from ...program.plan_text import entries_of
+from ...program.program import Program
+from ...rank.execute import Executor
+from ...rank.instructions import Compute
+
+NO_EFFECT = "these entries have no effect"
+_MOST_NAMED = 6
+
+
+def without_effect(plan: Plan, program: Program, executor: Executor) -> tuple[str, ...]:
+    """Return a note on what `plan` says to no effect; `executor` has run the simulated step."""
+    idle = [*_idle_values(plan, program, executor), *_idle_copies(plan, program, executor)]
+    if plan.offload is not None and not executor.local.decisions.offloaded and not plan.offloads_states:
+        idle.append("offload, since nothing is offloaded")
+    if not idle:
+        return ()
+    more = f" and {len(idle) - _MOST_NAMED} more" if len(idle) > _MOST_NAMED else ""
+    return (f"{NO_EFFECT}: {'; '.join(idle[:_MOST_NAMED])}{more}",)
+
+
+def _idle_values(plan: Plan, program: Program, executor: Executor) -> Iterator[str]:
+    recomputed, offloaded = _recomputed(executor), _offloaded(executor)
+    for entry in entries_of(program, plan):
+        if not entry.keys & (recomputed if entry.fate == "recomputed" else offloaded):
+            yield f"{entry.key} {entry.fate} {entry.name}"
+
+
+def _recomputed(executor: Executor) -> set[str]:
+    """The keys of values that were let go of, or are made on the way to one."""
+    local = executor.local
+    found = {local.values[value].key for value, place in executor.released if place < 0}
+    found |= {f"{local.instructions[index].key}.internal" for index, place in executor.released if place >= 0}
+    for rerun in executor.reruns.values():
+        for index in rerun.instructions:
+            found |= {local.values[value].key for value in local.instructions[index].again.inputs}
+    return found
+
+
+def _offloaded(executor: Executor) -> set[str]:
+    """The keys of values that are there to be offloaded."""
+    local = executor.local
+    return {value.key for value in local.values if value.offloaded} | {
+        f"{instruction.key}.internal"
+        for instruction in local.instructions
+        if isinstance(instruction, Compute) and instruction.internal_offloaded
+    }
+
+
+def _idle_copies(plan: Plan, program: Program, executor: Executor) -> Iterator[str]:
+    """The shared layouts that fewer than two regions read a parameter in."""
+    local = executor.local
+    for tensor, layout in sorted(local.decisions.shared, key=lambda shared: shared[0].key):
+        readers = {
+            instruction.region
+            for instruction in local.instructions
+            for value in instruction.inputs
+            if isinstance(instruction, Compute)
+            and local.values[value].tensor is tensor
+            and local.values[value].layout == layout
+        }
+        if len(readers) < 2:
+            yield f"{tensor.key} shared"

@@ -1,0 +1,188 @@
+"""The price of a plan: its seconds, added up over the instructions and the reruns of the local program that will run.
+
+The price uses no column of the solver, so it also checks the solver's objective: both agree where parameters travel one by
+one. Where they travel in buckets (`rank.travel`), the collectives of a bucket share their latency, and a device that
+computes while it communicates hides some of them; the objective only models that (`hidden`). CPUs hide nothing, so there the
+objective is exact.
+
+Two kinds of sums are free, since nothing waits for them: sums that begin with the step (`early_sums`), and the sum of the loss
+(`late_loss`). A sum over labels that other ranks have first cannot begin early, and is paid.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from ...artifacts import Tier
+from ...program.micro_batches import WEIGHTED
+from ...program.program import Op
+from ...rank.accumulate import shared_conversions
+from ...rank.execute import Executor
+from ...rank.instructions import Borrow, Close, Compute, Instruction, Open, Reshard
+from ...rank.late_loss import comes_late
+from ...rank.local import LocalProgram
+from ...rank.offload import CountingStore
+from ...rank.reruns import Rerun
+from .costs import CostModel, OptimizerCost
+from .overlap import Timeline, bucket_s, gather
+
+
+@dataclass
+class Price:
+    """Seconds of one step, and bytes sent by collective."""
+
+    compute_s: float = 0.0
+    """Forward, backward and update."""
+    comm_s: float = 0.0
+    """Collectives and the copies that they take; reruns do not count here."""
+    recompute_s: float = 0.0
+    """Reruns, with what they communicate."""
+    forward_s: float = 0.0
+    """The part of compute and communication that runs in the forward, beside which values are offloaded."""
+    update_s: float = 0.0
+    """The part of compute that is the optimizer's step."""
+    transfer_s: float = 0.0
+    """The seconds that offloading adds: values and optimizer states, out and back."""
+    by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    hidden_comm_s: float = 0.0
+    """The part of `comm_s` that runs beside computation."""
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Return the communication that no computation hides."""
+        return self.comm_s - self.hidden_comm_s
+
+    @property
+    def serial_s(self) -> float:
+        """Return the seconds of the whole step if nothing were hidden."""
+        return self.compute_s + self.comm_s + self.recompute_s + self.transfer_s
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of the whole step."""
+        return self.compute_s + self.exposed_comm_s + self.recompute_s + self.transfer_s
+
+
+def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Price:
+    """Price one step of a local program on the fullest rank."""
+    total = Price()
+    shared = shared_conversions(executor.local) if costs.num_runs > 1 else {}
+    timeline = Timeline(costs)
+    for instruction in executor.local.instructions:
+        if (
+            isinstance(instruction, Reshard)
+            and shared.get(instruction.result, instruction.result) != instruction.result
+        ):
+            continue  # made once, with its like
+        compute, comm = _instruction_s(executor, instruction, costs)
+        total.compute_s += sum(compute)
+        total.comm_s += sum(comm)
+        total.forward_s += compute[0] + comm[0]
+        total.by_op[instruction.key] += sum(compute) + sum(comm)
+        timeline.add(instruction, compute, comm)
+    if costs.num_runs > 1:
+        total.comm_s += _weights_s(executor.local, costs)
+    if costs.device.kind == "gpu":
+        # On CPUs the cores that compute are the ones that communicate: nothing counts as hidden there.
+        total.hidden_comm_s = timeline.hidden_s()
+    for rerun in executor.reruns.values():
+        total.recompute_s += _rerun_s(executor, rerun, costs)
+    for tensor, layout in executor.local.decisions.params.items():
+        if tensor.requires_grad:
+            total.update_s += costs.optimizer_s(tensor, layout, optimizer)
+    total.compute_s += total.update_s
+    if costs.tier is not None and isinstance(executor.store, CountingStore):
+        total.transfer_s = _transfer_s(total, executor.store, costs.tier, costs.num_passes)
+    if costs.tier is not None:
+        total.transfer_s += _states_s(total, executor.local, costs, costs.tier, optimizer)
+    return total
+
+
+def _rerun_s(executor: Executor, rerun: Rerun, costs: CostModel) -> float:
+    """Return the seconds that the backward of a region reruns; the parameters that it gathers again join one another."""
+    total = 0.0
+    for index in rerun.instructions:
+        instruction = executor.local.instructions[index].again
+        match instruction:
+            case Close(bucket=bucket, place=place) if bucket in rerun.gathers:
+                total += gather(bucket, place, costs, sorted(rerun.gathers[bucket])).seconds
+            case _:
+                compute, comm = _instruction_s(executor, instruction, costs)
+                total += compute[0] + comm[0]
+    return total
+
+
+def _states_s(total: Price, local: LocalProgram, costs: CostModel, tier: Tier, optimizer: OptimizerCost) -> float:
+    """Return the seconds by which the transfer of optimizer states outlasts the update beside it."""
+    layouts = local.decisions.params
+    sizes = [costs.leaving_state_bytes(t, layouts[t], optimizer) for t in local.decisions.offloaded_states]
+    return tier.exposed_s(sum(state_transfer_s(tier, size) for size in sizes), total.update_s)
+
+
+def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: float) -> float:
+    """Return the seconds by which offloading outlasts the forward, and fetching back outlasts the backward."""
+    backward_s = total.compute_s + total.comm_s - total.forward_s - total.update_s + total.recompute_s
+    out_s, back_s = (
+        num_passes * (store.num_bytes / rate + store.num_transfers * tier.latency_s)
+        for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
+    )
+    return tier.exposed_s(out_s, total.forward_s) + tier.exposed_s(back_s, backward_s)
+
+
+def _weights_s(local: LocalProgram, costs: CostModel) -> float:
+    """Return the seconds in which ranks count the labels of the whole batch, once a step: one number, where labels are split."""
+    total = 0.0
+    for instruction in local.instructions:
+        if isinstance(instruction, Compute) and local.program.corrections.get(instruction.key) == WEIGHTED:
+            labels = local.values[instruction.inputs[1]]
+            split = [axis for axis, place in enumerate(labels.layout) if place >= 0]
+            total += sum(costs.collective_s("all_reduce", axis, 8) for axis in split)
+    return total * costs.num_passes / costs.num_runs
+
+
+Seconds = tuple[float, float]
+"""Forward, backward."""
+
+
+def _instruction_s(executor: Executor, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:
+    """Return the seconds that an instruction computes and those that it communicates, each forward and backward."""
+    match instruction:
+        case Open() | Close():
+            return (0.0, 0.0), bucket_s(instruction, costs)
+        case Reshard():
+            return (0.0, 0.0), _reshard_s(executor.local, instruction, costs)
+        case Borrow():
+            return (0.0, 0.0), (0.0, 0.0)  # whoever lends the copy has paid
+        case Compute(op=op):
+            return _op_s(executor.local, op, costs, early=instruction.index in executor.early)
+
+
+def _op_s(local: LocalProgram, op: Op, costs: CostModel, early: bool) -> tuple[Seconds, Seconds]:
+    if op.constant or op.region is None:
+        return (0.0, 0.0), (0.0, 0.0)
+    region_class = op.region.region_class
+    group, twin = region_class.group_at[op.position], region_class.representative.ops[op.position]
+    split = local.decisions.splits[group]
+    return costs.op_s(group, twin, split), costs.inner_s(group, twin, split, early)
+
+
+def _reshard_s(local: LocalProgram, instruction: Reshard, costs: CostModel) -> Seconds:
+    tensor, there, back = local.values[instruction.result].tensor, instruction.there, instruction.back
+    free = tensor.role not in ("op", "param") or (tensor.producer is not None and tensor.producer.constant)
+    if free:
+        return 0.0, 0.0
+    if tensor is local.program.loss and comes_late(local.program, there.steps):
+        return 0.0, 0.0
+    itemsize = tensor.dtype.itemsize
+    forward = sum(costs.step_s(step, tensor.slots, itemsize) for step in there.steps)
+    if not tensor.requires_grad:
+        return forward, 0.0
+    backward = sum(costs.step_s(step, tensor.slots, itemsize) for step in back.steps)
+    once = tensor.role == "param" and not there.steps
+    return forward, backward / costs.num_runs if once else backward
+
+
+def state_transfer_s(tier: Tier, num_bytes: float) -> float:
+    """Return the seconds in which one parameter's states come back and leave again."""
+    return num_bytes / tier.write_bytes_per_s + num_bytes / tier.read_bytes_per_s + 2 * tier.latency_s

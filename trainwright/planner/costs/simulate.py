@@ -1,0 +1,315 @@
+"""Running one rank's step of a plan on fake tensors: the peak that a plan promises is this one.
+
+The local program is the very one that the runtime runs, recomputation included; collectives only give results of the
+right shapes. What is promised is the peak over two whole steps, the first of which begins without optimizer state. That
+is the second one's peak, which holds all that the first one does, and the states throughout: so the states are made
+first, and one step is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...artifacts import MemoryPoint, UserError
+from ...ops import find
+from ...profiler.saved import run_state
+from ...profiler.tracker import MemoryTracker, Target
+from ...profiler.values import KnownValues
+from ...program.decisions import Decisions
+from ...program.layout import local_shape
+from ...program.program import Program, Tensor
+from ...rank.accumulate import Accumulator
+from ...rank.execute import Executor
+from ...rank.instructions import Compute
+from ...rank.local import LocalProgram, build_local
+from ...rank.offload import CountingStore
+from ...rank.offload_states import StateOffload
+from ...rank.reshard import SimulatedCommunicator
+from ...rank.run_state import Call, RunState
+from ...torch_internals.fakes import new_mode
+from ...torch_internals.private import VALUE_NEEDED
+from .costs import OptimizerCost, whole_pieces
+
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+"""From parameters under their names to what steps on them."""
+
+
+@dataclass
+class Simulation:
+    """What one rank's step holds and sends."""
+
+    peak_bytes: int
+    peak_at: str
+    breakdown: dict[str, int]
+    """Bytes alive at the peak, by category."""
+    comm_bytes: dict[str, int]
+    """Bytes per step, by collective."""
+    comm_calls: dict[str, int]
+    num_calls: int
+    executor: Executor = field(repr=False)
+    """What ran, for pricing."""
+    timeline: list[MemoryPoint] = field(default_factory=list)
+    moved_bytes: int = 0
+    """What is offloaded in a step; as much comes back."""
+    num_moved: int = 0
+    moved_state_bytes: int = 0
+    """What of the optimizer's states comes back in a step; as much leaves again."""
+
+
+def simulate(
+    program: Program,
+    decisions: Decisions,
+    make_optimizer: MakeOptimizer,
+    *,
+    target: Target = "cpu",
+    coords: Sequence[int] | None = None,
+    timeline: bool = False,
+    num_threads: int | None = None,
+    optimizer_cost: OptimizerCost | None = None,
+) -> Simulation:
+    """Run the step of the rank at `coords` (by default the first, which holds most) and follow its memory.
+
+    num_threads: with how many threads the rank's CPU kernels will run, where that is known; their workspaces depend on
+    it. optimizer_cost: what the optimizer declares; what it gathers because shards cut the pieces that it reads is counted
+    by that, since the step itself sees one rank's part as if it were whole.
+    """
+    with _threads(num_threads):
+        return _simulate(program, decisions, make_optimizer, target, coords, timeline, optimizer_cost)
+
+
+def _simulate(
+    program: Program,
+    decisions: Decisions,
+    make_optimizer: MakeOptimizer,
+    target: Target,
+    coords: Sequence[int] | None,
+    timeline: bool,
+    optimizer_cost: OptimizerCost | None,
+) -> Simulation:
+    communicator = SimulatedCommunicator(decisions.mesh, coords)
+    local = build_local(program, decisions, communicator)
+    store = CountingStore()
+    executor = Executor(local, store)
+    _fuse_attention(executor, target)
+    mode = new_mode()
+    with mode:
+        sources = _fake_sources(local)
+    params = [value for tensor, value in sources.items() if tensor.role == "param"]
+    tracker = MemoryTracker(target)
+    # Calls alike in repeated blocks are followed once. What collectives and fetches bring is allocated, never written.
+    with KnownValues(mode, fills_memory=False):
+        optimizer = make_optimizer(
+            [(tensor.key, value) for tensor, value in sources.items() if tensor.role == "param" and value.requires_grad]
+        )
+        with tracker:
+            tracker.watch(params, "param")
+            tracker.watch([value for tensor, value in sources.items() if tensor.role == "buffer"], "buffer")
+            tracker.watch([value for tensor, value in sources.items() if tensor.role in ("input", "const")], "input")
+            gathered = _Gathered.of(local, optimizer_cost)
+            state = torch.empty(gathered.state_bytes, dtype=torch.uint8)
+            tracker.watch([state], "optimizer")
+            _hold_while_stepping(optimizer, gathered.step_bytes)
+            states = CountingStore()
+            # Found by the optimizer's step, as at run time.
+            away = StateOffload(states, [sources[tensor] for tensor in decisions.offloaded_states])
+            _warm_up(optimizer, tracker)
+            tracker.reset_peak()
+            states.num_bytes = 0
+            tracker.keep_timeline = timeline
+            communicator.num_bytes.clear()
+            communicator.num_calls.clear()
+            if program.num_runs == 1:
+                _step(executor, sources, optimizer, tracker, optimizer_cost)
+            else:
+                _accumulated_step(executor, sources, optimizer, tracker, communicator)
+                store.num_bytes, store.num_transfers = store.num_bytes // 2, store.num_transfers // 2  # of one run
+            del state
+            away.close()
+    return Simulation(
+        tracker.peak_bytes,
+        tracker.peak_at,
+        {key: size for key, size in tracker.peak_breakdown.items() if size},
+        dict(communicator.num_bytes),
+        dict(communicator.num_calls),
+        tracker.num_ops,
+        executor,
+        tracker.timeline,
+        program.num_runs * store.num_bytes,
+        program.num_runs * store.num_transfers,
+        states.num_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """What the optimizer keeps and holds beyond the rank's own part, where shards cut the pieces that it reads."""
+
+    state_bytes: int = 0
+    step_bytes: int = 0
+
+    @classmethod
+    def of(cls, local: LocalProgram, cost: OptimizerCost | None) -> _Gathered:
+        if cost is None:
+            return cls()
+        mesh, coords = local.communicator.mesh, local.communicator.coords
+        state = step = 0
+        for tensor, index in local.sources.items():
+            own, each = local.values[index].layout, cost.of(tensor.key)
+            whole = whole_pieces(tensor, own, each.reads)
+            if tensor.role != "param" or not tensor.requires_grad or whole == own:
+                continue
+            shapes = [local_shape(tensor.shape, tensor.slots, layout, mesh, coords) for layout in (whole, own)]
+            if each.whole_state:
+                state += each.state_bytes(shapes[0], tensor.dtype) - each.state_bytes(shapes[1], tensor.dtype)
+            more, less = (each.step_temporary_bytes(shape, tensor.dtype) for shape in shapes)
+            copies = 2 if each.reads == "tensor" else 1
+            step = max(step, copies * math.prod(shapes[0]) * tensor.dtype.itemsize + more - less)
+        return cls(max(0, state), max(0, step))
+
+
+@contextmanager
+def _threads(num_threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if num_threads is None or num_threads == before:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _fuse_attention(executor: Executor, target: Target) -> None:
+    """Let attention run as the fused kernel that a GPU would take."""
+    for instruction in executor.local.instructions:
+        if isinstance(instruction, Compute) and find(instruction.op.name).fused_on_gpu:
+            state = run_state(instruction.op, target)
+            executor.calls[instruction.index] = _under(executor.calls[instruction.index], state)
+
+
+def _under(call: Call, state: RunState) -> Call:
+    def run(env: dict[int, Any], _: RunState) -> None:
+        call(env, state)
+
+    return run
+
+
+def _fake_sources(local: LocalProgram) -> dict[Tensor, Any]:
+    """The rank's part of every parameter, buffer, batch entry and constant, as a fake tensor."""
+    mesh, coords = local.communicator.mesh, local.communicator.coords
+    sources: dict[Tensor, Any] = {}
+    for tensor, index in local.sources.items():
+        shape = local_shape(tensor.shape, tensor.slots, local.values[index].layout, mesh, coords)
+        value = torch.empty(shape, dtype=tensor.dtype)
+        sources[tensor] = nn.Parameter(value, tensor.requires_grad) if tensor.role == "param" else value
+    return sources
+
+
+def _hold_while_stepping(optimizer: torch.optim.Optimizer, num_bytes: int) -> None:
+    held: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: held.append(torch.empty(num_bytes, dtype=torch.uint8)))
+    optimizer.register_step_post_hook(lambda *_: held.clear())
+
+
+def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
+    """One update with made-up gradients, so that the optimizer's states are there."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    with tracker.phase("update"):
+        try:
+            optimizer.step()
+        except VALUE_NEEDED:
+            raise UserError(
+                f"an optimizer that decides by shapes alone is needed to plan; {type(optimizer).__name__} reads the values "
+                "of its tensors; choose another, such as adamw or sgd"
+            ) from None
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _accumulated_step(
+    executor: Executor,
+    sources: Mapping[Tensor, Any],
+    optimizer: torch.optim.Optimizer,
+    tracker: MemoryTracker,
+    communicator: SimulatedCommunicator,
+) -> None:
+    """The step of several micro-batches: two are followed, since a third one holds and sends what the second does."""
+    seen: list[tuple[Counter[str], Counter[str]]] = []
+
+    def note() -> None:
+        seen.append((communicator.num_bytes.copy(), communicator.num_calls.copy()))
+
+    part = {tensor: value for tensor, value in sources.items() if tensor.role == "input"}
+    rest = {tensor: value for tensor, value in sources.items() if tensor.role != "input"}
+    accumulator = Accumulator(executor)
+    state = run_state(None, tracker.target)
+    outputs = accumulator.run(rest, [part, part], state, tracker, note)
+    loss = outputs[executor.local.program.captured.loss_index]
+    for counted, before, after in zip((communicator.num_bytes, communicator.num_calls), *seen):
+        for kind in after:
+            counted[kind] += (accumulator.num - 2) * (after[kind] - before[kind])
+    with tracker.phase("backward"):
+        loss.backward()
+    with tracker.phase("update"):
+        optimizer.step()
+    del outputs, loss
+
+
+def _step(
+    executor: Executor,
+    sources: Mapping[Tensor, Any],
+    optimizer: torch.optim.Optimizer,
+    tracker: MemoryTracker,
+    cost: OptimizerCost | None,
+) -> None:
+    """The reference step: the caller holds the outputs until the update is done.
+
+    A method that takes a Hessian-vector product keeps the graph of the gradient until then.
+    """
+    state = run_state(None, tracker.target)
+    has_curvature = cost is not None and cost.differentiates_twice
+    with sdpa_kernel(SDPBackend.MATH) if has_curvature else nullcontext():
+        with tracker.phase("forward"):
+            outputs = executor.run(sources, state)
+            loss = outputs[executor.local.program.captured.loss_index]
+            tracker.mark_forward_end()
+        with tracker.phase("backward"):
+            if cost is not None and has_curvature:
+                _backward_with_curvature(loss, optimizer, cost)
+            else:
+                loss.backward()
+    with tracker.phase("update"):
+        optimizer.step()
+    del outputs, loss
+
+
+def _backward_with_curvature(loss: Any, optimizer: torch.optim.Optimizer, cost: OptimizerCost) -> None:
+    """Set the gradients, after one product with probes and the estimates that it gives were held beside their graph.
+
+    A method that solves a system holds the solver's vectors beside it too.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    vectors = [torch.empty(cost.held_bytes(tuple(param.shape), param.dtype), dtype=torch.uint8) for param in params]
+    found = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+    pairs = [(param, grad) for param, grad in zip(params, found) if grad is not None]
+    used = [(param, grad) for param, grad in pairs if grad.requires_grad]
+    probes = [torch.empty_like(param) for param, _ in pairs]
+    likewise = [probe for probe, (_, grad) in zip(probes, pairs) if grad.requires_grad]
+    products = torch.autograd.grad(
+        [grad for _, grad in used], [param for param, _ in pairs], likewise, allow_unused=True
+    )
+    estimates = [probe if product is None else probe * product for probe, product in zip(probes, products)]
+    del products, estimates, vectors
+    for param, grad in pairs:
+        param.grad = grad.detach()

@@ -1,0 +1,1 @@
+"""The mixed-integer program: each file its columns and rows, and how a solution is read."""

@@ -1,0 +1,174 @@
+"""Memory rows of parameters that travel in buckets (`rank.travel`): what they hold beyond what they hold one by one.
+
+    forward    Σ f · bytes of the copy                 copies gathered already for a later group of the region
+    backward   Σ f · bytes before they are scattered   gradients that are there and wait for the end of the region's backward;
+                                                       and the places in their buffer of gradients that are not there yet
+               Σ f · bytes of sums that stay whole     the places in their buffer of gradients that are not there yet
+    ahead      forward: the copies of the next region; backward: the gradients of the region before, which are in flight,
+               and the copies that the next region gathers again
+
+A buffer is allocated when its first gradient comes. In small programs one buffer holds all gradients, so its places are known;
+in larger ones the rows count the share of all gradients that one buffer holds (`held_share`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...program.blocks import RegionClass
+from ...program.layout import Layout
+from ...rank.travel import held_share, regions_ahead
+from ..problem.problem import Problem, Use, Want
+from .joined import travel_of
+from .milp import MIB, Model, Terms
+from .recompute import Recompute
+from .sharding import Sharding
+from .tied import Place
+
+AHEAD = "what is gathered a region ahead"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One reshard's part of a bucket."""
+
+    use: Use
+    column: int
+    mib: float
+    is_small: bool = True
+    """Whether it shares a buffer."""
+
+    @cached_property
+    def position(self) -> int:
+        """Return the group that reads the parameter first; its backward is the last to add to the gradient."""
+        return min(demand.position for demand in self.use.demands)
+
+    @cached_property
+    def last_place(self) -> Place:
+        """Return the region, and the group in it, where the backward makes the gradient first."""
+        return max(self.use.region_class.members[member].index for member in self.use.members), self.position
+
+
+class BucketMemory:
+    """Terms of the rows; none where parameters travel one by one."""
+
+    def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
+        self.model, self.problem = model, problem
+        self.ahead = regions_ahead(sharding.joined.travel) > 0
+        self._next: dict[RegionClass, Terms] = {}
+        self._region_shares: dict[RegionClass, float] = {}
+        self._again: dict[RegionClass, Terms] = defaultdict(list)
+        self._gathers: dict[RegionClass, list[_Part]] = defaultdict(list)
+        self._scattered: dict[RegionClass, list[_Part]] = defaultdict(list)
+        self._sums: list[_Part] = []
+        self._carried: set[int] = set()
+        if not sharding.joined.in_buckets:
+            return
+        for (use, native, want), column in sharding.flow.items():
+            if use.source.is_param:
+                self._add(use, native, want, column)
+        for tied in sharding.tied:
+            for (source, native, want), column in sharding.shared.items():
+                if source is tied.source and native == want[0] and source.tensor.requires_grad:
+                    self._add_back(tied.uses[0], native, want, column)
+        for (use, _, want), column in recompute.convert.items():
+            if use.source.is_param:
+                size = problem.costs.local_bytes(use.source.tensor, want[0]) / MIB
+                self._again[use.region_class].append((column, size / use.count))
+        self._share = held_share([tensor.num_bytes for tensor in problem.program.params], one_region=False)
+
+    def _add(self, use: Use, native: Layout, want: Want, column: int) -> None:
+        tensor = use.source.tensor
+        if native != want[0]:
+            size = self.problem.costs.local_bytes(tensor, want[0]) / MIB
+            self._gathers[use.region_class].append(_Part(use, column, size))
+        if use.tensor.requires_grad:
+            self._add_back(use, native, want, column)
+
+    def _add_back(self, use: Use, native: Layout, want: Want, column: int) -> None:
+        travel = travel_of(self.problem, use, native, want)
+        if travel.reduction_key is None:
+            return
+        part = _Part(use, column, travel.num_bytes / MIB, not travel.fills_buffer)
+        if part.is_small:
+            self._carried.add(column)
+        if travel.is_whole_sum:
+            self._sums.append(part)
+        else:
+            self._scattered[use.region_class].append(part)
+
+    def carries(self, column: int) -> bool:
+        """Tell whether the gradient of a reshard shares a buffer with others."""
+        return column in self._carried
+
+    def forward(self, region_class: RegionClass, position: int) -> Terms:
+        """Return the terms of the copies that are gathered already while a group runs, for later groups."""
+        own = [(part.column, part.mib) for part in self._gathers[region_class] if part.position > position]
+        return own + self._next_gathers(region_class) if self.ahead else own
+
+    def _next_gathers(self, region_class: RegionClass) -> Terms:
+        """Return the terms of the copies for the next region: one of the same class, or the one behind them all."""
+        if region_class not in self._next:
+            own = region_class if region_class.multiplicity > 1 else None
+            classes = [own, self._beside(region_class.members[-1].index, 1)]
+            found = [terms for c in classes if c and (terms := _whole(self._gathers[c]))]
+            if len(found) > 1:
+                most = self.model.column()
+                for terms in found:
+                    self.model.row(AHEAD, [*terms, (most, -1.0)], upper=0.0)
+                found = [[(most, 1.0)]]
+            self._next[region_class] = found[0] if found else []
+        return self._next[region_class]
+
+    def _beside(self, region: int, step: int) -> RegionClass | None:
+        """Return the class of the region `step` places after this one, if there is one."""
+        regions = self.problem.program.regions
+        return regions[region + step].region_class if 0 <= region + step < len(regions) else None
+
+    def backward(self, region_class: RegionClass, region: int, position: int) -> Terms:
+        """Return the terms of gradients, beyond those at rest, while the backward of a group runs."""
+        terms = [*self._of_region(region_class, position), *self._of_sums(region, position)]
+        if not self.ahead:
+            return terms
+        if (after := self._beside(region, 1)) is not None:
+            terms += _whole(self._scattered[after])
+        if self._beside(region, -1) is region_class:
+            # gathered where this region's own reruns begin: only blocks alike are taken to have some
+            terms += self._again[region_class]
+        return terms
+
+    def _of_region(self, region_class: RegionClass, position: int) -> Terms:
+        parts = self._scattered[region_class]
+        first = max((part.position for part in parts if part.is_small), default=-1)
+        share = self._region_share(region_class)
+        terms: Terms = []
+        for part in parts:
+            if part.position > position:
+                terms.append((part.column, part.mib))
+            elif part.is_small and position <= first:
+                terms.append((part.column, part.mib * share))
+        return terms
+
+    def _region_share(self, region_class: RegionClass) -> float:
+        """Return the share of a region's gradients that one buffer holds, each parameter's at its largest."""
+        if region_class not in self._region_shares:
+            largest: dict[Use, float] = defaultdict(float)
+            for part in self._scattered[region_class]:
+                largest[part.use] = max(largest[part.use], part.mib * MIB)
+            self._region_shares[region_class] = held_share(largest.values(), one_region=True)
+        return self._region_shares[region_class]
+
+    def _of_sums(self, region: int, position: int) -> Terms:
+        first = max((part.last_place for part in self._sums), default=(-1, -1))
+        terms: Terms = []
+        for part in self._sums if (region, position) <= first else ():
+            num = sum(part.use.region_class.members[member].index < region for member in part.use.members)
+            if num and part.is_small:
+                terms.append((part.column, num * part.mib * self._share))
+        return terms
+
+
+def _whole(parts: list[_Part]) -> Terms:
+    return [(part.column, part.mib) for part in parts]

@@ -1,0 +1,169 @@
+"""What is alive in the forward, group by group, and what changes of layout hold while they are made.
+
+    kept        of the regions behind, and of the own one what is there already
+    passing     made, still to be read in the forward, and not kept for the backward
+    changing    Σ f[u, n, w] · (the most that the way from n to w holds, its result included)
+    workspace   what the group's kernels hold for a moment
+    shared      copies of parameters that regions behind and regions ahead read (`tied`)
+
+Rows are for the last instance of a class: most is kept by then. The backward brings gradients back by the same ways;
+`Changes` holds both directions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ...program.blocks import RegionClass
+from ...program.transition import gradient_layout
+from ..problem.problem import Decision, Problem, Stored, Use
+from .bucket_memory import BucketMemory
+from .milp import MIB, Model, Terms
+from .recompute import Recompute
+from .sharding import Sharding
+from .tied import SharedCopies
+
+CHANGING = "what a change of layout holds"
+
+
+class Changes:
+    """What the changes of layout of each use hold, as columns in MiB, there and back."""
+
+    def __init__(self, model: Model, problem: Problem, sharding: Sharding, buckets: BucketMemory) -> None:
+        self.model, self.buckets = model, buckets
+        costs = problem.costs
+        self.shared = SharedCopies(model, problem, sharding)
+        there: dict[Use, list[tuple[int, float]]] = defaultdict(list)
+        back: dict[Use, list[tuple[int, float]]] = defaultdict(list)
+        for (use, native, want), column in sharding.flow.items():
+            tensor = use.source.tensor
+            there[use].append((column, costs.change_bytes(tensor, native, want[0]) / MIB))
+            if use.tensor.requires_grad and not buckets.carries(column):
+                back[use].append((column, costs.change_bytes(tensor, want[1], gradient_layout(native)) / MIB))
+        sums = {use: self._sum(terms) for use, terms in there.items()}
+        self.there = {use: found for use, found in sums.items() if found is not None}
+        self._back = back
+        self._by_reader: dict[Decision, list[Use]] = defaultdict(list)
+        for use in problem.uses:
+            for demand in use.demands:
+                self._by_reader[demand.decision].append(use)
+
+    def read_by(self, decision: Decision) -> list[Use]:
+        """Return the uses that `decision` reads."""
+        return self._by_reader[decision]
+
+    def forward(self, decision: Decision) -> Terms:
+        """Return what the copies that a group asks for hold in the forward: they stay until it has run."""
+        return [(self.there[use], 1.0) for use in self.read_by(decision) if use in self.there]
+
+    def backward(self, decision: Decision) -> Terms:
+        """Return what bringing the gradients of a group's operands back holds: one after the other."""
+        each = [*(self._back[use] for use in self.read_by(decision)), *self.shared.back(decision)]
+        found = [terms for one in each if (terms := _positive(one))]
+        if not found:
+            return []
+        largest = self.model.column()
+        for terms in found:
+            self.model.row(CHANGING, [*terms, (largest, -1.0)], upper=0.0)
+        return [(largest, 1.0)]
+
+    def _sum(self, terms: list[tuple[int, float]]) -> int | None:
+        if not (terms := _positive(terms)):
+            return None
+        column = self.model.column()
+        self.model.row(CHANGING, [*terms, (column, -1.0)], 0.0, 0.0)
+        return column
+
+
+class ForwardMemory:
+    """The left sides of the forward's rows."""
+
+    def __init__(
+        self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, changes: Changes
+    ) -> None:
+        self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
+        self.changes = changes
+        self.stored_of = {use: stored for stored in problem.stored for use in stored.uses}
+        self.kept = self._kept()
+        self.passing = {stored: self._passing(stored) for stored in problem.stored if not stored.held}
+
+    def rows(self) -> Iterator[tuple[Decision, Terms]]:
+        """Yield each group with what is alive while the last instance of it runs forward."""
+        for region_class in self.problem.program.classes:
+            region = region_class.members[-1].index
+            for decision in self.problem.of_class(region_class):
+                assert decision.group is not None
+                position = decision.group.index
+                terms = self._kept_terms(region_class, region, position)
+                alive = self._alive(region_class, position)
+                terms += [(column, 1.0) for stored in alive if (column := self.passing.get(stored)) is not None]
+                terms += self.changes.forward(decision) + self.changes.shared.forward(region_class, position)
+                terms += self.changes.buckets.forward(region_class, position)
+                terms += self.recompute.on_the_way(region_class)
+                spaces = zip(self.sharding.choice[decision], decision.workspace_bytes)
+                yield decision, terms + _positive([(column, size / MIB) for column, size in spaces])
+
+    def _kept_terms(self, region_class: RegionClass, region: int, position: int) -> Terms:
+        terms: Terms = []
+        for (owner, first), column in self.kept.items():
+            num = sum(other.index < region for other in owner.members) + (owner is region_class and first <= position)
+            if num:
+                terms.append((column, num / owner.multiplicity))
+        return terms
+
+    def _kept(self) -> dict[tuple[RegionClass, int], int]:
+        """MiB kept by all instances of a class, by the position from which on it is there."""
+        costs = self.problem.costs
+        table: dict[tuple[RegionClass, int], list[tuple[int, float]]] = defaultdict(list)
+        for (stored, native), column in self.recompute.keep.items():
+            key = _place(stored.source.decision)
+            size = costs.local_bytes(stored.source.tensor, native) / MIB
+            table[key].append((self.recompute.stays(column), size))
+        for (decision, option), column in self.recompute.keep_inner.items():
+            table[_place(decision)].append((self.recompute.stays(column), decision.inner_bytes[option] / MIB))
+        for (use, want), column in self.recompute.keep_copy.items():
+            made = min(d.position for d in use.demands if any(want in wants for wants in d.wants))
+            size = costs.local_bytes(use.source.tensor, want[0]) / MIB
+            table[use.region_class, made + 1].append((self.recompute.stays(column), size))
+        return {key: self._column(terms) for key, terms in table.items()}
+
+    def _passing(self, stored: Stored) -> int:
+        """A column of what one instance that is not kept takes."""
+        source = stored.source
+        count, terms = source.decision.count, []
+        for native, chosen in self.sharding.yields(source).items():
+            size = self.problem.costs.local_bytes(source.tensor, native) / MIB
+            terms += [(column, size) for column in chosen]
+            terms.append((self.recompute.stays(self.recompute.keep[stored, native]), -size / count))
+        return self._column(terms)
+
+    def _alive(self, region_class: RegionClass, position: int) -> list[Stored]:
+        """What was made before the group or by it, and is read by it or later."""
+        found: dict[Stored, None] = {}
+        for use in self.problem.uses:
+            stored = self.stored_of.get(use)
+            if stored is not None and use.region_class is region_class:
+                made = _place(stored.source.decision)[1] if use.inside else -1
+                if made <= position and any(demand.position >= position for demand in use.demands):
+                    found[stored] = None
+        for stored in self.problem.stored:
+            owner, made = _place(stored.source.decision)
+            if owner is region_class and (made == position or (made < position and stored.boundary)):
+                found[stored] = None
+        return list(found)
+
+    def _column(self, terms: Terms) -> int:
+        column = self.model.column()
+        self.model.row("sums of bytes", [*terms, (column, -1.0)], 0.0, 0.0)
+        return column
+
+
+def _place(decision: Decision) -> tuple[RegionClass, int]:
+    assert decision.region_class is not None
+    assert decision.group is not None
+    return decision.region_class, decision.group.index
+
+
+def _positive(terms: Terms) -> list[tuple[int, float]]:
+    return [(column, size) for column, size in terms if size > 0]

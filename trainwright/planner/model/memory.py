@@ -1,0 +1,320 @@
+"""The memory rows: what is alive while each group's backward runs, and at the update, against the budget.
+
+    static        buffers, parameters at rest, optimizer states that are not offloaded
+    kept          of every region not yet gone through backwards
+    own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
+    gradients     of the activations around the group, of the parameters of the regions already gone through; with
+                  micro-batches of all parameters, and those are static; sums that wait for another reader (`tied`)
+    in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
+    changing      the most that bringing a gradient of the group's operands back holds
+    rerunning     what a call that is run again reads and makes and nobody keeps, with what its kernels take: at the
+                  beginning of a region's backward, in place of what its last group's own backward holds
+    update        static, all parameters' gradients, what the caller holds, the optimizer's own temporaries, and the
+                  offloaded states that have come back (`offload_states`)
+
+One row per group for the first and for the last instance of its class: at the last instance most is kept, at the first
+most gradients are there. The forward's rows stand in `forward_memory`. Sums per class are columns of their own, so that a
+row stays short.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...program.blocks import RegionClass
+from ..problem.problem import Decision, Problem, Source, Use
+from .bucket_memory import BucketMemory
+from .forward_memory import Changes, ForwardMemory
+from .milp import MIB, Model, Terms
+from .offload import spans
+from .recompute import Recompute
+from .sharding import Sharding
+from .tied import Place
+from .working_set import Item, find_items
+
+
+@dataclass(eq=False)
+class Memory:
+    """The rows that hold the budget, and the terms of their left sides in MiB."""
+
+    rows: dict[int, Terms] = field(default_factory=dict)
+    static_mib: float = 0.0
+    peak: int = -1
+    """A column that is at least every row: minimise it for the smallest budget."""
+
+    def loads(self, values: np.ndarray) -> dict[int, float]:
+        """Return what each row counts at a solution, in MiB."""
+        return {row: sum(factor * values[column] for column, factor in terms) for row, terms in self.rows.items()}
+
+    def peak_bytes(self, values: np.ndarray) -> float:
+        """Return the most that a row counts at a solution."""
+        return (max(self.loads(values).values(), default=0.0) + self.static_mib) * MIB
+
+
+def add_memory(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, budget_bytes: float) -> Memory:
+    """Add the rows; `budget_bytes` may be changed afterwards with `set_budget`."""
+    memory = _Builder(model, problem, sharding, recompute).build()
+    set_budget(model, memory, budget_bytes)
+    return memory
+
+
+def set_budget(model: Model, memory: Memory, budget_bytes: float) -> None:
+    """Hold the peak under another budget."""
+    model.upper[memory.peak] = budget_bytes / MIB - memory.static_mib
+
+
+class _Builder:
+    def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
+        self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
+        self.passed: dict[tuple[RegionClass, int], Terms] = defaultdict(list)
+        """MiB of what other regions or the caller read too, by class and the position whose backward uses it last."""
+        self.kept: dict[RegionClass, int] = {}
+        """MiB kept by all instances of a class."""
+        self.items: dict[RegionClass, list[Item]] = defaultdict(list)
+        self.gradient_regions: dict[Decision, list[int]] = defaultdict(list)
+        self.waits: dict[Source, list[tuple[Place, Place]]] = {}
+        self.changes = Changes(model, problem, sharding, BucketMemory(model, problem, sharding, recompute))
+        boundary = [stored for stored in problem.stored if stored.boundary and not stored.held]
+        self.spans = {stored: spans(stored) for stored in boundary} if recompute.leaves else {}
+
+    def build(self) -> Memory:
+        memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
+        self._collect()
+        static = self._sum_column([*self._params(self._static_bytes), *self._states_away()])
+        for region_class in self.problem.program.classes:
+            decisions = self.problem.of_class(region_class)
+            for decision in decisions:
+                momentary = self._option_terms(decision, decision.transient_bytes) + self.changes.backward(decision)
+                if decision is decisions[-1]:
+                    momentary = self._rerunning(decisions, momentary)
+                for member in {0, region_class.multiplicity - 1}:
+                    terms = self._row(region_class, member, decision)
+                    self._hold(memory, [(static, 1.0), *terms, *momentary], _row_name("backward", decision, member))
+        forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
+        for decision, terms in forward.rows():
+            self._hold(memory, [(static, 1.0), *terms], _row_name("forward", decision, -1))
+        self._hold(memory, [(static, 1.0), *self._update_terms()], "at the optimizer's step")
+        return memory
+
+    def _static_bytes(self, decision: Decision, option: int) -> int:
+        """What is there throughout: with micro-batches the gradients too, which add up where they lie."""
+        adds_up = self.adds_up and decision.tied[0].requires_grad
+        return decision.rest_bytes[option] * (2 if adds_up else 1) + decision.state_bytes[option]
+
+    @property
+    def adds_up(self) -> bool:
+        return self.problem.program.num_runs > 1
+
+    def _hold(self, memory: Memory, terms: Terms, name: str) -> None:
+        row = self.model.row(name, [*terms, (memory.peak, -1.0)], upper=0.0)
+        memory.rows[row] = terms
+
+    def _sum_column(self, terms: Terms) -> int:
+        column = self.model.column()
+        self.model.row("sums of bytes", [*terms, (column, -1.0)], 0.0, 0.0)
+        return column
+
+    def _collect(self) -> None:
+        for stored in self.problem.stored:
+            source, region_class = stored.source, stored.source.decision.region_class
+            assert region_class is not None
+            if stored.held or stored.boundary:
+                for native in self.sharding.yields(source):
+                    size = self.problem.costs.local_bytes(source.tensor, native) / MIB
+                    key = (region_class, -1 if stored.held else stored.position)
+                    self.passed[key].append((self.recompute.keep[stored, native], size))
+        for item in find_items(self.model, self.problem, self.sharding, self.recompute):
+            self.items[item.region_class].append(item)
+        self.kept = {
+            region_class: self._sum_column([(item.kept, 1.0) for item in items])
+            for region_class, items in self.items.items()
+        }
+        self.waits = _waits(self.problem.uses)
+        for use in self.problem.uses:
+            if use.source.is_param:
+                regions = [use.region_class.members[member].index for member in use.members]
+                self.gradient_regions[use.source.decision] += regions
+
+    # Rows
+
+    def _row(self, region_class: RegionClass, member: int, decision: Decision) -> Terms:
+        assert decision.group is not None
+        region, position = region_class.members[member].index, decision.group.index
+        terms: Terms = []
+        for owner, column in self.kept.items():
+            num = sum(other.index <= region for other in owner.members)
+            if num and owner is not region_class:
+                terms.append((column, num / owner.multiplicity))
+        terms += self._own_terms(region_class, member, position)
+        terms += self._passed_terms(region_class, region, position)
+        terms += self._pending(region, position)
+        terms += self._param_gradients(region)
+        terms += self.changes.shared.backward(region, position)
+        terms += self.changes.buckets.backward(region_class, region, position)
+        terms += self.recompute.on_the_way(region_class)
+        terms += self._fetched(region_class, region, position)
+        return terms
+
+    def _rerunning(self, decisions: list[Decision], momentary: Terms) -> Terms:
+        """The more of two: what the last group's backward holds for a moment, and what reruns do right before it."""
+        given = self._option_terms(decisions[-1], decisions[-1].given_bytes)
+        reruns = [self._rerun_terms(decision) for decision in decisions]
+        if not any(reruns):
+            return momentary
+        most = self.model.column()
+        for terms in [momentary, *([*given, *found] for found in reruns if found)]:
+            self.model.row("what a region's backward begins with", [*terms, (most, -1.0)], upper=0.0)
+        return [(most, 1.0)]
+
+    def _rerun_terms(self, decision: Decision) -> Terms:
+        return [
+            (self.recompute.rerun[decision, option], size / decision.count / MIB)
+            for option, size in enumerate(decision.rerun_bytes)
+            if size and (decision, option) in self.recompute.rerun
+        ]
+
+    def _own_terms(self, region_class: RegionClass, member: int, position: int) -> Terms:
+        """What the instances of the own class hold: at the last one all that is kept, at the first one its own alone."""
+        terms: Terms = []
+        is_last = member == region_class.multiplicity - 1
+        for item in self.items[region_class]:
+            is_used, is_waiting = item.position > position, item.first < position
+            if member not in item.members:
+                terms += [(item.kept, 1.0)] if is_last else []
+            elif is_last:
+                held = item.held_waiting if is_waiting else item.held
+                terms += [(held, 1.0), (item.present, -1.0 if is_used else 0.0)]
+            elif not is_used:
+                terms.append((item.waiting if is_waiting else item.present, 1.0))
+        return terms
+
+    def _passed_terms(self, region_class: RegionClass, region: int, position: int) -> Terms:
+        terms: Terms = []
+        for (owner, at), passed in self.passed.items():
+            num = sum(other.index <= region for other in owner.members)
+            if owner is region_class and at > position:
+                num -= 1
+            if at < 0:
+                num = owner.multiplicity
+            if num:
+                terms += [(column, size * num / owner.multiplicity) for column, size in passed]
+        return terms
+
+    def _fetched(self, region_class: RegionClass, region: int, position: int) -> Terms:
+        """What `_passed_terms` counts too much: of offloaded instances those alone are there that this region needs."""
+        terms: Terms = []
+        for stored, found in self.spans.items():
+            owner, at = stored.source.decision.region_class, stored.position
+            assert owner is not None
+            behind = [
+                (first, last)
+                for member, (first, last) in zip(owner.members, found)
+                if member.index <= region and not (member.index == region and at > position)
+            ]
+            num = sum(not first <= region <= last for first, last in behind)
+            for native in self.sharding.yields(stored.source) if num else ():
+                size = self.problem.costs.local_bytes(stored.source.tensor, native) / MIB
+                leaves = self.recompute.leaves.get(self.recompute.keep[stored, native])
+                if leaves is not None:
+                    terms.append((leaves, -size * num / owner.multiplicity))
+        return terms
+
+    def _option_terms(self, decision: Decision, num_bytes: list[int]) -> Terms:
+        return [(column, size / MIB) for column, size in zip(self.sharding.choice[decision], num_bytes) if size]
+
+    def _pending(self, region: int, position: int) -> Terms:
+        """Gradients that already have a part and wait for other readers' parts or for the backward of their producer."""
+        terms: Terms = []
+        for source, waits in self.waits.items():
+            num = sum(made < (region, position) < last for made, last in waits)
+            if num:
+                sizes = [num * self.problem.costs.local_bytes(source.tensor, native) for native in source.natives]
+                terms += self._option_terms(source.decision, sizes)
+        return terms
+
+    def _param_gradients(self, region: int) -> Terms:
+        """Of parameters read in this region or behind it: their gradients are there, at rest."""
+        terms: Terms = []
+        for decision in self.problem.params:
+            if decision.tied[0].requires_grad and not self.adds_up:
+                regions = self.gradient_regions[decision]
+                num = min(decision.count, sum(index >= region for index in regions))
+                if num:
+                    terms += [(c, num * s) for c, s in self._option_terms(decision, decision.rest_bytes)]
+        return terms
+
+    def _params(self, size) -> Terms:
+        return [
+            (column, decision.count * size(decision, option) / MIB)
+            for decision in self.problem.params
+            for option, column in enumerate(self.sharding.choice[decision])
+        ]
+
+    def _states_away(self) -> Terms:
+        """Optimizer states that are offloaded: counted as static, and not there."""
+        return [
+            (column, -decision.leaving_state_bytes[option] / MIB)
+            for (decision, option), column in self.recompute.states.items()
+        ]
+
+    def _update_terms(self) -> Terms:
+        """All gradients, the held outputs, the largest of the optimizer's temporaries, and states that have come back."""
+        terms: Terms = []
+        if not self.adds_up:
+            terms = self._params(lambda d, k: d.rest_bytes[k] if d.tied[0].requires_grad else 0)
+        for stored in self.problem.stored:
+            if stored.held:
+                for native in self.sharding.yields(stored.source):
+                    size = self.problem.costs.local_bytes(stored.source.tensor, native)
+                    terms.append((self.recompute.keep[stored, native], size / MIB))
+        largest = self.model.column()
+        for sizes in self._step_terms():
+            self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
+        window = [(self.recompute.state_window, 1.0)] if self.recompute.states else []
+        return [*terms, *self._vectors(), (largest, 1.0), *window]
+
+    def _vectors(self) -> Terms:
+        """What an optimizer holds of all parameters at once, in fp32 or wider."""
+        copies = self.problem.optimizer.model_copies
+        if not copies:
+            return []
+        return self._params(
+            lambda d, k: copies * d.rest_bytes[k] * max(1, 4 // d.tied[0].dtype.itemsize) * d.tied[0].requires_grad
+        )
+
+    def _step_terms(self) -> list[Terms]:
+        """What is held together while the optimizer steps: one parameter's temporaries, or in lists those of all."""
+        each = [self._option_terms(decision, decision.step_bytes) for decision in self.problem.params]
+        if self.problem.optimizer.form != "foreach":
+            return [terms for terms in each if terms]
+        counts = [decision.count for decision in self.problem.params]
+        return [[(column, num * size) for num, terms in zip(counts, each) for column, size in terms]]
+
+
+def _waits(uses: Iterable[Use]) -> dict[Source, list[tuple[Place, Place]]]:
+    """Return where each instance of what a group makes was made, and where it is read last."""
+    last: dict[Source, dict[int, Place]] = defaultdict(dict)
+    for use in uses:
+        if not use.source.is_param and use.tensor.requires_grad:
+            position = max(demand.position for demand in use.demands)
+            for made, read in use.reaches():
+                own = last[use.source]
+                own[made] = max(own.get(made, (-1, -1)), (read, position))
+    return {source: [((made, _position(source)), end) for made, end in own.items()] for source, own in last.items()}
+
+
+def _position(source: Source) -> int:
+    assert source.decision.group is not None
+    return source.decision.group.index
+
+
+def _row_name(phase: str, decision: Decision, member: int) -> str:
+    assert decision.region_class is not None
+    assert decision.group is not None
+    region_class = decision.region_class
+    key = region_class.members[member].ops[decision.group.head.position].key
+    return f"the {phase} of {key}"

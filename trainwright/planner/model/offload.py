@@ -1,0 +1,171 @@
+"""Offloading as a fourth fate: of the instances that are kept, how many leave the device until their backward.
+
+    O[·] ∈ 0..M        instances whose tensor leaves, for every K, KI and KC           R + O = K,  R ≥ 0 stay,  O + r ≤ M
+
+    bytes     the memory rows count R in place of K; what the running instance needs is there (`working_set`, `memory`)
+    in flight F[class] ≥ bytes · O / M for everything that leaves a class
+    capacity  Σ bytes · O ≤ the tier's
+    seconds   E ≥ (1 − ω) T  and  E ≥ T − ω · C     T = Σ (bytes / bandwidth + latency) · O,  C the phase's other seconds
+
+for the forward (out) and the backward (back), each E a term of the objective; ω is the share of a transfer that a
+computation hides, 1 where the two do not meet. Of the instances that are kept the first leave, which wait longest.
+Optimizer states go to the same tier, between updates: `offload_states`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...artifacts import Tier
+from ...program.blocks import RegionClass
+from ..problem.problem import Decision, Problem, Stored, Use, Want
+from .milp import MIB, Model, Terms
+from .offload_states import add_states, moved_terms, update_terms
+from .recompute import Recompute
+from .sharding import Sharding, aligned
+
+LEAVES = "what is kept stays or leaves"
+TRANSFERS = "what is offloaded is moved"
+CAPACITY = "the tier holds what is offloaded"
+IN_FLIGHT = 1
+"""Of the largest tensor that leaves, how many may be in flight: the next one waits for it, the computation does not."""
+OFFLOAD_EPSILON_S = 1e-9
+"""So that nothing leaves for no reason."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A column of kept instances, with what one of them takes."""
+
+    column: int
+    region_class: RegionClass
+    count: int
+    num_bytes: int
+    rederived: tuple[int, ...] = ()
+    """Columns of the instances, the first ones, that are not kept."""
+
+
+def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
+    """Add the columns and rows of offloading to the cluster's tier that the task allows; nothing without one."""
+    tier = problem.costs.tier
+    if tier is None:
+        return
+    found = [kept for kept in _kept(problem, recompute) if kept.num_bytes >= problem.costs.min_offload_bytes]
+    for kept in found:
+        leaves = model.column(float(kept.count), OFFLOAD_EPSILON_S, integer=True)
+        resident = model.column()
+        model.row(LEAVES, [(resident, 1.0), (leaves, 1.0), (kept.column, -1.0)], 0.0, 0.0)
+        model.row(LEAVES, [(leaves, 1.0), *((column, 1.0) for column in kept.rederived)], upper=float(kept.count))
+        recompute.leaves[kept.column], recompute.resident[kept.column] = leaves, resident
+    _add_in_flight(model, recompute, found)
+    states = add_states(model, problem, sharding, recompute)
+    if tier.capacity_bytes is not None:
+        terms = [(recompute.leaves[kept.column], kept.num_bytes / MIB) for kept in found] + states
+        model.row(CAPACITY, terms, upper=tier.capacity_bytes / MIB)
+    unit_s = _unit_s(problem)
+    out, back = _windows(model, problem, sharding, recompute, unit_s)
+    for window, rate in ((out, tier.write_bytes_per_s), (back, tier.read_bytes_per_s)):
+        moved = [
+            (
+                recompute.leaves[kept.column],
+                problem.costs.num_passes * (kept.num_bytes / rate + tier.latency_s) / unit_s,
+            )
+            for kept in found
+        ]
+        _add_exposed(model, tier, moved, window, unit_s)
+    if states:
+        update = _sum(model, update_terms(problem, sharding), unit_s)
+        _add_exposed(model, tier, moved_terms(problem, recompute, tier, unit_s), update, unit_s)
+
+
+def spans(stored: Stored) -> list[tuple[int, int]]:
+    """Return, for each instance, the first and the last region in the program's order whose backward needs it."""
+    owner = stored.source.decision.region_class
+    assert owner is not None
+    own = {member.index: [member.index] if stored.own_saved else [] for member in owner.members}
+    for use in stored.uses:
+        for made, read in use.reaches():
+            own[made].append(read)
+    return [(min(own[m.index], default=m.index), max(own[m.index], default=m.index)) for m in owner.members]
+
+
+def _kept(problem: Problem, recompute: Recompute) -> Iterator[_Kept]:
+    reruns: dict[Decision, list[int]] = defaultdict(list)
+    for (decision, _), column in recompute.rerun.items():
+        reruns[decision].append(column)
+    converts: dict[tuple[Use, Want], list[int]] = defaultdict(list)
+    for (use, _, want), column in recompute.convert.items():
+        converts[use, want].append(column)
+    for (stored, native), column in recompute.keep.items():
+        decision = stored.source.decision
+        assert decision.region_class is not None
+        if not stored.held:
+            size = problem.costs.local_bytes(stored.source.tensor, native)
+            again = () if stored.boundary else reruns[decision]
+            yield _Kept(column, decision.region_class, decision.count, size, tuple(again))
+    for (decision, option), column in recompute.keep_inner.items():
+        assert decision.region_class is not None
+        size = decision.inner_bytes[option]
+        yield _Kept(column, decision.region_class, decision.count, size, tuple(reruns[decision]))
+    for (use, want), column in recompute.keep_copy.items():
+        size = problem.costs.local_bytes(use.source.tensor, want[0])
+        yield _Kept(column, use.region_class, use.count, size, tuple(converts[use, want]))
+
+
+def _add_in_flight(model: Model, recompute: Recompute, found: list[_Kept]) -> None:
+    by_class: dict[RegionClass, list[_Kept]] = defaultdict(list)
+    for kept in found:
+        by_class[kept.region_class].append(kept)
+    for region_class, items in by_class.items():
+        column = recompute.in_flight[region_class] = model.column()
+        for kept in items:
+            size = IN_FLIGHT * kept.num_bytes / MIB / kept.count
+            model.row(TRANSFERS, [(recompute.leaves[kept.column], size), (column, -1.0)], upper=0.0)
+
+
+def _unit_s(problem: Problem) -> float:
+    """A thousandth of a step, about: rows hold to 1e-6 of their unit, and a step may take microseconds or minutes."""
+    return max(
+        1e-9, sum(min(map(decision.option_s, range(len(decision.options)))) for decision in problem.decisions) / 1e3
+    )
+
+
+def _windows(
+    model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, unit_s: float
+) -> tuple[int, int]:
+    """Columns of the time of the forward, and of the backward with what is rederived in it."""
+    out: Terms = []
+    back: Terms = []
+    for decision in problem.groups:
+        for option, column in enumerate(sharding.choice[decision]):
+            there, again = decision.inner_comm_s[option]
+            out.append((column, decision.count * (decision.forward_s[option] + there)))
+            back.append((column, decision.count * (decision.backward_s[option] + again)))
+    for (use, native, want), column in sharding.flow.items():
+        times = problem.costs.edge_s(use.source.tensor, native, *aligned(use, native, want))
+        assert times is not None, "a flow has seconds"
+        out.append((column, use.count * times[0]))
+        back.append((column, use.count * times[1]))
+    for (source, native, want), column in sharding.shared.items():
+        gradient = want[1] if source.tensor.requires_grad else native
+        times = problem.costs.edge_s(source.tensor, native, want[0], gradient)
+        assert times is not None, "what is shared has seconds"
+        out.append((column, times[0]))
+        back.append((column, times[1]))
+    for column in (*recompute.rerun.values(), *recompute.convert.values()):
+        back.append((column, model.cost[column]))
+    return _sum(model, out, unit_s), _sum(model, back, unit_s)
+
+
+def _sum(model: Model, terms: Terms, unit_s: float) -> int:
+    column = model.column()
+    model.row(TRANSFERS, [*((c, seconds / unit_s) for c, seconds in terms), (column, -1.0)], 0.0, 0.0)
+    return column
+
+
+def _add_exposed(model: Model, tier: Tier, moved: Terms, window: int, unit_s: float) -> None:
+    exposed = model.column(cost=unit_s)
+    model.row(TRANSFERS, [*((c, (1 - tier.overlap) * s) for c, s in moved), (exposed, -1.0)], upper=0.0)
+    model.row(TRANSFERS, [*moved, (window, -tier.overlap), (exposed, -1.0)], upper=0.0)

@@ -1,0 +1,165 @@
+"""What a class of regions holds while the backward of one of its instances runs.
+
+What an instance's backward needs is there, kept or rederived: one instance of it at least. Reruns take the first r of M
+instances and the others keep, so of M − r kept ones all are there when the last instance's backward begins, and while
+it runs there are
+
+    present   P  =  bytes of one instance, where the backward needs the tensor at all
+    held      H  =  max(Σ bytes · K, P)     all instances' before the group that uses it last, and H − P after it
+
+No count of reruns enters, hence no big M: the relaxation pays for a whole instance, as the plan does. Of what is
+offloaded (`offload`), the K of the formulas are the instances that stay; and since it comes back when it is first asked
+for, not with the whole instance,
+
+    waiting   W  =  P − bytes · O / M       in place of P before the group that uses it first, so max(Σ bytes · K, W) of H
+
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...program.blocks import RegionClass
+from ..problem.problem import Decision, Problem, Stored, Use
+from .milp import MIB, Model, Terms
+from .recompute import Recompute
+from .sharding import Sharding, has_one_want, wants_of
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A piece of memory that may be kept or rederived; columns in MiB."""
+
+    region_class: RegionClass
+    members: frozenset[int]
+    """The instances that have it."""
+    position: int
+    """The group whose backward uses it last."""
+    first: int
+    """The group whose backward uses it first."""
+    kept: int
+    held: int
+    present: int
+    held_waiting: int
+    """As `held` and `present`, before the group that uses it first."""
+    waiting: int
+
+
+def find_items(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> list[Item]:
+    """Add the columns of every piece, with the rows that tie them together."""
+    return list(_Builder(model, problem, sharding, recompute).items())
+
+
+class _Builder:
+    def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
+        self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
+        self.flows: dict[Use, list[tuple[tuple[int, ...], tuple, int]]] = defaultdict(list)
+        for (use, native, want), column in sharding.flow.items():
+            self.flows[use].append((native, want, column))
+        for tied in sharding.tied:
+            for (source, native, want), column in sharding.shared.items():
+                for use in tied.uses if source is tied.source else ():
+                    if want in wants_of(use):
+                        self.flows[use].append((native, want, column))
+
+    def items(self) -> Iterable[Item]:
+        for stored in self.problem.stored:
+            if not stored.boundary and not stored.held:
+                yield self._stored(stored)
+        for decision in self.problem.groups:
+            if any(decision.inner_bytes):
+                yield self._inner(decision)
+        for use in self.problem.uses:
+            if any((use, want) in self.recompute.keep_copy for want in wants_of(use)):
+                yield self._copies(use)
+
+    def _stored(self, stored: Stored) -> Item:
+        source = stored.source
+        sizes = {native: self._mib(source.tensor, native) for native in self.sharding.yields(source)}
+        kept = [(self.recompute.keep[stored, native], size) for native, size in sizes.items()]
+        needs: list[Terms] = []
+        if stored.own_saved:
+            chosen = self.sharding.choice[source.decision]
+            needs.append([(column, sizes[native]) for column, native in zip(chosen, source.natives)])
+        for use in stored.uses:
+            served = [
+                (column, self._mib(use.source.tensor, native))
+                for native, want, column in self.flows[use]
+                if want[0] == native and _is_saved(use, want)
+            ]
+            # Of one use with one want, one flow is 1; of several wants, each is a need of its own.
+            needs += [served] if has_one_want(use) else [[term] for term in served]
+        positions = (stored.position, stored.first_position)
+        return self._item(source.decision, range(source.decision.count), positions, kept, needs)
+
+    def _inner(self, decision: Decision) -> Item:
+        assert decision.group is not None
+        sizes = [size / MIB for size in decision.inner_bytes]
+        columns = [self.recompute.keep_inner[decision, option] for option in range(len(sizes))]
+        kept = list(zip(columns, sizes))
+        needs = [list(zip(self.sharding.choice[decision], sizes))]
+        return self._item(decision, range(decision.count), (decision.group.index,) * 2, kept, needs)
+
+    def _copies(self, use: Use) -> Item:
+        """The converted copies of a use; wants that differ share no memory, so they add up."""
+        sizes = {want: self._mib(use.source.tensor, want[0]) for want in wants_of(use)}
+        kept = [
+            (column, sizes[want]) for want in sizes if (column := self.recompute.keep_copy.get((use, want))) is not None
+        ]
+        needs = [
+            [
+                (column, sizes[want])
+                for native, want, column in self.flows[use]
+                if want[0] != native and _is_saved(use, want)
+            ]
+        ]
+        readers = [demand.position for demand in use.demands if any(demand.saves)]
+        positions = (min(readers, default=0), max(readers, default=0))
+        return self._item(use, use.members, positions, kept, needs)
+
+    def _item(
+        self,
+        owner: Decision | Use,
+        members: Iterable[int],
+        positions: tuple[int, int],
+        kept: Terms,
+        needs: list[Terms],
+    ) -> Item:
+        assert owner.region_class is not None
+        here, leaving = self._here(kept, owner.count)
+        kept_column, present = self.model.column(), self.model.column()
+        self.model.row("sums of bytes", [*here, (kept_column, -1.0)], 0.0, 0.0)
+        for terms in needs:
+            if terms:
+                self.model.row("sums of bytes", [*terms, (present, -1.0)], upper=0.0)
+        held = self._at_least(kept_column, present)
+        waiting, held_waiting = present, held
+        if leaving:
+            waiting = self.model.column()
+            self.model.row("sums of bytes", [(present, 1.0), *leaving, (waiting, -1.0)], upper=0.0)
+            held_waiting = self._at_least(kept_column, waiting)
+        last, first = positions
+        return Item(
+            owner.region_class, frozenset(members), last, first, kept_column, held, present, held_waiting, waiting
+        )
+
+    def _here(self, kept: Terms, count: int) -> tuple[Terms, Terms]:
+        """The bytes of the instances that stay, and less those of one instance as far as all leave."""
+        leaves = self.recompute.leaves
+        here = [(self.recompute.stays(column), size) for column, size in kept]
+        return here, [(leaves[column], -size / count) for column, size in kept if column in leaves]
+
+    def _at_least(self, *columns: int) -> int:
+        most = self.model.column()
+        for column in columns:
+            self.model.row("sums of bytes", [(column, 1.0), (most, -1.0)], upper=0.0)
+        return most
+
+    def _mib(self, tensor, layout: tuple[int, ...]) -> float:
+        return self.problem.costs.local_bytes(tensor, layout) / MIB
+
+
+def _is_saved(use: Use, want: tuple) -> bool:
+    return any(want in saves for demand in use.demands for saves in demand.saves)

@@ -1,0 +1,330 @@
+"""Writes the planning problem of a program on a mesh down: every option with its seconds and bytes, and who reads what.
+
+What the problem consists of stands in `problem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ...program.blocks import RegionClass
+from ...program.groups import Group
+from ...program.layout import REPLICATE, Layout
+from ...program.plan_text import group_key, param_classes, span
+from ...program.program import Op, Program, Tensor
+from ...program.transition import gradient_layout, transition
+from ...rank.late_loss import comes_late
+from ..costs.costs import LEAST_SHARE, CostModel, OptimizerCost
+from .problem import Decision, Demand, Problem, Source, Stored, Use, Want
+from .strategies import batch_factor, group_options, param_options
+
+
+def build_problem(program: Program, costs: CostModel, optimizer: OptimizerCost) -> Problem:
+    """Write down every option with what it costs."""
+    return _Builder(program, costs, optimizer).build()
+
+
+class _Builder:
+    def __init__(self, program: Program, costs: CostModel, optimizer: OptimizerCost) -> None:
+        self.program, self.costs, self.optimizer = program, costs, optimizer
+        self.samples = batch_factor(program)
+        self.sources: dict[Tensor, Source] = {}
+        """Of representative tensors and first tied parameters."""
+        self.twins: dict[Tensor, Tensor] = {}
+        """Tensor → the representative of its class."""
+        self.uses: list[Use] = []
+        self.saved: dict[RegionClass, set[Tensor]] = {}
+        self.largest_bytes = max((tensor.num_bytes for tensor in program.params if tensor.requires_grad), default=0)
+        """Of a parameter that is trained."""
+
+    def build(self) -> Problem:
+        groups = [
+            self._group_decision(region_class, group)
+            for region_class in self.program.classes
+            for group in region_class.groups
+        ]
+        for index, decision in enumerate(groups):
+            decision.index = index
+        self._find_twins()
+        demands = {region_class: self._demands(region_class, groups) for region_class in self.program.classes}
+        params = self._param_decisions(demands)
+        for index, decision in enumerate(params):
+            decision.index = len(groups) + index
+        for decision in groups:
+            self._add_sources(decision)
+        for region_class, table in demands.items():
+            for tensor, found in table.items():
+                self._add_uses(region_class, tensor, found)
+        stored = self._stored(groups)
+        self._add_rerun_s(groups, {found.source.tensor for found in stored if found.boundary or found.held})
+        buffers = sum(tensor.num_bytes for tensor in self.program.tensors if tensor.role == "buffer")
+        static = buffers + self.optimizer.once_bytes()
+        return Problem(
+            self.program, self.costs, self.optimizer, self.samples, groups, params, self.uses, stored, static
+        )
+
+    # Decisions
+
+    def _group_decision(self, region_class: RegionClass, group: Group) -> Decision:
+        options = group_options(group, self.costs.records, self.costs.mesh, self.samples)
+        decision = Decision(
+            -1, group_key(region_class, group), list(options), region_class.multiplicity, group, region_class
+        )
+        for split in options:
+            times = [self.costs.op_s(group, op, split) for op in group.ops]
+            inner = [self.costs.inner_s(group, op, split) for op in group.ops]
+            decision.forward_s.append(sum(forward for forward, _ in times))
+            decision.backward_s.append(sum(backward for _, backward in times))
+            result_s = self._result_s(region_class, group, split)
+            decision.inner_comm_s.append((sum(a for a, _ in inner) + result_s, sum(b for _, b in inner)))
+            decision.transient_bytes.append(self._transient_bytes(group, split))
+            self._add_forward_bytes(decision, split)
+            self._add_given_bytes(decision, split)
+        self._add_inner_bytes(decision)
+        return decision
+
+    def _result_s(self, region_class: RegionClass, group: Group, split: tuple[int, ...]) -> float:
+        """The seconds to sum up the loss, and other results of the model, for the caller."""
+        total = 0.0
+        for op in group.ops:
+            for place, tensor in enumerate(op.outputs):
+                native = group.output_layout(op, place, split)
+                twins = [member.ops[op.position].outputs[place] for member in region_class.members]
+                if any(twin is self.program.loss for twin in twins):
+                    whole = (REPLICATE,) * len(split)
+                    if not comes_late(self.program, transition(native, whole)):
+                        total += self.costs.move_s(tensor, native, whole)
+                elif any(self._is_output(twin) for twin in twins):
+                    total += self.costs.move_s(tensor, native, gradient_layout(native))
+        return total / region_class.multiplicity
+
+    def _transient_bytes(self, group: Group, split: tuple[int, ...]) -> int:
+        """The gradient that an op is given and what its backward holds, for the op with most of it."""
+        most = 0
+        for op in group.ops:
+            if op.requires_grad:
+                given = sum(
+                    self.costs.local_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)
+                )
+                read = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs)]
+                whole = sum(t.num_bytes for t, _ in read) + sum(t.num_bytes for t in op.outputs)
+                share = (sum(self.costs.local_bytes(t, layout) for t, layout in read) + given) / max(1, whole)
+                most = max(most, given + self.costs.backward_bytes(group, op, split, share))
+        return most
+
+    def _add_forward_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
+        """What the group's calls hold for a moment in the forward, and where they are run again for the backward."""
+        group, region_class = decision.group, decision.region_class
+        assert group is not None
+        assert region_class is not None
+        saved = self._saved_roots(region_class)
+        spaces, reruns = [], []
+        for op in group.ops:
+            space = int(self.costs.records[op].forward_bytes * self.costs.work_share(group, op, split))
+            around = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs) if t.role == "op"]
+            around += [(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)]
+            passing = {t: layout for t, layout in around if self.costs.records.root(t) not in saved and not _is_free(t)}
+            spaces.append(space)
+            reruns.append(space + sum(self.costs.local_bytes(t, layout) for t, layout in passing.items()))
+        decision.workspace_bytes.append(max(spaces))
+        decision.rerun_bytes.append(max(reruns))
+
+    def _add_given_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
+        """The gradients that the group's backward begins with."""
+        group = decision.group
+        assert group is not None
+        given = [(t, t.producer) for t in group.outputs() if t.producer is not None and t.requires_grad]
+        decision.given_bytes.append(
+            sum(self.costs.local_bytes(t, group.output_layout(op, op.outputs.index(t), split)) for t, op in given)
+        )
+
+    def _saved_roots(self, region_class: RegionClass) -> set[Tensor]:
+        """The memory that some backward in the region needs."""
+        if region_class not in self.saved:
+            records = self.costs.records
+            saved = _saved_by(region_class.representative.ops, self.costs)
+            self.saved[region_class] = {records.root(tensor) for tensor in saved}
+        return self.saved[region_class]
+
+    def _add_inner_bytes(self, decision: Decision) -> None:
+        group, records = decision.group, self.costs.records
+        assert group is not None
+        saved = _saved_inside(group, self.costs)
+        read_outside = {_root(group, tensor, self.costs) for tensor in group.outputs()}
+        inner = [root for root in saved if root not in read_outside and not self._is_output(root)]
+        decision.inner_tensors = inner
+        for split in decision.options:
+            total = 0
+            for tensor in inner:
+                op = tensor.producer
+                assert op is not None
+                total += self.costs.local_bytes(tensor, group.output_layout(op, op.outputs.index(tensor), split))
+            for op in group.ops:
+                total += int(records[op].internal_bytes * self.costs.work_share(group, op, split))
+            decision.inner_bytes.append(total)
+
+    def _is_output(self, tensor: Tensor) -> bool:
+        return any(found is tensor for found in self.program.kept_outputs)
+
+    def _param_decisions(self, demands: dict[RegionClass, dict[Tensor, list[Demand]]]) -> list[Decision]:
+        wanted: dict[Tensor, set[Layout]] = {}
+        for region_class, table in demands.items():
+            for tensor, found in table.items():
+                for own in self._members_tensors(region_class, tensor):
+                    layouts = wanted.setdefault(own, set())
+                    layouts |= {want[0] for demand in found for wants in demand.wants for want in wants}
+        result = []
+        for tied in param_classes(self.program):
+            first = tied[0]
+            options = param_options(first, wanted.get(first, set()), self.costs.mesh)
+            decision = Decision(-1, span([tensor.key for tensor in tied]), list(options), len(tied), tied=tied)
+            for layout in options:
+                self._add_param_option(decision, first, layout)
+            result.append(decision)
+            source = Source(first, decision, list(options))
+            self.sources[first] = source
+            self.twins.update(dict.fromkeys(tied, first))
+        return result
+
+    def _add_param_option(self, decision: Decision, tensor: Tensor, layout: Layout) -> None:
+        trained = tensor.requires_grad
+        decision.rest_bytes.append(self.costs.local_bytes(tensor, layout))
+        decision.state_bytes.append(self.costs.state_bytes(tensor, layout, self.optimizer) if trained else 0)
+        leaves = trained and tensor.num_bytes >= LEAST_SHARE * self.largest_bytes
+        leaving_bytes = self.costs.leaving_state_bytes(tensor, layout, self.optimizer) if leaves else 0
+        decision.leaving_state_bytes.append(leaving_bytes if leaving_bytes >= self.costs.min_offload_bytes else 0)
+        decision.step_bytes.append(self.costs.step_bytes(tensor, layout, self.optimizer) if trained else 0)
+        decision.forward_s.append(0.0)
+        decision.backward_s.append(self.costs.optimizer_s(tensor, layout, self.optimizer) if trained else 0.0)
+        decision.inner_comm_s.append((0.0, 0.0))
+
+    # Who reads what
+
+    def _find_twins(self) -> None:
+        for region_class in self.program.classes:
+            first = region_class.representative
+            for member in region_class.members:
+                for op, twin in zip(member.ops, first.ops):
+                    self.twins.update(zip(op.outputs, twin.outputs))
+
+    def _members_tensors(self, region_class: RegionClass, tensor: Tensor) -> list[Tensor]:
+        """The tensor that each member reads where the representative reads `tensor`."""
+        place = {external: index for index, external in enumerate(region_class.representative.externals)}
+        if tensor not in place:
+            return [tensor] * region_class.multiplicity
+        return [member.externals[place[tensor]] for member in region_class.members]
+
+    def _demands(self, region_class: RegionClass, groups: Sequence[Decision]) -> dict[Tensor, list[Demand]]:
+        """For every tensor that is read across groups in a class, what each group wants of it."""
+        table: dict[Tensor, list[Demand]] = {}
+        for decision in groups:
+            group = decision.group
+            if decision.region_class is not region_class or group is None:
+                continue
+            places: dict[Tensor, list[tuple]] = {}
+            for op, place, tensor in group.operands():
+                if not _is_free(tensor):
+                    places.setdefault(tensor, []).append((op, place))
+            for tensor, readers in places.items():
+                wants, saves = [], []
+                for split in decision.options:
+                    found = [(self._want(group, op, place, split), op, place) for op, place in readers]
+                    wants.append(frozenset(want for want, _, _ in found))
+                    saved = [want for want, op, place in found if place in self.costs.records[op].saved_inputs]
+                    saves.append(frozenset(saved))
+                table.setdefault(tensor, []).append(Demand(decision, group.index, wants, saves))
+        return table
+
+    def _want(self, group: Group, op, place: int, split: tuple[int, ...]) -> Want:
+        forward, gradient = group.input_layout(op, place, split)
+        return forward, gradient if op.inputs[place].requires_grad else (REPLICATE,) * len(split)
+
+    def _add_sources(self, decision: Decision) -> None:
+        group = decision.group
+        assert group is not None
+        for op in group.ops:
+            for place, tensor in enumerate(op.outputs):
+                natives = [group.output_layout(op, place, split) for split in decision.options]
+                self.sources[tensor] = Source(tensor, decision, natives)
+
+    def _add_uses(self, region_class: RegionClass, tensor: Tensor, demands: list[Demand]) -> None:
+        inside = tensor.producer is not None and tensor.producer.region is region_class.representative
+        by_source: dict[Source, list[int]] = {}
+        for member, own in enumerate(self._members_tensors(region_class, tensor)):
+            if not _is_free(own):
+                by_source.setdefault(self.sources[self.twins.get(own, own)], []).append(member)
+        for source, members in by_source.items():
+            self.uses.append(Use(source, region_class, tuple(members), tensor, inside, demands))
+
+    def _stored(self, groups: Sequence[Decision]) -> list[Stored]:
+        """The memory of every group output, with all uses of it and of its views."""
+        found: dict[Tensor, Stored] = {}
+        for decision in groups:
+            group = decision.group
+            assert group is not None
+            saved = _saved_inside(group, self.costs)
+            for tensor in group.outputs():
+                root = _root(group, tensor, self.costs)
+                stored = found.setdefault(root, Stored(self.sources[root], root in saved, False))
+                stored.held |= self._any_output(decision, root) or self._any_output(decision, tensor)
+        for use in self.uses:
+            group = use.source.decision.group
+            if group is not None:
+                root = _root(group, use.source.tensor, self.costs)
+                # What the representative's readers leave in the group, those of another member may read outside.
+                found.setdefault(root, Stored(self.sources[root], False, False)).uses.append(use)
+        return list(found.values())
+
+    def _add_rerun_s(self, groups: Sequence[Decision], kept: set[Tensor]) -> None:
+        """Say what running each group again takes; `kept` is never rederived."""
+        for decision in groups:
+            group, records = decision.group, self.costs.records
+            assert group is not None
+            again = [
+                op
+                for op in group.ops
+                if records[op].internal_bytes
+                or any(k not in records[op].aliases and t not in kept for k, t in enumerate(op.outputs))
+            ]
+            for split in decision.options:
+                inner_s = sum(self.costs.inner_s(group, op, split)[0] for op in again)
+                decision.rerun_s.append(sum(self.costs.op_s(group, op, split)[0] for op in again) + inner_s)
+
+    def _any_output(self, decision: Decision, tensor: Tensor) -> bool:
+        op, outputs = tensor.producer, {id(found) for found in self.program.kept_outputs}
+        assert op is not None
+        assert decision.region_class is not None
+        place = op.outputs.index(tensor)
+        return any(id(member.ops[op.position].outputs[place]) in outputs for member in decision.region_class.members)
+
+
+def _is_free(tensor: Tensor) -> bool:
+    """Batch entries, buffers, constants: there on every rank, served by slices alone."""
+    if tensor.role == "op":
+        return tensor.producer is not None and tensor.producer.constant
+    return tensor.role != "param"
+
+
+def _root(group: Group, tensor: Tensor, costs: CostModel) -> Tensor:
+    """The tensor of the group whose memory `tensor` shares."""
+    inside = set(group.ops)
+    while tensor.producer in inside:
+        op = tensor.producer
+        source = costs.records[op].aliases.get(op.outputs.index(tensor))
+        if source is None or op.inputs[source].producer not in inside:
+            return tensor
+        tensor = op.inputs[source]
+    return tensor
+
+
+def _saved_inside(group: Group, costs: CostModel) -> set[Tensor]:
+    """The roots made in the group that the backward of its own ops needs."""
+    inside = set(group.ops)
+    return {_root(group, tensor, costs) for tensor in _saved_by(group.ops, costs) if tensor.producer in inside}
+
+
+def _saved_by(ops: Iterable[Op], costs: CostModel) -> Iterator[Tensor]:
+    """What the backward of `ops` needs of their arguments and results."""
+    for op in ops:
+        yield from (op.inputs[place] for place in costs.records[op].saved_inputs)
+        yield from (op.outputs[place] for place in costs.records[op].saved_outputs)

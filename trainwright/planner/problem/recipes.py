@@ -1,0 +1,130 @@
+"""The textbook ways to train on several devices, as restrictions of the joint problem.
+
+ddp         the batch split over all axes, parameters everywhere, everything kept
+fsdp        the batch split over all axes, parameters sharded over all (ZeRO-3), recomputation chosen optimally
+megatron    the last axis splits weights, heads and vocabulary with all-reduces, the others the batch; an op that the
+            textbook has no rule for takes data parallelism, and a note says which
+two-stage   first the fastest sharding whose parameters take a share of the budget, then recomputation for it
+joint       nothing restricted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ...ops import find
+from ...program.layout import PARTIAL, REPLICATE
+from ...program.transition import gradient_layout, transition
+from .problem import Decision, Problem, Use, Want
+from .strategies import batch_loop, is_busy, token_loops
+
+RECIPES = ("ddp", "fsdp", "megatron", "two-stage", "joint")
+
+
+@dataclass(eq=False)
+class Restriction:
+    """What a recipe leaves to choose."""
+
+    allowed: dict[Decision, frozenset[int]] = field(default_factory=dict)
+    forbids: Callable[[Use, tuple[int, ...], Want], bool] | None = None
+    """Whether a change of layout is out of the question, as long as there is an answer without it."""
+    recompute: bool = True
+    share: bool = True
+    """Whether one gathered copy of a parameter may serve several regions."""
+    offload: bool = False
+    """Whether anything may be offloaded; the textbook's recipes do not."""
+    fates: dict[Decision, str] = field(default_factory=dict)
+    """Pinned groups: whether all instances `keep`, `recompute` or `offload` what they leave; pinned parameters: whether their
+    optimizer states stay on the device (`state-keep`) or not (`state-offload`)."""
+    notes: list[str] = field(default_factory=list)
+
+
+def restriction(problem: Problem, recipe: str) -> Restriction:
+    """Return what `recipe` restricts; `joint` and `two-stage` restrict no option."""
+    if recipe == "ddp":
+        return Restriction({**_data_parallel(problem), **_rest(problem, sharded=False)}, recompute=False)
+    if recipe == "fsdp":
+        return Restriction({**_data_parallel(problem), **_rest(problem, sharded=True)})
+    if recipe == "megatron":
+        return _megatron(problem)
+    return Restriction(offload=recipe == "joint")
+
+
+def _data_parallel(problem: Problem) -> dict[Decision, frozenset[int]]:
+    """Every group splits the samples over all axes; one without them is run whole everywhere."""
+    return {decision: frozenset([_batch_option(problem, decision)]) for decision in problem.groups}
+
+
+def _batch_option(problem: Problem, decision: Decision) -> int:
+    assert decision.group is not None
+    loop = batch_loop(decision.group, problem.samples)
+    return decision.options.index(tuple(loop if size > 1 else REPLICATE for size in problem.mesh))
+
+
+def _rest(problem: Problem, sharded: bool) -> dict[Decision, frozenset[int]]:
+    """Parameters whole on every rank, or in the smallest shards there are."""
+    allowed = {}
+    for decision in problem.params:
+        sizes = [size if sharded else -size for size in decision.rest_bytes]
+        whole = [all(at == REPLICATE for at in option) for option in decision.options]
+        chosen = [k for k, size in enumerate(sizes) if size == min(sizes)] if sharded else [whole.index(True)]
+        allowed[decision] = frozenset(chosen)
+    return allowed
+
+
+def _megatron(problem: Problem) -> Restriction:
+    found = Restriction(recompute=False)
+    without_rule = []
+    for decision in problem.groups:
+        options = _tensor_parallel(problem, decision)
+        if not options:
+            options = [_batch_option(problem, decision)]
+            without_rule.append(decision)
+        found.allowed[decision] = frozenset(options)
+    last = len(problem.mesh) - 1
+    for decision in problem.params:
+        rest = [k for k, layout in enumerate(decision.options) if all(at == REPLICATE for at in layout[:last])]
+        found.allowed[decision] = frozenset(rest)
+    if without_rule:
+        _allow_samples_between(problem, found)
+        keys = ", ".join(decision.key for decision in without_rule)
+        found.notes.append(f"Megatron has no rule for these, which take data parallelism: {keys}")
+    else:
+        found.forbids = lambda use, native, want: not _all_reduces(use, native, want, last)
+    return found
+
+
+def _allow_samples_between(problem: Problem, found: Restriction) -> None:
+    """What stands between two ops that split the samples may split them too, and need not gather them."""
+    for decision in problem.groups:
+        if not _is_busy(problem, decision):
+            found.allowed[decision] |= {_batch_option(problem, decision)}
+
+
+def _tensor_parallel(problem: Problem, decision: Decision) -> list[int]:
+    """The options that split the samples over the outer axes, and over the last one what Megatron does; maybe none."""
+    group, last = decision.group, len(problem.mesh) - 1
+    assert group is not None
+    batch, tokens = batch_loop(group, problem.samples), token_loops(group, problem.program)
+    outer = tuple(batch if size > 1 else REPLICATE for size in problem.mesh[:last])
+    fitting = [k for k, split in enumerate(decision.options) if split[:last] == outer and split[last] not in tokens]
+    if not _is_busy(problem, decision):
+        return fitting
+    records = problem.costs.records
+    busy = [op for op in group.ops if any(call.flops for call in records[op].forward)]
+    has_rule = all(find(op.name).tensor_parallel for op in busy)
+    return [k for k in fitting if decision.options[k][last] >= 0] if has_rule else []
+
+
+def _is_busy(problem: Problem, decision: Decision) -> bool:
+    assert decision.group is not None
+    return is_busy(decision.group, problem.costs.records)
+
+
+def _all_reduces(use: Use, native: tuple[int, ...], want: Want, axis: int) -> bool:
+    """Whether an activation changes its layout along `axis` by all-reduces alone, in both directions."""
+    if use.source.is_param or not use.tensor.requires_grad:
+        return True
+    steps = [*transition(native, want[0]), *transition(want[1], gradient_layout(native))]
+    return all(step.kind == "all_reduce" for step in steps if step.axis == axis) and want[0][axis] != PARTIAL

@@ -1,0 +1,135 @@
+"""The options of every decision: which loops a group may split over each mesh axis, and how a parameter may rest.
+
+Pruned before the solver sees them: a loop shorter than the axis (unless it is the batch), minor factors where the major
+one is long enough, and for matmuls and attention anything that leaves an axis idle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ...profiler.saved import Records
+from ...program.factors import Factor, leaves
+from ...program.groups import Group, Split
+from ...program.layout import REPLICATE, Layout
+from ...program.program import Program, Tensor
+
+
+def batch_factor(program: Program) -> Factor | None:
+    """Return the dimension that most of the program's groups can split: the samples.
+
+    Looked for among the dims of the batch's tensors; the leading one where several serve alike.
+    """
+    found: dict[int, Factor] = {}
+    rank: dict[int, int] = {}
+    for tensor in program.inputs:
+        for dim, factors in enumerate(tensor.dims):
+            for factor in leaves(factors):
+                found[id(factor)] = factor
+                rank[id(factor)] = min(dim, rank.get(id(factor), dim))
+    counts: Counter[int] = Counter()
+    for region_class in program.classes:
+        for group in region_class.groups:
+            own = {id(factor) for factor in splittable_factors(group).values()}
+            counts.update({key: len(group.ops) * region_class.multiplicity for key in own & set(found)})
+    if not counts:
+        return None
+    return found[max(counts, key=lambda key: (counts[key], -rank[key]))]
+
+
+def splittable_factors(group: Group) -> dict[int, Factor]:
+    """Return, for each loop of `group` that may be split, the factor that it runs over."""
+    factors: dict[int, Factor] = {}
+    by_position = {op.position: op for op in group.ops}
+    for (position, name, part), index in group.loop_at.items():
+        if not group.loops[index].whole:
+            factors[index] = leaves(by_position[position].loops[name])[part]
+    return factors
+
+
+def batch_loop(group: Group, factor: Factor | None) -> int:
+    """Return the index of the group's loop over the samples; -1 where it has none."""
+    return next((index for index, own in splittable_factors(group).items() if own is factor), -1)
+
+
+def token_loops(group: Group, program: Program) -> set[int]:
+    """Return the group's loops over samples, positions or whatever else the dims of the batch's tensors are."""
+    tokens = {id(factor) for tensor in program.inputs for dim in tensor.dims for factor in leaves(dim)}
+    return {index for index, factor in splittable_factors(group).items() if id(factor) in tokens}
+
+
+def is_busy(group: Group, records: Records) -> bool:
+    """Tell whether the group multiplies matrices, convolves or attends."""
+    return any(call.flops for op in group.ops for call in records[op].forward)
+
+
+def group_options(group: Group, records: Records, mesh: Sequence[int], samples: Factor | None) -> list[Split]:
+    """Return the splits of `group` that the solver may choose from."""
+    batch = batch_loop(group, samples)
+    per_axis = [_loops_for(group, size, batch) for size in mesh]
+    busy = is_busy(group, records)
+    columns = [[*loops] if busy and loops else [-1, *loops] for loops in per_axis]
+    options = [split for split in itertools.product(*columns) if _fits(group, split, mesh, batch)]
+    if not options:
+        columns = [[-1, *loops] for loops in per_axis]
+        options = [split for split in itertools.product(*columns) if _fits(group, split, mesh, batch)]
+    data_parallel = tuple(batch if size > 1 else -1 for size in mesh)
+    return options if data_parallel in options else [*options, data_parallel]
+
+
+def _loops_for(group: Group, axis_size: int, batch: int) -> list[int]:
+    """The loops worth splitting over an axis: of the factors of one loop, the first that is long enough."""
+    if axis_size == 1:
+        return []
+    chosen: list[int] = []
+    covered: set[tuple[int, str]] = set()
+    for (position, name, _), index in sorted(group.loop_at.items(), key=lambda item: item[0]):
+        loop = group.loops[index]
+        if loop.whole or (position, name) in covered:
+            continue
+        if loop.size >= axis_size or (index == batch and loop.size > 1):
+            covered.add((position, name))
+            if index not in chosen:
+                chosen.append(index)
+    return chosen
+
+
+def _fits(group: Group, split: Split, mesh: Sequence[int], batch: int) -> bool:
+    """Whether every loop that several axes split is long enough for all of them."""
+    for index in set(split) - {-1, batch}:
+        if group.loops[index].size < math.prod(mesh[axis] for axis, loop in enumerate(split) if loop == index):
+            return False
+    return True
+
+
+def param_options(tensor: Tensor, wanted: Iterable[Layout], mesh: Sequence[int]) -> list[Layout]:
+    """Return the layouts at rest that the solver may choose from.
+
+    Per axis: replicated, as some strategy computes with it, or cut along the leading dim that is long enough (ZeRO).
+    """
+    columns = []
+    for axis, size in enumerate(mesh):
+        entries = {REPLICATE}
+        if size > 1:
+            entries |= {layout[axis] for layout in wanted if layout[axis] >= 0}
+            entries |= set(_zero_slots(tensor, size)[:1])
+            entries |= set(_zero_slots(tensor, math.prod(mesh))[:1])
+        columns.append(sorted(entries))
+    options = [layout for layout in itertools.product(*columns) if _holds(tensor, layout, mesh)]
+    return options
+
+
+def _zero_slots(tensor: Tensor, size: int) -> list[int]:
+    """The slots that `size` ranks can share, those that divide evenly first, then the leading ones."""
+    fit = [index for index, slot in enumerate(tensor.slots) if slot.size >= size and not slot.blocked]
+    return sorted(fit, key=lambda index: (tensor.slots[index].size % size != 0, index))
+
+
+def _holds(tensor: Tensor, layout: Layout, mesh: Sequence[int]) -> bool:
+    for slot in {at for at in layout if at >= 0}:
+        if tensor.slots[slot].size < math.prod(mesh[axis] for axis, at in enumerate(layout) if at == slot):
+            return False
+    return True

@@ -1,0 +1,110 @@
+"""What a solve is given, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ...program.decisions import Decisions, Overlap, wider
+from ..costs.simulate import Simulation
+from ..model.deadline import Deadline
+from ..model.decode import Choice
+from ..model.milp import Model
+from ..model.recompute import Recompute
+from ..model.sharding import Sharding
+from ..problem.recipes import Restriction
+from .progress import ProgressLine
+from .stages import PATIENCE, PATIENCE_IN_BUCKETS, Stages, Starts
+
+Simulate = Callable[[Decisions], Simulation]
+NOT_IN_TIME = "none was found in the time"
+"""What binds where a search ended without an answer, and without a proof that there is none."""
+
+
+@dataclass
+class Answer:
+    """A solved problem: what was chosen, what it costs by the model, and what the simulation says it holds."""
+
+    choice: Choice
+    decisions: Decisions
+    simulation: Simulation
+    status: str
+    gap: float | None
+    objective_s: float
+    solve_s: float
+    notes: list[str] = field(default_factory=list)
+    binds: bool = True
+    """Whether memory bound the search; if not, it is what is fastest with any."""
+
+    @property
+    def bound_s(self) -> float:
+        """What the gap says of the objective: nothing is below it."""
+        return 0.0 if self.gap is None else self.objective_s * (1 - min(1.0, self.gap))
+
+    def bounded(self, bound_s: float) -> Answer:
+        """Return the answer with the gap that another bound gives it."""
+        return replace(self, gap=max(0.0, 1 - bound_s / self.objective_s))
+
+    def overlapped(self, simulate: Simulate, budget_bytes: int | None, furthest: Overlap) -> Answer:
+        """Return the answer with its parameters travelling as far ahead as the budget allows (`rank.travel`)."""
+        for overlap in wider(furthest):
+            if overlap == self.decisions.overlap:
+                break
+            decisions = replace(self.decisions, overlap=overlap)
+            simulation = simulate(decisions)
+            if budget_bytes is None or simulation.peak_bytes <= budget_bytes:
+                return replace(self, decisions=decisions, simulation=simulation)
+        return self
+
+
+@dataclass
+class Infeasible:
+    """No answer within the budget: what binds, and the least that would do."""
+
+    binding: tuple[str, ...]
+    smallest: Answer | None
+    cut_off: bool = False
+    """Not asked further: whatever there is, another mesh has a faster one."""
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether it is not known that there is no answer."""
+        return NOT_IN_TIME in self.binding
+
+
+@dataclass(eq=False)
+class Settings:
+    """What a solve is given besides the problem."""
+
+    budget_bytes: int | None
+    time_limit_s: float = 30.0
+    restriction: Restriction = field(default_factory=Restriction)
+    progress: ProgressLine | None = None
+    cutoff_s: float = math.inf
+    """An answer that takes as long as this is not wanted: another mesh has one."""
+    deadline: Deadline = field(default_factory=Deadline)
+    """Of all that was asked; `time_limit_s` is one search's."""
+    one_solve: float = 1.0
+    """Of the time limit, what one solve of the search may take: what comes of it may not fit, and is to be corrected."""
+
+    def stages(
+        self,
+        model: Model,
+        sharding: Sharding,
+        recompute: Recompute | None = None,
+        starts: Starts | None = None,
+        time_limit_s: float | None = None,
+    ) -> Stages:
+        """Return what `solve_in_stages` takes."""
+        limit = self.time_limit_s if time_limit_s is None else time_limit_s
+        left_s = self.deadline.limited(limit)
+        patience = PATIENCE_IN_BUCKETS if sharding.joined.is_weak else PATIENCE
+        told = None if self.progress is None else self.progress.goes_on
+        return Stages(
+            model, sharding, self.restriction, recompute, starts, told, left_s, patience=patience,
+            stop=self._is_to_stop,
+        )  # fmt: skip
+
+    def _is_to_stop(self) -> bool:
+        return self.deadline.has_passed

@@ -1,0 +1,204 @@
+"""Finding the fastest answer whose simulated peak is within a budget: solve, simulate, move the rows' budget, solve again.
+
+The rows count a little too much, for some shardings more than for others. So no one budget of the rows is right for all:
+at one that lets a careful sharding in, another is let in that does not fit. What does not fit, or leaves much, is therefore
+fitted by itself too: with its sharding held, only what is kept is chosen anew, under a budget of the rows of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..model.memory import set_budget
+from ..model.milp import Solution
+from ..model.sharding import is_large
+from .aim import CLOSE, Search
+from .answer import Answer, Infeasible, Settings
+from .stages import CUT_OFF, PATIENCE_OF_LARGE, Options, solve_beside, solve_in_stages
+
+if TYPE_CHECKING:
+    from .solve import Solver
+
+MAX_CORRECTIONS = 5
+_MOST_HELD = 6
+"""How often what is kept is chosen anew for one sharding."""
+_SHARE, _SHARE_OF_LARGE = 2 / 3, 1 / 2
+"""Of the time that is left, what one solve may take, of most problems and of a large one: what comes of it may not fit."""
+_LEAST_SHARE = 1 / 3
+"""Of the time limit. What is left of it or not, so long is one sharding fitted: what was found is not to be lost."""
+
+
+class Fitting:
+    """One search; `aim` is the rows' budget to begin with, `wider` makes another where nothing is within that."""
+
+    def __init__(
+        self,
+        solver: Solver,
+        settings: Settings,
+        budget: int,
+        aim: float | None = None,
+        wider: Callable[[], float] | None = None,
+    ) -> None:
+        self.solver, self.settings, self.budget, self.wider = solver, settings, budget, wider
+        self.search = Search(budget, aim, settings.progress)
+        self._deadline = self._until(settings.time_limit_s)
+        self._earlier: tuple[float, np.ndarray] | None = None
+        self._held: set[tuple[int, ...]] = set()
+
+    def run(self) -> Answer | Infeasible:
+        """Return the answer, or why there is none."""
+        search = self.search
+        for _ in range(MAX_CORRECTIONS + 1):
+            solution = self._solve()
+            if solution.values is not None:
+                self._note(solution)
+            elif search.best is None and (solution.status == CUT_OFF or math.isfinite(self.settings.cutoff_s)):
+                # what a larger aim let in did not fit: between the two there may be what does, and is fast enough
+                if not search.note_nothing():
+                    return self._cut_off()
+            elif search.best is not None:
+                break
+            elif self.wider is not None and (wide := self.wider()) > search.aim:
+                search.aim, self.wider = wide, None
+                continue
+            elif (refused := self._begin_from_smallest()) is not None:
+                return refused
+            if search.done or self._is_over(self._deadline):
+                break
+        # an answer that fitted no aim of the whole search fits, and yet not without rows
+        self.solver.last_aim = float(self.budget) if search.low is None else search.low
+        if search.best is not None:
+            return search.best
+        if math.isfinite(self.settings.cutoff_s):
+            return self._cut_off()
+        return self._known() or self._smallest()
+
+    def _known(self) -> Answer | None:
+        """Return the fastest answer with a known sharding that fits: where the search found none in time."""
+        for options in self.solver.starts(self.settings):
+            self.fitted(options)
+        return self.search.best
+
+    def _solve(self) -> Solution:
+        """Solve under the rows' present budget."""
+        solver, settings, search = self.solver, self.settings, self.search
+        model, sharding, recompute, memory = solver.full()
+        set_budget(model, memory, search.aim)
+        # time for a second look, at the budget of the rows that the first one asks for
+        share = min(settings.one_solve, _SHARE_OF_LARGE if is_large(solver.problem) else _SHARE)
+        remaining = max(1.0, share * (self._deadline - time.perf_counter()))
+        stages = settings.stages(model, sharding, recompute, solver.starts_for(settings), remaining)
+        stages.cutoff, stages.floor = settings.cutoff_s, solver.floor_s
+        if is_large(solver.problem):
+            stages.patience = PATIENCE_OF_LARGE
+        if self._earlier is not None and self._earlier[0] <= search.aim:
+            stages.earlier = self._earlier[1]
+        solution = solve_in_stages(stages)
+        if solution.values is not None:
+            self._earlier = search.aim, solution.values
+        return solution
+
+    def _note(self, solution: Solution) -> None:
+        assert solution.values is not None
+        answer = self.solver.answer(solution)
+        rows_peak = self.solver.full()[3].peak_bytes(solution.values)
+        self.search.note(answer)
+        self._refit(answer, rows_peak, solution.bound)
+
+    def _begin_from_smallest(self) -> Infeasible | None:
+        """Go on from what holds least: the rows were too careful, and what they say of it may stand, with what it leaves."""
+        smallest = self._smallest()
+        if isinstance(smallest, Infeasible):
+            return None if smallest.out_of_time and self._known() is not None else smallest
+        # However long it took to see that there is nothing to begin with, what is there may be made faster.
+        self._deadline = max(self._deadline, self._until(self.settings.time_limit_s / 2))
+        self.search.aim = rows_peak = self.solver.row_peak
+        self.search.note(smallest)
+        self._refit(smallest, rows_peak, -math.inf)
+        return None
+
+    def _smallest(self) -> Answer | Infeasible:
+        smallest = self.solver.smallest(self.settings)
+        if smallest is not None and smallest.simulation.peak_bytes <= self.budget:
+            return smallest
+        return Infeasible(self.solver.binding(smallest), smallest)
+
+    def _until(self, seconds: float) -> float:
+        """Return the moment in so many seconds, but no later than the deadline of all that was asked."""
+        return time.perf_counter() + self.settings.deadline.limited(seconds)
+
+    def _is_over(self, moment: float) -> bool:
+        """Whether `moment` has passed; or, where an answer is known, the deadline of all that was asked."""
+        is_late = self.search.best is not None and self.settings.deadline.has_passed
+        return is_late or time.perf_counter() > moment
+
+    def _cut_off(self) -> Infeasible:
+        return Infeasible((CUT_OFF,), None, cut_off=True)
+
+    def _refit(self, answer: Answer, rows_peak: float, bound: float) -> None:
+        """Choose anew what is kept with the sharding of `answer`, where that does not fit or leaves much."""
+        left = self.budget - answer.simulation.peak_bytes
+        options = answer.choice.options
+        if 0 <= left <= CLOSE * self.budget or tuple(options.values()) in self._held:
+            return
+        own = Search(self.budget, rows_peak)
+        own.note(answer)
+        self._fit(options, own, bound)
+
+    def fitted(self, options: Options) -> Answer | None:
+        """Return the fastest answer with one sharding that fits; None where there is none below the cutoff."""
+        self._fit(options, Search(self.budget, self.search.aim), -math.inf)
+        if self.search.best is None and not self.solver.hides:
+            aim = self.solver.aim_of(options, self.budget)
+            if aim > self.search.aim:
+                self._fit(options, Search(self.budget, aim), -math.inf)
+        return self.search.best
+
+    def beside(self, answer: Answer) -> Answer | None:
+        """Return the fastest answer that fits among the options of `answer` and those that the relaxation mixes."""
+        solver = self.solver
+        model, sharding, recompute, memory = solver.full()
+        set_budget(model, memory, self.search.aim)
+        stages = self.settings.stages(model, sharding, recompute)
+        solution = solve_beside(stages, answer.choice.options)
+        if solution.values is not None and solution.objective < self._to_beat:
+            self._note(solution)
+        best = self.search.best
+        return None if best is None or best.objective_s >= self.settings.cutoff_s else best
+
+    def _fit(self, options: Options, own: Search, bound: float) -> None:
+        """Choose what is kept with one sharding, under a budget of the rows of its own."""
+        self._held.add(tuple(options.values()))
+        allowed = {decision: frozenset([option]) for decision, option in options.items()}
+        held = replace(self.settings, restriction=replace(self.settings.restriction, allowed=allowed))
+        deadline = max(self._deadline, self._until(_LEAST_SHARE * self.settings.time_limit_s))
+        for _ in range(_MOST_HELD):
+            if own.done or self._is_over(deadline):
+                break
+            found = self._solve_held(held, own.aim, deadline)
+            if found.values is None or found.objective >= self._to_beat:
+                # too far below what a larger aim let in, which did not fit: between the two there may be what is wanted
+                if not self.solver.problem.is_quick or not own.note_nothing():
+                    break
+                continue
+            refitted = self.solver.answer(replace(found, bound=min(found.objective, max(bound, self.solver.floor_s))))
+            own.note(refitted)
+            if refitted.simulation.peak_bytes <= self.budget and refitted.objective_s < self.settings.cutoff_s:
+                self.search.offer(refitted)
+
+    def _solve_held(self, held: Settings, aim: float, deadline: float) -> Solution:
+        model, sharding, recompute, memory = self.solver.full()
+        set_budget(model, memory, aim)
+        limit = max(1.0, deadline - time.perf_counter())
+        return solve_in_stages(held.stages(model, sharding, recompute, None, limit))
+
+    @property
+    def _to_beat(self) -> float:
+        best = self.search.best
+        return self.settings.cutoff_s if best is None else min(best.objective_s, self.settings.cutoff_s)

@@ -1,0 +1,115 @@
+"""The joint answer is no slower than that of a known sharding.
+
+By the rows no sharding can be faster. But the rows count a little too much, for some plans more than for others, so a
+sharding that comes second by the rows may keep more within the true budget; and the objective is a little off, so of two that
+are nearly alike by it the second may be faster. Each known sharding is given the chance, and judged by what its step takes. Where
+the search ended far from what is proven, a recipe's answer is taken, and what lies between it and the relaxation looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..problem.recipes import restriction
+from .answer import Answer, Infeasible, Settings
+from .fitting import Fitting
+from .solve import Solver, both
+from .stages import FEW_COLUMNS, GAP
+
+PROVEN = 0.02
+"""An answer further than this from what is proven is held against a whole recipe too, as is one that is `OFF`."""
+OFF = 0.02
+"""By how much a step may take longer than the objective says before what else there may be is looked at."""
+_OFTEN_OFF = 0.005
+"""By how much the objective is off often enough, so that a known sharding that it has as so much slower may be faster."""
+_NEAR = 1.1
+_MORE_ROOM = 1.02
+_MUCH_MORE_ROOM = 1.25
+"""How much more than the budget the rows' is for a known sharding at first; much, where they were seen to be too careful, or
+where to see it takes little."""
+
+Takes = Callable[[Answer], float]
+"""The seconds of a step, its parameters travelling as far ahead as the budget allows."""
+
+
+def no_slower_than_known(
+    solver: Solver, settings: Settings, answer: Answer | Infeasible, takes: Takes
+) -> Answer | Infeasible:
+    """Return `answer`, or the one of a known sharding that is faster within the budget."""
+    budget, aim = settings.budget_bytes, solver.last_aim
+    if isinstance(answer, Infeasible):
+        found = None if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings, budget)
+        return answer if found is None else unproven(solver, found)
+    if budget is None or aim is None or settings.restriction.fates or settings.deadline.has_passed:
+        return answer
+    best = _Best(answer, takes, solver.full()[0].num_columns <= FEW_COLUMNS)
+    is_unproven = answer.gap is None or answer.gap > PROVEN or best.is_off
+    if is_unproven:
+        best.offer(_of_recipe(solver, settings, budget))
+        wanted = replace(best.below(settings), time_limit_s=settings.time_limit_s / 2)
+        best.offer(Fitting(solver, wanted, budget, _MORE_ROOM * budget).beside(best.answer))
+    room = _MUCH_MORE_ROOM * budget if is_unproven or solver.problem.is_quick else _MORE_ROOM * aim
+    for options in solver.starts(settings):
+        if settings.deadline.has_passed:
+            break
+        if options != best.answer.choice.options:
+            best.offer(Fitting(solver, best.below(settings), budget, room).fitted(options))
+    return best.answer
+
+
+@dataclass(eq=False)
+class _Best:
+    """The answer whose step takes least so far."""
+
+    answer: Answer
+    takes: Takes
+    is_small: bool
+    """Whether little is lost by fitting what the objective has as slower."""
+
+    def __post_init__(self) -> None:
+        self.step_s = self.takes(self.answer)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the objective, hence what is proven, says little of the step."""
+        return self.step_s > self.answer.objective_s * (1 + OFF)
+
+    def below(self, settings: Settings) -> Settings:
+        """Ask for what may be faster: by the objective or, where that is soon seen or it was off, by what a step takes."""
+        cutoff_s = self.answer.objective_s * (1 - GAP)
+        if self.is_small:
+            cutoff_s = self.answer.objective_s * (1 + _OFTEN_OFF)
+        if self.is_off:
+            cutoff_s = max(cutoff_s, self.step_s)
+        return replace(settings, cutoff_s=min(cutoff_s, settings.cutoff_s), time_limit_s=settings.time_limit_s / 4)
+
+    def offer(self, found: Answer | None) -> None:
+        """Take another answer where it is faster, with the gap that it has to what is proven."""
+        if found is None or (step_s := self.takes(found)) >= self.step_s:
+            return
+        better = found.bounded(self.answer.bound_s)
+        self.answer = replace(better, status=self.answer.status, notes=self.answer.notes, solve_s=self.answer.solve_s)
+        self.step_s = step_s
+
+
+def unproven(solver: Solver, found: Answer) -> Answer:
+    """A recipe's answer with the gap that it has in the whole space, of which no more is known than without a budget."""
+    found = found.bounded(solver.lower_bound_s())
+    return replace(found, status="optimal" if (found.gap or 0.0) <= GAP else "feasible")
+
+
+def _is_near(refused: Infeasible, budget: int) -> bool:
+    """Whether the least that a search found in its time misses the budget by so little that a recipe may fit."""
+    least = refused.smallest
+    return not refused.cut_off and least is not None and least.simulation.peak_bytes <= _NEAR * budget
+
+
+def _of_recipe(solver: Solver, settings: Settings, budget: int) -> Answer | None:
+    """Return the best of a narrower space, where the search of the whole one was left without proof."""
+    narrow = both(settings.restriction.allowed, restriction(solver.problem, "fsdp").allowed)
+    if not all(narrow.values()):
+        return None
+    held = replace(settings, restriction=replace(settings.restriction, allowed=narrow))
+    found = solver.within(held, budget)
+    return found if isinstance(found, Answer) else None

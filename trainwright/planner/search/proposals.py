@@ -1,0 +1,85 @@
+"""Plans that take no search: a known sharding with everything kept or everything rederived, priced by simulation alone.
+
+The first that fits is the incumbent before the search begins, so that a plan is there however little time the search gets.
+How many are tried is counted, not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..model.deadline import Deadline
+from ..model.decode import Choice, decisions_from
+from ..problem.problem import Decision, Problem
+from ..problem.recipes import restriction
+from .answer import Answer, Infeasible, Settings
+from .solve import Solver, both
+
+if TYPE_CHECKING:
+    from ..task import Place
+
+_RECIPES = ("fsdp", "ddp")
+"""Those that every model has, the one that holds least first."""
+_SEARCHED = ("joint", *_RECIPES)
+"""The solvers that may answer with one of these."""
+_LEAST_LIMIT_S = 30.0
+"""A limit that a search of so few choices meets on a loaded machine only."""
+
+
+def first_that_fits(place: Place, solver: str, settings: Settings) -> Answer | None:
+    """Return the first proposal whose simulated peak is within the budget; None where none is, or pins forbid all."""
+    if solver not in _SEARCHED:
+        return None
+    for choice in _choices(place.solver, settings):
+        answer = _simulated(place, choice)
+        if settings.budget_bytes is None or answer.simulation.peak_bytes <= settings.budget_bytes:
+            return answer
+    return None
+
+
+def last_resort(place: Place, settings: Settings) -> Answer | None:
+    """Return what `fsdp` alone finds: few choices, which have a time limit of their own behind a search that found nothing."""
+    allowed = both(settings.restriction.allowed, restriction(place.problem, "fsdp").allowed)
+    if settings.budget_bytes is None or not all(allowed.values()):
+        return None
+    narrow = replace(settings.restriction, allowed=allowed)
+    found = place.solver.solve(replace(settings, restriction=narrow, deadline=Deadline(), time_limit_s=_LEAST_LIMIT_S))
+    return None if isinstance(found, Infeasible) else replace(found, status="feasible", gap=1.0)  # in the whole space
+
+
+def _choices(solver: Solver, settings: Settings) -> Iterator[Choice]:
+    given = settings.restriction
+    if "offload" in given.fates.values() or "state-offload" in given.fates.values():
+        return
+    for recipe in _RECIPES:
+        options = _options(solver.problem, both(given.allowed, restriction(solver.problem, recipe).allowed))
+        if options is None:
+            continue
+        if "recompute" not in given.fates.values():
+            yield Choice(options)
+        if given.recompute and settings.budget_bytes is not None:
+            yield _rederived(solver, options, {d for d, fate in given.fates.items() if fate == "keep"})
+
+
+def _options(problem: Problem, allowed: dict[Decision, frozenset[int]]) -> dict[Decision, int] | None:
+    """Return the first of the options that each decision is left with; None where one is left with none."""
+    if not all(allowed.get(decision) for decision in problem.decisions):
+        return None
+    return {decision: min(allowed[decision]) for decision in problem.decisions}
+
+
+def _rederived(solver: Solver, options: dict[Decision, int], kept: set[Decision]) -> Choice:
+    """Everything is rederived that may be, and every parameter gathered again, but for what is pinned as kept."""
+    _, _, recompute, _ = solver.full()
+    again = {decision for decision, _ in recompute.rerun if decision not in kept}
+    converts = {(use, want): use.count for use, _, want in recompute.convert}
+    return Choice(options, reruns={decision: decision.count for decision in again}, converts=converts)
+
+
+def _simulated(place: Place, choice: Choice) -> Answer:
+    decisions = decisions_from(place.problem, choice)
+    simulation = place.simulate(decisions)
+    seconds = place.price(simulation).step_s
+    return Answer(choice, decisions, simulation, "feasible", 1.0, seconds, 0.0)

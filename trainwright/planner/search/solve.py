@@ -1,0 +1,393 @@
+"""Solving one problem: the sharding alone, then both halves under the budget, and a simulation that has the last word.
+
+1. without memory rows. If the simulated peak of that answer fits, it is the optimum; where the rows see it far above the
+   budget, it is not even simulated.
+2. with them: the relaxation, then branch and bound on the sharding (`stages`, `branching`).
+3. simulate; over the budget → tighten the rows by the excess and solve again; far below it → loosen them (`fitting`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ...program.decisions import Overlap
+from ..model.decode import Choice, decisions_from, read_choice
+from ..model.hidden import hide
+from ..model.memory import Memory, add_memory, set_budget
+from ..model.milp import MIB, Model, Patience, Solution
+from ..model.offload import add_offload
+from ..model.recompute import Recompute, add_recompute
+from ..model.sharding import Sharding, add_sharding
+from ..problem.problem import Decision, Problem
+from ..problem.recipes import Restriction, restriction
+from .aim import UNBOUNDED
+from .answer import NOT_IN_TIME, Answer, Infeasible, Settings, Simulate
+from .fitting import Fitting
+from .stages import FEW_COLUMNS, INFEASIBLE, Options, Starts, held_at, solve_in_stages
+
+Allowed = Mapping[Decision, frozenset[int]]
+SHARES = (1.0, 0.5, 0.25)
+"""Of the budget, what a sharding that is chosen first may take at rest."""
+FAR = 1.1
+"""What the rows see so many times above the budget is not simulated: should they be wrong, the aim moves."""
+TIME_WEIGHT = 0.04
+"""What seconds count beside bytes where the least memory is looked for: without, most columns cost nothing and the
+relaxation's vertices are many."""
+
+_START_SHARE = 1 / 6
+"""Of the time limit, what one sharding to begin from may take."""
+_KEPT_TO_LEAST = 4
+"""About how many times more the fastest sharding holds than the least possible: for the size of `TIME_WEIGHT` only."""
+
+
+class Solver:
+    """Solves one problem under different budgets and restrictions; builds each model once."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        simulate: Simulate,
+        travel: Overlap = "none",
+        travel_within: Overlap = "none",
+        delta: float | None = None,
+    ) -> None:
+        """`travel` says how parameters travel where no memory binds, `travel_within` where it does.
+
+        Unless one by one, they share latencies. delta: what of them nothing hides, see `hidden`.
+        """
+        self.problem, self.simulate, self.delta = problem, simulate, delta
+        self.travel, self.travel_within = travel, travel_within
+        self._others: dict[Overlap, Solver] = {travel_within: self}
+        self._plain: tuple[Model, Sharding] | None = None
+        self._full: tuple[Model, Sharding, Recompute, Memory] | None = None
+        self._rest: tuple[Model, Sharding, int] | None = None
+        self._known: tuple[tuple[Restriction, int | None], list[Mapping[Decision, int]]] | None = None
+
+    def travelling(self, within: Overlap) -> Solver:
+        """Return a solver of the same problem whose parameters travel so within a budget."""
+        if within not in self._others:
+            other = Solver(self.problem, self.simulate, self.travel, within, self.delta)
+            other._plain = self.plain()
+            self._others[within] = other
+        return self._others[within]
+
+    def exposing(self, delta: float) -> Solver:
+        """Return a solver of the same problem, by whose objective less of what travels is hidden."""
+        return Solver(self.problem, self.simulate, self.travel, self.travel_within, delta)
+
+    def solve(self, settings: Settings, fastest: Solution | None = None) -> Answer | Infeasible:
+        """Return the fastest answer whose simulated peak is within the budget.
+
+        fastest: what is fastest where no memory binds, if it is known.
+        """
+        began = time.perf_counter()
+        self.floor_s, self.last_aim = 0.0, None
+        fastest = fastest or self.without_memory(settings)
+        if fastest is None and settings.restriction.forbids is not None:
+            settings = replace(settings, restriction=_loosened(settings.restriction))
+            fastest = self.without_memory(settings)
+        if fastest is None:
+            return Infeasible(self.binding(None), None)
+        self.fastest = fastest
+        found = self._under_budget(fastest, settings)
+        if isinstance(found, Answer):
+            found.notes = settings.restriction.notes
+            found.binds = self.last_aim is not None
+            found.solve_s = time.perf_counter() - began
+        return found
+
+    def _under_budget(self, fastest: Solution, settings: Settings) -> Answer | Infeasible:
+        """Take the fastest answer, which no memory row has seen, if it fits; or look for one that does."""
+        if settings.restriction.fates:
+            return self.within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
+        budget = settings.budget_bytes
+        self.floor_s = min(fastest.bound, fastest.objective)
+        if settings.progress is not None:
+            settings.progress.proves(self.floor_s)
+        choice = read_choice(values_of(fastest), self.plain()[1], None)
+        kept = functools.cache(lambda: self.answer(fastest, choice))
+        if budget is None or not settings.restriction.recompute:
+            return self._all_kept(self.answer(fastest, choice, self.travel), settings)
+        rows_peak = self._rows_peak(choice)
+        if rows_peak > FAR * budget and self.problem.is_long:
+            return self.within(settings, budget, wider=lambda: self._first_aim(rows_peak, kept(), budget))
+        if rows_peak <= FAR * budget:
+            answer = kept() if self.travel == self.travel_within else self.answer(fastest, choice, self.travel)
+            if answer.simulation.peak_bytes <= budget:
+                return answer
+        found = self.within(settings, budget, self._first_aim(rows_peak, kept(), budget))
+        fits = kept().simulation.peak_bytes <= budget
+        return kept() if fits and isinstance(found, Infeasible) and not found.cut_off else found
+
+    def _all_kept(self, answer: Answer, settings: Settings) -> Answer | Infeasible:
+        """Return an answer that keeps everything if it fits, else one that holds no copy from one region to another."""
+        budget = settings.budget_bytes
+        if budget is None or answer.simulation.peak_bytes <= budget:
+            return answer
+        one_by_one = answer.overlapped(self.simulate, budget, "none")
+        if one_by_one.simulation.peak_bytes <= budget:
+            return one_by_one
+        if answer.decisions.shared:
+            apart = replace(settings, restriction=replace(settings.restriction, share=False))
+            slower = self.without_memory(apart)
+            if slower is not None:
+                choice = read_choice(values_of(slower), self.plain()[1], None)
+                return self._all_kept(self.answer(slower, choice, "none"), apart)
+        return Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
+
+    def lower_bound_s(self) -> float:
+        """Return seconds that no answer on this mesh can beat, whatever the budget."""
+        model, _ = self.plain()
+        return model.solve(relaxed=True).objective
+
+    # Without memory
+
+    def plain(self) -> tuple[Model, Sharding]:
+        """Return the model of the sharding alone."""
+        if self._plain is None:
+            model = Model()
+            self._plain = (model, add_sharding(model, self.problem, self.travel))
+            hide(model, self.problem, self._plain[1], delta=self.delta)
+        return self._plain
+
+    def without_memory(self, settings: Settings) -> Solution | None:
+        """Return the fastest solution that keeps everything, whatever it holds."""
+        model, sharding = self.plain()
+        solution = solve_in_stages(settings.stages(model, sharding))
+        self._nothing_fits = solution.status == INFEASIBLE
+        return None if solution.values is None else solution
+
+    def answer(self, solution: Solution, choice: Choice | None = None, travel: Overlap | None = None) -> Answer:
+        """Return what a solution says, simulated; `choice` is read from it where it is not given.
+
+        travel: how parameters travel, by default as they do within a budget.
+        """
+        if choice is None:
+            _, sharding, recompute, _ = self.full()
+            choice = read_choice(values_of(solution), sharding, recompute)
+        decisions = replace(decisions_from(self.problem, choice), overlap=travel or self.travel_within)
+        simulation = self.simulate(decisions)
+        gap = min(solution.gap, 1 - self.floor_s / solution.objective if solution.objective > 0 else math.inf)
+        return Answer(choice, decisions, simulation, solution.status, gap, solution.objective, solution.solve_s)
+
+    # Within a budget
+
+    def full(self) -> tuple[Model, Sharding, Recompute, Memory]:
+        """Return the model of both halves with the memory rows."""
+        if self._full is None:
+            model = Model()
+            sharding = add_sharding(model, self.problem, self.travel_within)
+            recompute = add_recompute(model, self.problem, sharding)
+            hide(model, self.problem, sharding, recompute, self.delta)
+            add_offload(model, self.problem, sharding, recompute)
+            memory = add_memory(model, self.problem, sharding, recompute, math.inf)
+            self._full = (model, sharding, recompute, memory)
+        return self._full
+
+    def _rows_peak(self, choice: Choice) -> float:
+        """Return the bytes that the rows count of `choice` when everything is kept."""
+        model, sharding, recompute, memory = self.full()
+        set_budget(model, memory, math.inf)
+        again = [*recompute.rerun.values(), *recompute.convert.values(), *recompute.leaves.values()]
+        again += recompute.states.values()
+        fixed = held_at(sharding, choice.options) | dict.fromkeys(again, 0.0) | _shared_at(sharding, choice)
+        found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
+        return 0.0 if found.values is None else memory.peak_bytes(found.values)
+
+    @property
+    def hides(self) -> bool:
+        """Whether the device computes while parameters are on their way."""
+        return self.problem.costs.device.kind == "gpu"
+
+    def aim_of(self, options: Options, budget: int) -> float:
+        """Return the rows' budget for one sharding: what they count too much of it when everything is kept is added."""
+        choice = Choice(dict(options))
+        kept = self.simulate(replace(decisions_from(self.problem, choice), overlap=self.travel_within))
+        return budget + max(0.0, self._rows_peak(choice) - kept.peak_bytes)
+
+    def _first_aim(self, rows_peak: float, kept: Answer, budget: int) -> float:
+        """Return the rows' budget to begin with: too large by the share that they count too much of what keeps everything.
+
+        By all of that where simulations take little, which will often be too much, and lets more in.
+        """
+        too_much = max(0.0, rows_peak - kept.simulation.peak_bytes)
+        share = 1.0 if self.problem.is_quick else min(1.0, budget / kept.simulation.peak_bytes)
+        return budget + too_much * share
+
+    def within(
+        self, settings: Settings, budget: int, aim: float | None = None, wider: Callable[[], float] | None = None
+    ) -> Answer | Infeasible:
+        """Return the fastest answer whose simulated peak is within `budget`; see `fitting`.
+
+        aim: the rows' budget to begin with; `wider` makes another, where there is nothing within that.
+        """
+        return Fitting(self, settings, budget, aim, wider).run()
+
+    def smallest(self, settings: Settings) -> Answer | None:
+        """Return the answer that holds least by the rows."""
+        model, sharding, recompute, memory = self.full()
+        set_budget(model, memory, math.inf)
+        limit = min(15.0, settings.time_limit_s)
+        stages = settings.stages(model, sharding, recompute, self.starts_for(settings), limit)
+        stages.gap, stages.patience = 5e-3, Patience(1.0, 2e-2)
+        stages.floor = -math.inf
+        solution = solve_in_stages(stages, self._mostly_peak(settings))
+        self._nothing_fits = solution.status == INFEASIBLE
+        if solution.values is None:
+            return None
+        self.row_peak = memory.peak_bytes(solution.values)
+        self._binding_rows = _tight_rows(model, memory, solution.values)
+        choice = read_choice(solution.values, sharding, recompute)
+        # The same sharding, with no more recomputation than that budget asks for.
+        set_budget(model, memory, self.row_peak * 1.0001 + 1024)
+        only = {decision: frozenset([option]) for decision, option in choice.options.items()}
+        same = replace(settings, restriction=replace(settings.restriction, allowed=only))
+        fastest = solve_in_stages(same.stages(model, sharding, recompute, None, limit))
+        if fastest.values is not None:
+            # proven for this sharding alone
+            return self.answer(replace(fastest, bound=self.floor_s), read_choice(fastest.values, sharding, recompute))
+        answer = self.answer(replace(solution, bound=-math.inf), choice)
+        answer.objective_s = float(np.dot(model.cost, solution.values))
+        return answer
+
+    def _mostly_peak(self, settings: Settings) -> dict[int, float]:
+        """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds."""
+        model, _, _, memory = self.full()
+        cost, budget = {memory.peak: 1.0}, settings.budget_bytes
+        floor_s = self.floor_s or self.lower_bound_s()
+        if model.num_columns > FEW_COLUMNS and floor_s > 0:
+            scale = (self._kept_bytes(settings) / _KEPT_TO_LEAST if budget is None else budget) / MIB
+            rate = TIME_WEIGHT * scale / floor_s
+            cost.update({column: rate * seconds for column, seconds in enumerate(model.cost) if seconds})
+        return cost
+
+    def _kept_bytes(self, settings: Settings) -> float:
+        """Return what the rows count of the fastest sharding when everything is kept."""
+        fastest = self.without_memory(settings)
+        return 0.0 if fastest is None else self._rows_peak(read_choice(values_of(fastest), self.plain()[1], None))
+
+    def starts_for(self, settings: Settings) -> Starts:
+        return functools.cache(lambda: self.starts(settings))
+
+    def starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
+        """Return shardings to begin from: the fastest ones of those that rest in a share of the budget, and of `fsdp`."""
+        asked = settings.restriction, settings.budget_bytes
+        if self._known is None or self._known[0] != asked:
+            self._known = asked, self._starts(settings)
+        return self._known[1]
+
+    def _starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
+        sharded = restriction(self.problem, "fsdp").allowed
+        params = {decision: options for decision, options in sharded.items() if decision.group is None}
+        found: list[Mapping[Decision, int] | None] = []
+        for extra in ({}, sharded, params):
+            allowed = both(settings.restriction.allowed, extra)
+            if not all(allowed.values()):
+                found.append(None)
+            else:
+                found.append(
+                    self._fastest(replace(settings, restriction=replace(settings.restriction, allowed=allowed)))
+                )
+        if settings.budget_bytes is not None:
+            found += [self.first_stage(settings, share * settings.budget_bytes, found[0]) for share in SHARES]
+        return list({tuple(options.values()): options for options in found if options is not None}.values())
+
+    def _fastest(self, settings: Settings) -> dict[Decision, int] | None:
+        model, sharding = self.plain()
+        limit = settings.time_limit_s * _START_SHARE
+        solution = solve_in_stages(settings.stages(model, sharding, time_limit_s=limit))
+        return None if solution.values is None else read_choice(solution.values, sharding, None).options
+
+    def first_stage(
+        self, settings: Settings, static_bytes: float, fastest: Mapping[Decision, int] | None = None
+    ) -> Mapping[Decision, int] | None:
+        """Return the fastest sharding whose parameters and optimizer states rest in `static_bytes`.
+
+        fastest: that of any, where it is known: it may do.
+        """
+        if fastest is not None and self._at_rest(fastest) <= static_bytes:
+            return fastest
+        model, sharding, rest = self._plain_with_rest()
+        model.row_upper[rest] = static_bytes / MIB
+        solution = solve_in_stages(settings.stages(model, sharding))
+        return None if solution.values is None else read_choice(solution.values, sharding, None).options
+
+    def _at_rest(self, options: Mapping[Decision, int]) -> int:
+        """Return the bytes of parameters and optimizer states under `options`."""
+        return sum(
+            decision.count * (decision.rest_bytes[options[decision]] + decision.state_bytes[options[decision]])
+            for decision in self.problem.params
+        )
+
+    def _plain_with_rest(self) -> tuple[Model, Sharding, int]:
+        """The model of the sharding alone, with a row of what rests in memory."""
+        if self._rest is None:
+            model = Model()
+            sharding = add_sharding(model, self.problem, self.travel_within)
+            terms = [
+                (column, decision.count * (decision.rest_bytes[option] + decision.state_bytes[option]) / MIB)
+                for decision in self.problem.params
+                for option, column in enumerate(sharding.choice[decision])
+            ]
+            hide(model, self.problem, sharding, delta=self.delta)
+            self._rest = model, sharding, model.row("parameters at rest", terms)
+        return self._rest
+
+    fastest: Solution | None = None
+    """What the last search would have if no memory bound it."""
+    last_aim: float | None = None
+    """The rows' budget under which the last answer fitted the true one; None where it fitted without rows."""
+    floor_s = 0.0
+    """What the sharding alone takes at least: a bound where the whole problem gives none."""
+    row_peak = 0.0
+    _binding_rows: tuple[str, ...] = ()
+    _nothing_fits = False
+    """Whether the last solve proved that there is nothing to find, whatever the memory."""
+
+    def binding(self, smallest: Answer | None) -> tuple[str, ...]:
+        """Return what kept the last search from an answer; `smallest` is the one that holds least, if there is any."""
+        if smallest is not None:
+            return self._binding_rows
+        return ("the restrictions contradict one another",) if self._nothing_fits else (NOT_IN_TIME,)
+
+
+def values_of(solution: Solution) -> np.ndarray:
+    assert solution.values is not None
+    return solution.values
+
+
+def both(first: Allowed, second: Allowed) -> dict[Decision, frozenset[int]]:
+    """Return what two restrictions allow together."""
+    merged = dict(first)
+    for decision, options in second.items():
+        merged[decision] = merged.get(decision, options) & options
+    return merged
+
+
+def _shared_at(sharding: Sharding, choice: Choice) -> dict[int, float]:
+    """The columns that say whether one gathered copy serves several regions, with the values that they have under `choice`."""
+    return {
+        column: float((source, want) in choice.shared and source.natives[choice.options[source.decision]] == native)
+        for (source, native, want), column in sharding.shared.items()
+        if native != want[0]
+    }
+
+
+def _loosened(given: Restriction) -> Restriction:
+    """The restriction with every change of layout allowed, and a note of it."""
+    note = "the recipe's own changes of layout lead to no plan for this model; gathers and scatters are allowed"
+    return replace(given, forbids=None, notes=[*given.notes, note])
+
+
+def _tight_rows(model: Model, memory: Memory, values: np.ndarray) -> tuple[str, ...]:
+    """The names of the rows that reach the peak, the fullest first."""
+    loads = memory.loads(values)
+    peak = max(loads.values(), default=0.0)
+    near = sorted((row for row, load in loads.items() if load >= 0.995 * peak), key=lambda row: -loads[row])
+    return tuple(dict.fromkeys(model.row_names[row] for row in near))[:3]

@@ -1,0 +1,284 @@
+"""One solve in stages: the relaxation, then branch and bound on the sharding, with a small MIP of counts at each leaf.
+
+A small model is solved whole at once, as one MIP. Where the relaxation itself takes too long, shardings that are known
+to be good (`starts`) take its place, without a bound.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..model.deadline import LEAST_S
+from ..model.milp import Model, Patience, Progress, Solution, Stop, Vertex
+from ..model.recompute import Recompute
+from ..model.sharding import Sharding
+from ..problem.problem import Decision
+from ..problem.recipes import Restriction
+from .branching import NO_WEIGHT, Branching, connections
+
+GAP = 1e-3
+PATIENCE = Patience(2.0, 5e-3)
+"""A binding budget can take minutes to the last thousandth."""
+PATIENCE_OF_LARGE = Patience(2.0, 2e-2)
+"""On three axes, or with an encoder and a decoder on two, a relaxation alone takes seconds."""
+PATIENCE_IN_BUCKETS = Patience(2.0, 5e-3, grows=True)
+"""That a latency is paid once or not at all makes the relaxation weak."""
+Options = Mapping[Decision, int]
+Starts = Callable[[], Sequence[Options]]
+INFEASIBLE = "infeasible"
+"""The status of a solve that proved that there is nothing."""
+CUT_OFF = "another mesh has a faster answer"
+"""The status of a solve that was given up."""
+FEW_COLUMNS = 3000
+"""A MIP of so many is solved whole at once."""
+_MANY_COLUMNS = 40_000
+"""With so many, known shardings are tried before the relaxation: one may be close to the floor."""
+_MIXED_SHARE = 2 / 3
+"""Of the time of a search, what the MIP of the mixed options may take."""
+_LEAST_SHARE = 1 / 3
+"""Of the time of a search, what is left of it or not, so long is a known sharding looked at where there is no answer yet."""
+
+
+@dataclass(eq=False)
+class Stages:
+    """What the stages of one solve share."""
+
+    model: Model
+    sharding: Sharding
+    restriction: Restriction
+    recompute: Recompute | None = None
+    starts: Starts | None = None
+    """Shardings to begin from, made when they are needed."""
+    progress: Progress | None = None
+    time_limit_s: float = 30.0
+    gap: float = GAP
+    patience: Patience = PATIENCE
+    earlier: np.ndarray | None = None
+    """A solution of the same rows under a smaller budget."""
+    cutoff: float = math.inf
+    """An answer that is not below this is not wanted."""
+    floor: float = -math.inf
+    """What no answer is below."""
+    stop: Stop | None = None
+    """Whether a solve that has something is to end with it now; asked while it runs."""
+
+
+def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> Solution:
+    """Return the best solution found in the time; `cost` replaces the model's objective.
+
+    The status is `CUT_OFF` where the relaxation proves that nothing is below `stages.cutoff`.
+    """
+    began = time.perf_counter()
+    model, limit = stages.model, stages.time_limit_s
+    fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
+    held = _Held(stages, fixed, cost)
+    known = None
+    if model.num_columns > _MANY_COLUMNS and stages.starts is not None:
+        known = _in_full(stages, _best_known(stages, held, limit / 3), cost)
+        if _close(known, stages.floor, stages.patience.gap) and known.objective < stages.cutoff:
+            return replace(known, status="feasible", bound=stages.floor, solve_s=time.perf_counter() - began)
+    relaxation = model.relaxation(fixed, cost)
+    if cost is None and stages.sharding.hidden is not None:
+        stages.sharding.hidden.weigh(relaxation, limit / 3)
+        known = known and _charged(model, known)
+    root = relaxation.solve(time_limit_s=limit / 3 if stages.starts else limit)
+    if root is None:
+        return Solution(INFEASIBLE, None, math.inf, math.inf, time.perf_counter() - began)
+    bound = stages.floor if isinstance(root, float) else max(stages.floor, root.objective)
+    if bound >= stages.cutoff:
+        return Solution(CUT_OFF, None, math.inf, bound, time.perf_counter() - began)
+    left = limit - (time.perf_counter() - began)
+    if isinstance(root, float):
+        found = known or _best_known(stages, held, left)
+    elif model.num_columns - len(fixed) <= FEW_COLUMNS:
+        found = _whole(stages, held, root, left)
+    else:
+        branching = Branching(
+            relaxation, stages.sharding.choice, frozenset(fixed), connections(stages.sharding), held.solve, stages.gap,
+            stages.patience, left, stages.cutoff, stages.progress,
+            lambda vertex: _among_mixed(stages, held, vertex, _MIXED_SHARE * left), stages.stop,
+        )  # fmt: skip
+        if known is not None and known.objective < stages.cutoff:
+            branching.best = known
+        if stages.earlier is not None:
+            branching.try_options(chosen(stages.sharding, stages.earlier))
+        found = branching.search(root)
+        if found.values is None and found.status == "stopped":
+            found = _best_known(stages, held, max(1.0, limit - (time.perf_counter() - began)))
+    bound = max(bound, found.bound if math.isfinite(found.bound) else -math.inf)
+    if found.values is None:
+        return Solution(found.status, None, math.inf, bound, time.perf_counter() - began)
+    found = _in_full(stages, found, cost)
+    status = "optimal" if _close(found, bound, stages.gap) else "feasible"
+    return Solution(status, found.values, found.objective, bound, time.perf_counter() - began)
+
+
+@dataclass(eq=False)
+class _Held:
+    """Solves what is left when the sharding is held."""
+
+    stages: Stages
+    fixed: Mapping[int, float]
+    cost: Mapping[int, float] | None
+
+    def solve(self, options: Options, time_limit_s: float | None = None) -> Solution:
+        """Return the best solution with `options`."""
+        stages = self.stages
+        held = held_at(stages.sharding, options)
+        if any(held[column] > 0 for column in self.fixed.keys() & held.keys()):
+            return Solution(INFEASIBLE, None, math.inf, math.inf, 0.0)
+        return stages.model.solve(
+            fixed={**self.fixed, **held},
+            cost=self.cost,
+            time_limit_s=stages.time_limit_s / 4 if time_limit_s is None else time_limit_s,
+            gap=stages.gap / 2,
+            patience=stages.patience,
+            stop=stages.stop,
+        )
+
+
+def _whole(stages: Stages, held: _Held, root: Vertex, time_limit_s: float) -> Solution:
+    """Solve everything as one MIP, from the sharding at the relaxation's argmax."""
+    first = held.solve(chosen(stages.sharding, root.values))
+    if _close(first, root.objective, stages.gap):
+        return replace(first, bound=root.objective)
+    start = first.values if first.values is not None else stages.earlier
+    whole = stages.model.solve(
+        fixed=held.fixed, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
+        patience=stages.patience, progress=stages.progress, stop=stages.stop,
+    )  # fmt: skip
+    return whole if whole.values is not None or first.values is None else replace(first, bound=whole.bound)
+
+
+def _among_mixed(
+    stages: Stages, held: _Held, root: Vertex, time_limit_s: float, first: Solution | None = None
+) -> Solution:
+    """Return the best solution whose options the relaxation mixes or `first` has; its bound holds for these alone."""
+    start = None if first is None else first.values
+    unused = {
+        column: 0.0
+        for columns in stages.sharding.choice.values()
+        for column in columns
+        if root.values[column] < NO_WEIGHT and (start is None or start[column] < NO_WEIGHT)
+    }
+    return stages.model.solve(
+        fixed={**held.fixed, **unused}, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
+        patience=stages.patience, stop=stages.stop,
+    )  # fmt: skip
+
+
+def solve_beside(stages: Stages, options: Options) -> Solution:
+    """Return a solution that is no worse than the best with `options`: among these and what the relaxation mixes."""
+    fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
+    held = _Held(stages, fixed, None)
+    began = time.perf_counter()
+    relaxation = stages.model.relaxation(fixed)
+    if stages.sharding.hidden is not None:
+        stages.sharding.hidden.weigh(relaxation, stages.time_limit_s / 3)
+    root = relaxation.solve(time_limit_s=stages.time_limit_s / 2)
+    first = held.solve(options)
+    if root is None or isinstance(root, float):
+        return _in_full(stages, first)
+    found = _among_mixed(stages, held, root, stages.time_limit_s - (time.perf_counter() - began), first)
+    return replace(_in_full(stages, first if found.values is None else found), bound=root.objective)
+
+
+def _in_full(stages: Stages, found: Solution, cost: Mapping[int, float] | None = None) -> Solution:
+    """Return a solution with the seconds that it stands for, where the model's are no more than a bound (`hidden`)."""
+    hidden = stages.sharding.hidden
+    if hidden is None or cost is not None or found.values is None:
+        return found
+    return replace(found, objective=hidden.in_full_s(found.values))
+
+
+def _charged(model: Model, found: Solution) -> Solution:
+    """Return a solution with what it costs by the model's present costs."""
+    return found if found.values is None else replace(found, objective=float(np.dot(model.cost, found.values)))
+
+
+def _best_known(stages: Stages, held: _Held, time_limit_s: float) -> Solution:
+    """Return the best over known shardings: a last resort where the relaxation takes too long."""
+    best = Solution("stopped", None, math.inf, -math.inf, 0.0)
+    known = stages.starts() if stages.starts is not None else ()
+    end = time.perf_counter() + time_limit_s
+    for options in known:
+        least_s = _LEAST_SHARE * stages.time_limit_s if best.values is None else LEAST_S
+        found = held.solve(options, max(least_s, end - time.perf_counter()))
+        if found.values is not None and found.objective < best.objective:
+            best = replace(found, bound=-math.inf)
+    return best
+
+
+def _close(solution: Solution, bound: float, gap: float) -> bool:
+    return solution.values is not None and solution.objective <= bound + gap * abs(bound) + 1e-12
+
+
+def chosen(sharding: Sharding, values: np.ndarray) -> dict[Decision, int]:
+    """Return the option that has most weight, decision by decision."""
+    return {decision: int(np.argmax(values[columns])) for decision, columns in sharding.choice.items()}
+
+
+def held_at(sharding: Sharding, options: Options) -> dict[int, float]:
+    """Return the columns of the sharding with the values that they have under `options`."""
+    return {
+        column: float(option == options[decision])
+        for decision, columns in sharding.choice.items()
+        for option, column in enumerate(columns)
+    }
+
+
+def _forbidden(sharding: Sharding, restriction: Restriction) -> dict[int, float]:
+    """The columns of what is not allowed, held at zero."""
+    fixed: dict[int, float] = {}
+    for decision, options in restriction.allowed.items():
+        for option, column in enumerate(sharding.choice[decision]):
+            if option not in options:
+                fixed[column] = 0.0
+    if restriction.forbids is not None:
+        for (use, native, want), column in sharding.flow.items():
+            if restriction.forbids(use, native, want):
+                fixed[column] = 0.0
+    if not restriction.share:
+        gathered = (column for (_, native, want), column in sharding.shared.items() if native != want[0])
+        fixed.update(dict.fromkeys(gathered, 0.0))
+    return fixed
+
+
+def _fates(recompute: Recompute | None, restriction: Restriction) -> dict[int, float]:
+    """The columns that pinned groups may not use: reruns of what is kept, keeping what is recomputed."""
+    fixed: dict[int, float] = {}
+    if recompute is None:
+        return fixed
+    if not restriction.offload:
+        fixed.update(dict.fromkeys((*recompute.leaves.values(), *recompute.states.values()), 0.0))
+    for (decision, _), column in recompute.rerun.items():
+        if restriction.fates.get(decision) in ("keep", "offload"):
+            fixed[column] = 0.0
+    for (decision, _), column in recompute.keep_inner.items():
+        _pin(fixed, recompute, column, restriction.fates.get(decision))
+    for (stored, _), column in recompute.keep.items():
+        fate = restriction.fates.get(stored.source.decision)
+        if not stored.held and not (stored.boundary and fate == "recompute"):
+            _pin(fixed, recompute, column, fate)
+    for key, column in recompute.states.items():
+        fate = restriction.fates.get(key[0])
+        if fate == "state-keep":
+            fixed[column] = 0.0
+        elif fate == "state-offload":
+            fixed[recompute.states_stay[key]] = 0.0
+    return fixed
+
+
+def _pin(fixed: dict[int, float], recompute: Recompute, kept: int, fate: str | None) -> None:
+    """Hold the columns of one kind of kept instances at what the fate says: none kept, none leaving, none staying."""
+    if fate == "recompute":
+        fixed[kept] = 0.0
+    elif fate == "keep" and kept in recompute.leaves:
+        fixed[recompute.leaves[kept]] = 0.0
+    elif fate == "offload" and kept in recompute.leaves:
+        fixed[recompute.resident[kept]] = 0.0

@@ -1,0 +1,35 @@
+"""The two-stage baseline: shard first with activations ignored, then recompute for that sharding alone.
+
+The first stage must guess how much of the budget parameters may take; several shares are tried and the best is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from ..problem.recipes import Restriction
+from .solve import SHARES, Answer, Infeasible, Settings, Solver
+
+
+def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
+    """Return the best answer over the shares of the budget that the first stage may give to what rests in memory."""
+    if settings.budget_bytes is None:
+        return solver.solve(settings)
+    began = time.perf_counter()
+    results = []
+    for share in SHARES:
+        options = solver.first_stage(settings, share * settings.budget_bytes)
+        if options is not None:
+            allowed = {decision: frozenset([option]) for decision, option in options.items()}
+            fixed = Restriction(allowed, notes=settings.restriction.notes)
+            results.append(solver.solve(replace(settings, restriction=fixed, time_limit_s=settings.time_limit_s / 3)))
+    answers = [result for result in results if isinstance(result, Answer)]
+    if answers:
+        best = min(answers, key=lambda answer: answer.objective_s)
+        best.solve_s = time.perf_counter() - began
+        return best
+    failures = [result for result in results if isinstance(result, Infeasible) and result.smallest is not None]
+    if failures:
+        return min(failures, key=lambda found: found.smallest.simulation.peak_bytes if found.smallest else 0)
+    return Infeasible(("parameters and optimizer states alone",), solver.smallest(settings))

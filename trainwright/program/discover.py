@@ -1,0 +1,309 @@
+"""Rules that are found by trying: shards of a small input, and which recombinations of the outputs give the whole one.
+
+For an op that nobody described, small random tensors stand in for those of the call: dims that are equal stay equal, other
+literals stay as they are. Each way to cut dims of the inputs (others whole) is tried in 2 and 3 uneven parts:
+
+    concatenated   the parts' outputs, one behind the other along a dim, are the whole output: the loop is independent
+    summed         the parts' outputs add up to the whole output: the loop is reduced
+
+and likewise backwards, for a random gradient of the outputs: the gradients of cut inputs one behind the other, those of
+whole inputs summed, are the whole ones. A loop is one that holds on every draw. An op that draws random numbers, writes its
+inputs or answers twice differently is never tried. What fails on inputs of that size is tried on the call's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import Call, Signature, TensorSpec
+from ..ops.signature import SignatureBuilder
+from ..torch_internals import private
+from .rule_cache import RuleCache
+
+SUM = -1
+"""In place of the dim of an output: the parts are added."""
+_SIZES = (7, 11, 13, 8, 17, 19)
+"""Stand-ins for the distinct sizes of a call: no one a multiple of another, and all cut unevenly by two or three."""
+_NUM_PARTS = (2, 3)
+_NUM_DRAWS = 2
+_MAX_TRIALS, _MAX_INPUTS = 256, 6
+_MAX_ELEMENTS = 2**18
+"""Of one tensor, where an op takes its own sizes alone."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One loop: the dim of each input that it runs over (None: whole), and of each output (`SUM`: a partial sum)."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+
+
+def discovered(target: Any, call: Call, differentiated: Sequence[bool]) -> Signature | None:
+    """Return the signature of a call of `target` as trials show it; `None` where nothing can be split, or tried.
+
+    differentiated: which of the tensor arguments a gradient is wanted of. Found loops are kept in the user's cache folder; those
+    taken from there are tried once before they are believed, since an op may be written anew under its name.
+    """
+    key = f"{target} {call} {differentiated}"
+    if key not in _FOUND:
+        _FOUND[key] = _tried(target, call, tuple(differentiated)) if _may_be_tried(target, call) else None
+    return _FOUND[key]
+
+
+_FOUND: dict[str, Signature | None] = {}
+"""What this process knows already: blocks call the same op the same way many times."""
+
+
+def _may_be_tried(target: Any, call: Call) -> bool:
+    simple = all(spec.dtype is not None and not spec.dtype.is_complex for spec in (*call.inputs, *call.outputs))
+    return simple and 0 < len(call.inputs) <= _MAX_INPUTS and private.is_pure(target)
+
+
+def _tried(target: Any, call: Call, differentiated: tuple[bool, ...]) -> Signature | None:
+    cache = RuleCache(private.schema_text(target), f"{_pattern(call)} {differentiated}")
+    known = cache.read()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        trial = _first_that_runs(target, call, differentiated)
+        if trial is None:
+            return None
+        cuts = [Cut(tuple(one), tuple(other)) for one, other in known] if known is not None else None
+        if cuts is None or not all(trial.holds(cut, num_draws=1) for cut in cuts):
+            cuts = _search(trial)
+            cache.write([(cut.inputs, cut.outputs) for cut in cuts])
+    return _signature(call, cuts) if cuts else None
+
+
+def _pattern(call: Call) -> str:
+    """All of a call but its sizes: which dims are equal, types, literals."""
+    sizes = {1: 1}
+
+    def show(item: Any) -> Any:
+        if isinstance(item, TensorSpec):
+            return [sizes.setdefault(size, len(sizes) + 1) for size in item.shape], str(item.dtype), item.requires_grad
+        if isinstance(item, (list, tuple)):
+            return [show(each) for each in item]
+        return {key: show(value) for key, value in item.items()} if isinstance(item, dict) else repr(item)
+
+    return repr((show(call.args), show(call.kwargs), show(call.outputs)))
+
+
+def _first_that_runs(target: Any, call: Call, differentiated: tuple[bool, ...]) -> _Trial | None:
+    """Return the trial with the smallest, simplest inputs that the op takes and answers as it answers the call."""
+    distinct = list(dict.fromkeys(size for spec in call.inputs for size in spec.shape if size != 1))
+    small = dict(zip(distinct, itertools.chain(_SIZES, itertools.count(23, 2))))
+    multiples = {size: size if size <= 16 else 8 + size % 8 for size in distinct}
+    own = {size: size for size in distinct}
+    for sizes, dtype in itertools.product((small, multiples, own), (torch.float64, torch.float32)):
+        trial = _Trial(target, call, differentiated, {1: 1, **sizes}, dtype)
+        if trial.runs():
+            return trial
+    return None
+
+
+class _Trial:
+    """Runs an op on inputs of chosen sizes, whole and in parts."""
+
+    def __init__(self, target: Any, call: Call, differentiated: tuple[bool, ...], sizes: dict[int, int],
+                 dtype: torch.dtype) -> None:  # fmt: skip
+        self.target, self.call, self.differentiated, self.dtype = target, call, differentiated, dtype
+        self.shapes = [tuple(sizes[size] for size in spec.shape) for spec in call.inputs]
+
+    def runs(self) -> bool:
+        """Whether the op answers, twice the same, leaves its inputs and the generator alone, and is as the call's in rank."""
+        if any(math.prod(shape) > _MAX_ELEMENTS for shape in self.shapes):
+            return False
+        inputs = self._draw(0)
+        before, state = [value.detach().clone() for value in inputs], torch.get_rng_state()
+        try:
+            first, second = self._forward(inputs), self._forward(inputs)
+        except Exception:  # whatever a foreign kernel raises says no more than that it does not take these inputs
+            return False
+        untouched = all(torch.equal(a, b) for a, b in zip(before, inputs)) and torch.equal(state, torch.get_rng_state())
+        ranks = [out.dim() for out in first] == [len(spec.shape) for spec in self.call.outputs]
+        return untouched and ranks and all(self._same(a, b) for a, b in zip(first, second))
+
+    def holds(self, cut: Cut, num_draws: int = _NUM_DRAWS) -> bool:
+        """Whether parts recombine as `cut` says on so many draws, an empty part among them, forwards and backwards."""
+        size = self._size(cut.inputs)
+        try:
+            for draw, num in itertools.product(range(num_draws), _NUM_PARTS):
+                if not self._recombines(cut, draw, _uneven(size, num)):
+                    return False
+            return SUM not in cut.outputs or self._recombines(cut, 0, [size, 0])
+        except Exception:  # a part that the op does not take
+            return False
+
+    def candidates(self) -> Iterator[tuple[int | None, ...]]:
+        """Yield every choice of at most one dim an input, all of one size, larger ones first."""
+        found = []
+        for dims in itertools.product(*([None, *range(len(shape))] for shape in self.shapes)):
+            sizes = {shape[dim] for shape, dim in zip(self.shapes, dims) if dim is not None}
+            if len(sizes) == 1 and sizes != {1}:
+                found.append(dims)
+        yield from sorted(found, key=lambda dims: -sum(dim is not None for dim in dims))[:_MAX_TRIALS]
+
+    def outputs_of(self, dims: tuple[int | None, ...]) -> tuple[int, ...] | None:
+        """Return how the outputs of two parts make up the whole ones; `None` where they do not."""
+        size = self._size(dims)
+        try:
+            inputs = self._draw(0)
+            whole = self._forward(inputs)
+            parts = [self._forward(part) for part in self._parts(inputs, dims, _uneven(size, 2))]
+        except Exception:
+            return None
+        found = [self._recombination(out, [part[place] for part in parts], size) for place, out in enumerate(whole)]
+        return None if None in found else tuple(found)  # type: ignore[arg-type]
+
+    def _recombination(self, whole: Tensor, parts: Sequence[Tensor], size: int) -> int | None:
+        for dim in range(whole.dim()):
+            fits = all(part.dim() == whole.dim() for part in parts) and whole.shape[dim] == size
+            others = [[n for k, n in enumerate(part.shape) if k != dim] for part in (whole, *parts)]
+            if fits and others.count(others[0]) == len(others) and self._same(torch.cat(list(parts), dim), whole):
+                return dim
+        same_shape = all(part.shape == whole.shape for part in parts)
+        if same_shape and whole.is_floating_point() and self._same(sum(parts[1:], parts[0]), whole):
+            return SUM
+        return None
+
+    def _recombines(self, cut: Cut, draw: int, lengths: Sequence[int]) -> bool:
+        inputs = self._draw(draw)
+        whole = self._forward(inputs)
+        parts = self._parts(inputs, cut.inputs, lengths)
+        made = [self._forward(part) for part in parts]
+        for place, (out, dim) in enumerate(zip(whole, cut.outputs)):
+            pieces = [each[place] for each in made]
+            joined = sum(pieces[1:], pieces[0]) if dim == SUM else torch.cat(pieces, dim)
+            if joined.shape != out.shape or not self._same(joined, out):
+                return False
+        return self._gradients_recombine(cut, inputs, whole, parts, made, lengths)
+
+    def _gradients_recombine(self, cut: Cut, inputs: Sequence[Tensor], whole: Sequence[Tensor], parts: Sequence[Any],
+                             made: Sequence[Any], lengths: Sequence[int]) -> bool:  # fmt: skip
+        asked = [place for place, value in enumerate(inputs) if value.requires_grad]
+        places = [place for place, out in enumerate(whole) if out.requires_grad]
+        if not asked or not places:
+            return True
+        given = [torch.randn(whole[place].shape, dtype=whole[place].dtype) for place in places]
+        found = _gradients([whole[place] for place in places], [inputs[place] for place in asked], given)
+        start, of_parts = 0, []
+        for part, outs, length in zip(parts, made, lengths):
+            own = [
+                gradient if cut.outputs[place] == SUM else gradient.narrow(cut.outputs[place], start, length)
+                for place, gradient in zip(places, given)
+            ]
+            of_parts.append(_gradients([outs[place] for place in places], [part[place] for place in asked], own))
+            start += length
+        for index, place in enumerate(asked):
+            pieces, dim = [each[index] for each in of_parts], cut.inputs[place]
+            joined = sum(pieces[1:], pieces[0]) if dim is None else torch.cat(pieces, dim)
+            if not self._same(joined, found[index]):
+                return False
+        return True
+
+    def _draw(self, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        values = []
+        for spec, shape, wanted in zip(self.call.inputs, self.shapes, self.differentiated):
+            if spec.dtype.is_floating_point:
+                values.append(torch.randn(shape, generator=generator, dtype=self.dtype).requires_grad_(wanted))
+            else:
+                values.append(torch.randint(0, 2, shape, generator=generator).to(spec.dtype))
+        return values
+
+    def _parts(
+        self, inputs: Sequence[Tensor], dims: Sequence[int | None], lengths: Sequence[int]
+    ) -> list[list[Tensor]]:
+        """The inputs of every part, as leaves of their own."""
+        found, start = [], 0
+        for length in lengths:
+            part = []
+            for value, dim in zip(inputs, dims):
+                own = value.detach() if dim is None else value.detach().narrow(dim, start, length).clone()
+                part.append(own.clone().requires_grad_(value.requires_grad))
+            found.append(part)
+            start += length
+        return found
+
+    def _forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        queue = iter(inputs)
+
+        def fill(item: Any) -> Any:
+            if isinstance(item, TensorSpec):
+                return next(queue)
+            if isinstance(item, (list, tuple)):
+                return [fill(each) for each in item]
+            return item
+
+        args = [fill(item) for item in self.call.args]
+        out = self.target(*args, **{key: fill(item) for key, item in self.call.kwargs.items()})
+        return list(out) if isinstance(out, (list, tuple)) else [out]
+
+    def _size(self, dims: Sequence[int | None]) -> int:
+        return next(shape[dim] for shape, dim in zip(self.shapes, dims) if dim is not None)
+
+    def _same(self, one: Tensor, other: Tensor) -> bool:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if not one.is_floating_point():
+            return torch.equal(one, other)
+        tolerance = _TOLERANCE[self.dtype]
+        scale = float(other.detach().abs().max()) if other.numel() else 1.0
+        return torch.allclose(one, other, rtol=tolerance, atol=tolerance * max(scale, 1e-6))
+
+
+def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(outs, inputs, given, allow_unused=True)
+    return [torch.zeros_like(value) if gradient is None else gradient for value, gradient in zip(inputs, found)]
+
+
+def _uneven(size: int, num: int) -> list[int]:
+    """As the runtime cuts: equal parts rounded up, the last one shorter, or empty."""
+    each = -(-size // num)
+    return [max(0, min(each, size - start)) for start in range(0, each * num, each)]
+
+
+def _search(trial: _Trial) -> list[Cut]:
+    """Return loops that hold, no dim in two of them: those that leave no partial sums and cut most inputs first."""
+    found: list[Cut] = []
+    for dims in trial.candidates():
+        outputs = trial.outputs_of(dims)
+        if outputs is not None and trial.holds(Cut(dims, outputs)):
+            found.append(Cut(dims, outputs))
+    chosen: list[Cut] = []
+    for cut in sorted(found, key=lambda cut: (SUM in cut.outputs, -sum(dim is not None for dim in cut.inputs))):
+        if not any(_overlap(cut.inputs, other.inputs) or _overlap(cut.outputs, other.outputs) for other in chosen):
+            chosen.append(cut)
+    return chosen
+
+
+def _overlap(one: Sequence[int | None], other: Sequence[int | None]) -> bool:
+    return any(a == b and a is not None and a != SUM for a, b in zip(one, other))
+
+
+def _signature(call: Call, cuts: Sequence[Cut]) -> Signature | None:
+    """Write loops as a signature of the call's own shapes; dims in none of them stay whole."""
+    builder = SignatureBuilder()
+    specs = [*call.inputs, *call.outputs]
+    places = list(zip(*((*cut.inputs, *cut.outputs) for cut in cuts)))
+    written = []
+    for index, (spec, of_cuts) in enumerate(zip(specs, places)):
+        dims = []
+        for dim, size in enumerate(spec.shape):
+            name = next((f"l{k}" for k, place in enumerate(of_cuts) if place == dim), None)
+            if name is not None and builder.sizes.get(name, size) != size:
+                return None
+            dims.append(builder.loop(name or f"t{index}_{dim}", size, whole=name is None))
+        written.append(tuple(dims))
+    reduced = [f"l{k}" for k, cut in enumerate(cuts) if SUM in cut.outputs]
+    num = len(call.inputs)
+    return replace(builder.build(written[:num], written[num:], reduced), discovered=True)

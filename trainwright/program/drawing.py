@@ -1,0 +1,29 @@
+"""Which ops draw random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ops import find
+from ..torch_internals import private
+from .program import Op
+
+
+def draws(op: Op) -> bool:
+    """Tell whether an op draws random numbers."""
+    target = op.node.target
+    rule = find(op.name)
+    if rule.draws_by_dropout and rule.dropout is not None:
+        name, off = rule.dropout
+        return bool(op.call.arg(argument_place(target, name), name, off))
+    return private.is_random(target)
+
+
+def needs_state(op: Op) -> bool:
+    """Tell whether an op draws numbers or knows modes."""
+    return draws(op) or bool(op.writes)
+
+
+def argument_place(target: Any, name: str) -> int:
+    """Return where among an op's arguments the one called `name` stands."""
+    return next(place for place, (each, _, _) in enumerate(private.arguments(target)) if each == name)

@@ -1,0 +1,305 @@
+"""Between a `Plan`, keyed by module paths with repeated blocks written once, and the `Decisions` of a program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..artifacts import BatchEntry, OpPlan, ParamPlan, Plan, UserError
+from ..artifacts.plan import names_of_batch
+from .blocks import RegionClass
+from .decisions import Decisions
+from .groups import Group
+from .layout import REPLICATE, layout_text, parse_layout_at_rest
+from .plan_entries import parse_ranges, refuse_other_batch, refuse_unknown_corrections, refuse_unknown_keys
+from .program import Op, Program, Tensor
+
+_STATE = "state"
+"""What an optimizer keeps for a parameter, as a plan names it."""
+
+
+def plan_sections(
+    program: Program, decisions: Decisions
+) -> tuple[dict[str, ParamPlan], dict[str, OpPlan], dict[str, BatchEntry]]:
+    """Write decisions as the `params`, `modules` and `batch` of a plan."""
+    params = {}
+    for tied in param_classes(program):
+        layout = layout_text(decisions.params[tied[0]], tied[0].slots)
+        members = [member for member, tensor in enumerate(tied) if tensor in decisions.offloaded_states]
+        offloaded = {_STATE: _blocks(members, len(tied))} if members else {}
+        shared = sorted(" ".join(layout_text(own, tied[0].slots)) for t, own in decisions.shared if t is tied[0])
+        key = span([tensor.key for tensor in tied])
+        params[key] = ParamPlan(layout=layout, offloaded=offloaded, shared=tuple(shared))
+    modules = {}
+    for region_class in program.classes:
+        for group in region_class.groups:
+            modules[group_key(region_class, group)] = _op_plan(region_class, group, decisions)
+    return params, modules, _batch_entries(program, decisions)
+
+
+def _batch_entries(program: Program, decisions: Decisions) -> dict[str, BatchEntry]:
+    replicated = (REPLICATE,) * len(decisions.mesh)
+    own = names_of_batch({tensor.key: tensor.shape for tensor in program.inputs})
+    return {
+        tensor.key: BatchEntry(
+            shape=(program.num_runs * tensor.shape[0], *tensor.shape[1:]) if tensor.key in own else tensor.shape,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            layout=layout_text(decisions.inputs.get(tensor, replicated), tensor.slots),
+        )
+        for tensor in program.inputs
+    }
+
+
+def decisions_of(program: Program, plan: Plan) -> Decisions:
+    """Read a plan's decisions for `program`; `UserError` when the plan is another model's or names what is not there."""
+    if plan.fingerprint != program.fingerprint:
+        raise UserError(
+            f"the model that was planned is needed; this one has fingerprint {program.fingerprint}, the plan's has "
+            f"{plan.fingerprint} ({plan.model.name}, torch {plan.torch_version}); use the same model, batch shape and library "
+            "versions, or plan anew"
+        )
+    plan.cluster.mesh(tuple(plan.mesh.values()))  # its sizes are those of the hardware
+    refuse_unknown_corrections(plan, [op.key for op in program.ops])
+    decisions = Decisions(tuple(plan.mesh.values()), {}, {}, overlap=plan.overlap)
+    _read_params(program, plan, decisions)
+    _read_modules(program, plan, decisions)
+    _read_batch(program, plan, decisions)
+    if twice := sorted(decisions.recomputed & decisions.offloaded):
+        raise UserError(
+            f"a value is recomputed or offloaded, not both; {twice[0]} is both recomputed and offloaded; take it out of one of them"
+        )
+    if (decisions.offloaded or decisions.offloaded_states) and plan.offload is None:
+        raise UserError(
+            "the plan's `offload` (tier, in_flight_bytes) is needed where values are offloaded; it has none; add it, or plan anew"
+        )
+    decisions.in_flight_bytes = plan.offload.in_flight_bytes if plan.offload is not None else 0
+    return decisions
+
+
+def _read_params(program: Program, plan: Plan, decisions: Decisions) -> None:
+    mesh = decisions.mesh
+    classes = {span([tensor.key for tensor in tied]): tied for tied in param_classes(program)}
+    refuse_unknown_keys(plan.params, classes, "params")
+    for key, tied in classes.items():
+        entry = _entry(plan.params, key, "params")
+        slots = tied[0].slots
+        layout = parse_layout_at_rest(_per_axis(entry.layout, mesh, key), slots, key)
+        decisions.params.update(dict.fromkeys(tied, layout))
+        decisions.offloaded_states |= _states_away(tied, entry.offloaded, key)
+        for text in entry.shared:
+            wanted = parse_layout_at_rest(_per_axis(text.split(), mesh, key), slots, f"{key} (shared)")
+            decisions.shared |= {(tensor, wanted) for tensor in tied}
+
+
+def _read_modules(program: Program, plan: Plan, decisions: Decisions) -> None:
+    groups = {
+        group_key(region_class, group): (region_class, group)
+        for region_class in program.classes
+        for group in region_class.groups
+    }
+    refuse_unknown_keys(plan.modules, groups, "modules")
+    for key, (region_class, group) in groups.items():
+        entry = _entry(plan.modules, key, "modules")
+        decisions.splits[group] = _split_of(group, _per_axis(entry.split, decisions.mesh, key), key)
+        decisions.recomputed |= _values(region_class, group, entry.recomputed, key, is_rerun=True)
+        decisions.offloaded |= _values(region_class, group, entry.offloaded, key)
+
+
+def _read_batch(program: Program, plan: Plan, decisions: Decisions) -> None:
+    own = _batch_entries(program, decisions)
+    refuse_unknown_keys(plan.batch, own, "batch")
+    for tensor in program.inputs:
+        key = tensor.key
+        entry = _entry(plan.batch, key, "batch")
+        refuse_other_batch(entry, own[key], key)
+        decisions.inputs[tensor] = parse_layout_at_rest(_per_axis(entry.layout, decisions.mesh, key), tensor.slots, key)
+
+
+def group_key(region_class: RegionClass, group: Group) -> str:
+    """Return the key under which a plan lists `group`: `transformer.h.{0-11}.attn:sdpa`."""
+    return span([member.ops[group.head.position].key for member in region_class.members])
+
+
+def param_classes(program: Program) -> list[list[Tensor]]:
+    """Return the parameters, those together that play the same part in repeated blocks and so share one layout."""
+    classes: dict[Tensor, list[Tensor]] = {tensor: [tensor] for tensor in program.params}
+    for region_class in program.classes:
+        for row in zip(*(member.externals for member in region_class.members)):
+            tied = all(tensor.role == "param" and len(classes[tensor]) == 1 for tensor in row)
+            if tied and len(set(row)) == len(row) > 1:
+                classes.update({tensor: list(row) for tensor in row})
+    seen: set[Tensor] = set()
+    result = []
+    for tensor in program.params:
+        if tensor not in seen:
+            result.append(classes[tensor])
+            seen.update(classes[tensor])
+    return result
+
+
+def span(names: Sequence[str]) -> str:
+    """Write names that differ in one number as one.
+
+    >>> span(["h.0.attn", "h.1.attn", "h.2.attn", "h.5.attn"])
+    'h.{0-2,5}.attn'
+    """
+    if len(names) == 1:
+        return names[0]
+    rows = [re.split(r"(\d+)", name) for name in names]
+    differing = (
+        [k for k in range(len(rows[0])) if len({row[k] for row in rows}) > 1]
+        if len({len(r) for r in rows}) == 1
+        else []
+    )
+    if len(differing) == 1 and rows[0][differing[0]].isdigit():
+        at = differing[0]
+        return "".join(rows[0][:at]) + "{" + ranges(int(row[at]) for row in rows) + "}" + "".join(rows[0][at + 1 :])
+    head = _common_prefix(names)
+    tail = _common_prefix([name[len(head) :][::-1] for name in names])[::-1]
+    middles = [name[len(head) : len(name) - len(tail)] for name in names]
+    return f"{head}{{{','.join(middles)}}}{tail}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Write numbers as runs.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    first, last = min(names), max(names)
+    count = next((k for k, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
+    return first[:count]
+
+
+def _fates(group: Group) -> Iterator[tuple[str, Op, str]]:
+    """Every value of a group that may be recomputed or offloaded: (its name in a plan, the op, the end of its key)."""
+    for op in group.ops:
+        prefix = "" if op is group.head else f"{op.key}."
+        for index in range(len(op.outputs)):
+            yield f"{prefix}out{index or ''}", op, f".out{index or ''}"
+        yield f"{prefix}internal", op, ".internal"
+        for index in range(len(op.inputs)):
+            yield f"{prefix}in{index}", op, f".in{index}"
+
+
+def _op_plan(region_class: RegionClass, group: Group, decisions: Decisions) -> OpPlan:
+    split = tuple(group.loops[loop].name if loop >= 0 else "-" for loop in decisions.splits[group])
+    return OpPlan(
+        split=split,
+        recomputed=_named(region_class, group, decisions.recomputed),
+        offloaded=_named(region_class, group, decisions.offloaded),
+    )
+
+
+def _named(region_class: RegionClass, group: Group, keys: set[str]) -> dict[str, str]:
+    """Write those of a group's values whose keys are given: name in a plan → blocks."""
+    found: dict[str, str] = {}
+    for name, op, suffix in _fates(group):
+        members = [m for m, region in enumerate(region_class.members) if region.ops[op.position].key + suffix in keys]
+        if members:
+            found[name] = _blocks(members, region_class.multiplicity)
+    return found
+
+
+def _blocks(members: Sequence[int], count: int) -> str:
+    return "all" if len(members) == count else ranges(members)
+
+
+def _states_away(tied: Sequence[Tensor], chosen: Mapping[str, str], key: str) -> set[Tensor]:
+    """Return those of a parameter's instances whose optimizer states a plan keeps off the device."""
+    found: set[Tensor] = set()
+    for name, text in chosen.items():
+        if name != _STATE:
+            raise UserError(
+                f"of {key} only {_STATE}, what its optimizer keeps, can be offloaded; got {name!r}; take it out"
+            )
+        found |= {tied[member] for member in parse_ranges(text, len(tied), f"{key} {name}")}
+    if found and not tied[0].requires_grad:
+        raise UserError(
+            f"only parameters that are trained have optimizer states to offload; {key} is frozen; take `offloaded` out"
+        )
+    return found
+
+
+def _effect(op: Op) -> str:
+    """Say why an op runs once."""
+    return f"writes {op.writes}" if op.writes else "reads what the forward writes later"
+
+
+def _values(
+    region_class: RegionClass, group: Group, chosen: Mapping[str, str], key: str, is_rerun: bool = False
+) -> set[str]:
+    """Return the keys of the values that a plan names; `UserError` where they are to be rerun and may not be."""
+    table = {name: (op, suffix) for name, op, suffix in _fates(group)}
+    found: set[str] = set()
+    for name, text in chosen.items():
+        if name not in table:
+            raise UserError(
+                f"{key} has no value {name!r}; it has {', '.join(table)}; name one of these, or take it out"
+            )
+        op, suffix = table[name]
+        if is_rerun and op.runs_once and not suffix.startswith(".in"):
+            raise UserError(
+                f"ops without effects are needed to be recomputed; {op.key} {_effect(op)}, and a rerun would not give the "
+                f"same; take {name} of {key} out of what is recomputed"
+            )
+        for member in parse_ranges(text, region_class.multiplicity, f"{key} {name}"):
+            found.add(region_class.members[member].ops[op.position].key + suffix)
+    return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One fate of one value in a plan: under which key, and the keys of the program's values that it names."""
+
+    key: str
+    fate: str
+    name: str
+    keys: frozenset[str]
+
+
+def entries_of(program: Program, plan: Plan) -> Iterator[Entry]:
+    """Yield what a plan says is recomputed or offloaded, entry by entry."""
+    for region_class in program.classes:
+        for group in region_class.groups:
+            key = group_key(region_class, group)
+            for fate in ("recomputed", "offloaded"):
+                for name, blocks in getattr(plan.modules[key], fate).items():
+                    yield Entry(key, fate, name, frozenset(_values(region_class, group, {name: blocks}, key)))
+
+
+def _split_of(group: Group, names: Sequence[str], key: str) -> tuple[int, ...]:
+    loops = {loop.name: index for index, loop in enumerate(group.loops) if not loop.whole}
+    for name in names:
+        if name != "-" and name not in loops:
+            raise UserError(
+                f"{key} has no loop {name!r} that can be split; it has {', '.join(loops) or 'none'}; write one of these, or -"
+            )
+    return tuple(loops.get(name, -1) for name in names)
+
+
+def _per_axis(entries: Sequence[str], mesh: Sequence[int], key: str) -> Sequence[str]:
+    if len(entries) != len(mesh):
+        raise UserError(
+            f"{key} needs one entry for each of the mesh's {len(mesh)} axes; it has {' '.join(entries)!r}; write {len(mesh)}"
+        )
+    return entries
+
+
+def _entry(section: dict, key: str, name: str):
+    if key not in section:
+        raise UserError(
+            f"a plan needs an entry for every part of the model; {key} is missing under {name}; put it back, or plan anew"
+        )
+    return section[key]

@@ -1,0 +1,283 @@
+"""Running a local program: each instruction is bound once to a function, then all are called in order.
+
+`reruns` says which instructions the backward of a region runs again, `region_memory` what autograd holds of the region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program.program import Tensor as ProgramTensor
+from .early_sums import early_sums, with_sum
+from .instructions import Borrow, Close, Compute, Instruction, Open, Ref, Reshard
+from .late_loss import late, summing_the_loss
+from .local import LocalProgram
+from .offload import OffloadRun, OffloadStore
+from .randomness import with_state
+from .region_memory import RegionMemory, unpack
+from .reruns import Rerun, gathering_before, reruns_of
+from .reshard import reshard
+from .run_state import Call, RunState
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a local program: the values that exist, and what the backward will rematerialise."""
+
+    env: dict[int, Any]
+    state: RunState
+    offload: OffloadRun | None = None
+    memories: dict[int, RegionMemory] = field(default_factory=dict)
+
+
+class Executor:
+    """A local program, made ready to run many times. Without a `store`, what the plan offloads is kept."""
+
+    def __init__(self, local: LocalProgram, store: OffloadStore | None = None) -> None:
+        self.local, self.store = local, store
+        self.coords = local.communicator.coords
+        self.calls = [_prepare(instruction, self.coords) for instruction in local.instructions]
+        self.replays = {i.index: _prepare(i.again, self.coords) for i in local.instructions if i.again is not i}
+        self.segments = _segments(local.instructions)
+        self.reruns = {region: rerun for region, rerun in reruns_of(local).items() if rerun.wanted or rerun.internals}
+        self.frees = _last_uses(local)
+        self.early = {found.instruction.index: found for found in early_sums(local)}
+        """The sums that are begun with the step, by the instruction that takes each."""
+        for index in {index for early in self.early.values() for index in early.first}:
+            self.calls[index] = _unless_there(self.calls[index], local.instructions[index].outputs[0])
+        if (summing := summing_the_loss(local)) is not None:
+            self.calls[summing.index] = late(self.calls[summing.index], summing)
+        self.last_offload = max((i.index for i in local.instructions if _offloads(local, i)), default=-1)
+        """The last instruction that makes something to offload; -1: none does."""
+        self.released: set[tuple[int, int]] = set()
+        """The saved tensors that autograd gave up because the plan recomputes them, by `_Saved.place`."""
+        self.before = gathering_before(self.reruns, self.segments)
+        self.pieces: list[Any] | None = None
+        """The program in pieces (`pieces.pieces`), once it has been asked to run compiled."""
+
+    def run(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> list[Any]:
+        """Return the flat outputs, given the rank's part of every parameter, buffer, batch entry and constant."""
+        run = self.begin(sources, state)
+        for region, start, stop in self.segments:
+            self.step(run, region, start, stop)
+        return self.end(run)
+
+    def again(self, index: int) -> Call:
+        """Return what the backward runs to rederive what instruction `index` makes."""
+        return self.replays.get(index, self.calls[index])
+
+    def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:
+        """Return a new run, with the sums that begin early issued and nothing else carried out."""
+        env = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
+        offload = self._offload_run() if torch.is_grad_enabled() else None
+        run = Run(env, replace(state, flights={}, sums={}), offload)
+        for taken_by, early in self.early.items():
+            for index in early.first:
+                self.calls[index](env, run.state)
+            run.state.sums[taken_by] = early.begin(env)
+        return run
+
+    def step(self, run: Run, region: int, start: int, stop: int) -> None:
+        """Carry out the instructions `start` to `stop`, all of one region."""
+        rerun = self.reruns.get(region) if torch.is_grad_enabled() else None
+        if run.offload is not None and start > self.last_offload:
+            run.offload.settle()
+        if rerun is None and run.offload is None:
+            self._forward(run.env, start, stop, run.state)
+            return
+        if region not in run.memories:
+            run.memories[region] = RegionMemory(self, rerun or Rerun(), run.state, run.offload)
+        self._forward_watched(run.env, start, stop, run.state, run.memories[region])
+
+    def end(self, run: Run) -> list[Any]:
+        """Return the flat outputs of a run whose instructions have all been carried out."""
+        if run.offload is not None:
+            run.offload.end_forward()
+        for region, before in self.before.items():
+            if region in run.memories:
+                run.memories[region].before = run.memories.get(before)
+        return [run.env[found.value] if isinstance(found, Ref) else found for found in self.local.outputs]
+
+    def _offload_run(self) -> OffloadRun | None:
+        if self.store is None or self.last_offload < 0:
+            return None
+        return OffloadRun(self.store, self.local.decisions.in_flight_bytes)
+
+    def _forward(self, env: dict[int, Any], start: int, stop: int, state: RunState) -> None:
+        for index in range(start, stop):
+            self.calls[index](env, state)
+            for value in self.frees[index]:
+                del env[value]
+
+    def _forward_watched(
+        self, env: dict[int, Any], start: int, stop: int, state: RunState, memory: RegionMemory
+    ) -> None:
+        for value in memory.rerun.sources:
+            if value in env and value not in memory.sources:
+                memory.start_from(value, env[value])
+        with torch.autograd.graph.saved_tensors_hooks(memory.pack, unpack):
+            for index in range(start, stop):
+                memory.begin(self.local.instructions[index])
+                self.calls[index](env, state)
+                memory.end(env)
+                if index in memory.rerun.ends:
+                    memory.start_backward_at(env, memory.rerun.ends[index])
+                for value in self.frees[index]:
+                    del env[value]
+
+
+def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
+    """Bind an instruction to a function of the environment, with no search left to do at run time."""
+    match instruction:
+        case Compute():
+            return _prepared_op(instruction, coords)
+        case Reshard():
+            return _prepared_reshard(instruction)
+        case Open():
+            return _prepared_open(instruction)
+        case Close():
+            return _prepared_close(instruction)
+        case Borrow(lent=lent, result=result):
+
+            def hand_on(env: dict[int, Any], state: RunState) -> None:
+                env[result] = env[lent]
+
+            return hand_on
+
+
+def _prepared_reshard(instruction: Reshard) -> Call:
+    source, result, there, back = instruction.source, instruction.result, instruction.there, instruction.back
+
+    def change(env: dict[int, Any], state: RunState) -> None:
+        env[result] = reshard(env[source], there, back)
+
+    def change_without_gradient(env: dict[int, Any], state: RunState) -> None:
+        env[result] = there.run(env[source])
+
+    return change if instruction.differentiable else change_without_gradient
+
+
+def _prepared_open(instruction: Open) -> Call:
+    bucket, params, tokens = instruction.bucket, instruction.params, instruction.tokens
+
+    def open_bucket(env: dict[int, Any], state: RunState) -> None:
+        env.update(zip(tokens, bucket.open(state.flights, state.rest, *(env[param] for param in params))))
+
+    return open_bucket
+
+
+def _prepared_close(instruction: Close) -> Call:
+    bucket, place, token, result = instruction.bucket, instruction.place, instruction.token, instruction.result
+
+    def close(env: dict[int, Any], state: RunState) -> None:
+        env[result] = bucket.close(state.flights, place, env[token])
+
+    return close
+
+
+def _prepared_op(instruction: Compute, coords: Sequence[int]) -> Call:
+    function = with_sum(instruction) or with_state(instruction, coords)
+    outputs = instruction.outputs
+    compute = _bind(instruction) if function is None else _bind_stateful(function, instruction)
+
+    if not outputs:  # it only writes
+
+        def call(env: dict[int, Any], state: RunState) -> None:
+            compute(env, state)
+    elif instruction.gives_several:
+
+        def call(env: dict[int, Any], state: RunState) -> None:
+            env.update(zip(outputs, compute(env, state)))
+    else:
+        (output,) = outputs
+
+        def call(env: dict[int, Any], state: RunState) -> None:
+            env[output] = compute(env, state)
+
+    return call
+
+
+def _unless_there(compute: Call, output: int) -> Call:
+    def call(env: dict[int, Any], state: RunState) -> None:
+        if output not in env:
+            compute(env, state)
+
+    return call
+
+
+Bound = Callable[[dict[int, Any], RunState], Any]
+
+
+def _bind(instruction: Compute) -> Bound:
+    """Look for the values once: most ops take values first, then constants."""
+    function, args, kwargs = instruction.function, instruction.args, instruction.kwargs
+    num = next((place for place, arg in enumerate(args) if type(arg) is not Ref), len(args))
+    rest = args[num:]
+    if num == 0 or any(_has_ref(arg) for arg in (*rest, *kwargs.values())):
+        return lambda env, state: function(*_fill(args, env), **_fill_named(kwargs, env))
+    if num == 1:
+        only = args[0].value
+        return lambda env, state: function(env[only], *rest, **kwargs)
+    values = itemgetter(*(arg.value for arg in args[:num]))
+    return lambda env, state: function(*values(env), *rest, **kwargs)
+
+
+def _bind_stateful(function: Callable[..., Any], instruction: Compute) -> Bound:
+    args, kwargs = instruction.args, instruction.kwargs
+    return lambda env, state: function(state, *_fill(args, env), **_fill_named(kwargs, env))
+
+
+def _has_ref(tree: Any) -> bool:
+    return type(tree) is Ref or (isinstance(tree, (list, tuple)) and any(_has_ref(item) for item in tree))
+
+
+def _fill(args: Any, env: dict[int, Any]) -> list[Any]:
+    return [_fill_one(arg, env) for arg in args]
+
+
+def _fill_one(arg: Any, env: dict[int, Any]) -> Any:
+    kind = type(arg)
+    if kind is Ref:
+        return env[arg.value]
+    return [_fill_one(item, env) for item in arg] if kind is list or kind is tuple else arg
+
+
+def _fill_named(kwargs: dict[str, Any], env: dict[int, Any]) -> dict[str, Any]:
+    return {name: _fill_one(arg, env) for name, arg in kwargs.items()} if kwargs else kwargs
+
+
+def _offloads(local: LocalProgram, instruction: Instruction) -> bool:
+    if isinstance(instruction, Compute) and instruction.internal_offloaded:
+        return True
+    return any(local.values[value].offloaded for value in instruction.outputs)
+
+
+def _segments(instructions: Sequence[Instruction]) -> list[tuple[int, int, int]]:
+    """Runs of consecutive instructions of one region: (region, start, stop)."""
+    segments: list[tuple[int, int, int]] = []
+    for index, instruction in enumerate(instructions):
+        if segments and segments[-1][0] == instruction.region:
+            segments[-1] = (instruction.region, segments[-1][1], index + 1)
+        else:
+            segments.append((instruction.region, index, index + 1))
+    return segments
+
+
+def _last_uses(local: LocalProgram) -> list[list[int]]:
+    """For each instruction, the values that nobody reads after it."""
+    last: dict[int, int] = {}
+    for instruction in local.instructions:
+        for value in (*instruction.inputs, *instruction.outputs):
+            last[value] = instruction.index
+    held = {found.value for found in local.outputs if isinstance(found, Ref)}
+    frees: list[list[int]] = [[] for _ in local.instructions]
+    for value, index in last.items():
+        if value not in held:
+            frees[index].append(value)
+    return frees

@@ -1,0 +1,192 @@
+"""The instructions of one rank's local program: five kinds, told apart by `match`, each with named fields.
+
+    Compute   runs an op of the program on the rank's parts
+    Reshard   brings a tensor into another layout, and its gradient back
+    Open      issues the gathers of a bucket; its backward waits for the bucket's reductions
+    Close     waits for one parameter's gather; its backward hands in that parameter's gradient
+    Borrow    hands on the copy that an earlier region's reshard made
+
+All have `index`, `key`, `path` and `region`, the values that they read (`inputs`) and make (`outputs`), and `again`: the
+instruction that the backward runs to make the outputs anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ..program.layout import Layout
+from ..program.program import Op, Tensor
+from .buckets import Bucket, Member
+from .reshard import Route
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value in the arguments of an op, or in the outputs of a step."""
+
+    value: int
+
+
+@dataclass(eq=False)
+class Value:
+    """One local tensor of the step."""
+
+    index: int
+    key: str
+    tensor: Tensor
+    layout: Layout
+    recomputed: bool = False
+    offloaded: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Numbered:
+    index: int
+    """The place in the program."""
+    key: str
+    path: str
+    """The module that the op belongs to, or the reader of what is resharded."""
+    region: int
+    """Index of the region, -1 for what belongs to none (constants, the loss's sum)."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Compute(_Numbered):
+    """One call of an op of the program, on the rank's parts."""
+
+    op: Op
+    function: Callable[..., Any]
+    """The op itself, or its local form."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    axes: tuple[int, ...] = ()
+    """Mesh axes that split the op's loops: its random numbers differ along these alone."""
+    internal_recomputed: bool = False
+    """Whether the backward reruns the op for what it saves of its own (statistics, masks)."""
+    internal_offloaded: bool = False
+    """Whether what the op saves of its own leaves the device meanwhile."""
+    rerun: Callable[..., Any] | None = None
+    """What the backward calls in place of `function`, of an op that writes buffers: it leaves them as they are."""
+
+    @property
+    def gives_several(self) -> bool:
+        """Whether the op returns a tuple."""
+        return isinstance(self.op.node.meta["val"], (tuple, list))
+
+    @cached_property
+    def again(self) -> Compute:
+        """Return the call that makes the outputs anew."""
+        return self if self.rerun is None else replace(self, function=self.rerun, rerun=None)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reshard(_Numbered):
+    """A tensor's change of layout: the route there, and the route back that its gradient takes."""
+
+    source: int
+    result: int
+    there: Route
+    back: Route
+    differentiable: bool
+    """Whether a gradient comes back at all."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.source,)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (self.result,)
+
+    @property
+    def again(self) -> Reshard:
+        return self
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Open(_Numbered):
+    """All parameters of a bucket set out: their gathers are issued, and each gives a token that `Close` takes."""
+
+    bucket: Bucket
+    params: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return self.params
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return self.tokens
+
+    @property
+    def again(self) -> Open:
+        return self
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Close(_Numbered):
+    """One parameter of a bucket arrives in the layout that is wanted."""
+
+    bucket: Bucket
+    place: int
+    """Which of the bucket's members it is."""
+    token: int
+    result: int
+
+    @property
+    def member(self) -> Member:
+        """Return the parameter's entry in the bucket."""
+        return self.bucket.members[self.place]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.token,)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (self.result,)
+
+    @property
+    def again(self) -> Close:
+        return self
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Borrow(_Numbered):
+    """A region reads the copy that an earlier region's reshard made of the same parameter.
+
+    Its backward reshards the parameter anew, so that the lent copy need not be kept until then.
+    """
+
+    source: int
+    """The parameter, which has to be there for the backward."""
+    lent: int
+    result: int
+    there: Route
+    back: Route
+    differentiable: bool
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.source, self.lent)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (self.result,)
+
+    @cached_property
+    def again(self) -> Reshard:
+        """Return the reshard that makes the same copy."""
+        return Reshard(
+            index=self.index, key=self.key, path=self.path, region=self.region, source=self.source, result=self.result,
+            there=self.there, back=self.back, differentiable=self.differentiable,
+        )  # fmt: skip
+
+
+Instruction = Compute | Reshard | Open | Close | Borrow

@@ -1,0 +1,322 @@
+"""One rank's local program, built from a program and a plan's decisions: ops on local tensors, reshards between layouts.
+
+The planner simulates it on fake tensors, the runtime runs it on real ones; `instructions` has the kinds of instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+
+from ..ops import find
+from ..program.decisions import Decisions
+from ..program.groups import Group, Split
+from ..program.layout import REPLICATE, Layout, local_shape, slot_range
+from ..program.program import Op, Program, Tensor
+from ..program.transition import gradient_layout, transition
+from ..torch_internals.trees import tensors_in
+from .instructions import Borrow, Compute, Instruction, Open, Ref, Reshard, Value
+from .reshard import Axes, Communicator, Nothing, Route
+from .schedule import in_buckets
+
+_ANY_REGION = -2
+
+
+@dataclass(eq=False)
+class LocalProgram:
+    """One rank's step, in order."""
+
+    program: Program
+    decisions: Decisions
+    communicator: Communicator
+    values: list[Value]
+    instructions: list[Instruction]
+    sources: dict[Tensor, int]
+    """Value of each parameter, buffer, batch entry and constant."""
+    outputs: list[Any]
+    """Value index (or literal) of each flat output."""
+    loss: int
+    """Value of the whole loss."""
+
+    def travelling(self) -> set[Tensor]:
+        """Return the parameters that one bucket opens and nothing else reads, in a step of one run.
+
+        A step of several runs gives each of them the rank's parts, whose gradients add up (`accumulate`).
+        """
+        if self.program.num_runs > 1:
+            return set()
+        readers: dict[int, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for value in {*instruction.inputs, *instruction.again.inputs}:
+                readers.setdefault(value, []).append(instruction)
+        held = {found.value for found in self.outputs if isinstance(found, Ref)}
+        found = set()
+        for tensor, value in self.sources.items():
+            first, *others = readers.get(value, [None])
+            alone = isinstance(first, Open) and not others
+            if tensor.role == "param" and alone and value not in held:
+                found.add(tensor)
+        return found
+
+
+def build_local(
+    program: Program, decisions: Decisions, communicator: Communicator, all_outputs: bool = False
+) -> LocalProgram:
+    """Write the local program of the rank that `communicator` stands for; of micro-batches with the loss as its output.
+
+    all_outputs: with the others too, for validation.
+    """
+    outputs = program.outputs if all_outputs else program.kept_outputs
+    return _Builder(program, decisions, communicator).build(outputs)
+
+
+class _Builder:
+    def __init__(self, program: Program, decisions: Decisions, communicator: Communicator) -> None:
+        self.program, self.decisions, self.communicator = program, decisions, communicator
+        self.values: list[Value] = []
+        self.instructions: list[Instruction] = []
+        self.native: dict[Tensor, Value] = {}
+        self.copies: dict[tuple[Tensor, Layout, Layout, int], Value] = {}
+        self.replicated: Layout = (REPLICATE,) * len(decisions.mesh)
+
+    def build(self, kept: Sequence[Any]) -> LocalProgram:
+        layouts = {**self.decisions.params, **self.decisions.inputs}
+        for tensor in self.program.tensors:
+            if tensor.role != "op":
+                self.native[tensor] = self._value(tensor.key, tensor, layouts.get(tensor, self.replicated))
+        sources = {tensor: value.index for tensor, value in self.native.items()}
+        for op in self.program.ops:
+            if op.constant:
+                self._constant(op)
+            else:
+                self._op(op)
+        loss = self._whole(self.program.loss)
+        outputs = [self._output(found, loss) for found in kept]
+        return LocalProgram(
+            self.program,
+            self.decisions,
+            self.communicator,
+            self.values,
+            in_buckets(self.instructions, self.values, self.decisions.overlap),
+            sources,
+            outputs,
+            loss.index,
+        )
+
+    def _value(self, key: str, tensor: Tensor, layout: Layout) -> Value:
+        chosen = self.decisions
+        value = Value(len(self.values), key, tensor, layout, key in chosen.recomputed, key in chosen.offloaded)
+        self.values.append(value)
+        return value
+
+    def _constant(self, op: Op) -> None:
+        inputs = [
+            self._wanted(tensor, self.replicated, self.replicated, -1, f"{op.key}.in{i}")
+            for i, tensor in enumerate(op.inputs)
+        ]
+        outputs = [self._value(tensor.key, tensor, self.replicated) for tensor in op.outputs]
+        self.native.update({value.tensor: value for value in outputs})
+        args, kwargs = _fill(op.node, inputs)
+        self._emit_op(op, op.node.target, args, kwargs, inputs, outputs, -1, ())
+
+    def _op(self, op: Op) -> None:
+        assert op.region is not None
+        group = self.program.group_of(op)
+        twin = op.region.region_class.representative.ops[op.position]
+        split = self.decisions.splits[group]
+        inputs = []
+        for place, tensor in enumerate(op.inputs):
+            forward, gradient = group.input_layout(twin, place, split)
+            inputs.append(self._wanted(tensor, forward, gradient, op.region.index, f"{op.key}.in{place}"))
+        outputs = [
+            self._value(tensor.key, tensor, group.output_layout(twin, place, split))
+            for place, tensor in enumerate(op.outputs)
+        ]
+        self.native.update({value.tensor: value for value in outputs})
+        args, kwargs = _fill(op.node, inputs)
+        function: Callable[..., Any] = op.node.target  # type: ignore[assignment]
+        localize = find(op.name).localize
+        if localize is not None:
+            context = _Context(op, twin, group, split, inputs, outputs, self.communicator)
+            function, args, kwargs = localize(context, function, args, kwargs)
+        function = _unless_empty(op, function, outputs, self.communicator)
+        axes = tuple(axis for axis, loop in enumerate(split) if loop >= 0)
+        self._emit_op(op, function, args, kwargs, inputs, outputs, op.region.index, axes)
+
+    def _emit_op(self, op: Op, function: Any, args: Any, kwargs: Any, inputs: list[Value], outputs: list[Value], region: int,
+                 axes: tuple[int, ...]) -> None:  # fmt: skip
+        internal, scratch = f"{op.key}.internal", find(op.name).scratch
+        self.instructions.append(Compute(
+            index=len(self.instructions), key=op.key, path=op.path, region=region, op=op,
+            function=function, args=args, kwargs=kwargs,
+            inputs=tuple(value.index for value in inputs), outputs=tuple(value.index for value in outputs), axes=axes,
+            internal_recomputed=internal in self.decisions.recomputed,
+            internal_offloaded=internal in self.decisions.offloaded,
+            rerun=_on_copies(function, scratch) if op.writes and scratch else None,
+        ))  # fmt: skip
+
+    def _wanted(self, tensor: Tensor, forward: Layout, gradient: Layout, region: int, key: str) -> Value:
+        """Return the value of `tensor` in the layout that a consumer wants, shared by all that want the same."""
+        held = self.native[tensor]
+        due = gradient_layout(held.layout)
+        if not tensor.requires_grad:
+            gradient = due = self.replicated
+        if held.layout == forward and gradient == due:
+            return held
+        if not tensor.requires_grad and tensor.role not in ("op", "param"):
+            region = -1  # a slice of the batch or of a constant serves every block
+        # A tied parameter that is read as it rests: its readers' gradients are summed here, and reduced once.
+        as_it_rests = tensor.role == "param" and held.layout == forward
+        name = (tensor, forward, gradient, _ANY_REGION if as_it_rests else region)
+        if name not in self.copies:
+            self.copies[name] = self._copy(held, forward, gradient, due, region, key)
+            self.copies[name].recomputed &= not as_it_rests
+        return self.copies[name]
+
+    def _copy(self, held: Value, forward: Layout, gradient: Layout, due: Layout, region: int, key: str) -> Value:
+        """Return a converted copy for one region: its own, or the one that an earlier region has made."""
+        if (held.tensor, forward) not in self.decisions.shared:
+            return self._reshard(held, forward, gradient, due, region, key)
+        name = (held.tensor, forward, gradient, _ANY_REGION)
+        if name in self.copies:
+            return self._reshard(held, forward, gradient, due, region, key, self.copies[name])
+        self.copies[name] = self._reshard(held, forward, gradient, due, region, key)
+        return self.copies[name]
+
+    def _reshard(self, held: Value, forward: Layout, gradient: Layout, due: Layout, region: int, key: str,
+                 lent: Value | None = None) -> Value:  # fmt: skip
+        """Emit a change of layout; where a copy is `lent`, that is the value, and autograd sums its readers' gradients."""
+        tensor = held.tensor
+        there = Route(transition(held.layout, forward), tensor.shape, tensor.slots, self.communicator)
+        back = Route(transition(gradient, due), tensor.shape, tensor.slots, self.communicator)
+        copy = self._value(key, tensor, forward)
+        copy.recomputed &= region >= 0  # one that serves several blocks is kept
+        change = Reshard(
+            index=len(self.instructions), key=key, path=key.rpartition(":")[0], region=region,
+            source=held.index, result=copy.index, there=there, back=back, differentiable=tensor.requires_grad,
+        )  # fmt: skip
+        self.instructions.append(change if lent is None else Borrow(**vars(change), lent=lent.index))
+        return copy
+
+    def _whole(self, tensor: Tensor) -> Value:
+        return self._wanted(tensor, self.replicated, self.replicated, -1, f"{tensor.key}.whole")
+
+    def _output(self, found: Any, loss: Value) -> Any:
+        if not isinstance(found, Tensor):
+            return found
+        if found is self.program.loss:
+            return Ref(loss.index)
+        native = self.native[found]
+        if any(at < REPLICATE for at in native.layout):
+            return Ref(
+                self._wanted(
+                    found, gradient_layout(native.layout), gradient_layout(native.layout), -1, f"{found.key}.sum"
+                ).index
+            )
+        return Ref(native.index)
+
+
+def _on_copies(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """Return `function` with copies of the arguments at `places`: what it writes there is lost."""
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        own = [arg.clone() if place in places and arg is not None else arg for place, arg in enumerate(args)]
+        return function(*own, **kwargs)
+
+    return again
+
+
+def _fill(node: fx.Node, inputs: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return fill_arguments(node, [value.index for value in inputs])
+
+
+def fill_arguments(node: fx.Node, inputs: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the node's arguments with a `Ref` to one of the values `inputs` in place of each tensor, in order."""
+    queue = iter(inputs)
+
+    def walk(tree: Any) -> Any:
+        if isinstance(tree, fx.Node):
+            return Ref(next(queue))
+        if isinstance(tree, (list, tuple)):
+            return (
+                type(tree)(walk(item) for item in tree)
+                if type(tree) in (list, tuple)
+                else [walk(item) for item in tree]
+            )
+        if isinstance(tree, dict):
+            return {key: walk(item) for key, item in tree.items()}
+        return tree
+
+    return tuple(walk(arg) for arg in node.args), {key: walk(arg) for key, arg in node.kwargs.items()}
+
+
+def _unless_empty(op: Op, function: Callable[..., Any], outputs: Sequence[Value], communicator: Communicator) -> Any:
+    """Return what to call for `op` on this rank: where its part of all outputs is empty, a call that does nothing.
+
+    Kernels of several nodes (attention) take other paths on empty tensors; the backward of such a rank would reach
+    its collectives in another order than its peers, and all would wait for ever.
+    """
+    mesh, coords = communicator.mesh, communicator.coords
+    shapes = [local_shape(v.tensor.shape, v.tensor.slots, v.layout, mesh, coords) for v in outputs]
+    if op.kind != "heavy" or not op.requires_grad or not shapes or any(0 not in shape for shape in shapes):
+        return function
+    if any(name in op.signature.joint for dims in op.signature.outputs for dim in dims for name in dim):
+        return function  # others have parts of this very loop, and wait for this rank's share (batch norm's statistics)
+    many, followed = isinstance(op.node.meta["val"], (tuple, list)), _followed(op)
+
+    def nothing(*args: Any, **kwargs: Any) -> Any:
+        results = Nothing.apply(shapes, followed, *tensors_in((args, kwargs)))
+        return results if many else results[0]
+
+    return nothing
+
+
+def _followed(op: Op) -> list[bool]:
+    """Return, for each output, whether autograd follows it: an op of several may pass on an operand without gradient."""
+    followed = [tensor.requires_grad for tensor in op.outputs]
+    for user in op.node.users:
+        if getattr(user.target, "__name__", "") == "getitem":
+            followed[user.args[1]] &= bool(user.meta.get("requires_grad", True))  # type: ignore[index]
+    return followed
+
+
+class _Context:
+    """The `LocalContext` of one op on one rank."""
+
+    def __init__(self, op: Op, twin: Op, group: Group, split: Split, inputs: list[Value], outputs: list[Value],
+                 communicator: Communicator) -> None:  # fmt: skip
+        self.op, self.twin, self.group, self.chosen = op, twin, group, split
+        self.inputs, self.outputs, self.communicator = inputs, outputs, communicator
+
+    def _shape(self, value: Value, layout: Layout | None = None) -> tuple[int, ...]:
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        return local_shape(value.tensor.shape, value.tensor.slots, layout or value.layout, mesh, coords)
+
+    def out_shape(self, index: int = 0) -> tuple[int, ...]:
+        return self._shape(self.outputs[index])
+
+    def in_shape(self, index: int) -> tuple[int, ...]:
+        return self._shape(self.inputs[index])
+
+    def global_shape(self, index: int) -> tuple[int, ...]:
+        return self.inputs[index].tensor.shape
+
+    def _axes(self, loops: Sequence[str]) -> tuple[int, ...]:
+        found = {axis for loop in loops for axis in self.group.op_axes(self.twin, loop, self.chosen)}
+        return tuple(sorted(axis for axis in found if self.communicator.mesh[axis] > 1))
+
+    def split(self, *loops: str) -> bool:
+        return bool(self._axes(loops))
+
+    def owner(self, *loops: str) -> bool:
+        return all(self.communicator.coords[axis] == 0 for axis in self._axes(loops))
+
+    def group_of(self, *loops: str) -> Axes:
+        return Axes(self.communicator, self._axes(loops))
+
+    def range_of(self, loop: str) -> tuple[int, int]:
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        return slot_range(self.op.signature.sizes.get(loop, 1), [(mesh[a], coords[a]) for a in self._axes([loop])])

@@ -1,0 +1,142 @@
+"""Random ops and modes: masks that depend on a seed and a place, not on which rank draws them.
+
+Along mesh axes that split an op's loops the ranks draw different numbers, along all others the same ones, so replicated
+activations stay replicated; and a rerun draws what the first run drew. What a forward writes, it writes in training alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..ops import find
+from ..ops.local import replace_arg
+from ..program.drawing import argument_place, draws, needs_state
+from ..program.program import Op
+from ..torch_internals import private
+from .instructions import Compute
+from .run_state import RunState
+
+WithState = Callable[..., Any]
+_OWN_NAMESPACES = ("aten", "prims", "autograd_functions")
+"""Of ops that say by a tag whether they draw numbers."""
+
+
+def derived_seed(*parts: Any) -> int:
+    """Return a 63-bit seed that depends on all `parts`, the same wherever they are the same.
+
+    >>> derived_seed(0, "a") == derived_seed(0, "a") != derived_seed(0, "b")
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def with_state(instruction: Compute, coords: Sequence[int]) -> WithState | None:
+    """Return the instruction's function with the run's state in front, for ops that draw numbers or know modes.
+
+    An op of the user's may draw numbers and not say so: it runs as one that does.
+    """
+    op, function = instruction.op, instruction.function
+    place = (instruction.key, tuple(coords[axis] for axis in instruction.axes))
+    if not needs_state(op):
+        return _drawing(function, place) if _is_foreign(op) else None
+    rule = find(op.name)
+    if rule.masks:
+        return _dropout(place)
+    drawing = _drawing(function, place) if draws(op) or _is_foreign(op) else _plain(function)
+    if rule.training is not None:
+        return _switched(drawing, "training", (op.node.target, *rule.training))
+    if rule.dropout is not None:
+        return _switched(drawing, "dropout", (op.node.target, *rule.dropout))
+    return _writing(drawing, op.node.target) if op.writes else drawing
+
+
+def _is_foreign(op: Op) -> bool:
+    namespace = private.namespace(op.node.target)
+    return bool(namespace) and namespace not in _OWN_NAMESPACES
+
+
+def _dropout(place: tuple[Any, ...]) -> WithState:
+    def dropout(state: RunState, x: Tensor, p: float, train: bool) -> Tensor:
+        if not (state.training and state.dropout and train) or p == 0:
+            return x
+        generator = torch.Generator(device=x.device)
+        generator.manual_seed(derived_seed(*state.draw, place))
+        mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+        return _Masked.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0)
+
+    return dropout
+
+
+class _Masked(torch.autograd.Function):
+    """`x · mask · scale`, of which the backward needs the mask alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (x * mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return (grads[0] * mask).mul_(ctx.scale), None, None
+
+
+def _switched(function: WithState, mode: Literal["training", "dropout"], off: tuple[Any, str, Any]) -> WithState:
+    """Give the argument that `off` names (op, name, value) that value where the run has no training, or no dropout."""
+    target, name, value = off
+    place = argument_place(target, name)
+
+    def switched(state: RunState, *args: Any, **kwargs: Any) -> Any:
+        if not (state.training and (mode == "training" or state.dropout)):
+            args, kwargs = replace_arg(args, kwargs, place, name, value)
+        return function(state, *args, **kwargs)
+
+    return switched
+
+
+def _plain(function: Callable[..., Any]) -> WithState:
+    return lambda state, *args, **kwargs: function(*args, **kwargs)
+
+
+def _writing(function: WithState, target: Any) -> WithState:
+    """Write buffers in training alone: in evaluation the op gives back what it would have written, or works on copies."""
+    names = [name for name, _, _ in private.arguments(target)]
+    returned, written = private.returned_argument(target), private.mutated_arguments(target)
+
+    def write(state: RunState, *args: Any, **kwargs: Any) -> Any:
+        if state.training:
+            return function(state, *args, **kwargs)
+        named = {**dict(zip(names, args)), **kwargs}
+        if returned is not None:
+            return named[returned]
+        copies = {name: _cloned(value) if name in written else value for name, value in named.items()}
+        return function(
+            state, *(copies[name] for name in names[: len(args)]), **{name: copies[name] for name in kwargs}
+        )
+
+    return write
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else [_cloned(each) for each in value] if value else value
+
+
+def _drawing(function: Callable[..., Any], place: tuple[Any, ...]) -> WithState:
+    def draw(state: RunState, *args: Any, **kwargs: Any) -> Any:
+        return _under_seed(derived_seed(*state.draw, place), function, args, kwargs)
+
+    return draw
+
+
+def _under_seed(seed: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `function` with the default generators seeded, and put them back."""
+    devices = sorted({arg.device.index or 0 for arg in args if isinstance(arg, Tensor) and arg.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        return function(*args, **kwargs)

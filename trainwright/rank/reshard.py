@@ -1,0 +1,327 @@
+"""Carrying out a change of layout on one rank's part of a tensor, differentiably.
+
+The collectives stand behind `Communicator`: real process groups in the runtime, shapes alone in the planner's
+simulation. Both run this very code, so what is simulated is what happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..program.layout import Slot, chunk, local_shape, local_sizes
+from ..program.transition import Step
+from .travel import issued_step
+
+
+class Pending(Protocol):
+    """Something that is under way."""
+
+    def wait(self) -> Tensor:
+        """Return the result, once it is there."""
+
+
+class Communicator(Protocol):
+    """Collectives along the axes of a mesh, seen from the rank at `coords`."""
+
+    mesh: tuple[int, ...]
+    coords: tuple[int, ...]
+
+    def all_gather(self, axis: int, part: Tensor) -> Tensor:
+        """Return the parts of all ranks of `axis`, stacked in front; all of one shape."""
+
+    def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
+        """Return the sum over the ranks of `axis` of the own entry of the leading dim; `parts` may be overwritten."""
+
+    def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `tensor` in place (`sum` or `max`) over the ranks of `axis` and return it."""
+
+    def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Send consecutive runs of `flat` (lengths `send`) to the ranks of `axis`; return what they sent."""
+
+    def issue(self, kind: str, axis: int, tensor: Tensor) -> Pending:
+        """Begin an `all_gather`, `reduce_scatter` or `all_reduce` of `tensor`, which stays untouched until it is waited for."""
+
+
+class Axes:
+    """Several mesh axes as one group, for ops that communicate inside themselves."""
+
+    def __init__(self, communicator: Communicator, axes: Sequence[int]) -> None:
+        self.communicator, self.axes = communicator, tuple(axes)
+        self.size = math.prod(communicator.mesh[axis] for axis in axes)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `tensor` over the group; it may be overwritten."""
+        tensor = tensor.contiguous()
+        for axis in self.axes:
+            tensor = self.communicator.all_reduce(axis, tensor, op)
+        return tensor
+
+    def begin(self, tensor: Tensor) -> Pending:
+        """Begin to sum `tensor` over the group; it may be overwritten."""
+        first, *others = self.axes
+        return _Sum(self.communicator.issue("all_reduce", first, tensor.contiguous()), others, self.communicator)
+
+
+class _Sum:
+    """A sum over several axes, of which the first is under way; there are as many results as are asked for."""
+
+    def __init__(self, pending: Pending, others: Sequence[int], communicator: Communicator) -> None:
+        self.pending: Pending | None = pending
+        self.others, self.communicator = others, communicator
+        self.total: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.pending is not None:
+            self.total, self.pending = self.pending.wait(), None
+            for axis in self.others:
+                self.total = self.communicator.all_reduce(axis, self.total)
+        assert self.total is not None
+        return self.total
+
+
+class Route:
+    """A way from one layout to another for tensors of one shape; made once, run every step."""
+
+    def __init__(self, steps: Sequence[Step], shape: Sequence[int], slots: Sequence[Slot], communicator: Communicator):
+        self.steps, self.shape, self.slots, self.communicator = tuple(steps), tuple(shape), tuple(slots), communicator
+
+    @property
+    def moves(self) -> bool:
+        """Whether any rank sends anything."""
+        return any(step.kind != "slice" for step in self.steps)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return the rank's part in the target layout; `x` itself is left as it is."""
+        for step in self.steps:
+            x = self._run_step(step, x)
+        return x
+
+    def start(self, x: Tensor) -> Pending:
+        """Begin the way: `wait` gives what `run` would. What comes before and behind the first collective is not hidden."""
+        number = 0
+        while number < len(self.steps) and self.steps[number].kind == "slice":
+            x = self._run_step(self.steps[number], x)
+            number += 1
+        if number != issued_step(self.steps):
+            return _Underway(x, None, _as_it_is, self, number)
+        step = self.steps[number]
+        sent, finish = self._prepare(step, x)
+        return _Underway(None, self.communicator.issue(step.kind, step.axis, sent), finish, self, number + 1)
+
+    def run_from(self, number: int, x: Tensor) -> Tensor:
+        """Return `x` after step `number` and those that follow."""
+        for step in self.steps[number:]:
+            x = self._run_step(step, x)
+        return x
+
+    def _run_step(self, step: Step, x: Tensor) -> Tensor:
+        if step.kind == "all_to_all":
+            return self._exchange(step, x)
+        if step.kind == "slice":
+            return self._slice(step, x)
+        sent, finish = self._prepare(step, x)
+        del x
+        return finish(getattr(self.communicator, step.kind)(step.axis, sent))
+
+    def _parts(self, step: Step, x: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
+        """The operand as (before, along, behind) the slot that changes, the slot's size afterwards, and the result's shape."""
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        before = local_sizes(self.slots, step.before, mesh, coords)
+        after = local_sizes(self.slots, step.after, mesh, coords)
+        shape = local_shape(self.shape, self.slots, step.after, mesh, coords)
+        lead, tail = math.prod(before[: step.slot]), math.prod(before[step.slot + 1 :])
+        return x.reshape(lead, before[step.slot], tail), after[step.slot], shape
+
+    def _prepare(self, step: Step, x: Tensor) -> tuple[Tensor, Finish]:
+        """What a collective is given, and what makes the step's result of its answer."""
+        if step.kind == "all_reduce":
+            return x.clone(memory_format=torch.contiguous_format), _as_it_is
+        if step.kind == "all_gather":
+            return self.before_gather(x, step), lambda parts: self.after_gather(parts, step)
+        x, size, shape = self._parts(step, x)
+        return self._before_scatter(step, x), lambda own: own[:, :size].reshape(shape)
+
+    def _slice(self, step: Step, x: Tensor) -> Tensor:
+        x, _, shape = self._parts(step, x)
+        start, stop = chunk(x.shape[1], self.communicator.mesh[step.axis], self.communicator.coords[step.axis])
+        part = x.narrow(1, start, stop - start)
+        # A copy, so that the whole can be freed; integers are never big enough to matter.
+        part = part.clone(memory_format=torch.contiguous_format) if x.is_floating_point() else part
+        return part.reshape(shape)
+
+    def before_gather(self, x: Tensor, step: Step | None = None) -> Tensor:
+        """Return what a gather sends (by default that of a way of one step): as many elements on every rank."""
+        step = step or self.steps[0]
+        x, size, _ = self._parts(step, x)
+        each = -(-size // self.communicator.mesh[step.axis])
+        if x.shape[1] < each:
+            x = torch.nn.functional.pad(x, (0, 0, 0, each - x.shape[1]))
+        return x.contiguous()
+
+    def after_gather(self, parts: Tensor, step: Step | None = None) -> Tensor:
+        """Return the tensor whose parts, as `before_gather` gave them on every rank, stand one behind the other."""
+        step = step or self.steps[0]
+        size = local_sizes(self.slots, step.after, self.communicator.mesh, self.communicator.coords)[step.slot]
+        shape = local_shape(self.shape, self.slots, step.after, self.communicator.mesh, self.communicator.coords)
+        num, lead, each, tail = parts.shape
+        if lead == 1:
+            return parts.view(num * each, tail)[:size].reshape(shape)
+        return parts.transpose(0, 1).reshape(lead, num * each, tail)[:, :size].reshape(shape)
+
+    def _before_scatter(self, step: Step, x: Tensor) -> Tensor:
+        num = self.communicator.mesh[step.axis]
+        lead, whole, tail = x.shape
+        each = -(-whole // num)
+        if whole < num * each:
+            x = torch.nn.functional.pad(x, (0, 0, 0, num * each - whole))
+        pieces = x.view(lead, num, each, tail).transpose(0, 1)
+        return pieces.clone(memory_format=torch.contiguous_format) if lead == 1 else pieces.contiguous()
+
+    def _exchange(self, step: Step, x: Tensor) -> Tensor:
+        """Cut the target slot, send the pieces, and join what arrives along the source slot."""
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        before = local_sizes(self.slots, step.before, mesh, coords)
+        after = local_sizes(self.slots, step.after, mesh, coords)
+        num, source, target = self.communicator.mesh[step.axis], step.source, step.slot
+        cuts = [chunk(before[target], num, index) for index in range(num)]
+        joins = [chunk(after[source], num, index) for index in range(num)]
+        x = x.reshape(before)
+        pieces = [x.narrow(target, low, high - low).reshape(-1) for low, high in cuts]
+        shapes = [_with(_with(before, target, after[target]), source, high - low) for low, high in joins]
+        lengths = [math.prod(shape) for shape in shapes]
+        flat = self.communicator.all_to_all(step.axis, torch.cat(pieces), [piece.numel() for piece in pieces], lengths)
+        joined = torch.cat([part.view(shape) for part, shape in zip(flat.split(lengths), shapes)], dim=source)
+        return joined.reshape(local_shape(self.shape, self.slots, step.after, mesh, coords))
+
+
+Finish = Callable[[Tensor], Tensor]
+
+
+class _Underway:
+    """A way that has begun: what it has come to, or the collective under way, and the step that follows."""
+
+    def __init__(self, x: Tensor | None, pending: Pending | None, finish: Finish, route: Route, number: int) -> None:
+        self.x, self.pending, self.finish, self.route, self.number = x, pending, finish, route, number
+
+    def wait(self) -> Tensor:
+        x, self.x = self.x, None
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            x = self.finish(pending.wait())
+        assert x is not None
+        return self.route.run_from(self.number, x)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _with(sizes: Sequence[int], at: int, size: int) -> list[int]:
+    return [size if index == at else own for index, own in enumerate(sizes)]
+
+
+class _Reshard(torch.autograd.Function):
+    """A way and the way back of the gradient. What a gradient is to a value, the way back is to the way: it is one itself.
+
+    So a gradient that is differentiated again gets its own gradient, laid out like the value, by the first way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Route, backward: Route) -> Tensor:
+        ctx.routes = backward, forward
+        return forward.run(x) if forward.steps else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            return reshard(grads[0], *ctx.routes), None, None
+        return ctx.routes[0].run(grads[0]), None, None
+
+
+def reshard(x: Tensor, forward: Route, backward: Route) -> Tensor:
+    """Return `x` in another layout; its gradient comes back by the route `backward`."""
+    return _Reshard.apply(x, forward, backward)
+
+
+class Nothing(torch.autograd.Function):
+    """Empty results of given shapes; the gradients of all operands are zero.
+
+    followed: for each result, whether autograd follows it on the ranks that compute it. One that it does not follow there must
+    not be followed here either: its readers would begin collectives in the backward that no other rank begins.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, shapes: Sequence[Sequence[int]], followed: Sequence[bool], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        model = next(tensor for tensor in tensors if tensor.is_floating_point())
+        results = tuple(model.new_zeros(shape) for shape in shapes)
+        ctx.mark_non_differentiable(*(result for result, follow in zip(results, followed) if not follow))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():  # what is differentiated again goes through these zeros, as it does on other ranks
+            shapes = [shape for shape, _, _ in ctx.like]
+            return (
+                None,
+                None,
+                *(zero if want else None for want, zero in zip(wanted, Nothing.apply(shapes, wanted, *grads))),
+            )
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return None, None, *(zero if want else None for zero, want in zip(zeros, wanted))
+
+
+class SimulatedCommunicator:
+    """Collectives that only give results of the right shapes, and count what they would have moved."""
+
+    def __init__(self, mesh: Sequence[int], coords: Sequence[int] | None = None) -> None:
+        self.mesh = tuple(mesh)
+        self.coords = tuple(coords) if coords is not None else (0,) * len(self.mesh)
+        self.num_bytes: Counter[str] = Counter()
+        self.num_calls: Counter[str] = Counter()
+
+    def _count(self, kind: str, axis: int, tensor: Tensor) -> None:
+        if self.mesh[axis] > 1:
+            self.num_bytes[kind] += tensor.numel() * tensor.element_size()
+            self.num_calls[kind] += 1
+
+    def all_gather(self, axis: int, part: Tensor) -> Tensor:
+        gathered = part.new_empty((self.mesh[axis], *part.shape))
+        self._count("all_gather", axis, gathered)
+        return gathered
+
+    def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
+        self._count("reduce_scatter", axis, parts)
+        return parts.new_empty(parts.shape[1:])
+
+    def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
+        self._count("all_reduce", axis, tensor)
+        return tensor
+
+    def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        self._count("all_to_all", axis, flat)
+        return flat.new_empty(sum(receive))
+
+    def issue(self, kind: str, axis: int, tensor: Tensor) -> Pending:
+        return _Simulated(tensor, getattr(self, kind)(axis, tensor))
+
+
+class _Simulated:
+    """A collective under way: it holds what it was given until it is waited for, as a real one does."""
+
+    def __init__(self, given: Tensor, result: Tensor) -> None:
+        self.given: Tensor | None = given
+        self.result = result
+
+    def wait(self) -> Tensor:
+        self.given = None
+        return self.result

@@ -1,0 +1,280 @@
+"""What a training run is, beside its code: weights, optimizer, schedule, random numbers. Taken apart, and put back.
+
+    tensors               → pieces under the user's names and shapes    `pieces_of`, `restore_tensors`
+    the optimizer's rest  → plain values, the same for all ranks        `optimizer_settings`, `restore_groups`
+    random numbers        → plain values, of each rank its own          `random_states`, `restore_random_states`
+
+An optimizer's tensor is one of three kinds. *split*: one entry a weight, laid out like the parameter; any plan can read
+it. *whole*: a number. *own*: whatever else a rank keeps (the scales of 8-bit states, a low-rank basis); only the same
+layout can read it.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ...artifacts import UserError
+from ..module import ParallelModule
+from ..regions import whole_region
+from ..storage import Piece, StoredTensors
+
+SPLIT, WHOLE, OWN, VALUE = "split", "whole", "own", "value"
+Copy = Callable[[Tensor], Tensor]
+
+
+def pieces_of(module: ParallelModule, optimizer: torch.optim.Optimizer, copy: Copy) -> dict[str, Piece]:
+    """Return every tensor that this rank keeps: `model.NAME`, `optimizer.NAME.KEY`; `copy` takes each to the CPU."""
+    pieces = {}
+    for name, weight in module.named_parameters():
+        pieces[f"model.{name}"] = _like_parameter(module, name, weight, copy)
+    for name, buffer in saved_buffers(module).items():
+        pieces[f"model.{name}"] = Piece(whole_region(buffer.shape), copy(buffer))
+    for name, key, param, value in _states(module, optimizer):
+        kind = _kind(param, value)
+        if kind == SPLIT:
+            pieces[f"optimizer.{name}.{key}"] = _like_parameter(module, name, value, copy)
+        elif kind != VALUE:
+            local = value.to_local() if isinstance(value, DTensor) else value
+            place = _own_place(module, name, key) if kind == OWN else f"optimizer.{name}.{key}"
+            pieces[place] = Piece(whole_region(local.shape), copy(local))
+    return pieces
+
+
+def restore_tensors(
+    module: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    stored: StoredTensors,
+    settings: Mapping[str, Any],
+    same_layout: bool,
+) -> None:
+    """Put the tensors of a checkpoint in place, cut as this module is; `settings` are that checkpoint's.
+
+    Raises `UserError` when the checkpoint is another model's or optimizer's, or when another layout cannot read it.
+    """
+    held = {f"model.{name}" for name, _ in module.named_parameters()} | {f"model.{n}" for n in saved_buffers(module)}
+    there = {name for name in stored.names if name.startswith("model.")}
+    if held != there:
+        odd = sorted(held ^ there)[0]
+        has = "lacks" if odd in held else "has"
+        raise UserError(
+            f"a checkpoint of this model is needed; {stored.folder} {has} {odd.removeprefix('model.')}; "
+            "give the model and the options that it was trained with"
+        )
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            local = _local(param)
+            local.copy_(stored.read(f"model.{name}", module.regions[name]).view(local.shape))
+        for name, buffer in saved_buffers(module).items():
+            buffer.copy_(stored.read(f"model.{name}", whole_region(buffer.shape)))
+    optimizer.state.clear()
+    offload = module.offloaded_states
+    if offload is not None:
+        offload.forget(optimizer)
+    params = dict(module.named_parameters())
+    for name, states in settings["state"].items():
+        restored = {}
+        for key, entry in states.items():
+            kept = Kept(**entry)
+            if kept.kind == OWN and not same_layout:
+                raise UserError(
+                    f"resuming under another plan needs an optimizer whose state can be sharded differently; {key} of "
+                    f"{type(optimizer).__name__} fits only the layout that wrote it; resume with that plan and number of "
+                    "ranks, or continue from the weights alone"
+                )
+            restored[key] = _restored(module, name, key, params[name], kept, stored)
+        optimizer.state[params[name]] = restored
+        if offload is not None:
+            offload.send_off(optimizer, params[name])
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One entry of an optimizer's state of one parameter: what kind it is, and what its tensors do not tell."""
+
+    kind: str
+    on_host: bool = False
+    value: Any = None
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    places: tuple[int, ...] | None = None
+    """Of a `DTensor` of the optimizer's own: the dim that each mesh axis splits, −1 for none."""
+
+
+def optimizer_settings(module: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the groups (settings and names of parameters) and what there is of state, as plain values."""
+    names = _names(module)
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {key: _plain(value, key) for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**plain, "params": [_name_of(names, param) for param in group["params"]]})
+    state: dict[str, dict[str, Any]] = {}
+    for name, key, param, value in _states(module, optimizer, read=False):
+        state.setdefault(name, {})[key] = vars(_kept(param, key, value))
+    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
+
+
+def restore_groups(module: ParallelModule, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give the optimizer's groups the settings of a checkpoint.
+
+    Raises `UserError` when it is another optimizer's, or its parameters were in other groups.
+    """
+    names = _names(module)
+    found = [[_name_of(names, param) for param in group["params"]] for group in optimizer.param_groups]
+    if saved["class"] != type(optimizer).__name__ or found != [group["params"] for group in saved["groups"]]:
+        raise UserError(
+            f"resuming needs the optimizer that wrote the checkpoint, {saved['class']} with {len(saved['groups'])} groups; got "
+            f"{type(optimizer).__name__} with {len(found)}; use the same optimizer with the same groups of parameters"
+        )
+    for group, settings in zip(optimizer.param_groups, saved["groups"]):
+        for key, value in settings.items():
+            if key == "params":
+                continue
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to a model's weights, under their first names."""
+    persistent = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+
+
+def random_states() -> dict[str, Any]:
+    """Return where this rank's random number generators are, as plain values: torch's, Python's, numpy's if in use."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy"] = (name, keys.tolist(), *rest)
+    return found
+
+
+def restore_random_states(saved: Mapping[str, Any]) -> None:
+    """Put the generators back where `random_states` found them."""
+    torch.set_rng_state(saved["torch"])
+    random.setstate(saved["python"])
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+    if "numpy" in saved:
+        import numpy
+
+        numpy.random.set_state(saved["numpy"])
+
+
+def _states(
+    module: ParallelModule, optimizer: torch.optim.Optimizer, read: bool = True
+) -> Iterator[tuple[str, str, Tensor, Any]]:
+    """Every (parameter's name, key, parameter, value) of the optimizer's state.
+
+    What the plan keeps off the device is read back, a parameter's at a time; without `read` its contents are anything.
+    """
+    names, offload = _names(module), module.offloaded_states
+    for param, own in optimizer.state.items():
+        state = own if offload is None else offload.whole(optimizer, param, read)
+        for key, value in state.items():
+            yield _name_of(names, param), key, param, value
+
+
+def _names(module: ParallelModule) -> dict[Tensor, str]:
+    return {param: name for name, param in module.named_parameters()}
+
+
+def _name_of(names: Mapping[Tensor, str], param: Any) -> str:
+    if param not in names:
+        raise UserError(
+            "an optimizer of the module's own parameters is needed for a checkpoint; it holds one that the module has "
+            "not; make the optimizer from module.parameters()"
+        )
+    return names[param]
+
+
+def _kind(param: Tensor, value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return VALUE
+    if isinstance(value, DTensor):
+        alike = isinstance(param, DTensor) and value.shape == param.shape and value.placements == param.placements
+        return SPLIT if alike else OWN
+    if value.dim() == 0:
+        return WHOLE
+    return OWN if isinstance(param, DTensor) or value.shape != param.shape else SPLIT
+
+
+def _kept(param: Tensor, key: str, value: Any) -> Kept:
+    kind = _kind(param, value)
+    if kind == VALUE:
+        return Kept(kind, value=_plain(value, key))
+    on_host = param.device.type != value.device.type
+    if kind != OWN or not isinstance(value, DTensor):
+        return Kept(kind, on_host)
+    places = tuple(_place(placement, key) for placement in value.placements)
+    return Kept(kind, on_host, None, tuple(value.shape), tuple(value.stride()), places)
+
+
+def _place(placement: Placement, key: str) -> int:
+    if isinstance(placement, Replicate):
+        return -1
+    if isinstance(placement, Shard):
+        return placement.dim
+    raise UserError(
+        f"a state that is sharded or replicated is needed for a checkpoint; {key} is {placement}; reduce it"
+    )
+
+
+def _like_parameter(module: ParallelModule, name: str, tensor: Tensor, copy: Copy) -> Piece:
+    region = module.regions[name]
+    return Piece(region, copy(_local(tensor)).view(region.local_shape))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _restored(module: ParallelModule, name: str, key: str, param: Tensor, kept: Kept, stored: StoredTensors) -> Any:
+    if kept.kind == VALUE:
+        return kept.value
+    place = _own_place(module, name, key) if kept.kind == OWN else f"optimizer.{name}.{key}"
+    if place not in stored:
+        raise UserError(f"{place} is needed; {stored.folder} lacks it; the checkpoint is damaged")
+    region = module.regions[name] if kept.kind == SPLIT else whole_region(stored.shape(place))
+    value = stored.read(place, region)
+    device = torch.device("cpu") if kept.on_host else module.device
+    value = value.to(device)
+    if kept.kind == SPLIT and isinstance(param, DTensor):
+        local = value.view(param.to_local().shape)
+        return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape,
+                                  stride=param.stride())  # fmt: skip
+    if kept.places is not None:
+        placements = [Shard(dim) if dim >= 0 else Replicate() for dim in kept.places]
+        return DTensor.from_local(value, module.device_mesh, placements, run_check=False, shape=torch.Size(kept.shape),
+                                  stride=kept.stride)  # fmt: skip
+    return value
+
+
+def _own_place(module: ParallelModule, name: str, key: str) -> str:
+    return f"optimizer.{name}.{key}.rank{module.replicas.rank}"
+
+
+def _plain(value: Any, key: str) -> Any:
+    """Return a setting as a plain value; `UserError` for what cannot be written without pickling code."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(each, key) for each in value)
+    if isinstance(value, dict):
+        return {each: _plain(inner, key) for each, inner in value.items()}
+    raise UserError(
+        f"a checkpoint can store only numbers, texts and tensors of an optimizer; {key} is {value!r}; leave it out"
+    )

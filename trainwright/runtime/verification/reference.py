@@ -1,0 +1,186 @@
+"""One process's own step, update and evaluation, which a plan's are compared with: in float64, and as the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ...artifacts import Plan, UserError
+from ...capture.call import call_model, loss_of
+from ...capture.export import as_batch, capture
+from ...ops.local import replace_arg
+from ...profiler.step import DTYPES
+from ...program.decisions import Decisions
+from ...program.lift import lift_dtypes
+from ...program.program import Program, build_program
+from ...rank.execute import Executor
+from ...rank.local import build_local
+from ...rank.reshard import SimulatedCommunicator
+from ...rank.run_state import RunState
+from ...torch_internals.private import flatten_batch
+from ..module import LossOutput, plan_batch
+
+Tensors = Mapping[str, Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step gives: its loss, whole gradients, and the buffers after it."""
+
+    loss: float
+    gradients: Tensors
+    buffers: Tensors
+
+
+class Reference:
+    """A model on one process. `step`, then `update`, then `evaluate`, each once."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.model, self.batch = model, as_batch(batch)
+        self.before = _copied({**dict(model.named_parameters()), **dict(model.named_buffers())})
+        """Parameters and buffers before the step."""
+
+    def step(self) -> Step:
+        """Run forward and backward."""
+        loss = self._loss()
+        loss.backward()
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return Step(float(loss.detach()), gradients, _copied(dict(self.model.named_buffers())))
+
+    def update(self, make_optimizer: MakeOptimizer, gradients: Tensors) -> Tensors:
+        """Return the parameters after one step of the optimizer, given these gradients in place of its own."""
+        params = dict(self.model.named_parameters())
+        for name, param in params.items():
+            grad = gradients.get(name)
+            param.grad = None if grad is None else grad.to(param.dtype).clone()
+        make_optimizer(self.model.named_parameters()).step()
+        self.model.zero_grad(set_to_none=True)
+        return {name: param.detach() for name, param in params.items()}
+
+    def evaluate(self) -> Tensors:
+        """Return loss and outputs in evaluation, on the same batch."""
+        raise NotImplementedError
+
+    def _loss(self) -> Tensor:
+        raise NotImplementedError
+
+
+class Exact(Reference):
+    """The captured program of the whole batch in float64: no split, nothing recomputed, a model's own casts lifted."""
+
+    def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> None:
+        self._training = self._captured(plan, model, loss_fn, training=True)
+        try:
+            self._evaluation: Program | UserError = self._captured(plan, model, loss_fn, training=False)
+        except UserError as error:
+            self._evaluation = error
+        self._has_loss_fn = loss_fn is not None
+        super().__init__(*as_double(model, batch))
+
+    def _captured(self, plan: Plan, model: nn.Module, loss_fn: Any, training: bool) -> Program:
+        autocast = DTYPES[plan.autocast] if plan.autocast else None
+        program = build_program(capture(model, plan_batch(plan), loss_fn, training=training, autocast=autocast))
+        lift_dtypes(program)
+        return program
+
+    def _loss(self) -> Tensor:
+        loss: Tensor = self._run(self._training)[self._training.captured.loss_index]
+        return loss
+
+    def evaluate(self) -> Tensors:
+        """Return loss and outputs in evaluation; `UserError` where the model has no evaluation with a loss."""
+        program = self._evaluation
+        if isinstance(program, UserError):
+            raise program
+        with torch.no_grad():
+            flat = self._run(program)
+        output = program.captured.rebuild(flat)
+        return outputs_of(LossOutput(flat[program.captured.loss_index], output) if self._has_loss_fn else output)
+
+    def _run(self, program: Program) -> list[Any]:
+        alone = unsplit(program, 1)
+        executor = Executor(build_local(program, alone, SimulatedCommunicator(alone.mesh)))
+        named = dict(flatten_batch(self.batch)[0])
+        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers()) | named
+        sources = {t: t.value if t.role == "const" else tensors[t.key] for t in program.tensors if t.role != "op"}
+        return executor.run(sources, RunState(dropout=False))
+
+
+class Eager(Reference):
+    """The user's own model, as it stands, without dropout."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss_fn: Any) -> None:
+        super().__init__(model, batch)
+        self._loss_fn = loss_fn
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.dropout = 0.0  # inside one call, out of a mode's reach
+
+    def _loss(self) -> Tensor:
+        if not self.model.training:  # or what the user froze in evaluation mode would train
+            self.model.train()
+        return self._run()[0]
+
+    def evaluate(self) -> Tensors:
+        self.model.eval()
+        with torch.no_grad():
+            loss, output = self._run()
+        return outputs_of(LossOutput(loss, output) if self._loss_fn is not None else output)
+
+    def _run(self) -> tuple[Tensor, Any]:
+        with _NoDropout():
+            output = call_model(self.model, self.batch, self._loss_fn)
+            return loss_of(self.model, self.batch, self._loss_fn, output), output
+
+
+_DROPOUTS = {f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
+_DROPOUTS |= {"dropout1d", "dropout2d", "dropout3d"}
+_WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+"""Functions that drop inside, with the place of their argument `dropout_p`."""
+
+
+class _NoDropout(TorchFunctionMode):
+    """Runs a model as if every dropout probability were zero. It sees the outermost function of a call alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name in _WITH_DROPOUT:
+            args, kwargs = replace_arg(tuple(args), kwargs, _WITH_DROPOUT[name], "dropout_p", 0.0)
+        return func(*args, **kwargs)
+
+
+def as_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """Return model and batch, their floating-point tensors in float64."""
+    named, rebuild = flatten_batch(as_batch(batch))
+    lift = lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
+    return model.double(), rebuild([lift(leaf) for _, leaf in named])
+
+
+def unsplit(program: Program, num_axes: int) -> Decisions:
+    """Return the decisions of one process: nothing split, everything kept."""
+    splits = {group: (-1,) * num_axes for region_class in program.classes for group in region_class.groups}
+    return Decisions((1,) * num_axes, splits, dict.fromkeys(program.params, (-1,) * num_axes))
+
+
+def outputs_of(output: Any) -> dict[str, Tensor]:
+    """Return the tensors that a forward gives, by name."""
+    if isinstance(output, LossOutput):
+        return {"loss": output.loss.detach(), **outputs_of(output.output)}
+    if isinstance(output, Tensor):
+        return {"output": output.detach()}
+    if is_dataclass(output) and not isinstance(output, (type, Mapping)):
+        output = vars(output)
+    return {name: leaf.detach() for name, leaf in flatten_batch(output)[0] if isinstance(leaf, Tensor)}
+
+
+def _copied(tensors: Tensors) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

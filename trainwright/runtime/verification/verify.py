@@ -1,0 +1,235 @@
+"""Does a plan compute what one process computes? Loss, gradients, buffers, update, evaluation, and the peak promised.
+
+The update is compared with one process's optimizer *given the plan's own gradients*: those have been compared, and an
+optimizer that goes by signs turns the rounding of a gradient that is zero into a whole step. What is left to differ is
+what the optimizer makes of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...artifacts import BatchEntry, Plan, Report, UserError
+from ...capture.call import check_same_loss, find_loss
+from ...capture.export import as_batch
+from ...profiler.kernels.allocator import measure, static_bytes
+from ...program.decisions import Decisions
+from ...program.lift import lift_dtypes
+from ...program.micro_batches import capture_step
+from ...program.plan_text import decisions_of
+from ...program.program import Program
+from ..module import DTYPES, ParallelModule, _check_ranks, full_gradients, full_state_dict, plan_batch
+from ..training.train import Timer, train_step
+from .comparison import (
+    FP64_BAR,
+    Worst,
+    bar_of,
+    buffer_errors,
+    changes,
+    gradient_errors,
+    output_errors,
+    relative,
+    worst_of,
+)
+from .reference import Eager, Exact, MakeOptimizer, Reference, Step, Tensors, as_double, outputs_of
+
+
+def verify(
+    model_fn: Callable[[], Any],
+    plan: Plan,
+    *,
+    dtype: str = "float64",
+    make_optimizer: MakeOptimizer | None = None,
+    seed: int = 0,
+) -> Report:
+    """Compare what a plan computes, dropout off, with one process's; a collective call on the plan's ranks.
+
+    Compared are the loss, every gradient, every buffer after the step, what one step of the optimizer changes of every
+    parameter (given the same gradients), and loss and outputs in evaluation after that, on the same batch.
+
+    model_fn: returns `(model, batch)` or `(model, batch, loss_fn)`, real and the same on every rank; called anew for each run.
+    dtype: `float64` (bar 1e-9; a model's own casts to fp32 are lifted, in both runs) or `fp32` (bar: the larger of 1e-5 and
+    five times the same tensor's single-process error of fp32 against float64; the reference is the model itself).
+    make_optimizer: names and parameters → optimizer; with it the update is compared, and the peak of two steps measured.
+
+    Raises `UserError` when the plan is not the model's.
+    """
+    if dtype not in ("float64", "fp32"):
+        raise UserError(f"verify runs in float64 or fp32; got {dtype!r}; choose one of these")
+    _check_ranks(plan)
+    found = _Comparison(model_fn, plan, dtype == "float64", make_optimizer, seed).run()
+    peaks, step_s = _measured_peaks(plan, *_parts(model_fn()), make_optimizer, seed) if make_optimizer else ((), None)
+    return Report(
+        num_ranks=plan.num_ranks,
+        dtype=dtype,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        peak_bytes=peaks,
+        budget_bytes=plan.budget_bytes,
+        step_s=step_s,
+        predicted_step_s=plan.predicted.step_s,
+        **found,
+    )
+
+
+class _Comparison:
+    """The plan's run, one process's in the same precision, and in fp32 one process's in float64, which sets the bars."""
+
+    def __init__(
+        self, model_fn: Callable[[], Any], plan: Plan, is_exact: bool, make_optimizer: MakeOptimizer | None, seed: int
+    ) -> None:
+        self.make_optimizer, self.seed = make_optimizer, seed
+        self.notes: list[str] = []
+        self.exact = Exact(plan, *_parts(model_fn()))
+        self.single: Reference = self.exact if is_exact else Eager(*_parts(model_fn()))
+        self.parallel = _Parallel(plan, *_parts(model_fn()), lifted=is_exact, seed=seed)
+
+    def run(self) -> dict[str, Any]:
+        """Return the fields of a report."""
+        parallel, single = self.parallel.step(), self.single.step()
+        exact = single if self.exact is self.single else self.exact.step()
+        worst = {
+            "gradient": self._gradients(parallel, single, exact),
+            "buffer": self._buffers(parallel, single, exact),
+            "update": self._update(parallel.gradients),
+            "evaluation": self._evaluation(),
+        }
+        loss_error, own_error = relative(parallel.loss, single.loss), relative(single.loss, exact.loss)
+        loss_bar = FP64_BAR if single is exact else bar_of(own_error)
+        fields: dict[str, Any] = {"max_relative_error_loss": loss_error, "bar_loss": loss_bar}
+        for what, found in worst.items():
+            if found is not None:
+                fields |= {
+                    f"max_relative_error_{what}": found.error,
+                    f"worst_{what}": found.name,
+                    f"bar_{what}": found.bar,
+                }
+        holds = all(found.holds for found in worst.values() if found is not None)
+        return {**fields, "passed": loss_error <= loss_bar and holds, "notes": tuple(self.notes)}
+
+    def _gradients(self, parallel: Step, single: Step, exact: Step) -> Worst:
+        own = None if single is exact else gradient_errors(single.gradients, exact.gradients)
+        return worst_of(gradient_errors(parallel.gradients, single.gradients), own)
+
+    def _buffers(self, parallel: Step, single: Step, exact: Step) -> Worst | None:
+        """Every rank holds all buffers: the worst of all ranks."""
+        if not single.buffers:
+            return None
+        own = None if single is exact else buffer_errors(single.buffers, exact.buffers, self.exact.before)
+        found = worst_of(buffer_errors(parallel.buffers, single.buffers, self.single.before), own)
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        worst: Worst = max(everywhere, key=lambda one: one.error / one.bar)
+        return worst
+
+    def _update(self, gradients: Tensors) -> Worst | None:
+        make = self.make_optimizer
+        if make is None:
+            return None
+        parallel, single = (self._updated(side, make, gradients) for side in (self.parallel, self.single))
+        own = None
+        if self.exact is not self.single:
+            exact = self._updated(self.exact, make, gradients)
+            own = gradient_errors(changes(single, self.single.before), changes(exact, self.exact.before))
+        before = self.single.before
+        return worst_of(gradient_errors(changes(parallel, before), changes(single, before)), own)
+
+    def _updated(self, side: Reference | _Parallel, make: MakeOptimizer, gradients: Tensors) -> Tensors:
+        """The parameters after an update; what it draws at random is the same on all sides."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return side.update(make, gradients)
+
+    def _evaluation(self) -> Worst | None:
+        try:
+            exact = self.exact.evaluate()
+        except UserError as error:
+            self.notes.append(f"evaluation was not compared: {error}")
+            return None
+        single = exact if self.exact is self.single else self.single.evaluate()
+        own = None if self.exact is self.single else output_errors(single, exact)
+        return worst_of(output_errors(self.parallel.evaluate(), single), own)
+
+
+class _Parallel:
+    """The plan's own run on this rank."""
+
+    def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss_fn: Any, lifted: bool, seed: int) -> None:
+        program, decisions = _program(plan, model, loss_fn, lifted)
+        if lifted:
+            model, batch = as_double(model, batch)
+            plan = plan.model_copy(update={"batch": {name: _double_entry(entry) for name, entry in plan.batch.items()}})
+        self.module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
+        self.module.train()
+        self.module.use_dropout = False
+        self._part = plan.shard_batch(as_batch(batch))
+
+    def step(self) -> Step:
+        loss = find_loss(self._output())
+        loss.backward()
+        buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        return Step(float(loss.detach()), dict(full_gradients(self.module)), buffers)
+
+    def update(self, make_optimizer: MakeOptimizer, gradients: Tensors) -> Tensors:
+        """Return the whole parameters after one step of the optimizer; the gradients are there, in parts."""
+        make_optimizer(self.module.named_parameters()).step()
+        self.module.zero_grad(set_to_none=True)
+        whole = full_state_dict(self.module)
+        return {name: whole[name] for name, _ in self.module.named_parameters()}
+
+    def evaluate(self) -> Tensors:
+        """Return loss and outputs in evaluation, whole."""
+        self.module.eval()
+        with torch.no_grad():
+            found = outputs_of(self._output())
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+
+    def _output(self) -> Any:
+        return self.module(**self._part) if isinstance(self._part, dict) else self.module(*self._part)
+
+
+def _parts(built: Any) -> tuple[nn.Module, Any, Any]:
+    model, batch, *rest = built
+    return model, batch, rest[0] if rest else None
+
+
+def _program(plan: Plan, model: nn.Module, loss_fn: Any, lifted: bool) -> tuple[Program, Decisions]:
+    check_same_loss(plan, loss_fn)
+    autocast = DTYPES[plan.autocast] if plan.autocast else None
+    program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
+    decisions = decisions_of(program, plan)
+    if lifted:
+        lift_dtypes(program)
+    return program, decisions
+
+
+def _double_entry(entry: BatchEntry) -> BatchEntry:
+    is_float = getattr(torch, entry.dtype).is_floating_point
+    return entry.model_copy(update={"dtype": "float64"}) if is_float else entry
+
+
+def _measured_peaks(
+    plan: Plan, model: nn.Module, batch: Any, loss_fn: Any, make_optimizer: MakeOptimizer, seed: int
+) -> tuple[tuple[int, ...], float]:
+    """Every rank's peak over two whole steps, from the allocator's own records, and the time of later ones."""
+    program, decisions = _program(plan, model, loss_fn, lifted=False)
+    module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
+    del model
+    module.train()
+    part = plan.shard_batch(as_batch(batch))
+    optimizer = make_optimizer(module.named_parameters())
+    static = static_bytes(module)
+    with module.communicator.settling():
+        record = measure(lambda: train_step(module, optimizer, part), num_steps=2)
+    timer = Timer()
+    for _ in range(3):
+        with timer:
+            train_step(module, optimizer, part)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, static + record.peak_delta_bytes)
+    return tuple(int(peak) for peak in gathered), timer.median_s

@@ -1,0 +1,1 @@
+"""What torch does not promise: private names with the reason for each, fake tensors, nested arguments."""
