@@ -1,4 +1,4 @@
-"""Batches that a plan does not know, given to a planned module; called by `tests/test_batch.py` on its ranks."""
+"""Batches that a plan does not know, given to a planned module; called by `tests/runtime/test_batch.py` on its ranks."""
 
 from __future__ import annotations
 

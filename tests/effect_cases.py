@@ -1,4 +1,4 @@
-"""A model whose forward writes buffers in many ways, trained beside an eager copy; called by `tests/test_effects.py`."""
+"""A model whose forward writes buffers in many ways, trained beside an eager copy; called by `tests/capture/test_effects.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that forks workers of a run in which they come and go: `tests/test_sync_faults.py` kills, stops and adds some.
+"""A server that forks workers of a run in which they come and go: `tests/sync/test_sync_faults.py` kills, stops and adds some.
 
 It reads a line of JSON a worker, `[OUTPUT, HOST:PORT, NUM_WORKERS, METHOD, NUM_STEPS, SILENCE_S]`, and prints its process id. The
 worker writes `joined NUMBER`, a line a step, `step NUMBER SECONDS SIZE DIGEST`, and `finished DIGEST` or `error TEXT` to OUTPUT.

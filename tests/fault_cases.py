@@ -1,4 +1,4 @@
-"""Runs that go wrong, on real ranks, called by `tests/test_faults.py`; the process group is initialised."""
+"""Runs that go wrong, on real ranks, called by `tests/runtime/test_faults.py`; the process group is initialised."""
 
 from __future__ import annotations
 

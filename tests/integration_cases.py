@@ -1,4 +1,4 @@
-"""Training code of other libraries around a planned model, called by `tests/test_integrations.py` on ranks and alone."""
+"""Training code of other libraries around a planned model, called by `test_integrations` on ranks and alone."""
 
 from __future__ import annotations
 

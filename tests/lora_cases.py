@@ -1,4 +1,4 @@
-"""LoRA adapters over a frozen base on real ranks, called by `tests/test_lora.py`; the process group is initialised."""
+"""LoRA adapters over a frozen base on real ranks, called by `tests/runtime/test_lora.py`; the process group is initialised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in micro-batches on real ranks, called by `tests/test_micro_batches.py`; each returns "ok" or what is wrong."""
+"""Training in micro-batches on real ranks, called by `tests/program/test_micro_batches.py`; each returns "ok" or what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with optimizer states on a disk, on real ranks, called by `tests/test_offload_states.py`."""
+"""Training with optimizer states on a disk, on real ranks, called by `tests/rank/test_offload_states.py`."""
 
 from __future__ import annotations
 

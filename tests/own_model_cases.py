@@ -1,4 +1,4 @@
-"""A model of x with a loss of torch's, planned: called by `tests/test_own_model.py` on real ranks."""
+"""A model of x with a loss of torch's, planned: called by `tests/runtime/test_own_model.py` on real ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runtime behaviour on real ranks, called by `tests/test_runtime.py`; the process group is initialised."""
+"""Runtime behaviour on real ranks, called by `tests/runtime/test_runtime.py`; the process group is initialised."""
 
 from __future__ import annotations
 

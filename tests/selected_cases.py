@@ -1,4 +1,4 @@
-"""Choosing examples on real ranks, called by `tests/test_selected.py`; the process group is initialised."""
+"""Choosing examples on real ranks, called by `tests/runtime/test_selected.py`; the process group is initialised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches smaller than planned on real ranks beside one process; called by `tests/test_shapes.py`."""
+"""Batches smaller than planned on real ranks beside one process; called by `tests/program/test_shapes.py`."""
 
 from __future__ import annotations
 

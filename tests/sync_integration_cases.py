@@ -1,4 +1,4 @@
-"""A sync method inside Hugging Face's Trainer and Accelerate, called by `tests/test_sync_integrations.py` on two ranks."""
+"""A sync method inside Hugging Face's Trainer and Accelerate, called by `tests/sync/test_sync_integrations.py` on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ordinary training code around a planned module, called by `tests/test_training_code.py` on real ranks."""
+"""Ordinary training code around a planned module, called by `tests/integrations/test_training_code.py` on real ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What ordinary models have, beside one process: several losses and outputs, buffers, frozen and tied parameters, dropout.
 
-Called by `tests/test_usage.py` on real ranks; the process group is initialised.
+Called by `tests/artifacts/test_usage.py` on real ranks; the process group is initialised.
 """
 
 from __future__ import annotations

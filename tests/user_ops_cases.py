@@ -1,4 +1,4 @@
-"""A model with ops of its user's own, on real ranks, called by `tests/test_user_ops.py`; the process group is initialised.
+"""A model with ops of its user's own, on real ranks, called by `tests/program/test_user_ops.py`; the process group is initialised.
 
 The ops and their rules are defined as a user would: where the model is, so that every process that imports it knows them.
 """

@@ -21,8 +21,8 @@ _IN_BLOCKS: tuple[dict[str, Any], ...] = (
     {"block_size": 256, "min_8bit_size": 9},
 )
 _SCALES = ("exp_avg_absmax", "exp_avg_sq_absmax", "momentum_buffer_absmax")
-_KERNEL = "a kernel of its own, for parameters above min_8bit_size; tests/test_optim_8bit.py"
-_SKIPS = {"nan": "elements without a finite gradient are left alone; tests/test_optim_8bit.py"}
+_KERNEL = "a kernel of its own, for parameters above min_8bit_size; tests/optim/test_optim_8bit.py"
+_SKIPS = {"nan": "elements without a finite gradient are left alone; tests/optim/test_optim_8bit.py"}
 
 
 def adamw(

@@ -328,7 +328,7 @@ CASES = (
         ),
         skips={
             "capturable": "each tensor chooses its part by its own count",
-            "fused": "its pass is C++; tests/test_optim_frugal.py",
+            "fused": "its pass is C++; tests/optim/test_optim_frugal.py",
             "complex": "a complex matrix keeps its whole state",
             "nan": "the sign of NaN is 0",
             "late": "the choice depends on the place in the group",

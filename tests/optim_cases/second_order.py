@@ -24,7 +24,7 @@ _CURVED = (
     ({"betas": (1.0, 0.9)}, r"betas\[0\] in \[0, 1\)"),
     ({"update_period": 0}, "update_period of at least 1"),
 )
-_NEEDS_CURVATURE = "its first step by gradients alone is refused; tests/test_optim_second_order.py"
+_NEEDS_CURVATURE = "its first step by gradients alone is refused; tests/optim/test_optim_second_order.py"
 _NEEDS_CLOSURE = "its step needs a closure, and one group"
 _NOT_OFFERED = "refused, with the reason"
 
@@ -183,7 +183,7 @@ CASES = (
         settings={**_SOPHIA, "update_period": 4},
         variants=({}, {"update_period": 5}, {"weight_decay": 0.0}),
         drive=by_sample,
-        skips={"late": "without a refresh it stops after update_period steps; tests/test_optim_second_order.py"},
+        skips={"late": "without a refresh it stops after update_period steps; tests/optim/test_optim_second_order.py"},
     ),
     Case(
         "sophiah",
@@ -223,9 +223,9 @@ CASES = (
         variants=({}, {"momentum": 0.5}, {"divisor": "filled", "weight_decay": 0.0}),
         skips={
             **_FORMS,
-            **dict.fromkeys(("late", "groups"), "all parameters are one vector; tests/test_optim_mfac.py"),
-            "nan": "refused, for it would stay in the window; tests/test_optim_mfac.py",
-            "temporaries": "the factorisation's workspace is LAPACK's; bounded in tests/test_optim_mfac.py",
+            **dict.fromkeys(("late", "groups"), "all parameters are one vector; tests/optim/test_optim_mfac.py"),
+            "nan": "refused, for it would stay in the window; tests/optim/test_optim_mfac.py",
+            "temporaries": "the factorisation's workspace is LAPACK's; bounded in tests/optim/test_optim_mfac.py",
         },
     ),
     Case(
@@ -248,7 +248,7 @@ CASES = (
             **_FORMS,
             **_BY_CLOSURE,
             "narrow": "targets of low precision change which steps the search accepts",
-            "ranks": "its targets join parameters of several shardings; tests/test_optim_sso.py",
+            "ranks": "its targets join parameters of several shardings; tests/optim/test_optim_sso.py",
         },
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@
     softmax, norms, pooling    each operand that is not contiguous is copied
     reductions of bf16, fp16   the operand in fp32
 
-Each entry was found by running the kernel under the allocator's records; `tests/test_profiler_workspace.py` does so
+Each entry was found by running the kernel under the allocator's records; `tests/profiler/test_profiler_workspace.py` does so
 again. Scalars (a Python number becomes a tensor of 8 bytes, and its cast of 4) are left out.
 """
 

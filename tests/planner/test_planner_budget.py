@@ -1,0 +1,70 @@
+"""Plans of models with many layers under a budget that binds: it is used, the gap is small, the file can be reviewed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import trainwright as tw
+from benchmarks.planner.grid import solved, violations
+from tests.builders import NUM_LAYERS, deep_program, peaks, question, task
+from trainwright.artifacts import Plan
+from trainwright.models import zoo
+from trainwright.planner import compare, make_plan
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_a_budget_that_binds_is_used(share):
+    low, high = peaks()
+    budget = int(low + share * (high - low))
+    plan = make_plan(**question(deep_program(), "2xh100", budget_bytes=budget))
+    assert 0.95 * budget <= plan.predicted.peak_bytes <= budget
+    assert plan.solver.gap <= 5e-3
+    assert plan.predicted.recompute_s > 0
+
+
+@pytest.mark.slow
+def test_joint_is_no_slower_than_any_recipe():
+    low, high = peaks()
+    found = compare(**question(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))))
+    steps = {name: plan.predicted.step_s for name, plan in found.items() if isinstance(plan, Plan)}
+    assert len(steps) >= 2
+    assert steps["joint"] == min(steps.values())
+
+
+def test_the_problem_does_not_grow_with_depth():
+    sizes = []
+    for num_layers in (4, NUM_LAYERS):
+        (place,) = task(deep_program(num_layers), "2xh100").places
+        model, *_ = place.solver.full()
+        sizes.append((model.num_columns, model.num_rows))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_plan_can_be_reviewed():
+    low, high = peaks()
+    plan = make_plan(**question(deep_program(), "2xh100", budget_bytes=int(low + 0.3 * (high - low))))
+    lines = plan.to_json().splitlines()
+    assert json.loads("\n".join(lines))
+    assert len(lines) < 300
+    assert max(map(len, lines)) <= 160, max(lines, key=len)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_plan_of_seventy_billion_parameters_can_be_reviewed():
+    model, batch = zoo.build("llama-3-70b", dtype="bf16", batch_size=64, seq_len=8192)
+    plan = tw.plan(model, batch, hardware="8x8xh100", memory="70GiB", mesh=(8, 8))
+    lines = plan.to_json().splitlines()
+    assert len(lines) < 300
+    assert max(map(len, lines)) <= 160, max(lines, key=len)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("model", "cluster"), [("gpt2-tiny", "8xa100"), ("bert-tiny", "2x2xh100")])
+def test_from_the_smallest_budget_on_time_falls_with_memory_and_joint_is_no_slower_than_any_recipe(model, cluster):
+    rows = list(solved(model, cluster))
+    assert any("step_s" in row and row["binds"] for row in rows)
+    assert violations(rows) == []

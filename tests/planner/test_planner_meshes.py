@@ -1,0 +1,152 @@
+"""Which mesh: the fastest of all that may be laid over the links; three axes; what stays unseen is said."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.builders import Blocks, question, task, tiny_program
+from tests.planner_ranks import run_ranks, shard, whole_values
+from trainwright.artifacts import Refusal
+from trainwright.capture.export import capture
+from trainwright.hardware import resolve
+from trainwright.planner import make_plan, mesh_search
+from trainwright.planner.mesh_search import MeshSearch
+from trainwright.planner.meshes import mesh_shapes
+from trainwright.planner.model.sharding import is_plain
+from trainwright.profiler.saved import whole_program
+from trainwright.program.program import build_program
+
+SMALL, LARGE = 1_100_000, 10**9
+
+
+def best_of_each(program, hardware, **options):
+    """The fastest plan of every single mesh."""
+    steps = {}
+    for shape in mesh_shapes(resolve(hardware)):
+        try:
+            steps[shape] = make_plan(**question(program, hardware, mesh=shape, **options)).predicted.step_s
+        except Refusal:
+            continue
+    return steps
+
+
+@pytest.mark.parametrize("budget", [LARGE, pytest.param(SMALL, marks=pytest.mark.slow)])
+def test_the_mesh_is_the_fastest_of_all(budget):
+    program = tiny_program("gpt2-tiny")
+    steps = best_of_each(program, "2x2xh100", budget_bytes=budget)
+    assert len(steps) >= 2
+    found = make_plan(**question(program, "2x2xh100", mesh=None, budget_bytes=budget, time_limit_s=240.0))
+    assert found.predicted.step_s <= min(steps.values()) * 1.006
+    assert found.predicted.peak_bytes <= budget
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_mesh_is_the_fastest_of_all_where_latencies_are_shared():
+    program = tiny_program("gpt2-tiny")
+    options = {"budget_bytes": 1_700_000, "time_limit_s": 120.0}
+    steps = best_of_each(program, "cpu:4", **options)
+    found = make_plan(**question(program, "cpu:4", mesh=None, **options))
+    assert found.predicted.step_s <= min(steps.values()) * 1.02
+
+
+def test_a_mesh_that_cannot_win_is_not_solved():
+    search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=240.0), "joint")
+    for place in search.places:
+        search.look_at(place)
+    assert search.best is not None
+    assert len(search.places) == 2
+    for place in search.places[1:]:
+        is_solved = place is search.best.place or place.solver.lower_bound_s() < search.best.price.step_s
+        assert is_solved or place.shape in search.slower
+    assert not search.unseen
+
+
+def later(seconds: float) -> SimpleNamespace:
+    """Clocks that so much has passed on, none of it computing."""
+    return SimpleNamespace(perf_counter=lambda: time.perf_counter() + seconds, process_time=time.process_time)
+
+
+def test_others_are_looked_at_however_long_the_first_took(monkeypatch):
+    search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=240.0), "joint")
+    first, *others = search.places
+    search.look_at(first)
+    monkeypatch.setattr(mesh_search, "time", later(1000.0))
+    for place in others:
+        search.look_at(place)
+    assert not search.unseen
+    monkeypatch.setattr(mesh_search, "time", later(2000.0))
+    search.look_at(others[0])
+    assert search.unseen == [others[0].shape], "what others took counts"
+
+
+def test_a_busy_machine_does_not_make_a_mesh_harder(monkeypatch):
+    search = MeshSearch(task(tiny_program("gpt2-tiny"), "8xh100", mesh=None), "joint")
+    clock = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr(
+        mesh_search, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=time.process_time)
+    )
+    search._bound_s(search.places[0])
+    assert search._expected_s(search.places[1]) < 100
+
+
+def test_others_have_what_the_first_leaves_of_the_time():
+    """Two axes are expected to take twelve times as long as one: more than an eighth of the limit, less than what is left."""
+    search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=960.0), "joint")
+    first, *others = search.places
+    search.look_at(first)
+    search._seconds = {1: 20.0}
+    for place in others:
+        search.look_at(place)
+    assert not search.unseen
+
+
+def test_meshes_that_nobody_looked_at_are_named():
+    plan = make_plan(**question(tiny_program("gpt2-tiny"), "8xh100", mesh=None, time_limit_s=1e-3))
+    assert plan.mesh == {"gpu": 8}, "the cluster's own is always looked at"
+    assert plan.solver.unseen_meshes == ("2x4", "2x2x2")
+    assert any("not searched: mesh 2x4, 2x2x2" in note and "--time-limit" in note for note in plan.notes)
+
+
+def test_pins_name_the_axes_of_the_clusters_own_mesh():
+    plan = make_plan(**question(tiny_program("gpt2-tiny"), "4xh100", mesh=None, pins=("h.*.attn:sdpa=shard(b0)@gpu",)))
+    assert plan.mesh == {"gpu": 4}
+
+
+def test_megatron_tries_every_width_of_its_last_axis():
+    search = MeshSearch(task(tiny_program("gpt2-tiny"), "8xh100", mesh=None), "megatron")
+    assert [place.shape for place in search.places] == ["8", "2x4", "4x2"]
+
+
+def test_changes_of_layout_on_three_axes_are_plain():
+    (place,) = task(tiny_program("gpt2-tiny"), "8xh100", mesh=(2, 2, 2)).places
+    _, sharding = place.solver.plain()
+    assert sharding.flow
+    assert all(is_plain(native, want[0]) for _, native, want in sharding.flow)
+    answer = place.solve("joint")
+    assert answer.gap <= 0.02
+    one_axis = task(tiny_program("gpt2-tiny"), "8xh100", mesh=(8,)).places[0].solve("ddp")
+    assert answer.objective_s <= one_axis.objective_s * 1.02, "data parallelism is there on any mesh"
+
+
+def test_gradients_on_three_axes_are_those_of_one_process():
+    torch.manual_seed(0)
+    model, batch = Blocks(2).double(), (torch.randn(64, 6, dtype=torch.float64),)
+    program = build_program(capture(model, batch, lambda out, _: out))
+    values = whole_values(program, model, {"0": batch[0]})
+    loss, gradients = run_ranks(program, whole_program(program).decisions, values)
+    (place,) = task(program, "cpu:8", mesh=(2, 2, 2)).places
+    answers = [place.solve("joint"), place.solve("fsdp"), place.solver.smallest(place.settings("joint"))]
+    assert len({str(sorted(map(str, answer.decisions.params.values()))) for answer in answers}) > 1
+    for answer in answers:
+        found_loss, found = run_ranks(program, answer.decisions, values)
+        assert found_loss == pytest.approx(loss, rel=1e-12)
+        for tensor in program.params:
+            whole = gradients[tensor.key][0][1]
+            for coords, part in found[tensor.key]:
+                wanted = shard(tensor, whole, answer.decisions.params[tensor], (2, 2, 2), coords)
+                torch.testing.assert_close(part, wanted, rtol=1e-9, atol=1e-12)

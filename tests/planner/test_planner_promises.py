@@ -1,0 +1,144 @@
+"""What the planner says holds: budgets that it names do, gaps are proven, a plan is there however little time there is."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+
+import pytest
+
+from tests.builders import question, task
+from tests.models import gnn, unet
+from trainwright.artifacts import Plan, Refusal, SolverInfo, parse_bytes
+from trainwright.capture.export import capture
+from trainwright.models import zoo
+from trainwright.planner import compare, make_plan
+from trainwright.planner.refusals import batch_size
+from trainwright.program.program import build_program
+
+BUILDS = {"unet": unet.build, "gnn": gnn.build, "gpt2-tiny": lambda: zoo.build("gpt2-tiny")}
+
+
+@functools.cache
+def program_of(name: str):
+    return build_program(capture(*BUILDS[name]()))
+
+
+@functools.cache
+def peak_of(name: str, solver: str) -> int:
+    """What the plan of a recipe holds where memory does not bind."""
+    return make_plan(**question(program_of(name), budget_bytes=None), solver=solver).predicted.peak_bytes
+
+
+def refusal_of(name: str, budget_bytes: int, **more) -> str:
+    with pytest.raises(Refusal) as refused:
+        make_plan(**question(program_of(name), budget_bytes=budget_bytes, **more))
+    return str(refused.value)
+
+
+# The budget that would do
+
+
+ASKED = [
+    ("gnn", 0.3),
+    ("unet", 0.3),
+    *(pytest.param(name, share, marks=pytest.mark.slow) for name in BUILDS for share in (0.05, 0.15)),
+]
+
+
+@pytest.mark.parametrize(("name", "share"), ASKED)
+def test_asking_again_with_the_budget_that_is_named_succeeds(name: str, share: float) -> None:
+    said = refusal_of(name, int(share * peak_of(name, "fsdp")))
+    (budget,) = re.findall(r"try a budget of ([\d.]+ \w+), .* for which there is a plan", said)
+    plan = make_plan(**question(program_of(name), budget_bytes=parse_bytes(budget)))
+    assert plan.predicted.peak_bytes <= parse_bytes(budget)
+
+
+def test_a_budget_that_was_not_tried_is_an_estimate(monkeypatch) -> None:
+    monkeypatch.setattr("trainwright.planner.refusals._ATTEMPTS", 0)
+    said = refusal_of("gpt2-tiny", 400_000)
+    assert re.search(r"at least about [\d.]+ MiB is needed, .* \(an estimate\)", said)
+
+
+def test_a_smaller_batch_is_suggested_where_it_is_clear_what_the_batch_is() -> None:
+    found = {name: batch_size(task(program_of(name))) for name in BUILDS}
+    assert found == {"unet": 4, "gnn": None, "gpt2-tiny": 4}
+    assert "or a batch of" not in refusal_of("gnn", int(0.3 * peak_of("gnn", "fsdp")))
+
+
+def test_a_batch_that_is_suggested_is_smaller() -> None:
+    peak = make_plan(**question(program_of("gpt2-tiny"), budget_bytes=900_000_000)).predicted.peak_bytes
+    for budget in (peak // 3, peak // 4):
+        for given, size in re.findall(r"batch of about (\d+) instead of (\d+)", _answer_or_refusal(budget)):
+            assert int(given) < int(size)
+
+
+def _answer_or_refusal(budget: int) -> str:
+    found = compare(**question(program_of("gpt2-tiny"), budget_bytes=budget), solvers=("ddp", "fsdp"))
+    return " ".join(str(each) for each in found.values() if isinstance(each, Refusal))
+
+
+# A plan is there, whatever the clock says
+
+
+class Forward:
+    """A clock on which every look costs a minute."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 60.0
+        return self.now
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("share", [1.05, 0.8, 0.6])
+def test_joint_has_a_plan_where_fsdp_has_one_however_little_time_there_is(name: str, share: float, monkeypatch) -> None:
+    asked = question(program_of(name), budget_bytes=int(share * peak_of(name, "fsdp")))
+    try:
+        make_plan(**asked, solver="fsdp")
+    except Refusal:
+        return
+    monkeypatch.setattr(time, "perf_counter", Forward())
+    plan = make_plan(**{**asked, "time_limit_s": 0.01})
+    assert plan.predicted.peak_bytes <= asked["budget_bytes"]
+
+
+def test_the_first_plan_is_told_of_before_the_search() -> None:
+    told: list[str] = []
+    make_plan(**question(program_of("gpt2-tiny"), budget_bytes=2_000_000, time_limit_s=20.0), progress=told.append)
+    pattern = r"joint on mesh 2 · \d+ of 20 s · (best [\d.]+ m?s|no plan yet)(, proven ≥ [\d.]+ m?s)?"
+    assert all(re.fullmatch(pattern, line) for line in told), told
+    assert "best" in told[0]
+    best = [float(line.split("best ")[1].split()[0]) for line in told if "best" in line]
+    assert best == sorted(best, reverse=True)
+
+
+# The words are exact
+
+
+@pytest.mark.parametrize(
+    ("gap", "status", "words"),
+    [
+        (0.0, "optimal", "optimal, to within 0.01 %"),
+        (0.0008, "optimal", "optimal, to within 0.08 %"),
+        (0.097, "feasible", "best found; within 9.7 % of the optimum (proven)"),
+        (None, "feasible", "best found; nothing is proven"),
+    ],
+)
+def test_a_verdict_says_what_is_proven(gap, status: str, words: str) -> None:
+    plan = make_plan(**question(program_of("gpt2-tiny"), budget_bytes=None), solver="ddp")
+    solver = SolverInfo(name="joint", status=status, gap=gap, solve_s=1, plan_s=1)
+    assert plan.model_copy(update={"solver": solver}).verdict == words
+
+
+def test_only_what_is_proven_is_called_optimal() -> None:
+    peak = peak_of("gpt2-tiny", "fsdp")
+    found = compare(**question(program_of("gpt2-tiny"), budget_bytes=int(0.7 * peak), time_limit_s=4.0))
+    plans = [plan for plan in found.values() if isinstance(plan, Plan)]
+    assert plans
+    for plan in plans:
+        gap = plan.solver.gap
+        assert (plan.solver.status == "optimal") == (gap is not None and gap <= 1.0001e-3)

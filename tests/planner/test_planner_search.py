@@ -1,0 +1,288 @@
+"""Where the search of a large model finds no proof: what is tried then, and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import trainwright as tw
+from benchmarks.planner.places import place_of
+from tests.builders import deep_program, peaks, task
+from trainwright.capture.export import capture
+from trainwright.models import zoo
+from trainwright.planner import plan
+from trainwright.planner.budget import budget_for
+from trainwright.planner.model.deadline import LEAST_S, Deadline
+from trainwright.planner.model.milp import Model, Solution
+from trainwright.planner.search import branching, fitting, guard, solve, stages
+from trainwright.planner.search.answer import NOT_IN_TIME, Answer, Infeasible
+from trainwright.planner.search.fitting import Fitting
+from trainwright.planner.search.solve import Solver
+from trainwright.planner.task import Place
+from trainwright.program.program import build_program
+
+
+@pytest.fixture
+def place():
+    """A model of twelve layers under a budget that binds."""
+    low, high = peaks()
+    (found,) = task(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
+    return found
+
+
+@pytest.mark.slow
+def test_what_the_relaxation_mixes_is_searched_and_loses_nothing(monkeypatch):
+    (place,) = task(deep_program(), "2x2xh100").places
+    place.task.budget_bytes = place.solve("joint").simulation.peak_bytes // 2
+    known = place.solve("joint")
+    asked = []
+    narrow = stages._among_mixed
+    monkeypatch.setattr(branching, "_SOON_S", -1.0)
+    monkeypatch.setattr(branching, "_FAR_GAP", -1.0)
+    monkeypatch.setattr(stages, "FEW_COLUMNS", 0)
+    monkeypatch.setattr(stages, "_among_mixed", lambda *args: asked.append(narrow(*args)) or asked[-1])
+    found = place.solve("joint")
+    assert asked
+    assert found.simulation.peak_bytes <= place.task.budget_bytes
+    assert known.objective_s * (1 - known.gap) <= found.objective_s <= known.objective_s * (1 + stages.GAP)
+
+
+def test_a_search_beside_an_answer_is_no_worse_than_the_answer(place):
+    settings = place.settings("joint")
+    fsdp = place.solver.solve(place.settings("fsdp"))
+    found = Fitting(place.solver, settings, settings.budget_bytes).beside(fsdp)
+    assert found is not None
+    assert found.simulation.peak_bytes <= settings.budget_bytes
+    assert found.objective_s <= fsdp.objective_s * (1 + stages.GAP)
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_recipe_answers_where_the_search_found_nothing_but_missed_by_little(place, monkeypatch, near):
+    fsdp = place.solve("fsdp")
+    if not near:
+        place.task.budget_bytes = fsdp.simulation.peak_bytes // 2
+    refused = Infeasible(("a row",), fsdp)
+    monkeypatch.setattr(Solver, "solve", lambda *_: refused)
+    found = place.solve("joint")
+    if near:
+        assert isinstance(found, Answer)
+        assert found.objective_s == pytest.approx(fsdp.objective_s, rel=2 * stages.GAP)
+        # the recipe's own gap says nothing of the whole space
+        assert found.objective_s * (1 - found.gap) <= place.solver.lower_bound_s() * (1 + 1e-9)
+    else:
+        assert found is refused
+
+
+def test_a_use_knows_where_what_it_reads_was_made():
+    place = place_of("t5-tiny", {}, "2xh100", (2,))
+    program = place.task.program
+    made_at = {tensor: op.region.index for op in program.ops if op.region is not None for tensor in op.outputs}
+    far = 0
+    for use in place.problem.uses:
+        if not use.source.is_param:
+            place_of_tensor = use.region_class.representative.externals
+            for member, (made, read) in zip(use.members, use.reaches()):
+                region = use.region_class.members[member]
+                tensor = use.tensor if use.inside else region.externals[place_of_tensor.index(use.tensor)]
+                assert read == region.index
+                assert made == (read if use.inside else made_at[tensor])
+                far += read - made > 1
+    assert far >= 4  # what the encoder leaves, and position biases, are read by layers far behind
+
+
+def test_the_rows_count_gradients_that_wait_and_what_reruns_hold():
+    place = place_of("t5-tiny", {}, "2xh100", (2,))
+    problem, (model, sharding, recompute, memory) = place.problem, place.solver.full()
+    columns = {model.row_names[row]: {column for column, _ in terms} for row, terms in memory.rows.items()}
+    far = {use.source for use in problem.uses if not use.source.is_param and use.tensor.requires_grad
+           and any(read - made > 2 for made, read in use.reaches())}  # fmt: skip
+    assert far
+    for source in far:
+        reaches = [reach for use in problem.uses if use.source is source for reach in use.reaches()]
+        first, last = min(made for made, _ in reaches), max(read for _, read in reaches)
+        between = [
+            member.ops[decision.group.head.position].key
+            for decision in problem.groups
+            for member in (decision.region_class.members[0], decision.region_class.members[-1])
+            if first < member.index < last
+        ]
+        assert between
+        for key in between:
+            assert columns[f"the backward of {key}"] & set(sharding.choice[source.decision]), (source.tensor.key, key)
+    rows = [row for row, name in enumerate(model.row_names) if name == "what a region's backward begins with"]
+    counted = {column for row in rows for column in model.indices[model.starts[row] : model.starts[row + 1]]}
+    reruns = {column for (d, k), column in recompute.rerun.items() if d.rerun_bytes[k] > 0}
+    assert reruns <= counted
+    tops = {max(model.indices[model.starts[row] : model.starts[row + 1]]) for row in rows}
+    assert all(any(top in terms for terms in columns.values()) for top in tops)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("times", [1.0, 1.35])
+def test_an_encoder_with_a_decoder_on_two_axes_is_planned_no_slower_than_by_a_recipe(times):
+    (place,) = task(build_program(capture(*zoo.build("t5-tiny"))), "2x2xh100").places
+    smallest = place.solver.smallest(place.settings("joint"))
+    place.task.budget_bytes = int(budget_for(smallest.simulation.peak_bytes) * times)
+    joint, fsdp = place.solve("joint"), place.solve("fsdp")
+    assert joint.simulation.peak_bytes <= place.task.budget_bytes
+    assert place.overlapped(joint)[1].step_s <= place.overlapped(fsdp)[1].step_s * (1 + stages.GAP)
+
+
+@pytest.mark.parametrize(("status", "is_known"), [("stopped", False), (stages.INFEASIBLE, True)])
+def test_no_answer_in_time_is_not_called_a_contradiction(place, monkeypatch, status, is_known):
+    nothing = Solution(status, None, math.inf, -math.inf, 0.0)
+    for module in (solve, fitting):
+        monkeypatch.setattr(module, "solve_in_stages", lambda *args: nothing)
+    refused = place.solver.solve(place.settings("joint"))
+    assert isinstance(refused, Infeasible)
+    assert refused.out_of_time is not is_known
+    assert ("contradict" in refused.binding[0]) is is_known
+
+
+def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_shardings(place, monkeypatch):
+    """The rows' search and the one for what holds least find nothing: one sharding at a time still does."""
+    found, nothing = [], Solution("stopped", None, math.inf, -math.inf, 0.0)
+    real = fitting.solve_in_stages
+    monkeypatch.setattr(Fitting, "_solve", lambda self: nothing)
+    monkeypatch.setattr(Solver, "smallest", lambda self, settings: None)
+    monkeypatch.setattr(fitting, "solve_in_stages", lambda asked: found.append(real(asked)) or found[-1])
+    settings = place.settings("joint")
+    answer = place.solver.within(settings, settings.budget_bytes)
+    assert isinstance(answer, Answer)
+    assert found
+    assert answer.simulation.peak_bytes <= settings.budget_bytes
+
+
+def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_against_recipes(place, monkeypatch):
+    answer = place.solve("joint")
+    late = replace(place.settings("joint"), deadline=Deadline(0))
+    assert late.stages(*place.solver.plain()).time_limit_s == LEAST_S
+    place.solver.last_aim = float(late.budget_bytes)
+    monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("a known sharding was fitted past the deadline"))
+    assert guard.no_slower_than_known(place.solver, late, answer, lambda answer: answer.objective_s) is answer
+
+
+def test_a_deadline_that_ends_before_anything_is_found_is_refused_with_more_time(place, monkeypatch):
+    monkeypatch.setattr(Place, "solve", lambda *_: Infeasible((NOT_IN_TIME,), None))
+    with pytest.raises(tw.Refusal, match=r"more time is needed: joint found no plan in 30 s.*--time-limit 120"):
+        plan._search(place.task, "joint")
+    assert place.task.deadline.limited(1e9) <= 30
+
+
+@pytest.fixture
+def ctrl_c():
+    """Press Ctrl-C; where these tests run in the background, it may be ignored otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_search_with_the_best_plan_found(place, monkeypatch, ctrl_c):
+    expected = place.solve("joint")
+    real, presses = stages.solve_in_stages, []
+
+    def pressed(*args):
+        found = real(*args)
+        if not presses:
+            presses.append(ctrl_c())
+        return found
+
+    monkeypatch.setattr(fitting, "solve_in_stages", pressed)
+    monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("recipes were looked at after Ctrl-C"))
+    found = plan._search(place.task, "joint")
+    assert presses
+    assert found.answer.simulation.peak_bytes <= place.task.budget_bytes
+    assert found.price.step_s >= place.overlapped(expected)[1].step_s * (1 - stages.GAP)
+    assert plan._STOPPED in found.notes
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("num_presses", [1, 2])
+def test_ctrl_c_interrupts_where_nothing_is_known_or_when_pressed_again(place, monkeypatch, ctrl_c, num_presses):
+    went_on = []
+
+    def pressed(*_):
+        for _ in range(num_presses):
+            ctrl_c()
+        went_on.append(True)
+        return Infeasible((NOT_IN_TIME,), None)
+
+    monkeypatch.setattr(Place, "solve", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        plan._search(place.task, "joint")
+    assert bool(went_on) is (num_presses == 1)
+
+
+def test_a_solve_that_runs_ends_with_what_it_has_when_it_is_told_to():
+    rng, model, asked = np.random.default_rng(0), Model(), []
+    columns = [model.column(cost=-float(rng.integers(5, 60)), integer=True, upper=1.0) for _ in range(80)]
+    for row in range(25):
+        model.row(f"{row}", [(column, float(rng.integers(5, 60))) for column in columns], upper=600.0)
+    found = model.solve(gap=0.0, stop=lambda: asked.append(True) or True, time_limit_s=200.0)
+    assert asked
+    assert (found.status, found.values is not None) == ("feasible", True)
+    assert found.bound <= found.objective
+
+
+@pytest.mark.parametrize(("fast_from", "expected"), [(850, "found"), (2000, "cut off")])
+def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monkeypatch, fast_from, expected):
+    """What a large budget of the rows lets in does not fit, what a small one does is too slow: between them is the answer."""
+    search = Fitting(place.solver, replace(place.settings("joint"), cutoff_s=1.0), budget=1000)
+    aims = []
+
+    def solved(self):
+        aims.append(self.search.aim)
+        good = aims[-1] >= fast_from or len(aims) == 1
+        return Solution("optimal" if good else stages.CUT_OFF, np.zeros(1) if good else None, 0.5, 0.5, 0.0)
+
+    def noted(self, solution):
+        held = SimpleNamespace(peak_bytes=990 if self.search.aim <= 900 else 1200)
+        self.search.note(SimpleNamespace(objective_s=0.5, gap=0.0, simulation=held))
+
+    monkeypatch.setattr(Fitting, "_solve", solved)
+    monkeypatch.setattr(Fitting, "_note", noted)
+    found = search.run()
+    assert aims[1] < 850 < 900 < aims[0]
+    if expected == "found":
+        assert found.simulation.peak_bytes == 990
+    else:
+        assert isinstance(found, Infeasible)
+        assert found.cut_off
+        assert 2 < len(aims) <= 1 + fitting.MAX_CORRECTIONS
+
+
+@pytest.mark.parametrize(("times", "asks"), [(1.0, False), (1.05, True)])
+def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_its_step(
+    place, monkeypatch, times, asks
+):
+    answer = replace(place.solve("joint"), gap=0.0)
+    place.solver.last_aim = float(place.task.budget_bytes)
+    asked = []
+    monkeypatch.setattr(guard, "_of_recipe", lambda *_: asked.append(_))
+    monkeypatch.setattr(Fitting, "beside", lambda *_: None)
+    monkeypatch.setattr(Fitting, "fitted", lambda *_: None)
+    found = guard.no_slower_than_known(
+        place.solver, place.settings("joint"), answer, lambda answer: times * answer.objective_s
+    )
+    assert found is answer
+    assert bool(asked) == asks
+
+
+def test_the_solver_prints_nothing() -> None:
+    """Some releases print their name where a solver is made; a plan on the standard output is to be JSON alone."""
+    text = (
+        "from trainwright.planner.model.milp import Model; model = Model(); "
+        "model.row('one', [(model.column(cost=1.0), 1.0)], lower=1.0);"
+        "assert model.solve().objective == 1.0; assert model.solve(relaxed=True).objective == 1.0"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
