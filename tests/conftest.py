@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -51,6 +52,15 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """
     is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
     return True if is_helper and Path(__file__).parent in collection_path.parents else None
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    """Leave the process group that a script of a test has joined "until the process ends": the next test is no rank."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture

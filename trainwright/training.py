@@ -203,8 +203,8 @@ def run(
 
         take = SyncStep(sync, dealt)
     records = Records(metrics, tensorboard, first) if rank() == 0 else None
-    if rank() == 0 and first > 0:
-        emit({"kind": "resumed", "step": first})
+    if rank() == 0:
+        emit({"kind": "begun", "step": first})
 
     def tell(event: Event) -> None:
         on_step(event)

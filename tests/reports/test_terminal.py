@@ -20,7 +20,7 @@ from tests import report_samples as samples
 from trainwright import optim
 from trainwright.artifacts import OpPlan, ParamPlan, Plan, diff
 from trainwright.cli.optimizers import _LEAST_TELLING
-from trainwright.cli.progress import bar_line
+from trainwright.cli.progress import StepProgress, bar_line
 from trainwright.reports.frontier_figure import frontier_table
 from trainwright.reports.terminal import cluster_table, compare_table, plan_table, report_table, rows_table
 from trainwright.reports.terminal_profile import profile_table
@@ -158,6 +158,17 @@ def test_the_bar_keeps_steps_and_time_left(width: int) -> None:
     assert " 30/100  0:01:15 left" in line
     shown = [part in line for part in parts]
     assert shown == sorted(shown, reverse=True), "what matters less goes first"
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_steps_that_are_repeated_after_a_restart_count_once(first: int) -> None:
+    progress = StepProgress(4, samples.plan())
+    step = {"loss": 3.25, "step_s": 0.1, "samples_per_s": 412.0, "peak_bytes": 900, "comm_s": 0.0, "update_s": 0.0}
+    for begun in (0, first):
+        progress.on_event({"kind": "begun", "step": begun})
+        for number in range(begun, 4):
+            progress.on_event({"kind": "step", "step": number, "comm_bytes": {}, **step})
+    assert [event["step"] for event in progress.steps] == [0, 1, 2, 3]
 
 
 _RUN = """

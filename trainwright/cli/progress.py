@@ -47,7 +47,7 @@ class StepProgress:
             self.steps.append(event)
             self._show(event)
             self._compare()
-        elif event.get("kind") == "resumed":
+        elif event.get("kind") == "begun":  # again, where ranks were lost: what came after the checkpoint is repeated
             self.steps = [step for step in self.steps if step["step"] < event["step"]]
         elif "text" in event:
             self._say(f"note: {event['text']}")

@@ -51,10 +51,12 @@ def init(device: DeviceType | None = None) -> None:
 
     device: `cuda` takes the GPU of the local rank, over NCCL, `cpu` gloo; default: `cuda` where there is a GPU.
 
+    >>> import torch
     >>> init("cpu")
     >>> init("cpu")  # the second time, nothing is left to do
     >>> rank(), world_size()
     (0, 1)
+    >>> torch.distributed.destroy_process_group()  # or, as most scripts do, leave it to the end of the process
     """
     import torch
     import torch.distributed as dist
