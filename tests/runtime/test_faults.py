@@ -204,7 +204,7 @@ def soak(plan_path: Path, folder: Path, num_kills: int, num_steps: int, seed: in
             break
         seen += ranks
         if starting:
-            time.sleep(chance.uniform(0, 5))
+            time.sleep(chance.uniform(0, 1))  # forked ranks are at their first step after one to two seconds
         victim = chance.randrange(len(ranks))
         place = _place(disturbed, starting)
         with contextlib.suppress(ProcessLookupError):  # the run may have come to its end meanwhile
