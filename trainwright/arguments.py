@@ -206,7 +206,11 @@ def _class_and_options(optimizer: Any) -> tuple[type | None, Mapping[str, Any]]:
         options = {**optimizer.keywords, **options}
         optimizer = optimizer.func
     if isinstance(optimizer, torch.optim.Optimizer):
-        return type(optimizer), {**optimizer.defaults, **options}
+        cls = type(optimizer)
+        return getattr(cls, "of_torch", cls), {
+            **optimizer.defaults,
+            **options,
+        }  # a class over the parts of a plan is torch's
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     return (optimizer if is_class else None), options
 

@@ -15,6 +15,7 @@ from torch import nn
 import trainwright as tw
 from trainwright.arguments import as_mesh, as_optimizer_name, as_pins
 from trainwright.artifacts import Plan, UserError
+from trainwright.optim.on_parts import on_parts
 from trainwright.request import PlanOptions, PlanRequest
 
 BATCH = (torch.ones(8, 4), torch.arange(8) % 3)
@@ -64,6 +65,13 @@ def test_what_is_clear_is_accepted(plain: Plan, options: dict[str, Any]) -> None
     found = planned(**{"mesh": (2,), "memory": 10**8, "autocast": "bf16", "solver": "ddp", **options})
     for name in ("cluster", "mesh", "budget_bytes", "autocast", "optimizer", "params", "predicted"):
         assert getattr(found, name) == getattr(plain, name), name
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(torch.optim.SGD, "sgd"), (torch.optim.AdamW, "adamw"), (torch.optim.Rprop, "rprop")]
+)
+def test_an_optimizer_over_the_parts_of_a_plan_has_its_own_name(cls: Any, name: str) -> None:
+    assert as_optimizer_name(on_parts(cls)([torch.nn.Parameter(torch.zeros(3))], lr=0.1)) == name
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(torch.optim.AdamW, lr=1e-4)])
