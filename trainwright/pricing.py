@@ -109,7 +109,7 @@ def prices(
     for record in records:
         own = {name: value for name, value in options.items() if name in options_of(record.cls)}
         check_options(record, own)
-        why = _why_not(record, plan, replicas)
+        why = _why_not(record, plan)
         if why:
             refused[record.name] = why
             continue
@@ -145,16 +145,14 @@ def _itemsize(plan: Plan) -> int:
     return DTYPES[plan.dtype].itemsize if plan.dtype in DTYPES else 4
 
 
-def _why_not(record: SyncRecord, plan: Plan, replicas: int) -> str:
+def _why_not(record: SyncRecord, plan: Plan) -> str:
     """The reason why a method cannot be taken under a plan; empty where it can."""
     if plan.num_ranks > 1 and record.cls.needs_whole:
         return record.cls.needs_whole
-    if record.name.startswith("cr-psgd"):
+    if record.cls.grows_batches:
         return "its batches grow, and a plan's do not"
-    if record.name.startswith("1-bit") and plan.optimizer not in ("adam", "adamw"):
-        return f"it takes the place of adam or adamw; the plan is for {plan.optimizer}"
-    if record.name in ("decentlam", "atc-dsgd", "dmsgd", "dadao", "sa-srrw") and not plan.optimizer.startswith("sgd"):
-        return f"it takes sgd; the plan is for {plan.optimizer}"
+    if record.cls.optimizers and plan.optimizer not in record.cls.optimizers:
+        return f"it takes {' or '.join(record.cls.optimizers)}; the plan is for {plan.optimizer}"
     return ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .optim.chosen import Chosen
     from .runtime import ParallelModule
     from .sync import Sync, SyncRecord
 
@@ -37,28 +36,44 @@ class SyncOptions:
 
         return sync.record(self.name)
 
-    def check(self, plan: Plan, replicas: int, chosen: Chosen | None) -> None:
-        """Raise `UserError` for what is known to be impossible before any rank has started."""
+    def check(
+        self, plan: Plan, optimizer: str | None = None, takes_loss: bool = False, beside: Sequence[str] = ()
+    ) -> None:
+        """Raise `UserError` for what is known to be impossible before any rank has started.
+
+        optimizer: the name of the one that runs, `None` for one without a name. takes_loss: it is given the loss itself. beside:
+        what else the user asked for that chooses the examples of a step.
+        """
         from .sync import check_options
 
         record = self.record
         check_options(record, self.options)
+        if beside:
+            raise UserError(
+                f"{beside[0]} chooses the batches of all ranks, and a sync method deals them out to replicas; got both; leave one "
+                "of them out"
+            )
         if plan.num_ranks > 1 and record.cls.needs_whole:
             raise UserError(
                 f"{record.name} needs a whole model on each worker: {record.cls.needs_whole}; this plan shards it over "
                 f"{plan.num_ranks} ranks; take another method, or a plan for one device"
             )
-        if chosen is not None and chosen.needs_loss:
+        if takes_loss:
             raise UserError(
-                f"an optimizer that steps on gradients is needed beside --sync; {chosen.name} takes the loss itself; take adamw or "
-                "sgd"
+                f"an optimizer that steps on gradients is needed beside a sync method; {optimizer or 'this one'} takes the loss "
+                "itself; take adamw or sgd"
+            )
+        if optimizer is not None and record.cls.optimizers and optimizer not in record.cls.optimizers:
+            names = " or ".join(record.cls.optimizers)
+            raise UserError(
+                f"{names} is needed for {record.name}; got {optimizer}; take one of these, or another method"
             )
         if self.options.get("asynchronous"):
             raise UserError(
                 "a method whose workers all take the same number of steps is needed here; asynchronous lsgd ends by rounds; leave "
                 "asynchronous out, or write the loop with tw.sync.create and end it by sync.method.num_rounds"
             )
-        if record.name.startswith("cr-psgd"):
+        if record.cls.grows_batches:
             raise UserError(
                 f"batches of one size are what a plan runs; {record.name} grows them; write the loop with tw.sync.create and draw "
                 "sync.method.batch_size examples, or take local-sgd"

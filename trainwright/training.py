@@ -137,8 +137,9 @@ def train(
     number = check_replicas(replicas, plan, None if sync is None else max(plan.num_ranks, world_size()), sync)
     exchange = None if sync is None else SyncOptions(sync, sync_options or {})
     if exchange is not None:
-        exchange.check(plan, number, None)
-        check_goes_with_sync(take, grow_batch)
+        beside = () if grow_batch is None else ("grow_batch",)
+        name = plan.optimizer if optimizer is None else optimizer if isinstance(optimizer, str) else None
+        exchange.check(plan, name, take is not None, beside)
     extras = Extras(
         ScheduleOptions(schedule, warmup_steps, decay_steps, None if norms is None else str(norms)),
         None if eval_every is None and eval_data is None else held_out(loaded, eval_data, eval_every),
@@ -230,16 +231,6 @@ def _dealt(sync: Sync, module: ParallelModule, batches_from: Callable[[int], Ite
     from .syncing import Dealt
 
     return Dealt(batches_from, getattr(sync.method, "num_chunks", sync.method.worker.size), module.replicas.index)
-
-
-def check_goes_with_sync(take: Any, grow_batch: int | None) -> None:
-    """Raise `UserError` for what a run with a sync method cannot do beside."""
-    if take is not None:
-        raise UserError(
-            "an optimizer that steps on gradients is needed beside a sync method; this one takes the loss itself; take adamw or sgd"
-        )
-    if grow_batch is not None:
-        raise UserError("batches that grow and a sync method do not go together yet; got both; leave one of them out")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import trainwright as tw
 from tests.pool import Pool
 from tests.training_cases import Squares
 from trainwright.cli import main
+from trainwright.launch import listening
 
 
 def planned(num_ranks: int, solver: str) -> tw.Plan:
@@ -42,6 +43,14 @@ def test_two_ranks_train_as_one_process_does(pool2: Pool, tmp_path: Path, solver
         assert found["resumed"]
         assert found["same_weights"]
         assert found["steps"] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_says_at_which_step_it_begins_the_first_one_too(alone: tw.Plan) -> None:
+    """One that is started anew before its first checkpoint repeats its steps: whoever counts them has to know."""
+    told: list[dict[str, Any]] = []
+    with listening(told.append):
+        tw.train(Squares.build, alone, steps=2, lr=0.01)
+    assert [event["step"] for event in told if event.get("kind") == "begun"] == [0]
 
 
 def test_data_takes_the_place_of_the_models_own(alone: tw.Plan, tmp_path: Path) -> None:

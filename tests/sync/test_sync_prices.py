@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import trainwright as tw
 from tests.sync_cases import CASES, program
 from tests.training_cases import Squares
 from trainwright import sync
+from trainwright.arguments import as_optimizer_name
 from trainwright.artifacts import UserError
 from trainwright.cli import main
 from trainwright.hardware import resolve
@@ -124,6 +126,20 @@ def test_plan_says_what_methods_would_cost(
     assert found["plan"]["mesh"] == {"a0": 1}
     assert found["sync"]["replicas"] == 4
     assert tw.Plan.from_json("plan.json").num_ranks == 1
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_method_declares_the_optimizers_that_it_takes(optimizer: Any) -> None:
+    name = as_optimizer_name(optimizer)
+    declared = {each: sync.record(each).cls.optimizers for each in sync.names()}
+    assert any(declared.values())
+    for method in (each for each, names in declared.items() if names):
+        model = nn.Linear(2, 1)
+        if name in declared[method]:
+            sync.create(method, model, optimizer(model.parameters(), lr=0.1))
+        else:
+            with pytest.raises(UserError, match=f"needs? torch.optim.*got {optimizer.__name__}"):
+                sync.create(method, model, optimizer(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "value": (["--sync", "diloco", "--replicas", "2", "--sync-option", "period"], "--sync-option needs KEY=VALUE"),
     "no method": (["--sync-option", "period=3"], "--sync-option needs the method.*add --sync NAME"),
     "growing": (["--sync", "cr-psgd", "--replicas", "2"], "batches of one size are what a plan runs"),
+    "optimizer": (["--sync", "decentlam", "--replicas", "2"], "sgd or sgd-momentum is needed for decentlam; got adamw"),
     "rounds": (["--sync", "lsgd", "--replicas", "2", "--sync-option", "asynchronous=true"], "ends by rounds"),
     "ranks": (
         ["--sync", "diloco", "--replicas", "2", "--nproc", "3"],

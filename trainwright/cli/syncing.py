@@ -11,6 +11,9 @@ from ..reports.units import format_bytes
 from .ranks import num_ranks_given
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..optim.chosen import Chosen
     from ..sync import Sync
 
 PANEL = "Replicas"
@@ -38,9 +41,13 @@ ReplicasOption = Annotated[
 
 
 def check_sync(
-    name: str | None, options: list[str] | None, replicas: int | None, plan: Plan, nproc: int | None, beside: Beside
-) -> tuple[dict[str, Any] | None, int]:
-    """Return name and options of the method, `None` for none, and the number of replicas; `UserError` for what cannot be."""
+    name: str | None, options: list[str] | None, replicas: int | None, plan: Plan, nproc: int | None,
+    chosen: Chosen, beside: Sequence[str],
+) -> tuple[dict[str, Any] | None, int]:  # fmt: skip
+    """Return name and options of the method, `None` for none, and the number of replicas; `UserError` for what cannot be.
+
+    chosen: the optimizer of the run. beside: options that were given and choose the examples of a step.
+    """
     from ..sync import parse_options
     from ..syncing import SyncOptions, check_replicas
 
@@ -48,19 +55,9 @@ def check_sync(
         raise UserError(f"--sync-option needs the method that it is for; got {options[0]}; add --sync NAME")
     asked = None if name is None else SyncOptions(name, parse_options(options))
     if asked is not None:
-        asked.check(plan, 1, beside["chosen"])
-    for option in ("grow_batch", "select"):
-        if asked is not None and beside[option] is not None:
-            raise UserError(
-                f"--{option.replace('_', '-')} chooses the batches of all ranks, and --sync deals them out to replicas; got both; "
-                "leave one of them out"
-            )
+        asked.check(plan, chosen.name, chosen.needs_loss, beside)
     number = check_replicas(replicas, plan, None if name is None else num_ranks_given(nproc), name)
     return (None if asked is None else {"name": asked.record.name, "options": dict(asked.options)}), number
-
-
-Beside = dict[str, Any]
-"""What else was asked for: the optimizer `chosen`, `grow_batch` and `select`."""
 
 
 def sent_by_all(sync: Sync) -> dict[str, Any]:

@@ -127,8 +127,8 @@ def train(
     check_learning(learning, plan, given_steps, chosen.name, chosen.needs_loss)
     if selecting is not None and grow_batch is not None:
         raise UserError("--select and --grow-batch both choose the examples of a step; got both; leave one of them out")
-    beside = {"chosen": chosen, "grow_batch": grow_batch, "select": select}
-    exchange, replicas = check_sync(sync, sync_option, replicas, plan, nproc, beside)
+    beside = [option for option, value in (("--grow-batch", grow_batch), ("--select", select)) if value is not None]
+    exchange, replicas = check_sync(sync, sync_option, replicas, plan, nproc, chosen, beside)
     if is_first_rank():
         remarks(contradictions)
     model = as_planned(plan, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .array import Fused, is_fused, num_models
 from .streams import drawing
 
 _IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+Around = Callable[[int], AbstractContextManager[None]]
 _not_mapped: set[Any] = set()
 """Functions that vmap has refused."""
 
@@ -62,12 +64,17 @@ def _mapped(func: Any, leaves: list[Any], tree: Any) -> Any:
     return unflatten([Fused(next(results)) if isinstance(each, Tensor) else each for each in found], out)
 
 
-def each_alone(func: Callable[..., Any], leaves: list[Any], tree: Any) -> Any:
-    """Return what `func` gives of each model's own arguments, one after the other, each with its stream; tensors stacked."""
+def each_alone(
+    func: Callable[..., Any], leaves: list[Any], tree: Any, num: int | None = None, around: Around = drawing
+) -> Any:
+    """Return what `func` gives of each model's own arguments, one after the other, each with its stream; tensors stacked.
+
+    num: of models, where the arguments do not tell. around(model): the context of one model's call.
+    """
     outputs = []
-    for model in range(num_models(*leaves)):
+    for model in range(num_models(*leaves) if num is None else num):
         args, kwargs = unflatten([leaf.raw[model] if is_fused(leaf) else leaf for leaf in leaves], tree)
-        with drawing(model):
+        with around(model):
             outputs.append(flatten(func(*args, **kwargs)))
     return stacked([found for found, _ in outputs], outputs[0][1])
 

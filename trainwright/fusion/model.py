@@ -6,6 +6,7 @@ import contextlib
 import copy
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from ..torch_internals.private import flatten, unflatten
 from . import rules_dims, rules_elementwise, rules_modules, rules_norms, rules_products  # noqa: F401  # fill the table
 from .alike import check_alike, per_model_settings, tensors_of
 from .array import Fused, is_fused
-from .fallback import stacked
-from .streams import Streams, streaming
+from .fallback import each_alone, stacked
+from .streams import Streams, drawing, streaming
 
 
 def fuse(models: Sequence[nn.Module], *, seeds: Sequence[int] | None = None, unfused: Sequence[str] = ()) -> FusedModel:
@@ -225,19 +226,16 @@ def _apart(fused: FusedModel) -> Iterator[None]:
 def _once_a_model(module: nn.Module, forward: Callable[..., Any], fused: FusedModel) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = flatten((args, kwargs))
-        outputs = []
-        for model in range(fused.num_models):
-            given, named = unflatten([leaf.raw[model] if is_fused(leaf) else leaf for leaf in leaves], tree)
-            with _of_one(module, model), fused.streams.drawing(model):
-                outputs.append(flatten(forward(module, *given, **named)))
-        return stacked([found for found, _ in outputs], outputs[0][1])
+        return each_alone(
+            partial(forward, module), leaves, tree, fused.num_models, lambda model: _of_one(module, model)
+        )
 
     return run
 
 
 @contextlib.contextmanager
 def _of_one(module: nn.Module, model: int) -> Iterator[None]:
-    """Give a module and those in it one model's tensors meanwhile."""
+    """Give a module and those in it one model's tensors, and its random stream, meanwhile."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     for each in module.modules():
         tables: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
@@ -248,7 +246,8 @@ def _of_one(module: nn.Module, model: int) -> Iterator[None]:
                     own[name] = tensor.raw[model]
         _renew_flat_weights(each)
     try:
-        yield
+        with drawing(model):
+            yield
     finally:
         for own, name, tensor in places:
             own[name] = tensor
@@ -260,8 +259,6 @@ def _functions_apart() -> Iterator[None]:
     own = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from .fallback import each_alone
-
         plain = own.__get__(None, cls)
         leaves, tree = flatten((args, kwargs))
         return each_alone(plain, leaves, tree) if any(map(is_fused, leaves)) else plain(*args, **kwargs)

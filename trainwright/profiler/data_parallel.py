@@ -60,11 +60,9 @@ def _made(
     self.module, self.are_views = module, gradient_as_bucket_view
     self.require_backward_grad_sync = True
     params = [param for param in module.parameters() if param.requires_grad]
-    self.sizes = [
-        [param.numel() for param in bucket] for bucket in bucket_of(params, int((bucket_cap_mb or 25) * _MIB))
-    ]
-    self.num_buckets = len(self.sizes)
-    for place, bucket in enumerate(bucket_of(params, int((bucket_cap_mb or 25) * _MIB))):
+    buckets = bucket_of(params, int((bucket_cap_mb or 25) * _MIB))
+    self.sizes = [[param.numel() for param in bucket] for bucket in buckets]
+    for place, bucket in enumerate(buckets):
         first = bucket[0]
         flat = torch.zeros(sum(self.sizes[place]), dtype=first.dtype, device=first.device)
         self.register_buffer(f"bucket_{place}", flat, persistent=False)

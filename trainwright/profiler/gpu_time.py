@@ -1,12 +1,12 @@
 """How long a GPU's kernel takes, by kind and shape: what the roofline of op_seconds leaves out.
 
-    products      FLOPs / (rate · filled · k / (k + 96)): `filled` is the share of the units' tiles that the result fills,
+    products      FLOPs / (rate · filled · k / (k + `_DEPTH`)): `filled` is the share of the units' tiles that the result fills,
                   in the best of four tile sizes, the last wave of tiles included
     convolutions  FLOPs / their own rate; 16-bit and TF32 ones read channels-last, so what lies otherwise is reordered, at
-                  what the units transpose; one channel a group: 0.35 of the bandwidth
-    attention     FLOPs / a rate each for forward and backward · length / (length + 256); causal: half of the FLOPs
-    batch norm    reads its input twice, forward, and both inputs twice, backward; 0.75 of the sheet's bandwidth
-    reductions    rows are summed at 0.6 of the bandwidth; memory out of order is moved at 0.8
+                  what the units transpose; one channel a group: bytes / `_DEPTHWISE` of the bandwidth
+    attention     FLOPs / a rate each for forward and backward · length / (length + `_LENGTH`); causal: half of the FLOPs
+    batch norm    reads its input twice, forward, and both inputs twice, backward, at `_BATCH_NORM` of the bandwidth
+    reductions    rows are summed at `_SUMMED` of the bandwidth; memory out of order is moved at `_STRIDED`
     the rest      bytes / bandwidth
 
 The constants are named below with their origin.

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..artifacts import MeshAxis, UserError
 from ..hardware import collectives
 from ..torch_internals import private
+from ..torch_internals.trees import tensors_in
 from .data_parallel import stood_in
 
 MakeModel = Callable[[], Any]
@@ -59,7 +59,7 @@ def collective_of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[collectiv
     kind = _KINDS.get(str(func.overloadpacket).rpartition(".")[2])
     if kind is None:
         return None
-    num_bytes = max((tensor.numel() * tensor.element_size() for tensor in _tensors((args, out))), default=0)
+    num_bytes = max((tensor.numel() * tensor.element_size() for tensor in tensors_in((args, out))), default=0)
     return kind, num_bytes, _num_ranks(args)
 
 
@@ -128,11 +128,3 @@ def _axis(link: Any, num_ranks: int) -> MeshAxis:
         name=link.name, size=num_ranks, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s,
         factors=link.factors,
     )  # fmt: skip
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []

@@ -36,6 +36,8 @@ class CRPSGD(DataParallel):
     Source: Yu & Jin 2019, On the Computation and Communication Complexity of Parallel SGD with Dynamic Batch Sizes (ICML).
     """
 
+    grows_batches = True
+
     def __init__(
         self,
         worker: Worker,

@@ -99,6 +99,8 @@ class DecentLaM(Gossip):
     Source: Yuan et al. 2021, DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training (arXiv:2104.11981).
     """
 
+    optimizers = ("sgd", "sgd-momentum")
+
     def __init__(
         self, worker: Worker, *, graph: str | Graph | Sequence[Sequence[int]] = "ring", weights: Any = None
     ) -> None:

@@ -34,6 +34,10 @@ class Method:
     """True where it goes on with whoever is there, when workers come and go."""
     needs_whole: ClassVar[str] = ""
     """The reason why it cannot work on what one rank holds of a sharded model; empty where it treats each element alike."""
+    optimizers: ClassVar[tuple[str, ...]] = ()
+    """The optimizers that it goes with, by the names of `trainwright optimizers`; empty: any."""
+    grows_batches: ClassVar[bool] = False
+    """True where it says how many examples a step takes, which a plan, whose batch has one shape, cannot follow."""
     reads_loss: ClassVar[bool] = False
     """True where the loss decides something, so that all ranks of one replica have to have the same."""
 

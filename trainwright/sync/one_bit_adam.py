@@ -19,6 +19,7 @@ class OneBit(Method):
     """The common part of 1-bit Adam and 1-bit LAMB: moments, their settings, and the compressed mean."""
 
     of_size = ("error", "server_error")
+    optimizers = ("adam", "adamw")
 
     def __init__(self, worker: Worker, freeze_step: int) -> None:
         super().__init__(worker)
