@@ -49,6 +49,8 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_has_the_surroundings_of_the_moment_it_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(template, "PACKAGES", (*template.PACKAGES, "numpy"))  # as with a package that imports its generators
+    assert np.random.rand() < 1
     run_processes("trainwright.launch.group:rank")  # the template stands before what it hands on is set
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAID", "now")

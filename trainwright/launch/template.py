@@ -287,8 +287,8 @@ def _become_rank(request: dict[str, Any], files: list[int]) -> NoReturn:
         os.chdir(request["folder"])
         sys.path[:], sys.argv[:] = request["path"], ["-c"]
         importlib.invalidate_caches()
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python's own generator is seeded anew by itself
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()  # Python's own generator is seeded anew by itself
         from .worker import main
 
         main()
