@@ -1,4 +1,4 @@
-"""What tests of the planner and of offloading build: programs, questions, clusters with a disk."""
+"""Builders that tests of several rooms share: programs, questions, clusters with a disk."""
 
 from __future__ import annotations
 

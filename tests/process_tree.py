@@ -20,7 +20,7 @@ def ranks_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether process `pid` runs; one that only waits to be reaped does not."""
+    """Tell whether process `pid` runs; one that only waits to be reaped does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

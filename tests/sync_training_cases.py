@@ -164,7 +164,7 @@ def skips_nan(plan: str, metrics: str) -> dict[str, Any]:
 
 
 def refusals(plan: str, alone: str) -> list[str]:
-    """What is said of a planned module without replicas, and of more replicas than there are ranks."""
+    """Return the errors of a planned module without replicas, and of more replicas than there are ranks."""
     built, said = Squares.build(), []
     module = tw.parallelize(built["model"], Plan.parse(plan), loss_fn=Squares.loss)
     for attempt in (

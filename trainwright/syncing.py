@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """What the user said about the method of a run: its name, and its options by name."""
+    """The method of a run as the user asked for it: its name, and its options by name."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -63,7 +63,7 @@ def predicted(row: Row) -> dict[str, Any]:
 
 
 def _described(row: Row, found: dict[str, Any]) -> dict[str, Any]:
-    """What was predicted, with what the row's builder says now of how the row was written."""
+    """Return the prediction, with the builder's present remarks on how the row was written."""
     try:
         return found if "reason" in found else found | {"read": program_of(row).read}
     except CannotExpress as reason:

@@ -20,7 +20,7 @@ class Program:
     batch: Any
     hardware: str
     read: str
-    """What was read in the source's code, beyond the row, to write it so."""
+    """Facts read in the source's code, beyond the row, that the program rests on."""
     loss_fn: Any = None
     make_optimizer: MakeOptimizer | None = None
     options: dict[str, Any] = field(default_factory=dict)

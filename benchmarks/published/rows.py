@@ -44,7 +44,7 @@ class Row:
 
     @property
     def setting(self) -> str:
-        """What decides the prediction, as a text: rows of one setting are predicted once."""
+        """Return the setting that decides the prediction, as a text: rows of one setting are predicted once."""
         keys = ("model", "dtype_scheme", "seq_len", "image_size", "micro_batch_per_gpu", "accumulation", "compile",
                 "activation_checkpointing", "attention")  # fmt: skip
         detail = str(self.data["parallelism"]["detail"])

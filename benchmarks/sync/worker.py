@@ -93,7 +93,7 @@ def _loss_of_mean(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def round_seconds(name: str, mbit: float, options: dict[str, Any], steps: int = 6) -> dict[str, Any]:
-    """What a step that exchanges takes, with nothing to compute, beside what the record says."""
+    """Measure a step that exchanges and computes nothing, beside the seconds that the record predicts."""
     model = nn.Linear(256, 256)
     optimizer = (
         torch.optim.AdamW(model.parameters())
@@ -124,7 +124,7 @@ def round_seconds(name: str, mbit: float, options: dict[str, Any], steps: int = 
 
 
 def _late(record: Any, size: Any, network: Network) -> float:
-    """Of signs alone: the steps before are left out of what is measured."""
+    """The step from which 1-bit methods send signs alone: earlier steps are not measured."""
     return record.messages[0].seconds_on(size, network, 0.0)
 
 

@@ -217,7 +217,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Odd(nn.Module):
-    """What has no rule: a recurrent layer, a function of the user's, a covariance, noise, a buffer given anew."""
+    """A model of things without a rule: a recurrent layer, a function of the user's, a covariance, noise, a buffer given anew."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ def sleep() -> None:
 
 
 def is_fork() -> bool:
-    """Whether this rank's parent is a template: a fresh interpreter was told what to run by its arguments."""
+    """Tell whether a template forked this rank: a fresh interpreter has another command line."""
     return "from trainwright.launch.template import serve" in Path("/proc/self/cmdline").read_text()
 
 
@@ -49,7 +49,9 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_has_the_surroundings_of_the_moment_it_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template, "PACKAGES", (*template.PACKAGES, "numpy"))  # as with a package that imports its generators
+    monkeypatch.setattr(
+        template, "PACKAGES", (*template.PACKAGES, "numpy")
+    )  # as with a package that imports its generators
     assert np.random.rand() < 1
     run_processes("trainwright.launch.group:rank")  # the template stands before what it hands on is set
     monkeypatch.chdir(tmp_path)

@@ -73,7 +73,7 @@ def test_taking_the_largest_alone_is_biased() -> None:
 @given(scores=st.lists(st.floats(0, 1e6), min_size=2, max_size=12), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_the_expectation_is_the_sum_by_enumeration(scores: list[float], data: st.DataObject) -> None:
-    """Of each row: weight in expectation one, as the probabilities of the draw say; and c minimises (1 − P) / (k − c)."""
+    """Rows weigh one in expectation, by the probabilities of the draw; and c minimises (1 − P) / (k − c)."""
     k = data.draw(st.integers(1, len(scores) - 1))
     values = torch.tensor(scores, dtype=torch.float64)
     p = values / values.sum() if values.sum() > 0 else torch.full_like(values, 1 / len(scores))

@@ -14,7 +14,7 @@ KernelRow = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_lengt
 
 
 class Overheads(Record):
-    """What a step takes beyond its kernels, in seconds for each call of a phase, views among them.
+    """Seconds that a step takes beyond its kernels, for each call of a phase, views among them.
 
     On a GPU, what the host takes to issue a call that launches a kernel; the device runs beside the host and behind it.
     """
@@ -41,11 +41,11 @@ class Device(Record):
     launch_s: float = Field(ge=0)
     """Floor of one op."""
     num_units: int = Field(default=0, ge=0)
-    """Of a GPU: multiprocessors, over which a product's tiles are spread; 0: products run at their rate in any shape."""
+    """A GPU's multiprocessors, over which a product's tiles are spread; 0: products run at their rate in any shape."""
     attention: dict[Literal["forward", "backward"], Annotated[float, Field(gt=0)]] = {}
-    """Of a GPU: what fused attention of long sequences reaches of the rate of products."""
+    """The share of the rate of products that a GPU's fused attention of long sequences reaches."""
     reorder_bytes_per_s: float = Field(default=0.0, ge=0)
-    """Of a GPU: 16-bit images into channels-last or back, reads and writes together, where the bandwidth allows it."""
+    """The rate at which a GPU turns 16-bit images into channels-last or back, reads and writes together, bandwidth permitting."""
     blas_workspace_bytes: int = Field(default=0, ge=0)
     """What the library of matrix products keeps for each thread that calls it."""
     kernels: dict[str, tuple[KernelRow, ...]] = {}

@@ -41,12 +41,12 @@ LinkOption = Annotated[
     ),
 ]  # fmt: skip
 SHARE = 0.1
-"""Of a step, which an exchange may take before a longer period is named."""
+"""The share of a step that an exchange may take before a longer period is named."""
 
 
 @dataclass(frozen=True)
 class SyncQuestion:
-    """What is asked about sync: methods, their options, how many replicas, and the link between them."""
+    """A question about sync: methods, their options, the number of replicas, and the link between them."""
 
     names: tuple[str, ...]
     options: dict[str, Any]

@@ -15,7 +15,7 @@ _MAX_DOUBLINGS = 12
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to change, and to which values; without values, powers of two around the one that is given."""
+    """Return the sizes to change, each with its values; without values, powers of two around the one that is given."""
 
     axis: str
     values: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class SweepRun:
 
     @property
     def points(self) -> tuple[SweepPoint, ...]:
-        """What was profiled, by size."""
+        """The profiles, by size."""
         return tuple(self._points[value] for value in sorted(self._points))
 
     def largest_that_fits(self, budget_bytes: int) -> int | None:

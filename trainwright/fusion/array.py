@@ -158,7 +158,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def is_fused(value: Any) -> bool:
-    """Whether `value` is a `Fused` (isinstance tells nothing: it passes for a tensor)."""
+    """Tell whether `value` is a `Fused` (isinstance tells nothing: it passes for a tensor)."""
     return type(value) is Fused
 
 

@@ -1,4 +1,4 @@
-"""What has no rule: `torch.func.vmap` of that one function, or the function once a model."""
+"""Functions without a rule run under `torch.func.vmap`, or once a model."""
 
 from __future__ import annotations
 

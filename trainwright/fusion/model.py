@@ -161,7 +161,7 @@ def _stack_into(model: nn.Module, models: Sequence[nn.Module]) -> frozenset[str]
 
 
 def _is_shared(ones: Sequence[Tensor]) -> bool:
-    """Whether a buffer is one for all: counters, masks and positions that all have alike."""
+    """Tell whether one buffer serves all models: counters, masks and positions that all have alike."""
     first = ones[0]
     return (
         not first.is_floating_point()

@@ -120,7 +120,7 @@ def _laid_out(params: list[nn.Parameter]) -> Tensor:
 
 
 class FusedOptimizer:
-    """What `optimizer` returns. `optimizers[b]` is model b's own, an ordinary torch optimizer; change its groups as ever."""
+    """One ordinary torch optimizer a model, made by `optimizer`: `optimizers[b]` is model b's; change its groups as ever."""
 
     def __init__(
         self, fused: FusedModel, pieces: Sequence[Sequence[_Piece]], optimizers: list[Any], clips: list[float] | None, on_nan: str
@@ -128,7 +128,7 @@ class FusedOptimizer:
         self.fused, self.optimizers, self.clips, self.on_nan = fused, optimizers, clips, on_nan
         self._groups = [list(each) for each in pieces]
         self.running = [True] * fused.num_models
-        """Whether each model is still trained; see `stop`."""
+        """True for each model that is still trained; see `stop`."""
 
     @property
     def lrs(self) -> list[float]:

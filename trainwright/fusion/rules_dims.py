@@ -94,7 +94,7 @@ def _says_dim(kwargs: dict[str, Any]) -> bool:
 
 
 def _in_range(args: tuple[Any, ...], kwargs: dict[str, Any], places: tuple[int, ...]) -> bool:
-    """Whether no dim that is counted from the back reaches B: torch's own message is better than a wrong result."""
+    """Tell whether no dim that is counted from the back reaches B: torch's own message is better than a wrong result."""
     dims = [args[at] for at in places if at < len(args)] + [value for key, value in kwargs.items() if key in _KEYS]
     flat = [each for dim in dims for each in (dim if isinstance(dim, (tuple, list)) else (dim,))]
     return all(each >= -max(1, args[0].dim()) for each in flat if isinstance(each, int)) and args[0].dim() > 0

@@ -1,4 +1,4 @@
-"""What a sweep searches: for each setting a value, some values, or a range; read from text, sampled by Optuna."""
+"""The space of a sweep: for each setting a value, some values, or a range; read from text, sampled by Optuna."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Range:
 
     @property
     def whole(self) -> bool:
-        """Whether the numbers are whole."""
+        """True where the numbers are whole."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 

@@ -38,7 +38,7 @@ class Trial:
     """`waiting`, `running`, `done`, `pruned` or `diverged`."""
     steps: int = 0
     loss: float = math.nan
-    """Of the evaluation batch where there is one, else the mean of the training loss since the last report."""
+    """The loss of the evaluation batch where there is one, else the mean of the training loss since the last report."""
     group: int = 0
     """Which fused model it was part of."""
 
@@ -56,7 +56,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """How a sweep is run.
+    """The settings of a sweep's run.
 
     trials: how many. steps: of training, each. optimizer: by name. sampler: `random`, `tpe` or `qmc`; pruner: `none`, `asha`,
     `hyperband` or `median`, asked every `min_steps` steps, which keep one trial in `eta`. at_once: how many models one fused
@@ -86,7 +86,7 @@ class SweepOptions:
 
 @dataclass
 class Sweep:
-    """What `sweep` found: all trials, and the trained model of the best."""
+    """The result of `sweep`: all trials, and the trained model of the best."""
 
     trials: list[Trial]
     best: Trial

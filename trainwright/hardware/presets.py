@@ -112,9 +112,9 @@ _NETWORK_LATENCY_S = 6e-6
 _HOST_LATENCY_S = 10e-6
 """A copy between device and pinned memory, from its launch to its event: a guess."""
 _GPU_LAUNCH_S = 4e-6
-"""Of a kernel, from the end of the one before to its own beginning, and its tail."""
+"""A GPU's idle time from the end of one kernel to the beginning of the next, tail included."""
 _HOST = Overheads(forward_s=27e-6, backward_s=16e-6, update_s=12e-6, view_s=5e-6)
-"""What Python, the dispatcher and autograd take on a server's processor; fitted to transformers-bert, whose small batches are
+"""Seconds of Python, the dispatcher and autograd on a server's processor; fitted to transformers-bert, whose small batches are
 bound by it (17 to 23 ms a step whatever the batch)."""
 
 # One core of a server of the last years and gloo over the loopback interface, on the low side of what `calibrate` found

@@ -29,7 +29,7 @@ _MI300_BLAS_WORKSPACE_BYTES = 128 * 2**20
 
 @dataclass(frozen=True)
 class Kind:
-    """What kernels reach of the sheet's rates on one generation of devices."""
+    """Return the shares of the sheet's rates that kernels reach on one generation of devices."""
 
     products: float
     """Large 16-bit and TF32 products; the shape is accounted for apart."""
@@ -60,7 +60,7 @@ Attention: FlashAttention-2 as measured on A100 (180 TFLOP/s forward at 1k to 4k
 and RTX 4090 (169 and 125; tl_doc of apache/tvm); Hopper: the paper's figure of that kernel, recalled. Turing, Blackwell, CDNA:
 guesses from their neighbours."""
 REORDER_BYTES_PER_CLOCK = 6.0
-"""What one multiprocessor transposes of 16-bit elements, a clock, reads and writes: fitted to lambda, V100 to H100."""
+"""Bytes of 16-bit elements that one multiprocessor transposes a clock, reads and writes: fitted to lambda, V100 to H100."""
 
 
 @dataclass(frozen=True)

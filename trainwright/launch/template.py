@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
 PACKAGES = ("torch", "transformers", __name__.partition(".")[0])
-"""What the caller has imported of these, the template imports before it forks."""
+"""Packages of which the template imports, before it forks, the modules that its caller has imported."""
 _NEEDED = ("torch", "torch.distributed", f"{__package__}.group", f"{__package__}.worker")
-"""What every rank needs."""
+"""Modules that every rank needs."""
 _READ_AS_THEY_LOAD = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "PYTHON", "LD_", "MALLOC_")
 """Variables that libraries read once, as they are loaded: with others, another template is needed.
 
@@ -94,7 +94,7 @@ class Template:
 
     @property
     def serves(self) -> bool:
-        """Whether it runs, belongs to this process, and loaded its libraries under today's variables."""
+        """True where it runs, belongs to this process, and loaded its libraries under today's variables."""
         return self.is_alive and self.owner == os.getpid() and self.loaded_with == _read_as_they_load()
 
     def fork(self, environment: Environment, channel: int, channel_variable: str) -> Forked | None:

@@ -1,1 +1,1 @@
-"""What MODEL may be: an example by name, a file, a class, a model of a hub."""
+"""The MODEL argument: an example by name, a file, a class, a model of a hub."""

@@ -103,7 +103,7 @@ class OptimizerRecord:
     reads_numbers: bool = False
     """Whether its step reads numbers off its tensors, as norms."""
     by_tensor: bool = False
-    """Whether a number of each whole parameter (a norm, a spread) enters its update: parameters joined into one differ."""
+    """True where a number of each whole parameter (a norm, a spread) enters its update: parameters joined into one differ."""
     groups: Groups | None = None
     """The parameter groups of a model that the method wants (embeddings not in 8 bits, say); `None`: all alike."""
 

@@ -92,7 +92,7 @@ def _hook(self: Any) -> None:
 
 
 class _Arrival:
-    """What happens when a parameter's gradient is there."""
+    """Copies a parameter's gradient into its bucket as it comes, and reduces the bucket that is full."""
 
     def __init__(self, owner: Any, bucket: int, part: Tensor) -> None:
         self.owner, self.bucket, self.part = owner, bucket, part

@@ -1,4 +1,4 @@
-"""How long a GPU's kernel takes, by kind and shape: what the roofline of op_seconds leaves out.
+"""Seconds of a GPU's kernel, by kind and shape, where the roofline of op_seconds is too coarse.
 
     products      FLOPs / (rate · filled · k / (k + `_DEPTH`)): `filled` is the share of the units' tiles that the result fills,
                   in the best of four tile sizes, the last wave of tiles included

@@ -39,9 +39,9 @@ class Question:
     links: tuple[Link, ...] = ()
     """To other devices, where the model is one process's part of a wrapped one."""
     keep_grads: bool = False
-    """Whether `zero_grad` writes zeros (`set_to_none=False`), so that gradients live from step to step."""
+    """True where `zero_grad` writes zeros (`set_to_none=False`), so that gradients live from step to step."""
     expandable_segments: bool = False
-    """Whether a GPU's allocator grows its segments."""
+    """True where a GPU's allocator grows its segments."""
 
 
 class Run:

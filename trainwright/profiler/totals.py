@@ -48,7 +48,7 @@ class Totals:
         """Of each call, in their order."""
         self.step_s = 0.0
         self._underway_s = 0.0
-        """Of a CPU: overheads that no kernel bears yet; of a GPU: the host's clock."""
+        """On a CPU the overheads that no kernel bears yet; on a GPU the host's clock."""
         self._beside = Communication()
         self._waited_s = 0.0
         self._phase = ""

@@ -392,7 +392,7 @@ class MemoryTracker(PlainDispatchMode):
                     self._move(self._storages[id(storage)], "grad")
 
     def _taken(self, key: int, num_bytes: int) -> int:
-        """What a storage of `num_bytes` takes: with an allocator, the block that it is given."""
+        """Return the bytes that a storage of `num_bytes` takes: with an allocator, those of the block that it is given."""
         if self.allocator is not None:
             return self.allocator.allocate(key, num_bytes)
         return num_bytes if self.target == "cpu" else -(-num_bytes // _GPU_GRANULE_BYTES) * _GPU_GRANULE_BYTES

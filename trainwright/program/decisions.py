@@ -1,4 +1,4 @@
-"""What a plan decides, in terms of a program."""
+"""The decisions of a plan, in terms of a program."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .layout import Layout
 from .program import Tensor
 
 Overlap = Literal["none", "buckets", "ahead"]
-"""How far parameters travel ahead of their use; each holds more memory than the one before."""
+"""The distance that parameters travel ahead of their use; each holds more memory than the one before."""
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
 
 @dataclass(eq=False)
 class Decisions:
-    """What a plan decides, in terms of the program.
+    """The decisions of a plan, in terms of the program.
 
     `recomputed` holds the keys of values that are not kept, `offloaded` of those that leave the device meanwhile.
     """
@@ -31,9 +31,9 @@ class Decisions:
     offloaded_states: set[Tensor] = field(default_factory=set)
     """Parameters whose optimizer states are off the device but for their own update, see `offload_states`."""
     in_flight_bytes: int = 0
-    """Of what is offloaded, how much may stand on the device while it leaves, and again before it is asked for."""
+    """Offloaded bytes that may stand on the device while they leave, and again before they are asked for."""
     overlap: Overlap = "none"
-    """How far parameters travel ahead of their use, see `travel`."""
+    """The distance that parameters travel ahead of their use, see `travel`."""
     shared: set[tuple[Tensor, Layout]] = field(default_factory=set)
     """Parameters, with a layout in which one gathered copy serves their readers in all regions; their gradients are summed
     before they are brought back. A parameter that is read as it rests is always read so."""

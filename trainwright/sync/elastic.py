@@ -49,7 +49,7 @@ _TICK_S, _LOOK_S = 1e-3, 20e-3
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where workers meet: `address` ("host:port") of a store, how many begin, and the silence after which one counts as gone.
+    """A meeting: `address` ("host:port") of a store, how many begin, and the silence after which one counts as gone.
 
     The first `num_workers` to come begin together; whoever comes later joins at the next round. silence_s: longer than the
     longest time for which a thread of a loaded machine may not run; half a second to two.
@@ -91,7 +91,7 @@ class Elastic(Ranks):
     def __init__(self, meeting: Meeting, may_join: bool = True) -> None:
         self._meeting, self._store = meeting, meeting.store()
         self.number = int(self._store.add("tickets", 1)) - 1
-        """Of this worker, in the order in which all came; never another's."""
+        """This worker's number, in the order in which all came; no other ever has it."""
         self._store.set(
             f"name/{self.number}", f"worker {self.number} (process {os.getpid()} on {socket.gethostname()})"
         )

@@ -1,1 +1,1 @@
-"""What torch does not promise: private names with the reason for each, fake tensors, nested arguments."""
+"""Everything that torch does not promise: private names with the reason for each, fake tensors, nested arguments."""

@@ -85,7 +85,7 @@ class OptimizerCost(Protocol):
 
     @property
     def model_copies(self) -> int:
-        """How often the bytes of all parameters are held at once while it steps."""
+        """Copies of all parameters that are held at once while it steps."""
 
     @property
     def num_passes(self) -> float:

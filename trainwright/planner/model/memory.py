@@ -278,7 +278,7 @@ class _Builder:
         return [*terms, *self._vectors(), (largest, 1.0), *window]
 
     def _vectors(self) -> Terms:
-        """What an optimizer holds of all parameters at once, in fp32 or wider."""
+        """Return the bytes that an optimizer holds of all parameters at once, in fp32 or wider."""
         copies = self.problem.optimizer.model_copies
         if not copies:
             return []

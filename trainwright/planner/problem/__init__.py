@@ -1,1 +1,1 @@
-"""What can be chosen for a model on a mesh, and what pins and recipes forbid."""
+"""The choices for a model on a mesh, and those that pins and recipes forbid."""

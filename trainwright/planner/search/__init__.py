@@ -1,1 +1,1 @@
-"""How the problem is solved: relax, branch, fit the counts by simulation, and hold the answer against known ones."""
+"""The search for a plan: relax, branch, fit the counts by simulation, and hold the answer against known ones."""

@@ -17,7 +17,7 @@ from ...artifacts import UserError, check_range
 from .problem import Blocks, Local, Sample
 
 _FIRST_SHARE, _WINDOW, _LAST_ALPHA, _LAST_BETA = 0.1, 30, 0.02, 0.01
-"""Of α and β by default: 0.1 until step 300, then 30 by the steps so far, down to the last ones."""
+"""The default of α and β: 0.1 until step 300, then 30 / steps so far, down to the last ones."""
 
 
 @dataclass(frozen=True)
