@@ -109,3 +109,19 @@ def test_what_cannot_be_is_refused(model, given, options, said) -> None:
     with pytest.raises(UserError, match=said):
         tw.profile(model, given, **options)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("wraps", "said"), [(True, "wrapped by its own script"), (False, "exchange nothing in a step")]
+)
+def test_a_note_says_whether_the_processes_exchange_anything(wraps: bool, said: str) -> None:
+    def build() -> tuple[nn.Module, tuple[torch.Tensor, ...], nn.Module]:
+        model = nn.Linear(4, 2)
+        return (
+            nn.parallel.DistributedDataParallel(model) if wraps else model,
+            (torch.ones(3, 4), torch.ones(3, 2)),
+            nn.MSELoss(),
+        )
+
+    notes = tw.profile(build, processes=4).notes
+    assert [said in note for note in notes if "4 processes" in note] == [True]

@@ -52,9 +52,14 @@ _KINDS: dict[str, collectives.Collective] = {
 }  # fmt: skip
 
 
+def is_exchange(func: Any) -> bool:
+    """Tell whether an op is one of `torch.distributed`'s."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
 def collective_of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[collectives.Collective, int, int] | None:
     """Return a collective's kind, bytes (of the full tensor) and number of ranks; None for any other op."""
-    if func.namespace not in ("c10d", "_c10d_functional"):
+    if not is_exchange(func):
         return None
     kind = _KINDS.get(str(func.overloadpacket).rpartition(".")[2])
     if kind is None:

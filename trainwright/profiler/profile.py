@@ -17,7 +17,7 @@ from ..capture.export import as_batch
 from ..capture.export_errors import ValuesNeeded, explained
 from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
 from .graph import MAX_FORWARD_OPS, not_tried, try_capture
-from .processes import MakeModel, imagined
+from .processes import MakeModel, imagined, is_exchange
 from .run import MakeOptimizer, Question, Run, tensors_of
 from .step import DTYPES, LossFn
 from .values import KnownValues, keeps_values
@@ -198,7 +198,12 @@ def _wrapped(
             found = Run(replace(question, model=model.train(), batch=faked_batch, loss_fn=loss_fn), values)
             with values:
                 found.go(make_optimizer, rehearse=False)
-    return found, [f"one of {processes} processes, whose model is wrapped by its own script"]
+    if any(is_exchange(func) for _, _, func in found.totals.tallies):
+        return found, [f"one of {processes} processes, whose model is wrapped by its own script"]
+    return found, [
+        f"one of {processes} processes that exchange nothing in a step: the function does not wrap its model (fully_shard, "
+        "DistributedDataParallel, parallelize_module)"
+    ]
 
 
 def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:
