@@ -15,7 +15,7 @@ _MAX_DOUBLINGS = 12
 
 @dataclass(frozen=True)
 class Sweep:
-    """Return the sizes to change, each with its values; without values, powers of two around the one that is given."""
+    """The size to change and its values; without values, powers of two around the one that is given."""
 
     axis: str
     values: tuple[int, ...] = ()

@@ -29,7 +29,7 @@ _MI300_BLAS_WORKSPACE_BYTES = 128 * 2**20
 
 @dataclass(frozen=True)
 class Kind:
-    """Return the shares of the sheet's rates that kernels reach on one generation of devices."""
+    """The shares of the sheet's rates that kernels reach on one generation of devices."""
 
     products: float
     """Large 16-bit and TF32 products; the shape is accounted for apart."""
