@@ -106,6 +106,9 @@ def _tested(root: Path, tests: Sequence[str]) -> int:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     os.chdir(root)
+    # No capture of an earlier fault; compiled code is found by its source and stays.
+    os.environ["TRAINWRIGHT_CACHE"] = str(root / "cache")
+    shutil.rmtree(root / "cache" / "captures", ignore_errors=True)
     for name in [name for name in sys.modules if name.partition(".")[0] in COPIED]:
         del sys.modules[name]
     sys.path[:] = [str(root), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]

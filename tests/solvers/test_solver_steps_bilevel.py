@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,7 @@ class HandBSVRB:
 
     def __init__(self, problem: Problem, method: BSVRB, gamma: float) -> None:
         self.p, self.m, self.gamma, self.t = problem, method, gamma, 0
+        self.left: dict[int, tuple[Array, Array]] = {i: (problem.y0[i], np.zeros(DY)) for i in range(NUM)}
         self.x, self.y, self.old_x, self.old_y = problem.x0, problem.y0.copy(), problem.x0, problem.y0.copy()
         self.s, self.u = np.zeros((NUM, DY)), np.zeros((NUM, DY))
         self.v, self.old_v = np.zeros((NUM, DY)), np.zeros((NUM, DY))
@@ -88,6 +90,14 @@ class HandBSVRB:
         a = self.m.alpha
         return (1 - a) * old_tracker + a * new + self.gamma * (new - old) if seen else new
 
+    def tracked_by_moves(self, old_tracker: Array, i: int, gradient: Callable[[Array, Array, Array], Array]) -> Array:
+        """y and v have moved from where the block was left, by STORM; x in the last step alone, by γ."""
+        a, here, left = self.m.alpha, (self.y[i], self.v[i]), self.left[i]
+        by_y = gradient(self.x, *here) - gradient(self.x, *left)
+        old = (self.old_y[i], self.old_v[i])
+        by_x = gradient(self.x, *old) - gradient(self.old_x, *old)
+        return (1 - a) * old_tracker + a * gradient(self.x, *here) + (1 - a) * by_y + self.gamma * by_x
+
     def step(self, blocks: list[int], rows: list[Any]) -> None:
         p, m = self.p, self.m
         seen = [self.last[i] > 0 for i in blocks]
@@ -97,6 +107,8 @@ class HandBSVRB:
             s[i] = self.tracked(
                 self.s[i], p.lower_y(self.x, self.y[i], i, row), p.lower_y(self.old_x, self.old_y[i], i, row), known
             )
+            if m.version == 2 and m.gamma is None and known:
+                s[i] = self.tracked_by_moves(self.s[i], i, lambda x, y, v, i=i, row=row: p.lower_y(x, y, i, row))
             lag = min(self.t + 1 - self.last[i], m.max_catch_up) if m.catch_up else 1
             fy, old_fy = p.upper_y(self.y[i], i, row), p.upper_y(self.old_y[i], i, row)
             hessian, old_hessian = p.hessian(self.y[i], i, row), p.hessian(self.old_y[i], i, row)
@@ -108,6 +120,10 @@ class HandBSVRB:
             else:
                 now_v, then_v = self.v[i], self.old_v[i]
                 u[i] = self.tracked(self.u[i], hessian @ now_v - fy, old_hessian @ then_v - old_fy, known)
+                if m.gamma is None and known:
+                    u[i] = self.tracked_by_moves(
+                        self.u[i], i, lambda x, y, v, i=i, row=row: p.hessian(y, i, row) @ v - p.upper_y(y, i, row)
+                    )
                 v[i] = self.v[i] - (m.step_v or m.step_y) * lag * u[i]
                 v[i] *= min(1.0, m.v_bound / np.linalg.norm(v[i]))
                 y[i] = self.y[i] - m.step_y * lag * s[i]
@@ -122,6 +138,7 @@ class HandBSVRB:
         self.t += 1
         for i in blocks:
             self.last[i] = self.t
+            self.left[i] = self.old_y[i], self.old_v[i]
 
 
 THEORY = (NUM - 3) / (3 * (1 - 0.3)) + (1 - 0.3)
@@ -129,6 +146,8 @@ CASES: list[tuple[dict[str, Any], float]] = [
     ({"version": 1, "curvature_floor": 0.9}, 0.7),
     ({"version": 1, "gamma": 1.3}, 1.3),
     ({"version": 2, "v_bound": 0.4}, THEORY),
+    ({"version": 2}, THEORY),
+    ({"version": 2, "gamma": THEORY}, THEORY),
     ({"version": 2, "step_v": 0.07, "catch_up": True, "max_catch_up": 2, "gamma": 0.5}, 0.5),
 ]
 

@@ -118,7 +118,7 @@ def test_averages_grow_with_the_run_unless_they_are_given(version: Any, beta: fl
     assert spread[1] < 0.01 * spread[2]
 
 
-@pytest.mark.parametrize(("version", "step_x", "num_steps"), [(1, 0.01, 250), (2, 0.02, 600)])
+@pytest.mark.parametrize(("version", "step_x", "num_steps"), [(1, 0.01, 250), (2, 0.01, 600)])
 def test_the_defaults_converge_under_noise(version: Any, step_x: float, num_steps: int) -> None:
     problem = AllNoisy()
     method = BSVRB(step_x=step_x, step_y=0.1, num_sampled=5, version=version, curvature_floor=0.5)
@@ -222,8 +222,8 @@ def test_only_chosen_blocks_move_in_version_two() -> None:
     problem = Quadratics()
     result = problem.run(BSVRB(step_x=0.01, step_y=0.1, num_sampled=3, version=2), 1)
     assert int((result.y != problem.y0).any(1).sum()) == 3
-    assert result.nsfo == 12
-    assert result.nhvp == 9
+    assert result.nsfo == 18
+    assert result.nhvp == 12
 
 
 class Steep(bilevel_problems.Steep):

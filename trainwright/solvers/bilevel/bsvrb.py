@@ -1,7 +1,8 @@
 """BSVRB: variance-reduced bilevel descent over many blocks, of which a step touches a few.
 
-trackers   t ← (1-α) t + α new + γ (new - old), both on one batch, for the chosen blocks only     `_tracked`
+trackers   t ← (1-α) t + α new + γ (new - old), all on one batch, for the chosen blocks only     `_tracked`
 v1         tracks ∇²ᵧᵧgᵢ itself and inverts it;  v2 tracks the gradient of ½v'Hv - v'∇ᵧf and descends in v
+v2         by default (1-α) (new - left) + γ (left - old): what y and v did since the block was left, then what x did
 upper      z ← (1-β)(z - G_old) + G_new,  x ← x - η z                                             `BSVRB.step`
 """
 
@@ -35,6 +36,10 @@ class BlockState:
     old_inner: Tensor
     inner_slopes: Tensor
     """v2: u [m, d], of the gradient in v."""
+    left_y: Tensor
+    """[m, d], y of each block when it was last touched, before that step."""
+    left_inner: Tensor
+    """v2: v [m, d] likewise."""
     seen: Tensor
     """[m], whether a block has been touched, hence its trackers made."""
     touched: Tensor
@@ -42,6 +47,23 @@ class BlockState:
     direction: Tensor
     """z [n]."""
     nit: int
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The blocks of a step, and their derivatives on one batch."""
+
+    blocks: Tensor
+    first: Tensor
+    """[I], whether a block is touched for the first time."""
+    missed: Tensor
+    """[I], the steps since a block was last touched, this one included."""
+    gamma: float
+    new: Local
+    old: Local
+    """At the iterate before."""
+    left: Local | None
+    """At this x, and at y where the block was last touched; `None` where one γ weights all differences."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +75,21 @@ class BSVRB:
 
     `step_x` η, `step_y` τ, `step_v` (version 2; default τ): step sizes. `num_sampled` I: blocks a step. `alpha`, `beta`: shares of
     the new gradient in trackers and direction, in (0, 1]; by default 0.1 until step 300 and then 30 by the steps so far, down to
-    0.02 and 0.01 (β of version 1 stays 0.1): averages as long as x takes to settle. `gamma`: weight of
-    the difference term. Its default is the theory's (m - I)/(I (1 - α)) + (1 - α) for version 2, and STORM's 1 - α for
-    version 1, whose trackers diverge with the theory's: `step_y · smoothness · gamma` < 1 must hold. `v_bound`: largest norm
-    of vᵢ (version 2). `catch_up`: version 2 steps yᵢ and vᵢ by their step sizes times the iterations since the block was last
-    touched, `max_catch_up` at most, as the authors' code does; it multiplies the noise of a step as well.
+    0.02 and 0.01 (β of version 1 stays 0.1): averages as long as x takes to settle. `gamma`: weight in the trackers of the
+    difference between the last two iterates; `step_y · smoothness · gamma` < 1 must hold, or they diverge.
+    Version 1's default is STORM's 1 - α. Version 2 weights by default the differences in x alone, by the theory's
+    (m - I)/(I (1 - α)) + (1 - α), which makes up for the steps that missed a block; what y and v of a block did since its last
+    step is known and weighs 1 - α, so that no lower step has to shrink with I/m. `v_bound`: largest norm of vᵢ (version 2).
+    `catch_up`: version 2 steps yᵢ and vᵢ by their step sizes times the iterations since the block was last touched,
+    `max_catch_up` at most, as the authors' code does; it multiplies the noise of a step as well.
 
-    Per step 2 I gradients of each level and, version 1, 2 I d, version 2, 4 I Hessian-vector products. With every block
-    drawn and γ = 1 - α the trackers are STORM's. It does not win where all blocks fit into a step and noise is small.
+    Per step 2 I gradients of each level and, version 1, 2 I d, version 2, 4 I second-order products; version 2 without
+    `gamma` 3 I gradients and 5 I products. With every block drawn the default's trackers are STORM's. It does not win where
+    all blocks fit into a step and noise is small.
     The authors' code is no reference: its logistic second derivative has the wrong sign, its projection scales up.
-    The first touch of a block sets its trackers to plain gradients. Departure: α, β that shrink from 0.1 where the authors' code
-    has 0.9, with which the method loses to plain sampling on noisy problems.
+    The first touch of a block sets its trackers to plain gradients. Departures: α, β that shrink from 0.1 where the authors' code
+    has 0.9, with which the method loses to plain sampling on noisy problems; and version 2's default differences, where
+    the paper has one γ for all (give it as `gamma`): its noise grows with γ, and it diverges where few blocks are drawn.
 
     Source: Hu, Qiu, Guo, Zhang & Yang, Blockwise Stochastic Variance-Reduced Methods with Parallel Speedup for Multi-Block
     Bilevel Optimization, ICML 2023 (arXiv 2305.18730). The theory's γ and the orders of its steps are recalled, not proven here.
@@ -101,7 +127,7 @@ class BSVRB:
         )
 
     def correction(self, num_blocks: int) -> float:
-        """Return γ: the given one, or the version's default; under the theory's the trackers miss no block on average.
+        """Return γ: the given one, or the version's default; by the theory's the trackers miss no step on average.
 
         >>> [round(BSVRB(0.1, 0.1, num_sampled=5, version=version).correction(20), 3) for version in (1, 2)]
         [0.9, 4.233]
@@ -127,7 +153,8 @@ class BSVRB:
             inner = torch.eye(num_dims, dtype=y.dtype, device=y.device).expand(num_blocks, -1, -1).clone()
         seen = torch.zeros(num_blocks, dtype=torch.bool, device=y.device)
         touched = torch.zeros(num_blocks, dtype=torch.long, device=y.device)
-        return BlockState(x, y, x, y, zeros, inner, inner, zeros, seen, touched, torch.full_like(x, torch.nan), 0)
+        unknown = torch.full_like(x, torch.nan)
+        return BlockState(x, y, x, y, zeros, inner, inner, zeros, y, inner, seen, touched, unknown, 0)
 
     def averaging(self, nit: int) -> BSVRB:
         """Return the method with the α and β of a step, counted from 0.
@@ -148,59 +175,82 @@ class BSVRB:
         return self.averaging(state.nit)._step(problem, state, sample, generator)
 
     def _step(self, problem: Blocks, state: BlockState, sample: Sample, generator: torch.Generator) -> BlockState:
-        order = torch.randperm(problem.num_blocks, generator=generator, device=generator.device)
-        blocks = order[: self.num_sampled].to(state.y.device)
-        batch = sample(blocks, generator)
-        new = problem.at(state.x, state.y[blocks], blocks, batch)
-        old = problem.at(state.old_x, state.old_y[blocks], blocks, batch)
-        first = ~state.seen[blocks]
-        slopes = self._tracked(problem, state.slopes, blocks, first, new.lower_y, old.lower_y)
-        missed = (state.nit + 1 - state.touched[blocks]).clamp_max(self.max_catch_up if self.catch_up else 1)
-        lag = missed[:, None].to(state.y.dtype)
-        moved = self._with_inner(problem, replace(state, slopes=slopes), blocks, first, lag, new, old)
-        direction = self._direction(state, moved, blocks, new, old)
+        drawn = self._draw(problem, state, sample, generator)
+        blocks = drawn.blocks
+        left = None if drawn.left is None else drawn.left.lower_y
+        slopes = self._tracked(state.slopes, drawn, drawn.new.lower_y, drawn.old.lower_y, left)
+        lag = drawn.missed.clamp_max(self.max_catch_up if self.catch_up else 1)[:, None].to(state.y.dtype)
+        moved = self._with_inner(state, drawn, lag)
+        direction = self._direction(state, moved, drawn)
         return replace(
             moved,
             x=state.x - self.step_x * direction,
             y=self._moved_y(state, slopes, blocks, lag),
             old_x=state.x,
             old_y=state.y,
+            slopes=slopes,
+            left_y=state.left_y.index_copy(0, blocks, state.y[blocks]),
             seen=state.seen.index_fill(0, blocks, True),
             touched=state.touched.index_fill(0, blocks, state.nit + 1),
             direction=direction,
             nit=state.nit + 1,
         )
 
-    def _tracked(
-        self, problem: Blocks, trackers: Tensor, blocks: Tensor, first: Tensor, new: Tensor, old: Tensor
-    ) -> Tensor:
+    def _draw(self, problem: Blocks, state: BlockState, sample: Sample, generator: torch.Generator) -> _Drawn:
+        order = torch.randperm(problem.num_blocks, generator=generator, device=generator.device)
+        blocks = order[: self.num_sampled].to(state.y.device)
+        batch = sample(blocks, generator)
+        known_moves = self.version == 2 and self.gamma is None
+        return _Drawn(
+            blocks,
+            first=~state.seen[blocks],
+            missed=state.nit + 1 - state.touched[blocks],
+            gamma=self.correction(problem.num_blocks),
+            new=problem.at(state.x, state.y[blocks], blocks, batch),
+            old=problem.at(state.old_x, state.old_y[blocks], blocks, batch),
+            left=problem.at(state.x, state.left_y[blocks], blocks, batch) if known_moves else None,
+        )
+
+    def _tracked(self, trackers: Tensor, drawn: _Drawn, new: Tensor, old: Tensor, left: Tensor | None) -> Tensor:
         """The trackers with those of the chosen blocks moved on; a block's first is the plain gradient."""
         assert self.alpha is not None  # of `averaging`
         new, old = new.detach(), old.detach()
-        moved = (
-            (1 - self.alpha) * trackers[blocks] + self.alpha * new + self.correction(problem.num_blocks) * (new - old)
-        )
-        moved = torch.where(first.view(-1, *[1] * (new.dim() - 1)), new, moved)
-        return trackers.index_copy(0, blocks, moved)
+        if left is None:
+            change = drawn.gamma * (new - old)
+        else:
+            # Who was touched in the last step was left where the old iterate is; the others have stood still since.
+            moved_by_x = torch.where(drawn.missed[:, None] == 1, left.detach(), new) - old
+            change = (1 - self.alpha) * (new - left.detach()) + drawn.gamma * moved_by_x
+        moved = (1 - self.alpha) * trackers[drawn.blocks] + self.alpha * new + change
+        moved = torch.where(drawn.first.view(-1, *[1] * (new.dim() - 1)), new, moved)
+        return trackers.index_copy(0, drawn.blocks, moved)
 
-    def _with_inner(
-        self, problem: Blocks, state: BlockState, blocks: Tensor, first: Tensor, lag: Tensor, new: Local, old: Local
-    ) -> BlockState:
+    def _with_inner(self, state: BlockState, drawn: _Drawn, lag: Tensor) -> BlockState:
+        blocks = drawn.blocks
         if self.version == 1:
-            tracked = self._tracked(problem, state.inner, blocks, first, new.hessians(), old.hessians())
+            tracked = self._tracked(state.inner, drawn, drawn.new.hessians(), drawn.old.hessians(), None)
             floored = self._floored(tracked, blocks)
             # A block's first H is of this time and, for want of another, of the time before.
-            before = torch.where(first[:, None, None], floored[blocks], state.inner[blocks])
+            before = torch.where(drawn.first[:, None, None], floored[blocks], state.inner[blocks])
             return replace(state, inner=floored, old_inner=state.inner.index_copy(0, blocks, before))
-        v, old_v = state.inner[blocks], state.old_inner[blocks]
-        now = new.hessian_times(v) - new.upper_xy[1]
-        before = old.hessian_times(old_v) - old.upper_xy[1]
-        inner_slopes = self._tracked(problem, state.inner_slopes, blocks, first, now, before)
+        v = state.inner[blocks]
+        now, before = (
+            local.hessian_times(at) - local.upper_xy[1]
+            for local, at in ((drawn.new, v), (drawn.old, state.old_inner[blocks]))
+        )
+        left = None
+        if drawn.left is not None:
+            left = drawn.left.hessian_times(state.left_inner[blocks]) - drawn.left.upper_xy[1]
+        inner_slopes = self._tracked(state.inner_slopes, drawn, now, before, left)
         moved = v - (self.step_v or self.step_y) * lag * inner_slopes[blocks]
         norms = moved.norm(dim=1, keepdim=True)
         moved = moved * (self.v_bound / norms.clamp_min(1e-300)).clamp_max(1.0)
         return replace(
-            state, inner=state.inner.index_copy(0, blocks, moved), old_inner=state.inner, inner_slopes=inner_slopes
+            state,
+            inner=state.inner.index_copy(0, blocks, moved),
+            old_inner=state.inner,
+            inner_slopes=inner_slopes,
+            left_inner=state.left_inner.index_copy(0, blocks, v),
         )
 
     def _floored(self, matrices: Tensor, blocks: Tensor) -> Tensor:
@@ -210,8 +260,9 @@ class BSVRB:
         clipped = (vectors * values.clamp_min(self.curvature_floor)[:, None, :]) @ vectors.mT
         return matrices.index_copy(0, blocks, clipped)
 
-    def _direction(self, state: BlockState, moved: BlockState, blocks: Tensor, new: Local, old: Local) -> Tensor:
+    def _direction(self, state: BlockState, moved: BlockState, drawn: _Drawn) -> Tensor:
         """STORM's z on both hypergradients, each with the inner solution of its own time."""
+        blocks, new, old = drawn.blocks, drawn.new, drawn.old
         if self.version == 1:
             # The H of this time is known for blocks seen before; a block's first one is the plain Hessian just made.
             seen = state.seen[blocks][:, None, None]

@@ -8,7 +8,7 @@ A block's gradient counts one `nsfo`, its Hessian- or Jacobian-vector product on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ Level = Callable[[Any, Tensor, Tensor, Any], Tensor]
 """(x, y [I, d], blocks [I], batch) → the objective of each chosen block [I]."""
 Sample = Callable[[Tensor, torch.Generator], Any]
 """(blocks [I], generator) → a batch, handed to both levels unread; drawn once a step."""
+
+
+@runtime_checkable
+class Method(Protocol):
+    """Any method for the two levels: a state whose x [n], y [m, d] and direction [n] `bilevel` reads, and its steps."""
+
+    def start(self, problem: Blocks, x: Tensor, y: Tensor) -> Any:
+        """Return the state before the first step."""
+
+    def step(self, problem: Blocks, state: Any, sample: Sample, generator: torch.Generator) -> Any:
+        """Return the next state; what the old one holds is not written to."""
 
 
 class Blocks:

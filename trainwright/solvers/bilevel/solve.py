@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ...artifacts import UserError
 from ..driver import Callback, Ended, Limits, Measured, drive
+from ..methods import need_method
 from ..outcome import Result, Status
 from ..seeds import as_generator
 from ..values import Packing
-from .bo_rep import BOREP
-from .bsvrb import BSVRB, no_batch
-from .problem import Blocks, Level, Sample
+from .bsvrb import no_batch
+from .problem import Blocks, Level, Method, Sample
 
 FAR = 1e12
 """An iterate this many times larger than the start (or than one) has diverged."""
@@ -39,7 +39,7 @@ def bilevel(
     x0: Any,
     y0: Tensor,
     *,
-    method: BSVRB | BOREP,
+    method: Method,
     sample: Sample | None = None,
     max_iterations: int,
     rtol: float = 0.0,
@@ -72,6 +72,7 @@ def bilevel(
     >>> lower = lambda x, y, blocks, batch: ((y - x) ** 2).sum(1) / 2
     >>> upper = lambda x, y, blocks, batch: ((y - a[blocks]) ** 2).sum(1) / 2
     >>> zero = torch.zeros(1, dtype=torch.float64)
+    >>> from trainwright.solvers.bilevel import BSVRB
     >>> method = BSVRB(step_x=0.1, step_y=0.5, num_sampled=2)
     >>> result = bilevel(upper, lower, zero, torch.zeros(2, 1, dtype=torch.float64), method=method, max_iterations=400)
     >>> result.success, round(float(result.x), 6)
@@ -81,22 +82,20 @@ def bilevel(
     packing = replace(given, is_numpy=False)  # both levels are functions of tensors
     y = _lower_start(y0, x)
     problem = Blocks(upper, lower, packing, len(y))
-    if not isinstance(method, BSVRB | BOREP):
-        raise UserError(f"a method BSVRB(…) or BOREP(…) is needed; got {method!r}; see trainwright.solvers.bilevel")
+    need_method(method, Method, "BSVRB(…) or BOREP(…)", "see trainwright.solvers.bilevel")
     if rtol > 0 and grad_norm is None:
         raise UserError(
             f"grad_norm is needed for rtol; got rtol={rtol} alone; the method's own direction is an estimate whose first size "
             "says little: give grad_norm(x), or an atol, or neither"
         )
     generator, draw = as_generator(seed, x.device), sample or no_batch
-    algorithm: Any = method
 
     measure = _Directions() if grad_norm is None else lambda state: Measured(float(grad_norm(packing.unpack(state.x))))
-    start = algorithm.start(problem, x, y)
+    start = method.start(problem, x, y)
     far = FAR * max(1.0, float(x.abs().max()), float(y.abs().max()) if y.numel() else 0.0)
 
     def step(state: Any) -> Any:
-        found = algorithm.step(problem, state, draw, generator)
+        found = method.step(problem, state, draw, generator)
         if max(float(found.x.abs().max()), float(found.y.abs().max())) > far:
             raise Ended(Status.DIVERGED)
         return found

@@ -80,6 +80,10 @@ class CBO:
             moved = moved + self.renoise * _normal(old, generator)
         return moved.add_(ensemble.consensus)
 
+    @property
+    def has_residual(self) -> bool:
+        return True
+
     def residual(self, ensemble: Ensemble) -> float:
         """Return how far the ensemble is from agreeing: its spread."""
         return ensemble.spread

@@ -6,11 +6,13 @@ x_α = Σᵢ wᵢ Xⁱ / Σᵢ wᵢ,  wᵢ = exp(−α (E(Xⁱ) − minⱼ E(Xʲ
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ...artifacts import UserError
+from .box import Box
 
 
 def consensus_point(particles: Tensor, values: Tensor, alpha: float) -> Tensor:
@@ -57,6 +59,28 @@ class Ensemble:
     def spread(self) -> float:
         """The root mean square distance of the particles from the consensus."""
         return float((self.particles - self.consensus).square().sum(1).mean().sqrt())
+
+
+@runtime_checkable
+class Method(Protocol):
+    """Any method that moves particles by what is known of them."""
+
+    @property
+    def alpha(self) -> float:
+        """Return how sharply the consensus point prefers low values, in units of 1/value."""
+
+    @property
+    def has_residual(self) -> bool:
+        """Return whether a tolerance can end it."""
+
+    def first(self, box: Box, x0: Any, spread: float | None, num: int, generator: torch.Generator) -> Tensor:
+        """Return the particles [num, d] of the first evaluation."""
+
+    def propose(self, ensemble: Ensemble, generator: torch.Generator) -> Tensor:
+        """Return the particles to evaluate next."""
+
+    def residual(self, ensemble: Ensemble) -> float:
+        """Return how far from the end the ensemble is; NaN where that cannot be said."""
 
 
 def check_values(values: Tensor, particles: Tensor) -> Tensor:

@@ -57,6 +57,10 @@ class ConsensusHopping:
         """Return a sample around the consensus."""
         return self._around(ensemble.consensus, len(ensemble.particles), ensemble.nit + 1, generator)
 
+    @property
+    def has_residual(self) -> bool:
+        return False
+
     def residual(self, ensemble: Ensemble) -> float:
         """Return NaN: the sample's spread says nothing about the distance from a minimum."""
         return math.nan

@@ -15,8 +15,7 @@ from ..driver import Callback, Counts, Limits, Measured, drive
 from ..outcome import Result
 from .box import Box
 from .cbo import CBO
-from .ensemble import Ensemble, check_values
-from .hopping import ConsensusHopping
+from .ensemble import Ensemble, Method, check_values
 from .swarm import begin
 
 
@@ -35,7 +34,7 @@ def minimize(
     *,
     x0: Any = None,
     spread: float | None = None,
-    method: CBO | ConsensusHopping | None = None,
+    method: Method | None = None,
     num_particles: int = 100,
     max_iterations: int = 1000,
     rtol: float = 0.0,
@@ -68,9 +67,9 @@ def minimize(
     ('CONVERGED', True)
     """
     method = method if method is not None else CBO()
-    if isinstance(method, ConsensusHopping) and (rtol > 0 or atol > 0):
-        raise UserError("CBO is needed for a tolerance; got ConsensusHopping; limit its iterations instead")
     box, generator, particles = begin(bounds, x0, spread, method, num_particles, seed)
+    if not method.has_residual and (rtol > 0 or atol > 0):
+        raise UserError(f"CBO is needed for a tolerance; got {type(method).__name__}; limit its iterations instead")
     counts = Counts(nfev=0)
 
     def evaluate(points: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ...artifacts import UserError
+from ..methods import need_method
 from ..seeds import as_generator, need_count
 from .box import Box
 from .cbo import CBO
-from .ensemble import Ensemble, check_values
-from .hopping import ConsensusHopping
+from .ensemble import Ensemble, Method, check_values
 
 
 class Swarm:
@@ -35,7 +35,7 @@ class Swarm:
         *,
         x0: Any = None,
         spread: float | None = None,
-        method: CBO | ConsensusHopping | None = None,
+        method: Method | None = None,
         num_particles: int = 100,
         seed: int | torch.Generator = 0,
     ) -> None:
@@ -73,13 +73,12 @@ def begin(
     bounds: Any,
     x0: Any,
     spread: float | None,
-    method: CBO | ConsensusHopping,
+    method: Method,
     num_particles: int,
     seed: int | torch.Generator,
 ) -> tuple[Box, torch.Generator, Tensor]:
     """Return the box, the generator and the first particles."""
-    if not isinstance(method, CBO | ConsensusHopping):
-        raise UserError(f"a method CBO(…) or ConsensusHopping(…) is needed; got {method!r}; leave it out for CBO()")
+    need_method(method, Method, "CBO(…) or ConsensusHopping(…)", "leave it out for CBO()")
     if x0 is not None and not bool(torch.isfinite(torch.as_tensor(x0)).all()):
         raise UserError("a finite x0 is needed; got NaN or infinity in it; start elsewhere")
     num_particles = need_count("num_particles", num_particles, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,23 @@ Fun = Callable[[Any, Any, Tensor], Tensor]
 Jac = Callable[[Any, Any, Tensor], tuple[Any, Any]]
 """(x, y, indices) → the mean gradients of the chosen components in x and in y."""
 Pair = tuple[Tensor, Tensor]
+
+
+@runtime_checkable
+class Method(Protocol):
+    """Any method for a saddle of a finite sum: a state whose vectors x and y `minimax` measures, and its steps."""
+
+    def check_every(self, num_components: int) -> int:
+        """Return the steps between two full gradients that the method takes anyway."""
+
+    def start(self, oracle: Gradients, x: Tensor, y: Tensor, generator: torch.Generator) -> Any:
+        """Return the state before the first step."""
+
+    def step(self, oracle: Gradients, state: Any, generator: torch.Generator) -> Any:
+        """Return the next state; what the old one holds is not written to."""
+
+    def output(self, state: Any) -> Any:
+        """Return the point, with x and y, that the method hands out where it ends at `state`."""
 
 
 class Gradients(Protocol):

@@ -10,14 +10,11 @@ import torch
 
 from ...artifacts import UserError
 from ..driver import Callback, Limits, Measured, drive
+from ..methods import need_method
 from ..outcome import Result, Status
 from ..seeds import as_generator
 from ..values import Packing
-from .catalyst import AccSpiderGDA
-from .gda import GDA
-from .problem import Fun, Jac, Oracle
-from .spider import SpiderGDA
-from .svrg import SVRGGDA
+from .problem import Fun, Jac, Method, Oracle
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ def minimax(
     y0: Any,
     num_components: int,
     *,
-    method: SpiderGDA | AccSpiderGDA | SVRGGDA | GDA,
+    method: Method,
     jac: Jac | None = None,
     max_iterations: int,
     rtol: float = 0.0,
@@ -67,6 +64,7 @@ def minimax(
     Not for constraints on x or y, nor for a bilinear game without curvature: gradient descent ascent circles there.
 
     >>> import torch
+    >>> from trainwright.solvers.minimax import SpiderGDA
     >>> a = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     >>> def fun(x, y, indices):
     ...     return (a[indices] * (x - 1) ** 2 + x * y - a[indices] * y**2).mean() / 2
@@ -80,8 +78,7 @@ def minimax(
         raise UserError(
             f"x0 and y0 of one dtype on one device are needed; got {x.dtype} on {x.device} and {y.dtype} on {y.device}"
         )
-    if not isinstance(method, SpiderGDA | AccSpiderGDA | SVRGGDA | GDA):
-        raise UserError(f"a method such as SpiderGDA(…) or GDA(…) is needed; got {method!r}; make one with its steps")
+    need_method(method, Method, "such as SpiderGDA(…) or GDA(…)", "make one with its steps")
     oracle = Oracle(fun, jac, num_components, (packing_x, packing_y), max_batch=max_batch, device=x.device)
     generator = as_generator(seed, x.device)
 
@@ -99,10 +96,9 @@ def minimax(
         max_seconds=max_seconds,
         check_every=check_every or method.check_every(num_components),
     )
-    algorithm: Any = method
     run = drive(
-        algorithm.start(oracle, x, y, generator),
-        lambda state: algorithm.step(oracle, state, generator),
+        method.start(oracle, x, y, generator),
+        lambda state: method.step(oracle, state, generator),
         measure,
         limits,
         counts=oracle.counts,
@@ -111,7 +107,7 @@ def minimax(
         progress=progress,
     )
     has_failed = run.status in (Status.NOT_FINITE, Status.DIVERGED)
-    point = run.best if has_failed else algorithm.output(run.last)
+    point = run.best if has_failed else method.output(run.last)
     found = measure(point, counted=False)
     return MinimaxResult(
         x=packing_x.unpack(point.x),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -22,6 +23,17 @@ class Ascent:
     num: int
     discounted: float
     undiscounted: float
+
+
+@runtime_checkable
+class Method(Protocol):
+    """Any method that climbs by estimates of the policy gradient."""
+
+    def start(self, oracle: Estimator, theta: Tensor) -> Ascent:
+        """Return the state with the first direction."""
+
+    def advance(self, oracle: Estimator, state: Ascent) -> Ascent:
+        """Return the state after one step along the direction, with the next one."""
 
 
 def power(initial: float, exponent: float, num: int) -> float:

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from ...artifacts import UserError
 from ..driver import Callback, Ended, Limits, Measured, drive
+from ..methods import need_method
 from ..outcome import Result
 from ..seeds import as_generator, need_count
-from .ascent import Ascent
+from .ascent import Ascent, Method
 from .baseline import LinearBaseline
 from .estimators import Estimator
-from .harpg import HARPG
-from .npg_igt import NPGIGT
-from .reinforce import REINFORCE
 from .rollout import check_env, rollout
 
 T = TypeVar("T")
@@ -44,7 +42,7 @@ def learn(
     env: Any,
     policy: nn.Module,
     *,
-    method: REINFORCE | NPGIGT | HARPG,
+    method: Method,
     max_iterations: int,
     batch_size: int = 1,
     horizon: int = 200,
@@ -69,7 +67,7 @@ def learn(
     Needs gymnasium (extra `solvers-policy`) only to make its environments. Not for data of another policy, nor where a
     critic pays: see PPO and its kin.
 
-    >>> from trainwright.solvers.policy import SoftmaxMLP
+    >>> from trainwright.solvers.policy import NPGIGT, SoftmaxMLP
     >>> class Bandit:
     ...     num_envs = 8
     ...     def reset(self, seed=None):
@@ -82,10 +80,7 @@ def learn(
     (True, 248)
     """
     _check(policy, batch_size, horizon, discount)
-    if not isinstance(method, REINFORCE | NPGIGT | HARPG):
-        raise UserError(
-            f"a method REINFORCE(…), NPGIGT(…) or HARPG(…) is needed; got {method!r}; make one with its step"
-        )
+    need_method(method, Method, "REINFORCE(…), NPGIGT(…) or HARPG(…)", "make one with its step")
     generator = as_generator(seed, next(policy.parameters()).device)
     baseline = LinearBaseline(discount) if use_baseline else None
     oracle = Estimator(check_env(env), policy, batch_size=batch_size, horizon=horizon, discount=discount,
