@@ -29,6 +29,10 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "decentlam": (sgd, {}),
     "just-one-byte": (plain, {"num_samples": 2}),
     "data-parallel": (sgd, {}),
+    "gradient-coding": (plain, {"stragglers": 1, "patience": 0.5}),
+    "gradient-coding-cyclic": (plain, {"stragglers": 1, "patience": 0.5, "cyclic": True}),
+    "sr-sgc": (plain, {"most": 2, "patience": 0.5}),
+    "m-sgc": (plain, {"patience": 0.5}),
     "1-bit-adam": (adam, {"freeze_step": 4}),
 }
 
@@ -38,7 +42,9 @@ def work(address: str, num_workers: int, name: str, num_steps: int, silence_s: f
     model = net()
     optimizer = make(model.parameters())
     meeting = sync.Meeting(address, num_workers, silence_s=silence_s)
-    joined = sync.create(name.removesuffix("-asynchronous"), model, optimizer, meeting=meeting, **options)
+    joined = sync.create(
+        name.removesuffix("-asynchronous").removesuffix("-cyclic"), model, optimizer, meeting=meeting, **options
+    )
     engine, method = joined.engine, joined.method
     assert isinstance(engine, sync.Elastic)
     print("joined", engine.number, flush=True)
@@ -46,7 +52,8 @@ def work(address: str, num_workers: int, name: str, num_steps: int, silence_s: f
         step = method.num_steps
         time.sleep(0.01)
         if joined.record.takes == "closure":
-            joined.step(functools.partial(_loss, model, engine.number, 100 * step))
+            number = 0 if method.keeps_places else engine.number  # the copies of a chunk have to be alike
+            joined.step(functools.partial(_loss, model, number, 100 * step))
         else:
             optimizer.zero_grad()
             loss = loss_of(model, engine.number, step)
@@ -58,7 +65,7 @@ def work(address: str, num_workers: int, name: str, num_steps: int, silence_s: f
     print("finished", method.replica.digest().hex()[:12], flush=True)
 
 
-def _loss(model: Any, number: int, step: int, sample: int) -> Any:
+def _loss(model: Any, number: int, step: int, sample: int, job: int = 0) -> Any:
     return loss_of(model, number, step + sample)
 
 

@@ -45,6 +45,8 @@ CASES = {
     for case in (
         Case("data-parallel", equal_every=1),
         Case("local-sgd", {"period": 3, "shared_steps": 3}, equal_every=3),
+        Case("powersgd", {"start_step": 3, "min_compression_rate": 0.5}, equal_every=1),
+        Case("post-local-sgd", {"period": 3, "shared_steps": 4}),
         Case("diloco", {"period": 4}, adam, equal_every=4),
         Case("streaming-diloco", {"period": 6, "fragments": 3, "delay": 1}, adam),
         Case("gossip", {"graph": "one-peer"}, adam),
@@ -59,7 +61,9 @@ CASES = {
         Case("1-bit-lamb", {"freeze_step": 4}, adam, equal_every=1),
         Case("sa-srrw", {"graph": "complete"}, plain, sizes=(2, 4, 8)),
         # With patience all are waited for: which workers answer first, hence the last bits, would else hang on the machine.
-        Case("gradient-coding", {"stragglers": 2, "patience": 1e6}, sizes=(4,)),
+        Case("gradient-coding", {"stragglers": 2, "patience": float("inf")}, sizes=(4,)),
+        Case("sr-sgc", {"most": 2, "patience": float("inf")}, sizes=(4,)),
+        Case("m-sgc", {"burst": 1, "window": 2, "patience": float("inf"), "jobs": 10}, sgd, sizes=(4,)),
         Case("dadao", {"smoothness": 20.0, "convexity": 1.0}, plain, sizes=(2, 4, 8), num_steps=8),
         Case("just-one-byte", {"num_samples": 3}, plain, equal_every=1),
     )
@@ -113,7 +117,7 @@ def program(
 def one_step(joined: Sync, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Steps[None]:
     rank = joined.method.worker.rank
     if joined.record.takes == "closure":
-        yield from joined.steps(lambda sample=0: loss_of(model, rank, 100 * step + sample))
+        yield from joined.steps(lambda sample=0, job=step: loss_of(model, rank, 100 * job + sample))
         return
     optimizer.zero_grad()
     loss = loss_of(model, rank, step)

@@ -58,6 +58,11 @@ class SyncOptions:
                 f"{record.name} needs a whole model on each worker: {record.cls.needs_whole}; this plan shards it over "
                 f"{plan.num_ranks} ranks; take another method, or a plan for one device"
             )
+        if record.cls.needs_loop:
+            raise UserError(
+                f"a loop of its own is needed for {record.name}: {record.cls.needs_loop}; write it with tw.sync.create, or take "
+                "another method"
+            )
         if takes_loss:
             raise UserError(
                 f"an optimizer that steps on gradients is needed beside a sync method; {optimizer or 'this one'} takes the loss "

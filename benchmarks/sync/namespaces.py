@@ -10,7 +10,8 @@ import subprocess
 from types import TracebackType
 from typing import Self
 
-_BURST, _QUEUE = "16kb", "400ms"
+BURST_BYTES, _QUEUE = 16 * 1024, "400ms"
+"""The bytes that an idle link lets through at once, and the longest that a packet waits for its turn."""
 
 
 class Namespaces:
@@ -39,7 +40,7 @@ class Namespaces:
             _run(f"{inside} ip link set lo up")
             _run(f"{inside} ip addr add {self.address(index)}/24 dev eth0")
             _run(f"{inside} ip link set eth0 up")
-            limit = f"root tbf rate {self.mbit}mbit burst {_BURST} latency {_QUEUE}"
+            limit = f"root tbf rate {self.mbit}mbit burst {BURST_BYTES} latency {_QUEUE}"
             _run(f"{inside} tc qdisc add dev eth0 {limit}")
             _run(f"tc qdisc add dev {outer} {limit}")
         return self

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "data-parallel": ("sgd", {}),
     "data-parallel, AdamW": ("adamw", {}),
     "local-sgd": ("sgd", {"period": 8}),
+    "powersgd": ("sgd", {"rank": 4, "start_step": 10}),
+    "post-local-sgd": ("sgd", {"period": 8, "shared_steps": 10}),
     "diloco": ("adamw", {"period": 20}),
     "streaming-diloco": ("adamw", {"period": 20, "fragments": 4, "delay": 1, "mix": 0.5}),
     "easgd": ("sgd", {"period": 8}),
@@ -43,7 +47,7 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[400 + rank() :: world_size()], y[400 + rank() :: world_size()], x[:400], y[:400]
 
 
-def trained(title: str, mbit: float, seed: int) -> dict[str, Any]:
+def trained(title: str, seed: int) -> dict[str, Any]:
     """Train until the mean of all workers' parameters would do, or for `MOST_STEPS`; that check is no part of the seconds."""
     name = title.partition(",")[0]
     kind, options = METHODS[title]
@@ -80,6 +84,44 @@ def trained(title: str, mbit: float, seed: int) -> dict[str, Any]:
     }
 
 
+def by_decent_dp(seed: int) -> dict[str, Any]:
+    """The same by decent-dp, where it is installed, on a ring: its hooks step and exchange in the backward pass.
+
+    What it sends goes past the counters of the methods here: it is what the interfaces sent, headers and acknowledgements too.
+    """
+    from decent_dp.ddp import DecentralizedDataParallel
+
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = DecentralizedDataParallel(
+        net, lambda named: torch.optim.SGD([param for _, param in named], **SGD), topology="ring", _local_world_size=1
+    )
+    inputs, labels, held_x, held_y = data()
+    generator = torch.Generator().manual_seed(100 * seed + rank())
+    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    spent_s, steps, sent, loss = 0.0, 0, 0, float("inf")
+    while loss > GOAL and steps < MOST_STEPS:
+        dist.barrier()
+        began_s, before = time.perf_counter(), int(counter.read_text())
+        for _ in range(EVERY):
+            rows = torch.randint(len(inputs), (BATCH,), generator=generator)
+            cross_entropy(model(inputs[rows]), labels[rows]).backward()
+        spent_s += time.perf_counter() - began_s
+        steps += EVERY
+        sent += int(counter.read_text()) - before
+        loss = _loss_of_mean(net, held_x, held_y)
+    total = torch.tensor([sent])
+    dist.all_reduce(total)
+    found = {
+        "reached": loss <= GOAL,
+        "steps": steps,
+        "KiB sent by all": int(total) / 1024,
+        "seconds": spent_s,
+        "loss": loss,
+    }
+    return {"method": "decent-dp, ring, SGD", **found}
+
+
 def _loss_of_mean(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """The held-out loss at the mean of all workers' parameters, which nobody takes over."""
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -92,13 +134,13 @@ def _loss_of_mean(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return found
 
 
-def round_seconds(name: str, mbit: float, options: dict[str, Any], steps: int = 6) -> dict[str, Any]:
-    """Measure a step that exchanges and computes nothing, beside the seconds that the record predicts."""
+def round_seconds(name: str, network: Network, options: dict[str, Any], steps: int = 8) -> dict[str, Any]:
+    """Measure a step that exchanges and computes nothing, beside the seconds that the record predicts, after two steps."""
     model = nn.Linear(256, 256)
     optimizer = (
         torch.optim.AdamW(model.parameters())
         if name.startswith("1-bit")
-        else torch.optim.SGD(model.parameters(), lr=0.0)
+        else torch.optim.SGD(model.parameters(), lr=0.0 if name != "decentlam" else 1e-3)
     )
     for param in model.parameters():
         nn.init.zeros_(param)
@@ -107,44 +149,54 @@ def round_seconds(name: str, mbit: float, options: dict[str, Any], steps: int = 
     taken = []
     for _ in range(steps):
         dist.barrier()
+        time.sleep(0.02)  # as long as a link needs to be idle for a burst
         began_s = time.perf_counter()
-        joined.step(torch.zeros(()))
+        if joined.record.takes == "closure":
+            joined.step(lambda chunk=0: model(torch.ones(1, 256)).sum())
+        else:
+            joined.step(torch.zeros(()))
         own = torch.tensor([time.perf_counter() - began_s])
         dist.all_reduce(own, dist.ReduceOp.MAX)
         taken.append(float(own))
-    later = taken[2:]
-    record, network = joined.record, Network(0.0, mbit * 1e6 / 8)
-    predicted = (
-        record.exchange_s(joined.size, network, 0.0, steps)
-        if name != "1-bit-adam"
-        else _late(record, joined.size, network)
-    )
-    measured = statistics.median(later)
-    return {"method": name, "predicted s": predicted, "measured s": measured, "off": measured / predicted - 1}
+    record, size, first = joined.record, joined.size, 2
+    joined.close()
+    later = steps * record.exchange_s(size, network, 0.0, steps) - first * record.exchange_s(size, network, 0.0, first)
+    predicted, measured = later / (steps - first), statistics.median(taken[first:])
+    return {"method": name, "predicted s": predicted, "measured s": measured, "off": predicted / measured - 1}
 
 
-def _late(record: Any, size: Any, network: Network) -> float:
-    """The step from which 1-bit methods send signs alone: earlier steps are not measured."""
-    return record.messages[0].seconds_on(size, network, 0.0)
+def as_network(link: dict[str, Any]) -> Network:
+    """A network whose links are what `slow_links.link` found."""
+    known = {name: link[name] for name in ("latency_s", "bytes_per_s", "wire", "burst_bytes")}
+    return Network(**known, two_way={name: value for name, value in link.items() if name not in known})
 
 
 ROUNDS: dict[str, dict[str, Any]] = {
     "data-parallel": {},
     "local-sgd": {"period": 1},
+    "post-local-sgd": {"period": 1, "shared_steps": 1},
+    "powersgd": {"start_step": 2, "rank": 8},
     "diloco": {"period": 1},
+    "streaming-diloco": {"period": 2, "fragments": 2, "delay": 0, "mix": 0.0},
+    "easgd": {"period": 1},
     "lsgd": {"group_period": 1, "global_period": 1},
     "gossip": {},
+    "decentlam": {},
     "1-bit-adam": {"freeze_step": 2},
+    "1-bit-lamb": {"freeze_step": 2},
+    "cr-psgd": {"growth": 1.01},
 }
+"""Each exchanges in every step: what a round takes."""
 
 
-def main(mbit: str, what: str) -> None:
+def main(what: str, link: str = "") -> None:
     torch.set_num_threads(1)
     with process_group("cpu"):
         if what == "rounds":
-            rows = [round_seconds(name, float(mbit), options) for name, options in ROUNDS.items()]
+            rows = [round_seconds(name, as_network(json.loads(link)), options) for name, options in ROUNDS.items()]
         else:
-            rows = [trained(title, float(mbit), seed=0) for title in METHODS]
+            rows = [trained(title, seed=0) for title in METHODS]
+            rows += [by_decent_dp(seed=0)] if importlib.util.find_spec("decent_dp") else []
         if rank() == 0:
             print("ROWS " + json.dumps(rows), flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,8 @@ def test_models_that_cannot_be_are_refused(make: Any, said: str) -> None:
         make()
 
 
-def coded_run(stragglers: int, paces: list[float], num_steps: int = 12, cyclic: bool = False, n: int = 8) -> Any:
+def coded_run(stragglers: int, paces: list[Any], num_steps: int = 12, cyclic: bool = False, n: int = 8) -> Any:
+    """Run steps of which each has data of its own: one that is late must not mix those of two steps."""
     problem = LeastSquares(n, 5, 9)
 
     def program(rank: int) -> Any:
@@ -138,12 +140,12 @@ def coded_run(stragglers: int, paces: list[float], num_steps: int = 12, cyclic: 
         options = {"stragglers": stragglers, "cyclic": cyclic, "scale": n}
         joined = yield from sync.join("gradient-coding", model, optimizer, **options)
 
-        def closure(chunk: int) -> torch.Tensor:
+        def closure(step: int, chunk: int) -> torch.Tensor:
             x = torch.cat(list(model.parts))
-            return x @ problem.hessians[chunk] @ x / 2 - problem.targets[chunk] @ x
+            return x @ problem.hessians[chunk] @ x / 2 - (1 + step) * problem.targets[chunk] @ x
 
-        for _ in range(num_steps):
-            yield from joined.steps(closure)
+        for step in range(num_steps):
+            yield from joined.steps(functools.partial(closure, step))
             if rank == 0:
                 yield Compute(0.0)
         ended = yield sync.Now()
@@ -152,8 +154,9 @@ def coded_run(stragglers: int, paces: list[float], num_steps: int = 12, cyclic: 
 
     done = simulate([program(rank) for rank in range(n + 1)], Network(1e-3, 1e9), [0.0, *paces])
     x = torch.zeros(5).double()
-    for _ in range(num_steps):
-        x = x - 0.5 * torch.stack([problem.gradient(x, rank, 0) for rank in range(n)]).mean(0)
+    for step in range(num_steps):
+        gradients = [problem.gradient(x, rank, 0) - step * problem.targets[rank] for rank in range(n)]
+        x = x - 0.5 * torch.stack(gradients).mean(0)
     for found, _ in done.results:
         torch.testing.assert_close(found, x, rtol=0, atol=1e-9)
     return done
@@ -167,6 +170,16 @@ def test_the_decoded_gradient_is_the_whole_one_and_stragglers_are_not_waited_for
     without = coded_run(0, slow)
     assert with_code.results[0][1] < 12 * (4 / 8) * 2 + 1
     assert without.results[0][1] > 12 * 40 / 8
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_one_that_was_late_takes_the_data_of_the_step_that_it_answers(cyclic: bool) -> None:
+    """Each is late for a while, in turn, and needed again when it is back: it skips the steps that went on without it."""
+
+    def pace(rank: int) -> Any:
+        return lambda number: 30.0 if (number + 2 * rank) % 8 == 0 else 1.0
+
+    coded_run(2 if cyclic else 3, [pace(rank) for rank in range(8)], num_steps=30, cyclic=cyclic)
 
 
 def test_the_master_waits_where_too_many_straggle() -> None:

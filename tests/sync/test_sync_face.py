@@ -327,6 +327,21 @@ def test_the_example_runs_alone(method: str, capsys: pytest.CaptureFixture[str])
     assert f"{method} on 1: loss" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("method", ["gradient-coding", "sr-sgc"])
+def test_the_example_of_codes_waits_less_than_without(method: str, one_thread: None) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "sync_gradient_coding.py"))
+    seconds = script["main"](method)
+    assert seconds[method] < 0.8 * seconds["uncoded"]
+
+
+def test_the_example_of_powersgd_sends_a_fifth(pool2: Pool) -> None:
+    assert all(share < 0.25 for share in pool2.run("tests.sync.test_sync_face:powersgd_example"))
+
+
+def powersgd_example() -> float:
+    return float(runpy.run_path(str(Path(__file__).parents[2] / "examples" / "sync_powersgd.py"))["main"]())
+
+
 def test_the_example_runs_on_two_ranks(pool2: Pool) -> None:
     losses = pool2.run("tests.sync.test_sync_face:example")
     assert losses[0] == losses[1] < 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.sync_cases import loss_of, net, plain
 from trainwright import sync
 from trainwright.artifacts import UserError
 
@@ -33,8 +35,8 @@ class Worker:
     output: Path
 
     def lines(self, kind: str) -> list[list[str]]:
-        text = self.output.read_text() if self.output.exists() else ""
-        return [line.split() for line in text.splitlines() if line.startswith(kind)]
+        whole, _, _ = self.said.rpartition("\n")  # a line that is being written is none yet
+        return [line.split() for line in whole.splitlines() if line.startswith(kind)]
 
     @property
     def said(self) -> str:
@@ -170,6 +172,139 @@ def test_a_meeting_where_nobody_answers_is_a_clear_error() -> None:
         UserError, match="the address of a store, host:port, is needed to meet; 'nowhere' does not answer"
     ):
         sync.Meeting("nowhere", 2).store()
+
+
+def coded_without_faults(steps: int) -> str:
+    """The digest of gradient coding over a master and two workers, to which all chunks are known: the bits hang on nobody."""
+
+    def program() -> Any:
+        model = net()
+        joined = yield from sync.join("gradient-coding", model, plain(model.parameters()), stragglers=1)
+        for step in range(steps):
+            yield from joined.steps(functools.partial(_chunk, model, step))
+        yield from joined.finishing()
+        return joined.method.replica.digest().hex()[:12]
+
+    (digest,) = {*sync.simulate([program() for _ in range(3)]).results}
+    return digest
+
+
+def _chunk(model: Any, step: int, chunk: int) -> Any:
+    return loss_of(model, 0, 100 * step + chunk)
+
+
+def by_place(workers: list[Worker]) -> list[Worker]:
+    for worker in workers:
+        worker.until("joined")
+    return sorted(workers, key=lambda worker: int(worker.lines("joined")[0][1]))
+
+
+def test_gradient_coding_goes_on_without_a_worker_and_gives_its_place_to_the_next(
+    server: Server, address: str, one_thread: None
+) -> None:
+    """The gradient stays the whole one, to the bit; with all but one gone, and then another in place of the first."""
+    steps = 300
+    master, first, second = by_place(begun(server, address, "gradient-coding", steps=steps))
+    first.until("step", 6)
+    first.send(signal.SIGKILL)
+    master.until("step", 20)
+    late = server.start(address, 3, "gradient-coding", steps, 1.0)
+    late.until("step", 5)
+    second.send(signal.SIGKILL)
+    end_alike([master, late])
+    assert master.lines("finished")[0][1] == coded_without_faults(steps)
+    assert master.longest_step_s < 2
+    assert int(late.lines("step")[0][1]) > 6
+
+
+def test_gradient_coding_names_those_who_are_gone_where_the_rest_is_not_enough(server: Server, address: str) -> None:
+    master, first, second = by_place(begun(server, address, "gradient-coding", steps=4000))
+    master.until("step", 5)
+    first.send(signal.SIGKILL)
+    second.send(signal.SIGKILL)
+    master.until("error")
+    assert "gradient-coding needs more of its workers than are left: 0 of 2 answered" in master.said
+    assert f"(process {first.pid} on" in master.said
+    assert f"(process {second.pid} on" in master.said
+
+
+def test_workers_of_gradient_coding_name_a_master_that_is_gone(server: Server, address: str) -> None:
+    master, first, second = by_place(begun(server, address, "gradient-coding-cyclic", steps=4000))
+    first.until("step", 5)
+    master.send(signal.SIGKILL)
+    for worker in (first, second):
+        worker.until("error")
+        assert f"gradient-coding needs its master; worker 0 (process {master.pid} on" in worker.said
+
+
+def test_a_worker_of_gradient_coding_that_is_stopped_is_told_so_when_it_wakes(server: Server, address: str) -> None:
+    master, first, second = by_place(begun(server, address, "gradient-coding", steps=250))
+    first.until("step", 5)
+    first.send(signal.SIGSTOP)
+    end_alike([master, second])
+    assert master.longest_step_s < 2
+    first.send(signal.SIGCONT)
+    first.until("error")
+    assert "was silent for longer, and the others went on without it; join anew" in first.said
+
+
+@pytest.mark.slow
+def test_sequential_codes_bear_one_that_is_gone_or_name_it(server: Server, address: str) -> None:
+    workers = by_place(begun(server, address, "sr-sgc", number=5, steps=60))
+    gone = workers.pop(2)
+    gone.until("step", 6)
+    gone.send(signal.SIGKILL)
+    end_alike(workers)
+    store, other = sync.host_meeting()
+    workers = by_place(begun(server, other, "m-sgc", number=5, steps=4000))
+    gone = workers.pop(2)
+    gone.until("step", 6)
+    gone.send(signal.SIGKILL)
+    workers[0].until("error")
+    assert "m-sgc needs more of its workers than are left" in workers[0].said
+    assert f"(process {gone.pid} on" in workers[0].said
+    late = server.start(other, 5, "m-sgc", 60, 1.0)
+    late.until("error")
+    assert "goes on with whoever is there is needed to join" in late.said
+    del store
+
+
+def test_one_that_asks_to_join_and_dies_holds_up_nobody(server: Server, address: str) -> None:
+    """It is let in, is silent, and is left out again: a step takes the silence, not the time-out of a store."""
+    workers = begun(server, address, "diloco", number=2, steps=80)
+    workers[0].until("step", 5)
+    client = sync.Meeting(address, 2).store()
+    number = client.add("tickets", 1) - 1
+    client.append("asks", f"{number},")
+    end_alike(workers)
+    assert max(worker.longest_step_s for worker in workers) < 2.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gradient-coding", "gradient-coding-cyclic"])
+def test_gradient_coding_at_twenty_random_points(server: Server, name: str, one_thread: None) -> None:
+    """A worker, not the master, killed or stopped anywhere; sometimes another joins in its place."""
+    draw = random.Random(name)
+    for point in range(20):
+        store, address = sync.host_meeting()
+        workers = by_place(begun(server, address, name, steps=60))
+        struck = workers.pop(1 + draw.randrange(2))
+        time.sleep(draw.random() * 0.4)
+        struck.send(draw.choice([signal.SIGKILL, signal.SIGSTOP]))
+        if struck.lines("finished"):
+            continue
+        if draw.random() < 0.5:
+            workers.append(server.start(address, 3, name, 60, 1.0))
+        for worker in workers[:2]:
+            worker.until("finished")
+        end_alike(workers[:2])
+        if name == "gradient-coding":
+            assert workers[0].lines("finished")[0][1] == coded_without_faults(60), point
+        assert max(worker.longest_step_s for worker in workers[:2]) < 2, point
+        for worker in (struck, *workers[2:]):  # one that came when the run had ended waits for a place in vain
+            with contextlib.suppress(ProcessLookupError):
+                worker.send(signal.SIGKILL)
+        del store
 
 
 @pytest.mark.slow

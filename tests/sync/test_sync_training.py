@@ -20,6 +20,8 @@ CASES = "tests.sync_training_cases:"
 WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "data-parallel": ("adamw", {}),
     "local-sgd": ("adamw", {"period": 2, "shared_steps": 1}),
+    "powersgd": ("adamw", {"start_step": 2, "min_compression_rate": 0.1}),
+    "post-local-sgd": ("adamw", {"period": 2, "shared_steps": 1}),
     "diloco": ("adamw", {"period": 3}),
     "streaming-diloco": ("adamw", {"period": 4, "fragments": 2, "delay": 1}),
     "easgd": ("sgd-momentum", {"period": 2}),
@@ -63,7 +65,7 @@ ALL = pytest.param(tuple(WORKERS), marks=pytest.mark.slow, id="all")
 
 @pytest.mark.parametrize("names", [pytest.param(FEW, id="few"), ALL])
 def test_workers_equal_a_loop_by_hand_and_go_on_to_the_bit(pool2: Pool, tmp_path: Path, names: tuple[str, ...]) -> None:
-    assert {*sync.names()} - {*WORKERS} == {"cr-psgd", "cr-psgd-catalyst"}
+    assert {*sync.names()} - {*WORKERS} == {"cr-psgd", "cr-psgd-catalyst", "sr-sgc", "m-sgc"}
     found = pool2.run(
         CASES + "equals_whole_models", plan=planned().to_json(), methods=methods(names), replicas=2,
         folder=str(tmp_path), timeout_s=300,
@@ -133,6 +135,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "value": (["--sync", "diloco", "--replicas", "2", "--sync-option", "period"], "--sync-option needs KEY=VALUE"),
     "no method": (["--sync-option", "period=3"], "--sync-option needs the method.*add --sync NAME"),
     "growing": (["--sync", "cr-psgd", "--replicas", "2"], "batches of one size are what a plan runs"),
+    "jobs": (["--sync", "m-sgc", "--replicas", "3"], "a loop of its own is needed for m-sgc: its jobs end steps after"),
     "optimizer": (["--sync", "decentlam", "--replicas", "2"], "sgd or sgd-momentum is needed for decentlam; got adamw"),
     "rounds": (["--sync", "lsgd", "--replicas", "2", "--sync-option", "asynchronous=true"], "ends by rounds"),
     "ranks": (
@@ -157,7 +160,16 @@ def test_what_needs_whole_parameters_is_refused_under_a_plan_that_shards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused = [name for name in sync.names() if sync.record(name).cls.needs_whole]
-    assert refused == ["1-bit-lamb", "sa-srrw", "gradient-coding", "dadao", "just-one-byte"]
+    assert refused == [
+        "powersgd",
+        "1-bit-lamb",
+        "sa-srrw",
+        "gradient-coding",
+        "sr-sgc",
+        "m-sgc",
+        "dadao",
+        "just-one-byte",
+    ]
     plan = written(planned(2, "fsdp"), tmp_path)
     for name in refused:
         assert main(["train", "unused.py:build", "--plan", plan, "--sync", name, "--replicas", "2"]) == 2

@@ -11,6 +11,7 @@ Ranks(group).run(program(rank))                                      `ranks`: to
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Any
 
 from torch import nn
@@ -30,7 +31,9 @@ from . import (
     lsgd,
     one_bit_adam,
     one_bit_lamb,
+    sequential_coding,
     token,
+    torch_hooks,
 )
 from .codes import GradientCode
 from .cr_psgd import CRPSGD, CRPSGDCatalyst
@@ -42,6 +45,7 @@ from .face import Sync
 from .gossip import DecentLaM, Gossip
 from .gradient_coding import GradientCoding
 from .graphs import Graph, metropolis
+from .hub import Hub
 from .just_one_byte import JustOneByte
 from .local_sgd import DataParallel, LocalSGD
 from .lsgd import LSGD
@@ -56,6 +60,7 @@ from .rates import optimal_rates
 from .record import Message, Size, StateVector, SyncRecord
 from .replica import Replica, Worker
 from .requests import (
+    Absent,
     AllGather,
     AllReduce,
     AllToAll,
@@ -64,6 +69,7 @@ from .requests import (
     Count,
     Exchange,
     Form,
+    Gone,
     Identify,
     Letter,
     MembersChanged,
@@ -75,8 +81,10 @@ from .requests import (
     Steps,
 )
 from .sequential_codes import MSGC, SRSGC
+from .sequential_coding import MSGCTraining, SRSGCTraining
 from .simulator import Simulation, simulate
 from .token import SASRRW, SelfRepellentWalk
+from .torch_hooks import PostLocalSGD, PowerSGD
 from .traffic import Traffic
 
 __all__ = [
@@ -87,6 +95,7 @@ __all__ = [
     "MSGC",
     "SASRRW",
     "SRSGC",
+    "Absent",
     "AllGather",
     "AllReduce",
     "AllToAll",
@@ -100,6 +109,7 @@ __all__ = [
     "Elastic",
     "Exchange",
     "Form",
+    "Gone",
     "Gossip",
     "GradientCode",
     "GradientCoding",
@@ -108,6 +118,7 @@ __all__ = [
     "JustOneByte",
     "Letter",
     "LocalSGD",
+    "MSGCTraining",
     "Meeting",
     "MembersChanged",
     "Message",
@@ -117,11 +128,14 @@ __all__ = [
     "OneBitAdam",
     "OneBitLAMB",
     "Place",
+    "PostLocalSGD",
+    "PowerSGD",
     "Price",
     "Ranks",
     "Receive",
     "Replica",
     "Request",
+    "SRSGCTraining",
     "SelfRepellentWalk",
     "Send",
     "Simulation",
@@ -150,6 +164,7 @@ _RECORDS = {
     entry.name: entry
     for entry in (
         *local_sgd.RECORDS,
+        *torch_hooks.RECORDS,
         *diloco.RECORDS,
         easgd.RECORD,
         lsgd.RECORD,
@@ -159,12 +174,13 @@ _RECORDS = {
         one_bit_lamb.RECORD,
         token.RECORD,
         gradient_coding.RECORD,
+        *sequential_coding.RECORDS,
         dadao.RECORD,
         just_one_byte.RECORD,
     )
 }
-_TYPICAL = 1_000_000
-"""Parameters of the model that the table's numbers are for, over 8 workers in fp32."""
+_TYPICAL = (1000, 1000)
+"""The shape of the parameter that the table's numbers are for, over 8 workers in fp32."""
 
 
 def create(
@@ -207,7 +223,8 @@ def create(
 
 
 def _meet(entry: SyncRecord, model: nn.Module, optimizer: Any, meeting: Meeting, options: dict[str, Any]) -> Sync:
-    engine = Elastic(meeting, may_join=entry.cls.bears_changes)
+    kind = Hub if entry.cls.keeps_places else Elastic
+    engine = kind(meeting, may_join=entry.cls.bears_changes)
     if engine.is_new:
         return face.adopt(entry, model, optimizer, options, engine)
     sync = engine.run(face.join(entry, model, optimizer, options))
@@ -252,11 +269,11 @@ def names() -> tuple[str, ...]:
 
 
 def table() -> list[dict[str, str]]:
-    """Return a row a method; its numbers are for a million parameters in fp32 on 8 workers."""
+    """Return a row a method; its numbers are for a matrix of a million parameters in fp32 on 8 workers."""
     rows = []
     for entry in _RECORDS.values():
         options = {**options_of(entry.cls), **entry.defaults}
-        rows.append(entry.row(Size((_TYPICAL,), 4, 8, options)))
+        rows.append(entry.row(Size((math.prod(_TYPICAL),), 4, 8, options, (_TYPICAL,))))
     return rows
 
 

@@ -222,8 +222,8 @@ class Elastic(Ranks):
             self._store.add("let in", len(decision["new"]))
 
     def _asking(self) -> list[int]:
-        first, end = int(self._store.add("let in", 0)), int(self._store.add("asked", 0))
-        return [int(self._store.get(f"asks/{place}")) for place in range(first, end)]
+        asked = self._store.get("asks").decode() if self._store.check(["asks"]) else ""
+        return [int(number) for number in asked.split(",")[int(self._store.add("let in", 0)) : -1]]
 
     def _go_on_with(self, left: Members) -> None:
         gone = [self._name(each) for each in self._members if each not in left]
@@ -250,8 +250,7 @@ class Elastic(Ranks):
         self.on_newcomers()
 
     def _ask_to_join(self) -> None:
-        place = int(self._store.add("asked", 1)) - 1
-        self._store.set(f"asks/{place}", str(self.number))
+        self._store.append("asks", f"{self.number},")  # at once: one that dies here has asked, or has not
         try:
             self._store.wait([f"welcome/{self.number}"], timedelta(seconds=_OP_TIMEOUT_S))
         except RuntimeError:

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from ..artifacts import UserError
 from .as_optimizer import SyncOptimizer
+from .coded import Coded
 from .elastic import Elastic
+from .hub import Hub
 from .method import Method
 from .options import check_options, options_of
 from .ranks import Ranks
 from .record import AGREEMENT_BYTES, Size, SyncRecord
 from .replica import Replica, Worker
-from .requests import AllGather, Compute, Count, Form, Identify, MembersChanged, Now, Place, Steps
+from .requests import Absent, AllGather, Compute, Count, Form, Identify, MembersChanged, Now, Place, Steps
 from .traffic import Traffic
 
 _DIGEST = 32
@@ -105,8 +107,8 @@ class Sync:
     @property
     def size(self) -> Size:
         """The size of this run, which the record's numbers depend on."""
-        worker = self.method.worker
-        return Size(worker.replica.shapes, worker.replica.dtype.itemsize, worker.size, self.options)
+        worker, replica = self.method.worker, self.method.replica
+        return Size(replica.shapes, replica.dtype.itemsize, worker.size, self.options, replica.dims)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint of this worker has to hold beside model and optimizer: plain values and tensors."""
@@ -184,12 +186,17 @@ def adopt(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping
     sync = Sync(record, method, {**options_of(record.cls), **record.defaults, **options}, engine)
     attach(sync, engine)
     engine.run(_without_gradients(method.start()))
-    taken_over(sync, engine.share(None))
+    if isinstance(method, Coded):
+        engine.run(_without_gradients(method.take_up()))
+    else:
+        taken_over(sync, engine.share(None))
     return sync
 
 
 def attach(sync: Sync, engine: Elastic) -> None:
     """Have the method told of workers that come and go; one that needs all ends with the names of those who are gone."""
+    if isinstance(engine, Hub):
+        engine.check_alike(repr((sync.record.name, sorted(sync.options.items(), key=str))))
     engine.on_change = lambda place, gone: _resize(sync, place, gone)
     engine.on_newcomers = lambda: taken_over(sync, engine.share(_shared(sync) if engine.place.rank == 0 else None))
 
@@ -246,7 +253,7 @@ def _without_gradients(program: Steps[None]) -> Steps[int]:
                 request = program.send(answer) if changed is None else program.throw(changed)
             except StopIteration:
                 return asked
-        asked += not isinstance(request, Compute | Now | Count | Identify | Form)
+        asked += not isinstance(request, Compute | Now | Count | Identify | Form | Absent)
         try:
             answer, changed = (yield request), None
         except MembersChanged as change:

@@ -142,15 +142,19 @@ def _round_s(size: Size, network: Network, compute_s: float) -> float:
     """
     graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
     rounds = _FEW_ROUNDS if size.num_workers > _MANY else _ROUNDS
-    one_s = size.param_bytes / network.bytes_per_s
+    first_s, one_s = (
+        network.busy_s("exchange", size.param_bytes, network.bytes_per_s, is_idle) for is_idle in (True, False)
+    )
     begins, free, ends = [0.0] * size.num_workers, [0.0] * size.num_workers, []
     for number in range(rounds * len(graphs)):
         ready = [begin + compute_s for begin in begins]
         begins = list(ready)
         for node, near in enumerate(graphs[number % len(graphs)].neighbours):
+            own_s = first_s if free[node] < ready[node] else one_s
             free[node] = max(free[node], ready[node])
             for other in near:
-                free[node] += one_s
+                free[node] += own_s
+                own_s = one_s
                 begins[other] = max(begins[other], free[node] + network.latency_s)
         ends.append(max(begins))
     half = rounds // 2 * len(graphs)

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..artifacts import UserError, check_range
+from ..artifacts import check_range
+from .coded import Coded
 from .codes import GradientCode
-from .method import Method
 from .record import Message, Size, SyncRecord, each_step
 from .replica import Worker
-from .requests import Broadcast, Compute, Now, Receive, Send, Steps
-
-_MASTER, _DOWN, _UP = 0, 1, 2
+from .requests import Compute, Steps
 
 
-class GradientCoding(Method):
+class GradientCoding(Coded):
     r"""Compute each chunk of the data on s + 1 workers, and decode the sum of all from the answers of any n − s.
 
         worker i:  Σ_j B_ij g_j over its s + 1 chunks
@@ -36,12 +34,17 @@ class GradientCoding(Method):
     parameters. cyclic: the cyclic code even where fractional repetition fits. After the last step, `sync.finish()` gives
     all ranks the parameters of the master.
 
-    Data is held s + 1 times and computed s + 1 times: worth it where waiting costs more. Sequential codes need far less work
-    (`trainwright.sync.sequential_codes` plans them; a method that runs them is not there yet).
+    At a meeting, a worker that is killed, hangs or is cut off counts as a straggler for ever, and one that joins takes its
+    place; where the others' answers do not give the whole, or the master is gone, all end with the name.
+
+    Data is held s + 1 times and computed s + 1 times: worth it where waiting costs more. Sequential codes need far less work,
+    over several jobs in turn: `sr-sgc`, `m-sgc`.
 
     Source: Tandon, Lei, Dimakis & Karampatziakis 2017, Gradient Coding: Avoiding Stragglers in Distributed Learning (ICML).
     """
 
+    name = "gradient-coding"
+    bears_changes = True
     needs_whole = (
         "the master decodes what workers answer in time, and the ranks of a replica would decode from different workers"
     )
@@ -49,87 +52,45 @@ class GradientCoding(Method):
     def __init__(
         self, worker: Worker, *, stragglers: int = 1, patience: float = 1.0, scale: float = 1.0, cyclic: bool = False
     ) -> None:
-        super().__init__(worker)
-        if worker.size < 2:
-            raise UserError("gradient-coding needs a master and a worker at least; got 1 rank; start more")
-        check_range(
-            "gradient-coding",
-            patience=(patience, "of at least 0", lambda value: value >= 0),
-            scale=(scale, "above 0", lambda value: value > 0),
-        )
+        super().__init__(worker, patience)
+        check_range(self.name, scale=(scale, "above 0", lambda value: value > 0))
         self.code = GradientCode(worker.size - 1, stragglers, cyclic)
-        self.patience, self.scale = patience, scale
-        self.state["newest"] = 0
-        self.num_late = 0
-        """Answers that a master went on without, and that are on their way still."""
+        self.scale = scale
 
     @property
     def num_chunks(self) -> int:
         """Into how many chunks the data is cut: one a worker."""
         return self.code.num_workers
 
-    def step(self, loss: Any, num_samples: int) -> Steps[None]:
-        if self.worker.rank == _MASTER:
-            yield from self._lead()
-        elif int(self.state["newest"]) < self.num_steps:
-            yield from self._follow(loss)
+    @property
+    def down_length(self) -> int:
+        return self.replica.num_params
 
-    def finish(self) -> Steps[None]:
-        """Take in what comes late, and give all ranks the master's parameters."""
-        if self.worker.rank == _MASTER:
-            while self.num_late:
-                yield Receive(self._message(), None, _UP)
-                self.num_late -= 1
-        theirs: Tensor = yield Broadcast(self.replica.read(), _MASTER)
-        self.replica.write(theirs)
+    @property
+    def up_length(self) -> int:
+        return self.replica.num_params
 
-    def _lead(self) -> Steps[None]:
-        began = yield Now()
-        down = self._message(self.replica.read())
-        for rank in range(1, self.worker.size):
-            yield Send(down, rank, _DOWN)
-        self.num_late += self.num_chunks
-        sums: dict[int, Tensor] = {}
-        until = None
-        while True:
-            enough = self.code.decodes(sums)
-            now = yield Now()
-            if len(sums) == self.num_chunks or (enough and until is not None and now >= until):
-                break
-            letter = yield Receive(
-                down, None, _UP, within_s=max(0.0, until - now) if enough and until is not None else None
-            )
-            if letter is None:
-                continue
-            self.num_late -= 1
-            if int(letter.tensor[0]) == self.num_steps:
-                sums[letter.source - 1] = letter.tensor[1:]
-                until = until or began + (1 + self.patience) * ((yield Now()) - began)
-        self.state["newest"] = self.num_steps
-        self.replica.write_gradient(decoded(self.code, sums) / self.scale)
-        self.replica.update()
+    def down(self, worker: int) -> Tensor:
+        return self.replica.read()
 
-    def _follow(self, closure: Any) -> Steps[None]:
-        """Take the newest parameters, add up the own chunks' gradients, send the sum; what is over gets an empty answer."""
-        letter = yield Receive(self._message(), _MASTER, _DOWN)
-        while (newer := (yield Receive(self._message(), _MASTER, _DOWN, within_s=0.0))) is not None:
-            yield Send(torch.zeros_like(letter.tensor), _MASTER, _UP)
-            letter = newer
-        self.state["newest"] = int(letter.tensor[0])
-        self.replica.write(letter.tensor[1:])
-        total = torch.zeros_like(letter.tensor[1:])
-        rank = self.worker.rank - 1
+    def told(self, turn: int, message: Tensor) -> None:
+        self.replica.write(message)
+
+    def answer(self, closure: Any) -> Steps[Tensor]:
+        """Return the sum of the own chunks' gradients."""
+        rank, total = self.worker.rank - 1, torch.zeros(self.up_length, dtype=torch.float64)
         for chunk in self.code.chunks(rank):
             self.replica.gradients_by(functools.partial(closure, chunk))
-            total += float(self.code.matrix[rank, chunk]) * self.replica.read_gradient()
+            total += float(self.code.matrix[rank, chunk]) * self.replica.read_gradient().double().cpu()
         yield Compute(amount=self.code.load)
-        yield Send(self._message(total), _MASTER, _UP)
+        return total
 
-    def _message(self, vector: Tensor | None = None) -> Tensor:
-        """A vector in float64, behind the number of its round."""
-        own = self.replica.read() if vector is None else vector
-        number = self.num_steps if self.worker.rank == _MASTER else int(self.state["newest"])
-        return torch.cat([torch.tensor([number], dtype=torch.float64), own.double()])
+    def enough(self, answers: dict[int, Tensor]) -> bool:
+        return self.code.decodes(answers)
+
+    def use(self, answers: dict[int, Tensor]) -> None:
+        self.replica.write_gradient(decoded(self.code, answers) / self.scale)
+        self.replica.update()
 
 
 def decoded(code: GradientCode, sums: dict[int, Tensor]) -> Tensor:
@@ -173,7 +134,7 @@ RECORD = SyncRecord(
     takes="closure",
     extra_passes="s",
     gradients=lambda size: 1.0 + size.options["stragglers"],
-    faults="s a round are not waited for",
+    faults="s a round are not waited for, whether slow or gone",
     paper="Tandon et al. 2017, ICML",
     departs="messages are float64, so that large coefficients lose nothing; rank 0 is the master and computes nothing",
 )

@@ -32,12 +32,16 @@ class Method:
 
     bears_changes: ClassVar[bool] = False
     """True where it goes on with whoever is there, when workers come and go."""
+    keeps_places: ClassVar[bool] = False
+    """True where a worker's rank says what it does, so that one that joins takes the place of one that is gone."""
     needs_whole: ClassVar[str] = ""
     """The reason why it cannot work on what one rank holds of a sharded model; empty where it treats each element alike."""
     optimizers: ClassVar[tuple[str, ...]] = ()
     """The optimizers that it goes with, by the names of `trainwright optimizers`; empty: any."""
     grows_batches: ClassVar[bool] = False
     """True where it says how many examples a step takes, which a plan, whose batch has one shape, cannot follow."""
+    needs_loop: ClassVar[str] = ""
+    """The reason why only a loop of one's own can run it, and no plan; empty where a plan can."""
     reads_loss: ClassVar[bool] = False
     """True where the loss decides something, so that all ranks of one replica have to have the same."""
 

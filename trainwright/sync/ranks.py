@@ -23,6 +23,7 @@ from torch import Tensor
 from ..launch.flat import all_gather_flat
 from .outbox import Outbox
 from .requests import (
+    Absent,
     AllGather,
     AllReduce,
     AllToAll,
@@ -94,6 +95,8 @@ class Ranks:
         match request:
             case Identify():
                 return self.place
+            case Absent():
+                return {}
             case AllReduce(tensor, members):
                 return self._all_reduce(tensor, members)
             case AllGather(tensor, members):

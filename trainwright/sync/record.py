@@ -21,13 +21,18 @@ class Size:
     """The size of a run, which the declared numbers depend on.
 
     shapes: elements of each parameter. itemsize: bytes of an element as it is sent. options: of the method, defaults
-    included.
+    included. dims: the parameters' shapes, for methods that treat matrices otherwise than vectors; default: all are vectors.
     """
 
     shapes: tuple[int, ...]
     itemsize: int
     num_workers: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    dims: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.dims:
+            object.__setattr__(self, "dims", tuple((length,) for length in self.shapes))
 
     @property
     def num_params(self) -> int:
@@ -68,12 +73,12 @@ class Message:
             return self.seconds(size, network, compute_s)
         if self.kind == "broadcast":
             members = self.members(size)
-            return network.collective_s(self.kind, total * members // (n * (members - 1)), tuple(range(members)))
+            return network.collective_s([(self.kind, total * members // (n * (members - 1)))], tuple(range(members)))
         halves = {"all-gather": ("all_gather",), "edge": ()}.get(self.kind, ("all_to_all", "all_gather"))
         if not halves:
             return network.message_s(total / n)
         part = total // (len(halves) * n * (n - 1))
-        return sum(network.collective_s(half, part, tuple(range(n))) for half in halves)
+        return network.collective_s([(half, part) for half in halves], tuple(range(n)))
 
 
 @dataclass(frozen=True)

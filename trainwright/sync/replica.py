@@ -35,6 +35,8 @@ class Replica:
         self.is_sharded = getattr(getattr(model, "replicas", None), "size", 1) > 1
         """True where this worker is several ranks, of which this one holds a part."""
         _check(self.params, hasattr(model, "replicas"))
+        self.dims = tuple(tuple(local(param).shape) for param in self.params)
+        """The shape of what this rank holds of each parameter, and in `shapes` its elements."""
         self.shapes = tuple(local(param).numel() for param in self.params)
         self.dtype = self.params[0].dtype if self.params[0].dtype.itemsize >= 4 else torch.float32
 

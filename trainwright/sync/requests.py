@@ -98,7 +98,7 @@ class Receive:
     """Wait for a message of `source`, or of anyone (`None`), under `tag`; answered by a `Letter`.
 
     like: says shape and type. within_s: seconds after which `None` is the answer; the message may still come, to a later
-    `Receive`.
+    `Receive`. Where workers come and go, the answer may be a `Gone`.
     """
 
     like: Tensor
@@ -135,6 +135,19 @@ class Count:
     amount: int = 1
 
 
+@dataclass(frozen=True, eq=False)
+class Absent:
+    """Ask who is gone; answered by a dict, {rank: name}. Nobody is, but where workers come and go."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gone:
+    """The answer to a `Receive` whose sender, or for one from anyone some worker, is gone: its rank, and its name."""
+
+    source: int
+    name: str
+
+
 class MembersChanged(Exception):
     """Raised in place of an answer where workers come and go: some were gone before all had it, and nobody has.
 
@@ -147,7 +160,19 @@ class MembersChanged(Exception):
 
 
 Request = (
-    Identify | Form | AllReduce | AllGather | AllToAll | Broadcast | Exchange | Send | Receive | Compute | Now | Count
+    Identify
+    | Form
+    | AllReduce
+    | AllGather
+    | AllToAll
+    | Broadcast
+    | Exchange
+    | Send
+    | Receive
+    | Compute
+    | Now
+    | Count
+    | Absent
 )
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]

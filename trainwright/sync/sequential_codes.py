@@ -67,6 +67,8 @@ class SRSGC:
     """By job: whose sum is there."""
     first: dict[int, set[int]] = field(default_factory=dict)
     """By job: whose sum came in the job's own round."""
+    gone: frozenset[int] = frozenset()
+    """Workers that are not asked again."""
 
     def __post_init__(self) -> None:
         _check_model("sr-sgc", self.num_workers, self.burst, self.window, self.most)
@@ -97,7 +99,9 @@ class SRSGC:
         again: list[int] = []
         if old >= 1:
             missing = self.num_workers - self.code.stragglers - len(self.first.get(old, set()))
-            late = [worker for worker in range(self.num_workers) if worker not in self.answered.get(old, set())]
+            late = [
+                worker for worker in range(self.num_workers) if worker not in self.answered.get(old, set()) | self.gone
+            ]
             again = late[: max(0, missing)]
         return [[Task(old if worker in again else turn, "coded", 0)] for worker in range(self.num_workers)]
 
@@ -110,9 +114,46 @@ class SRSGC:
                     if task.job == turn:
                         self.first.setdefault(turn, set()).add(worker)
 
+    @property
+    def num_slots(self) -> int:
+        """Tasks of a worker in a round."""
+        return 1
+
+    @property
+    def num_units(self) -> int:
+        """Into how many pieces the data is cut."""
+        return self.num_workers
+
+    @property
+    def num_groups(self) -> int:
+        """Codes of a job."""
+        return 1
+
+    def units(self, worker: int, task: Task) -> dict[int, float]:
+        """Return the pieces of the data of which a task is the weighted sum of gradients."""
+        return {piece: float(self.code.matrix[worker, piece]) for piece in self.code.chunks(worker)}
+
+    def in_group(self, job: int, group: int) -> set[int]:
+        """Return whose coded sum is there."""
+        return self.answered.get(job, set())
+
     def is_done(self, job: int) -> bool:
         """Return whether a job's gradient can be decoded."""
         return self.code.decodes(self.answered.get(job, set()))
+
+    def flags(self, job: int) -> list[bool]:
+        """Return what is known of a job, for `set_flags`."""
+        return [
+            worker in known.get(job, set())
+            for known in (self.answered, self.first)
+            for worker in range(self.num_workers)
+        ]
+
+    def set_flags(self, job: int, flags: Sequence[bool]) -> None:
+        """Know of a job what `flags` says; nothing, where none are given."""
+        n = self.num_workers
+        for known, own in ((self.answered, flags[:n]), (self.first, flags[n:])):
+            known[job] = {worker for worker, flag in enumerate(own) if flag}
 
     def tolerates(self, pattern: Pattern) -> bool:
         """Return whether all jobs end in time under a pattern; else the master has to wait for more answers."""
@@ -201,6 +242,41 @@ class MSGC:
                     self.own.setdefault(task.job, set()).add((worker, task.part))
                 else:
                     self.coded.setdefault(task.job, {}).setdefault(task.part, set()).add(worker)
+
+    @property
+    def num_groups(self) -> int:
+        """Codes of a job, each over n chunks."""
+        return self.burst if self.has_coded else 0
+
+    def units(self, worker: int, task: Task) -> dict[int, float]:
+        """Return the pieces of the data of which a task is the weighted sum of gradients."""
+        width = self.most + 1 if self.has_coded else 1
+        if task.kind == "own":
+            first = (worker * (self.window - 1) + task.part) * width
+            return dict.fromkeys(range(first, first + width), 1.0)
+        begin = self.num_workers * ((self.window - 1) * width + task.part)
+        return {begin + piece: float(self.code.matrix[worker, piece]) for piece in self.code.chunks(worker)}
+
+    def in_group(self, job: int, group: int) -> set[int]:
+        """Return whose coded sum is there."""
+        return self.coded.get(job, {}).get(group, set())
+
+    def flags(self, job: int) -> list[bool]:
+        """Return what is known of a job, for `set_flags`."""
+        n, own = self.num_workers, self.own.get(job, set())
+        private = [(worker, part) in own for part in range(self.window - 1) for worker in range(n)]
+        return private + [
+            worker in self.in_group(job, group) for group in range(self.num_groups) for worker in range(n)
+        ]
+
+    def set_flags(self, job: int, flags: Sequence[bool]) -> None:
+        """Know of a job what `flags` says; nothing, where none are given."""
+        there = [divmod(index, self.num_workers) for index, flag in enumerate(flags) if flag]
+        parts = self.window - 1
+        self.own[job] = {(worker, part) for part, worker in there if part < parts}
+        self.coded[job] = {
+            group: {worker for row, worker in there if row == parts + group} for group in range(self.num_groups)
+        }
 
     def is_done(self, job: int) -> bool:
         """Return whether a job's gradient can be decoded."""

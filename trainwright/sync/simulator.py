@@ -2,7 +2,7 @@
 
     a message      leaves when the sender's link is free, takes bytes / bytes_per_s, arrives latency_s later
     a collective   begins when its last member is there; all-to-all and all-gather take n − 1 messages of a part each, one
-                   after the other, a broadcast ⌈log₂ n⌉ messages of the tensor, an all-reduce both of its halves
+                   after the other, a broadcast those of a binomial tree, an all-reduce both of its halves
     `Compute`      takes what `compute_s` says of the worker and of how often it has computed
 
 The numbers are those of real ranks to the bit: only who answers differs.
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..artifacts import UserError
 from .network import Network
 from .requests import (
+    Absent,
     AllGather,
     AllReduce,
     AllToAll,
@@ -169,6 +170,8 @@ class _Run(Generic[T]):
         match request:
             case Identify():
                 return Place(rank, len(self.workers))
+            case Absent():
+                return {}
             case Form():
                 return None
             case Now():
@@ -201,7 +204,9 @@ class _Run(Generic[T]):
         worker = self.workers[rank]
         worker.traffic.count("send", tensor)
         latency_s, bytes_per_s = self.network.link(rank, to)
-        worker.free_s = max(worker.free_s, now_s) + tensor.numel() * tensor.element_size() / bytes_per_s
+        call, num_bytes = "exchange" if tag < 0 else "send", tensor.numel() * tensor.element_size()
+        busy_s = self.network.busy_s(call, num_bytes, bytes_per_s, is_idle=worker.free_s < now_s)
+        worker.free_s = max(worker.free_s, now_s) + busy_s
         letter = Letter(rank, tensor.clone())
         self._at(worker.free_s + latency_s, lambda at_s: self._arrive(to, tag, letter, at_s))
 
@@ -243,21 +248,25 @@ class _Run(Generic[T]):
         del self.gathered[key]
         requests = {member: there[member][0] for member in members}
         _check_alike(requests)
-        end_s = max(at_s for _, at_s in there.values()) + self._collective_s(requests, members)
+        begin_s = max(at_s for _, at_s in there.values())
+        is_idle = all(self.workers[each].free_s < begin_s for each in members)
+        end_s = begin_s + self._collective_s(requests, members, is_idle)
+        for each in members:
+            self.workers[each].free_s = max(self.workers[each].free_s, end_s)
         for member, answer in _answers(requests, members).items():
             self._resume(member, answer, end_s)
 
-    def _collective_s(self, requests: Mapping[int, Any], members: Members) -> float:
+    def _collective_s(self, requests: Mapping[int, Any], members: Members, is_idle: bool) -> float:
         """Count what each member sends, and return how long it takes."""
-        taken_s = 0.0
+        parts = []
         for kind, of_member in _calls(requests[members[0]], len(members)):
             for member, request in requests.items():
                 is_root = not isinstance(request, Broadcast) or request.root == member
                 if len(members) > 1:
                     self.workers[member].traffic.count(kind, of_member, len(members), is_root)
             part = of_member.numel() * of_member.element_size() // (len(members) if kind == "all_to_all" else 1)
-            taken_s += self.network.collective_s(kind, part, members)
-        return taken_s
+            parts.append((kind, part))
+        return self.network.collective_s(parts, members, is_idle)
 
 
 def _calls(request: Any, num_members: int) -> list[tuple[str, Tensor]]:

@@ -1,0 +1,89 @@
+"""Messages between two workers of which either may end: a gloo group for the two, a thread that sends, and one that receives.
+
+A group for two fails alone: when one process is killed, its connections break, and no other's do. Each message is a header,
+[tag, type, elements], and the tensor; a header with the tag −1 is the last one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_OPEN_S, _TRANSFER_S = 120.0, 86_400.0
+_LAST_TAG = -1
+_DTYPES = (torch.float64, torch.float32, torch.int64, torch.uint8, torch.int8, torch.bfloat16, torch.float16)
+
+
+class Channel:
+    """The messages between this worker and one other; `deliver(tag, tensor)` is called for each that comes, `broken()` at the end.
+
+    store: where the two find each other, under `key`. side: 0 on one of them, 1 on the other.
+    """
+
+    def __init__(
+        self, store: Any, key: str, side: int, deliver: Callable[[int, Tensor], None], broken: Callable[[], None]
+    ) -> None:
+        self._store, self._side, self._deliver, self._broken = dist.PrefixStore(key, store), side, deliver, broken
+        self._waiting: SimpleQueue[tuple[int, Tensor]] = SimpleQueue()
+        self._num_waiting = 0
+        threading.Thread(target=self._open, name=f"channel {key}", daemon=True).start()
+
+    def send(self, tag: int, tensor: Tensor) -> None:
+        """Send a tensor after those before it; goes on at once."""
+        self._num_waiting += 1
+        self._waiting.put((tag, tensor.detach().cpu().clone(memory_format=torch.contiguous_format)))
+
+    def close(self, within_s: float) -> None:
+        """Say that nothing more comes, and wait until all is sent, or for so long."""
+        self.send(_LAST_TAG, torch.zeros(0))
+        deadline_s = time.monotonic() + within_s
+        while self._num_waiting and time.monotonic() < deadline_s:
+            time.sleep(1e-3)
+
+    def _open(self) -> None:
+        try:
+            group = dist.ProcessGroupGloo(self._store, self._side, 2, timedelta(seconds=_OPEN_S))
+            group.set_timeout(timedelta(seconds=_TRANSFER_S)) if hasattr(group, "set_timeout") else None
+        except RuntimeError:
+            self._broken()
+            return
+        threading.Thread(target=self._send_all, args=(group,), name="sends", daemon=True).start()
+        self._receive_all(group)
+
+    def _send_all(self, group: Any) -> None:
+        while True:
+            tag, tensor = self._waiting.get()
+            try:
+                header = torch.tensor([tag, _DTYPES.index(tensor.dtype), tensor.numel()])
+                group.send([header], 1 - self._side, 0).wait()
+                if tensor.numel():
+                    group.send([tensor.reshape(-1)], 1 - self._side, 1).wait()
+            except RuntimeError:
+                return  # the receiving thread says that the other is gone
+            self._num_waiting -= 1
+            if tag == _LAST_TAG:
+                return
+
+    def _receive_all(self, group: Any) -> None:
+        header = torch.zeros(3, dtype=torch.int64)
+        try:
+            while True:
+                group.recv([header], 1 - self._side, 0).wait()
+                tag, kind, length = header.tolist()
+                if tag == _LAST_TAG:
+                    break
+                tensor = torch.empty(length, dtype=_DTYPES[kind])
+                if length:
+                    group.recv([tensor], 1 - self._side, 1).wait()
+                self._deliver(tag, tensor)
+        except RuntimeError:
+            pass
+        self._broken()

@@ -1,0 +1,234 @@
+"""A master that asks workers for sums of gradients, and goes on when those that have come give the whole."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..artifacts import UserError, check_range
+from .method import Method
+from .replica import Worker
+from .requests import Absent, Gone, Letter, Now, Receive, Send, Steps
+
+MASTER = 0
+_DOWN, _UP, _END = 1, 2, 3
+_LAST = -1
+
+
+class Coded(Method):
+    """The rounds of a master, rank 0, which computes nothing, and its workers, ranks 1 … n, called 0 … n − 1.
+
+    A method says what the master tells a worker (`down`), what the worker makes of it (`told`, `answer`), when answers are
+    `enough`, and what becomes of them (`use`). A round waits (1 + patience) times as long as its fastest worker took, longer
+    while the answers are not enough; for all that are there, if patience is infinite. Late answers change nothing: each
+    carries the number of its round. Where workers come and go, one that is gone is one more that does not answer; if what is
+    left is not enough, the run ends with its name.
+    """
+
+    keeps_places = True
+    name: ClassVar[str] = "a coded method"
+
+    def __init__(self, worker: Worker, patience: float) -> None:
+        super().__init__(worker)
+        if worker.size < 2:
+            raise UserError(f"{self.name} needs a master and a worker at least; got 1 rank; start more")
+        check_range(self.name, patience=(patience, "of at least 0", lambda value: value >= 0))
+        self.patience = float(patience)
+        self.state["newest"] = 0
+        self.gone: dict[int, str] = {}
+        """By rank: the names of those who are gone, and whose places nobody has taken."""
+        self._late: Counter[int] = Counter()
+        self._has_ended = False
+        self._first: Letter | None = None
+        self._owes = False
+        """Whether the newest round has no answer of this worker yet."""
+
+    @property
+    def down_length(self) -> int:
+        """The elements of what a worker is told in a round."""
+        raise NotImplementedError
+
+    @property
+    def up_length(self) -> int:
+        """The elements of an answer."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Decide, on the master, what is to be done in this round."""
+
+    def down(self, worker: int) -> Tensor:
+        """Return what a worker is told in this round."""
+        raise NotImplementedError
+
+    def told(self, turn: int, message: Tensor) -> None:
+        """Take in, on a worker, what the master says in a round."""
+        raise NotImplementedError
+
+    def answer(self, closure: Any) -> Steps[Tensor]:
+        """Compute, on a worker, the answer in the newest round."""
+        raise NotImplementedError
+
+    def enough(self, answers: dict[int, Tensor]) -> bool:
+        """Return whether the round may end with these answers."""
+        raise NotImplementedError
+
+    def use(self, answers: dict[int, Tensor]) -> None:
+        """Take in, on the master, the answers of a round, and update the model."""
+        raise NotImplementedError
+
+    def step(self, loss: Any, num_samples: int) -> Steps[None]:
+        if self.worker.rank == MASTER:
+            yield from self._lead()
+        elif not self._has_ended:
+            yield from self._follow(loss)
+
+    def finish(self) -> Steps[None]:
+        """Take in what comes late, and give all ranks the master's parameters."""
+        if self.worker.rank == MASTER:
+            yield from self._end_all()
+            return
+        while not self._has_ended:
+            if self._owes:
+                yield from self._pass()
+            yield from self._next(None)
+
+    def take_up(self) -> Steps[None]:
+        """Begin, as a worker that joins, where the others are: at the round of the first message."""
+        self._first = yield from self._received(None)
+        assert self._first is not None
+        self.num_steps = max(0, int(self._first.tensor[0]) - 1)
+
+    def _lead(self) -> Steps[None]:
+        began = yield Now()
+        there = yield from self._ask()
+        answers: dict[int, Tensor] = {}
+        until = None
+        while there - {worker + 1 for worker in answers}:
+            left_s = None
+            if until is not None and math.isfinite(until) and self.enough(answers):
+                left_s = until - (yield Now())
+                if left_s <= 0:
+                    break
+            letter = yield Receive(torch.zeros(1 + self.up_length, dtype=torch.float64), None, _UP, within_s=left_s)
+            if isinstance(letter, Gone):
+                there -= {letter.source}
+                self._lose(letter)
+            elif letter is not None and self._is_answer(letter) and letter.source in there:
+                answers[letter.source - 1] = letter.tensor[1:]
+                until = until or self._until(began, (yield Now()))
+        if not self.enough(answers):
+            self._give_up(len(answers))
+        self.state["newest"] = self.num_steps
+        self.use(dict(sorted(answers.items())))
+
+    def _until(self, began_s: float, first_s: float) -> float:
+        """Until when a round waits whose fastest worker answered at `first_s`; without end where patience is infinite."""
+        return math.inf if math.isinf(self.patience) else began_s + (1 + self.patience) * (first_s - began_s)
+
+    def _ask(self) -> Steps[set[int]]:
+        """Tell all workers that are there what to do; returns their ranks."""
+        there = yield from self._there()
+        self.begin()
+        for rank in sorted(there):
+            yield Send(_headed(self.num_steps, self.down(rank - 1)), rank, _DOWN)
+            self._late[rank] += 1
+        return there
+
+    def _there(self) -> Steps[set[int]]:
+        self.gone = yield Absent()
+        for rank in self.gone:
+            self._late[rank] = 0
+        return set(range(1, self.worker.size)) - {*self.gone}
+
+    def _is_answer(self, letter: Letter) -> bool:
+        """Take note of a letter, and return whether it answers this round."""
+        self._late[letter.source] -= 1
+        return int(letter.tensor[0]) == self.num_steps
+
+    def _lose(self, gone: Gone) -> None:
+        self.gone[gone.source] = gone.name
+        self._late[gone.source] = 0
+
+    def _give_up(self, number: int) -> None:
+        names = " and ".join(self.gone[rank] for rank in sorted(self.gone)) or "nobody"
+        raise UserError(
+            f"{self.name} needs more of its workers than are left: {number} of {self.worker.size - 1} answered in step "
+            f"{self.num_steps}, {names} gone; start them again from a checkpoint, or take a code that bears more stragglers"
+        )
+
+    def _end_all(self) -> Steps[None]:
+        yield from self._there()
+        while any(self._late.values()):
+            letter = yield Receive(torch.zeros(1 + self.up_length, dtype=torch.float64), None, _UP)
+            if isinstance(letter, Gone):
+                self._lose(letter)
+            elif letter is not None:
+                self._late[letter.source] -= 1
+        for rank in sorted((yield from self._there())):
+            yield Send(_headed(_LAST, torch.zeros(self.down_length)), rank, _DOWN)
+            yield Send(self.replica.read().double(), rank, _END)
+
+    def _follow(self, closure: Any) -> Steps[None]:
+        """Answer the newest round in the step of that number, whose data the closure has; rounds that are over, emptily.
+
+        A worker that is late skips the steps between its own and the newest round.
+        """
+        while not self._has_ended and (yield from self._next(None if self._newest < self.num_steps else 0.0)):
+            pass
+        if self._owes and self._newest == self.num_steps:
+            answer = yield from self.answer(closure)
+            self._owes = False
+            yield Send(_headed(self._newest, answer), MASTER, _UP)
+
+    @property
+    def _newest(self) -> int:
+        return int(self.state["newest"])
+
+    def _pass(self) -> Steps[None]:
+        """Answer emptily what the master asked last."""
+        self._owes = False
+        yield Send(torch.zeros(1 + self.up_length, dtype=torch.float64), MASTER, _UP)
+
+    def _next(self, within_s: float | None) -> Steps[bool]:
+        """Take in the next message of the master, the last one too; returns whether one came.
+
+        Where the one before it is not answered yet, it is over, and answered emptily.
+        """
+        letter = yield from self._received(within_s)
+        if letter is None:
+            return False
+        if self._owes:
+            yield from self._pass()
+        turn = int(letter.tensor[0])
+        if turn == _LAST:
+            self._has_ended = True
+            last = yield Receive(self.replica.read().double(), MASTER, _END)
+            self.replica.write(self._of_master(last).tensor)
+        else:
+            self.state["newest"], self._owes = turn, True
+            self.told(turn, letter.tensor[1:])
+        return True
+
+    def _received(self, within_s: float | None) -> Steps[Letter | None]:
+        first, self._first = self._first, None
+        if first is not None:
+            return first
+        like = torch.zeros(1 + self.down_length, dtype=torch.float64)
+        letter = yield Receive(like, MASTER, _DOWN, within_s=within_s)
+        return None if letter is None else self._of_master(letter)
+
+    def _of_master(self, letter: Letter | Gone) -> Letter:
+        if isinstance(letter, Gone):
+            raise UserError(
+                f"{self.name} needs its master; {letter.name} gone; start all of them again from a checkpoint"
+            )
+        return letter
+
+
+def _headed(turn: int, body: Tensor) -> Tensor:
+    """A vector in float64, behind the number of its round."""
+    return torch.cat([torch.tensor([turn], dtype=torch.float64), body.detach().double().cpu()])

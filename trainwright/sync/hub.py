@@ -1,0 +1,194 @@
+"""The engine of methods whose workers have places and send messages, where workers come and go: `Elastic` with channels.
+
+a place      the rank of a worker. It is vacant when its worker has ended, has been cut off, or has been silent for too long
+`Send`       to a vacant place is lost;  `Receive` is answered by a `Gone` once for each place that becomes vacant
+newcomers    write that they ask; the worker in place 0 gives them places that it knows to be vacant, where it asks who is
+             `Absent`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections import deque
+from datetime import timedelta
+from threading import Condition
+from typing import Any
+
+from torch import Tensor
+
+from ..artifacts import UserError
+from .channels import Channel
+from .elastic import Elastic, Meeting
+from .requests import Absent, Gone, Letter, Place, Receive, Request, Send
+
+_LOOK_S, _WAIT_S, _MASTER = 20e-3, 600.0, 0
+
+
+class Hub(Elastic):
+    """Runs programs on this worker, whose rank stays what it is. Collectives are for the beginning, when all are there."""
+
+    def __init__(self, meeting: Meeting, may_join: bool = True) -> None:
+        self._holders: dict[int, int] = {}
+        self._channels: dict[int, Channel] = {}
+        self._letters: deque[tuple[int, int, Tensor]] = deque()
+        """The messages that have come, of whoever held the place: (number of the worker, tag, tensor)."""
+        self._ended: set[int] = set()
+        self._told: set[int] = set()
+        self._news = Condition()
+        super().__init__(meeting, may_join)
+        if not self.is_new:
+            self._holders = {place: place for place in range(meeting.num_workers)}
+        self._watch()
+
+    def answer(self, request: Request) -> Any:
+        match request:
+            case Absent():
+                return self._absent()
+            case Send(tensor, to, tag):
+                if self._is_there(to):
+                    self.traffic.count("send", tensor)
+                    self._channel(to).send(tag, tensor)
+                return None
+            case Receive():
+                return self._next_letter(request)
+        return super().answer(request)
+
+    def close(self) -> None:
+        """Leave, when all that was sent has left."""
+        for place, number in self._holders.items():
+            if number in self._channels and number not in self._ended and self._is_there(place):
+                self._channels[number].close(self._meeting.silence_s)
+        super().close()
+
+    def _absent(self) -> dict[int, str]:
+        """Give the places that are known to be vacant to those who ask, and return who is gone now."""
+        if self.place.rank == _MASTER:
+            self._give_places()
+        gone = {place: number for place, number in self._holders.items() if not self._is_there(place)}
+        for number in gone.values():
+            self._cut_off(number)
+        return {place: self._name(number) for place, number in gone.items()}
+
+    def _is_there(self, place: int) -> bool:
+        number = self._holders.get(place)
+        return number == self.number or (
+            number is not None and number not in self._ended and number not in self._pulse.silent()
+        )
+
+    def _next_letter(self, request: Receive) -> Letter | Gone | None:
+        if request.source is not None:
+            self._channel(request.source)
+        deadline_s = time.monotonic() + (math.inf if request.within_s is None else request.within_s)
+        while True:
+            found: Letter | Gone | None
+            with self._news:
+                found = self._found(request)
+                left_s = deadline_s - time.monotonic()
+                if found is None and left_s > 0:
+                    self._news.wait(min(left_s, _LOOK_S))
+                    found = self._found(request)
+            if found is None:
+                self._see_to_it_that_others_count_on_this_one()
+                found = self._vacant(request.source)
+            if found is not None or time.monotonic() >= deadline_s:
+                return found
+
+    def _found(self, request: Receive) -> Letter | None:
+        places = {number: place for place, number in self._holders.items()}
+        for letter in self._letters:
+            number, tag, tensor = letter
+            place = places.get(number)
+            if tag == request.tag and place is not None and request.source in (None, place):
+                self._letters.remove(letter)
+                return Letter(place, tensor.view(request.like.shape))
+        return None
+
+    def _vacant(self, source: int | None) -> Gone | None:
+        """Tell of a place that has become vacant: once, and again to one that waits for it alone."""
+        for place, number in self._holders.items():
+            if not self._is_there(place) and (source == place or (source is None and number not in self._told)):
+                self._cut_off(number)
+                return Gone(place, self._name(number))
+        return None
+
+    def _cut_off(self, number: int) -> None:
+        """Count on a worker no more; one that is heard again was taken for gone, and is told so."""
+        if number not in self._told:
+            self._told.add(number)
+            self._ended.add(number)
+            self._store.set(f"cut off/{number}", b"1")
+
+    def _see_to_it_that_others_count_on_this_one(self) -> None:
+        if self._store.check([f"cut off/{self.number}"]):
+            raise UserError(
+                f"signs of life within {self._meeting.silence_s:g} s are needed of each worker; this one, "
+                f"{self._name(self.number)}, was silent for longer, and the others went on without it; join anew, or give "
+                "Meeting a longer silence_s"
+            )
+
+    def _give_places(self) -> None:
+        vacant = [place for place, number in self._holders.items() if place and number in self._told]
+        for number in super()._asking():
+            if not vacant:
+                return
+            self._store.add("let in", 1)
+            place = vacant.pop(0)
+            self._holders[place] = number
+            self._watch()
+            self._channel(place)
+            self._store.set(f"welcome/{number}", json.dumps([place, self.number]))
+
+    def _asking(self) -> list[int]:
+        """Nobody is let in by a collective."""
+        return []
+
+    def _watch(self) -> None:
+        """Look after those with whom this worker speaks: all, for the master; the master, for others."""
+        mine = self.place.rank
+        self._pulse.watch([number for place, number in self._holders.items() if mine == _MASTER or place == _MASTER])
+
+    def _channel(self, place: int) -> Channel:
+        number = self._holders[place]
+        if number not in self._channels:
+            low, high = sorted((number, self.number))
+            self._channels[number] = Channel(
+                self._store.clone(), f"channel/{low}-{high}", int(self.number == high),
+                lambda tag, tensor: self._deliver(number, tag, tensor), lambda: self._break(number),
+            )  # fmt: skip
+        return self._channels[number]
+
+    def _deliver(self, number: int, tag: int, tensor: Tensor) -> None:
+        with self._news:
+            self._letters.append((number, tag, tensor))
+            self._news.notify_all()
+
+    def _break(self, number: int) -> None:
+        with self._news:
+            self._ended.add(number)
+            self._news.notify_all()
+
+    def _ask_to_join(self) -> None:
+        """Ask for a vacant place, and wait until the master has one."""
+        self._store.append("asks", f"{self.number},")
+        with contextlib.suppress(RuntimeError):
+            self._store.wait([f"welcome/{self.number}"], timedelta(seconds=_WAIT_S))
+        if not self._store.check([f"welcome/{self.number}"]):
+            raise UserError(
+                f"a vacant place in a run that goes on is needed to join it; the one at {self._meeting.address} had none for "
+                f"{_WAIT_S:g} s; see whether it has ended"
+            )
+        place, master = json.loads(self._store.get(f"welcome/{self.number}"))
+        self.place = Place(place, self._meeting.num_workers)
+        self._holders = {_MASTER: master, place: self.number}
+
+    def check_alike(self, chosen: str) -> None:
+        """Raise `UserError` on one that joins with another method or options than the run's."""
+        if self.place.rank == _MASTER:
+            self._store.set("chosen", chosen)
+        elif self.is_new and self._store.get("chosen") != chosen.encode():
+            raise UserError(
+                "the method and options of the run are needed to join it; those given are others; give the same"
+            )
