@@ -172,6 +172,7 @@ def _record(name: str, cls: type[EightBit], summary: str, num_copies: float) -> 
         paper=_PAPER,
         departs="weight decay before the update",
         groups=eight_bit_groups,
+        one_kernel_on_gpu=True,
     )
 
 

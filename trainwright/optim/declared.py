@@ -1,4 +1,4 @@
-"""Stand-ins for methods whose step takes the loss: what they hold, without what they compute."""
+"""Stand-ins for methods whose step is not followed op by op: what they hold, and that they pass over memory once or not at all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from .record import OptimizerRecord
 
@@ -59,3 +59,30 @@ class DeclaredStep(torch.optim.Optimizer):
                 kept = torch.empty(own, dtype=state.dtype_for(param.dtype), device=device)
                 self.state[param][f"{index}.{state.name}"] = kept
         torch.empty(entry.step_temporary_bytes(shape, param.dtype), dtype=torch.uint8, device=param.device)
+
+
+class OnePassStep(DeclaredStep):
+    """The same, which also updates each parameter by one call: a kernel that reads the gradient and reads and writes the rest.
+
+    GPUs run 8-bit methods so (bitsandbytes), where ours is a chain of ops. The call costs its bytes and one launch.
+
+    >>> from trainwright import optim
+    >>> weight = torch.nn.Parameter(torch.ones(8192))
+    >>> weight.grad = torch.ones(8192)
+    >>> OnePassStep([weight], optim.record("adamw8bit").with_options("fused")).step()
+    """
+
+    def _hold(self, param: Tensor, entry: OptimizerRecord) -> None:
+        super()._hold(param, entry)
+        states = [each for each in self.state[param].values() if each.ndim]
+        update_in_one_pass(param.detach(), states, param.grad)
+
+
+@library.custom_op("trainwright::update_in_one_pass", mutates_args=("param", "states"))
+def update_in_one_pass(param: Tensor, states: list[Tensor], grad: Tensor) -> None:
+    """Stand for a kernel that updates a parameter and its states; it computes nothing."""
+
+
+@update_in_one_pass.register_fake
+def _updated(param: Tensor, states: list[Tensor], grad: Tensor) -> None:
+    """Nothing is returned."""

@@ -319,7 +319,8 @@ RECORD = OptimizerRecord(
         *(StateTensor(name, lambda shape, options: (), dtype=torch.float64, once=True) for name in _ONCE),
     ),
     temporaries=_temporaries,
-    model_copies=11,  # where it started, the gradient, the vectors of conjugate gradients, a product on its way
+    model_copies=1,  # where it started
+    whole_copies=10,  # the gradient, the vectors of conjugate gradients, a product on its way
     defaults={"solver": "cg"},
     reads="model",
     extra_passes=(ExtraPass("gradient", count=2), ExtraPass("hessian_vector", count=20)),

@@ -93,6 +93,12 @@ class OptimizerRecord:
     extra_passes: tuple[ExtraPass, ...] = ()
     model_copies: int = 0
     """As many bytes as all parameters have in fp32 or wider, held at once while it steps beside one's `temporaries`."""
+    whole_copies: int = 0
+    """The same of vectors that every rank holds whole, however parameters are cut."""
+    output_copies: int = 0
+    """As many bytes as the model's outputs beside the loss have, held from the first backward to the end of the step."""
+    one_kernel_on_gpu: bool = False
+    """True where GPUs' libraries run a parameter's update as one kernel, so that a profile for a GPU counts one call."""
     whole_state: bool = False
     """Whether the state of a piece that a shard cuts is kept whole on every rank."""
     paper: str = ""
@@ -250,14 +256,18 @@ class OptimizerRecord:
         """
         return self.temporaries(tuple(shape), as_dtype(dtype).itemsize, {**self.defaults, **options})
 
-    def held_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32") -> int:
+    def held_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", whole: Shape | None = None) -> int:
         """Return a parameter's part of what a step holds of all parameters at once: vectors of the whole model.
+
+        shape: of the part on a rank. whole: of the parameter, where it is cut.
 
         >>> from trainwright.optim import record
         >>> record("adamw").held_bytes((10, 10)), record("mfac").held_bytes((10, 10), "bf16")
         (0, 400)
         """
-        return self.model_copies * math.prod(shape) * max(4, as_dtype(dtype).itemsize)
+        num_elements = self.model_copies * math.prod(shape)
+        num_elements += self.whole_copies * math.prod(shape if whole is None else whole)
+        return num_elements * max(4, as_dtype(dtype).itemsize)
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -38,6 +38,7 @@ _FORM_STATES = (
 )
 _MIN_STEP = 1e-6
 _MAX_TRIALS = 100
+_PIECE = 2**14
 
 
 class Surrogate:
@@ -250,13 +251,14 @@ class SSO(Method):
             first = group["inner_step"] if not count and group["reset"] else group["growth"] * float(last)
             if not self._search(surrogate, value, used, float(first), last, group):
                 return
+            del grads, used  # before the next ones are made
 
     def _search(
         self, surrogate: Surrogate, value: float, used: list[tuple[Tensor, Tensor]], step: float, last: Tensor,
         group: dict[str, Any],
     ) -> bool:  # fmt: skip
         """Take one inner step that decreases q enough; leave the parameters and return false where none does."""
-        parts = [(real_view(plain(grad)).double().pow(2).sum(), param) for param, grad in used]
+        parts = [(_square(plain(grad)), param) for param, grad in used]
         square = float(sum_over_shards(parts))
         if not square > _FLAT**2:
             return False
@@ -328,6 +330,12 @@ def _check_targets(targets: Any) -> None:
         )
 
 
+def _square(grad: Tensor) -> Tensor:
+    """Return ‖grad‖² in float64, by pieces: each is copied to float64 while it is summed up."""
+    pieces = real_view(grad).reshape(-1).split(_PIECE)
+    return torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()
+
+
 def _number(value: Any) -> float:
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
@@ -338,8 +346,8 @@ def _move(used: list[tuple[Tensor, Tensor]], length: float) -> None:
 
 
 def _temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
-    """The gradient of the surrogate; beside it, of all parameters, where the search started."""
-    return math.prod(shape) * element_bytes
+    """A piece of the surrogate's gradient in float64; beside it, of all parameters, where the search started."""
+    return 8 * min(math.prod(shape), _PIECE)
 
 
 RECORD = OptimizerRecord(
@@ -349,6 +357,7 @@ RECORD = OptimizerRecord(
     states=(STEP, StateTensor("inner_step", lambda shape, options: (), dtype=torch.float64, once=True), *_FORM_STATES),
     temporaries=_temporaries,
     model_copies=1,
+    output_copies=2,  # d_t and what the gradient of the surrogate is taken along; z_t is the output itself
     reads="model",
     extra_passes=(ExtraPass("gradient", count=4), ExtraPass("forward", count=10)),
     paper="Lavington, Vaswani, Babanezhad, Schmidt & Le Roux 2023, Target-based Surrogates",
