@@ -23,6 +23,7 @@ from ..torch_internals import private
 from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
 from .call import LossFn, call_model, find_loss, loss_of, name_of_loss
 from .dtypes import check_types
+from .experts import lifted_experts
 from .export_errors import explained, innermost_line, is_inside
 from .module_state import Watch, same_calls
 from .own_backwards import lifted_backwards
@@ -211,7 +212,7 @@ def _export(model: nn.Module, batch: Any, loss_fn: Any) -> tuple[Any, Watch]:
         )
     step = _Step(model, loss_fn)
     quick = private.without_compiling(), private.innermost_frames(is_inside)
-    with explained(model, batch), lifted_backwards(), quick[0], quick[1], warnings.catch_warnings():
+    with explained(model, batch), lifted_backwards(), lifted_experts(), quick[0], quick[1], warnings.catch_warnings():
         # modules that keep their weights in a list as well (LSTM) are told off by torch for what is torch's own doing
         warnings.filterwarnings("ignore", message="The tensor attribute")
         return torch.export.export(step, (batch,), strict=False), step.watch

@@ -37,13 +37,13 @@ _TENSOR = object()
 
 @contextmanager
 def lifted_backwards() -> Iterator[None]:
-    """Let `apply` of every `torch.autograd.Function` but torch's own call an op, with the same result and backward.
+    """Let `apply` of every `torch.autograd.Function` but torch's and ours call an op, with the same result and backward.
 
     Raises `UserError` for one whose tensors a graph could not follow.
     """
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch."):
+        if cls.__module__.startswith(("torch.", "trainwright.")):  # ours stand inside ops that a graph holds already
             if cls.__name__ == "CheckpointFunction":
                 raise UserError(_REENTRANT)
             return _APPLY.__get__(None, cls)(*args, **kwargs)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..ops.experts import EXPERTS, GATES
 from ..ops.functional import linear_io
 from ..torch_internals import private
 from ..torch_internals.fakes import new_mode
@@ -30,6 +31,7 @@ Data = dict[str, Any]
 _OURS: dict[str, Callable[..., Any]] = {"getitem": operator.getitem, "linear_io": linear_io}
 """Functions beside ATen's ops that a normalised graph calls."""
 _ATEN = re.compile(r"aten\.(\w+)\.(\w+)")
+_EXPERTS = "experts"
 _TYPES = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 _META = ("role", "name", "path", "key", "stack", "constant", "mutates", "mutated", "touches_written",
          "requires_grad", "loss_index")  # fmt: skip
@@ -59,6 +61,8 @@ def from_data(data: Data, values: Mapping[str, Tensor]) -> Captured:
     nodes: list[fx.Node] = []
     for each in data["nodes"]:
         args, kwargs = _parsed(each["args"], nodes), _parsed(each["kwargs"], nodes)
+        if each["target"] == _EXPERTS and args[7] not in GATES:
+            raise NotStorable(f"nobody has defined the gate {args[7]} in this process")
         target = _target(each["target"]) if each["op"] == "call_function" else each["target"]
         node = graph.create_node(each["op"], target, args, kwargs, each["name"])
         if node.name != each["name"]:
@@ -144,6 +148,8 @@ def _target_name(node: fx.Node) -> str:
     for name, function in _OURS.items():
         if node.target is function:
             return name
+    if node.target is EXPERTS:
+        return _EXPERTS
     name = str(node.target)
     if not isinstance(node.target, private.OpOverload) or not _ATEN.fullmatch(name) or _target(name) is not node.target:
         raise NotStorable(f"{name} is not an op of torch's")
@@ -153,6 +159,8 @@ def _target_name(node: fx.Node) -> str:
 def _target(name: str) -> Any:
     if name in _OURS:
         return _OURS[name]
+    if name == _EXPERTS:
+        return EXPERTS
     found = _ATEN.fullmatch(name)
     if found is None:
         raise ValueError(f"{name} is not an op of torch's")

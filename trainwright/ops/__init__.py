@@ -5,6 +5,7 @@ from . import (
     convolution,
     elementwise,
     embedding,
+    experts,
     indexing,
     loss,
     matmul,
@@ -18,4 +19,5 @@ from .registry import RULES, OpRule, find, rule, signature_of
 from .signature import Call, Dims, Signature, TensorSpec
 
 __all__ = ["RULES", "Call", "Dims", "OpRule", "Signature", "TensorSpec", "find", "rule", "signature_of"]
-del attention, convolution, elementwise, embedding, indexing, loss, matmul, norms, recurrent, reductions, traits, views
+del attention, convolution, elementwise, embedding, experts, indexing, loss, matmul
+del norms, recurrent, reductions, traits, views

@@ -77,16 +77,19 @@ def bytes_moved(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return 2 * written
     if packet in _FILLS:
         return written
-    if _is_list_in_place(packet):
-        written = sum(_num_bytes(tensor) for tensor in _tensors(args[0]))  # such calls return nothing
+    if not written:  # updates in place of lists, or of several tensors, return nothing
+        written = sum(_num_bytes(tensor) for tensor in _tensors(_written(func, args)))
     if packet in _OVERWRITES:
         return written + sum(_num_bytes(tensor) for tensor in _tensors(args[1:]))
     return written + sum(_num_bytes(tensor) for tensor in _tensors(args))
 
 
-def _is_list_in_place(packet: Any) -> bool:
-    name = str(packet.__name__)
-    return name.startswith("_foreach_") and name.endswith("_")
+def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The positional arguments that an op's schema says it writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return []
+    return [value for value, known in zip(args, schema.arguments) if known.alias_info and known.alias_info.is_write]
 
 
 def moves_nothing(func: Any) -> bool:

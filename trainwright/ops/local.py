@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class AxisGroup(Protocol):
@@ -17,9 +17,39 @@ class AxisGroup(Protocol):
     def begin(self, tensor: Any) -> Any:
         """Begin to sum `tensor` over the group; `wait()` of what is returned gives the sum."""
 
+    def all_to_all(self, flat: Any, send: list[int], receive: list[int]) -> Any:
+        """Send consecutive runs of `flat` (lengths `send`) to the group's ranks; return what they sent. Of one axis alone."""
+
+
+class Rows(NamedTuple):
+    """Numbers of rows that depend on the data, as they are planned."""
+
+    planned: list[int]
+    even: float
+    """The rows that this rank computes where every rank has as many as any other."""
+    first: int = 0
+    """The index of the first number that counts rows which this rank computes; those before count what it sends."""
+
+    def computed(self, numbers: Sequence[int]) -> int:
+        """Return the rows that this rank computes, given what was counted."""
+        return sum(numbers[self.first :])
+
+
+class Pair(NamedTuple):
+    """The ranks of an axis that splits two loops of an op together."""
+
+    group: AxisGroup
+    place: int
+    """This rank's among them."""
+    ranges: tuple[tuple[int, int], ...]
+    """Start and stop of each one's part of the second loop."""
+
 
 class LocalContext(Protocol):
     """One call seen from one rank."""
+
+    imbalance: float
+    """By how much the fullest rank may have more than its even share, of what depends on the data."""
 
     def out_shape(self, index: int = 0) -> tuple[int, ...]:
         """The rank's shape of output `index`."""
@@ -41,6 +71,12 @@ class LocalContext(Protocol):
 
     def range_of(self, loop: str) -> tuple[int, int]:
         """Start and stop of this rank's part of `loop`."""
+
+    def pair_of(self, first: str, second: str) -> Pair | None:
+        """The ranks of the axis that splits both loops together, if one does."""
+
+    def count(self, numbers: Any, rows: Rows) -> list[int]:
+        """Return the values of `numbers`, a tensor that depends on the data; the planned ones where there are no values."""
 
 
 class WithSum:

@@ -65,6 +65,8 @@ class OpRule:
     """The argument that says whether the model trains, and its value in evaluation."""
     fused_on_gpu: bool = False
     """Whether a GPU runs it, dropout included, as one kernel that a CPU lacks."""
+    by_running: bool = False
+    """True where its parts are not as big as its loops' shares say: its local form is run on fakes for its costs."""
     cpu_scratch: bool = False
     """Whether its CPU kernels take scratch memory that varies beyond what is modelled."""
 

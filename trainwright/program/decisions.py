@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from ..artifacts import DEFAULT_IMBALANCE
 from .groups import Group, Split
 from .layout import Layout
 from .program import Tensor
@@ -34,6 +35,8 @@ class Decisions:
     """Offloaded bytes that may stand on the device while they leave, and again before they are asked for."""
     overlap: Overlap = "none"
     """The distance that parameters travel ahead of their use, see `travel`."""
+    imbalance: float = DEFAULT_IMBALANCE
+    """By how much the fullest rank may have more rows of experts than its even share; inf: all that there can be."""
     shared: set[tuple[Tensor, Layout]] = field(default_factory=set)
     """Parameters, with a layout in which one gathered copy serves their readers in all regions; their gradients are summed
     before they are brought back. A parameter that is read as it rests is always read so."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,9 @@ class Group:
     loops: list[Loop] = field(default_factory=list)
     loop_at: dict[tuple[int, str, int], int] = field(default_factory=dict)
     """(position of the op, its loop, factor of that loop) → index into `loops`."""
+    pairs: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Index of a loop that stands for two, which one axis splits together: tensors that have the first are cut along it, those
+    that have the second alone along that."""
 
     @property
     def head(self) -> Op:
@@ -108,7 +112,16 @@ class Group:
     def op_axes(self, op: Op, loop_name: str, split: Split) -> tuple[int, ...]:
         """Return the mesh axes that split a factor of the loop `loop_name` of `op`."""
         own = {index for (at, name, _), index in self.loop_at.items() if at == op.position and name == loop_name}
+        own |= {index for index, both in self.pairs.items() if own.intersection(both)}
         return tuple(axis for axis, loop in enumerate(split) if loop in own)
+
+    def axes_of(self, loop: int, split: Split) -> list[int]:
+        """Return the mesh axes that split `loop`, alone or with another."""
+        return [axis for axis, index in enumerate(split) if index == loop or loop in self.pairs.get(index, ())]
+
+    def pair_axes(self, split: Split) -> list[int]:
+        """Return the mesh axes that split two loops together."""
+        return [axis for axis, index in enumerate(split) if index in self.pairs]
 
     def _positions_inside(self) -> set[int]:
         if not hasattr(self, "_inside"):
@@ -126,12 +139,22 @@ class Group:
     def _slot(self, op: Op, tensor: Tensor, dims: Dims, loop: int) -> int | None:
         if loop < 0:
             return None
-        for (_, name, part), index in self._positions(op):
-            if index == loop:
-                slot = op.slot(tensor, dims, name, part)
-                if slot is not None:
-                    return slot
+        for single in self.pairs.get(loop, (loop,)):
+            for (_, name, part), index in self._positions(op):
+                if index == single:
+                    slot = op.slot(tensor, dims, name, part)
+                    if slot is not None:
+                        return slot
         return None
+
+
+def is_routed(group: Group, split: Split, mesh: Sequence[int]) -> bool:
+    """Tell whether the rows that a rank gets under `split` depend on the data."""
+    for op in group.ops:
+        for _, other in op.signature.pairs:
+            if any(mesh[axis] > 1 for axis in group.op_axes(op, other, split)):
+                return True
+    return False
 
 
 def build_groups(region: Region) -> list[Group]:
@@ -220,6 +243,22 @@ def _find_loops(group: Group) -> None:
                 loop.reduced |= key in reduced
                 group.loop_at[key] = roots[root]
     _refuse_mixed_gradients(group)
+    _add_pairs(group)
+
+
+def _add_pairs(group: Group) -> None:
+    """Add a loop for each two factors that an op lets one axis split together."""
+    for op in group.ops:
+        for pair in op.signature.pairs:
+            firsts, seconds = (
+                [i for (at, name, _), i in group.loop_at.items() if at == op.position and name == own] for own in pair
+            )
+            for both in itertools.product(firsts, seconds):
+                one, other = (group.loops[index] for index in both)
+                if not one.whole and not other.whole:
+                    group.pairs[len(group.loops)] = both
+                    name = f"{one.name}+{other.name}"
+                    group.loops.append(Loop(name, min(one.size, other.size), whole=False, reduced=False))
 
 
 def _refuse_mixed_gradients(group: Group) -> None:

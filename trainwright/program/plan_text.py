@@ -61,7 +61,7 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
         )
     plan.cluster.mesh(tuple(plan.mesh.values()))  # its sizes are those of the hardware
     refuse_unknown_corrections(plan, [op.key for op in program.ops])
-    decisions = Decisions(tuple(plan.mesh.values()), {}, {}, overlap=plan.overlap)
+    decisions = Decisions(tuple(plan.mesh.values()), {}, {}, overlap=plan.overlap, imbalance=plan.imbalance)
     _read_params(program, plan, decisions)
     _read_modules(program, plan, decisions)
     _read_batch(program, plan, decisions)
@@ -286,7 +286,13 @@ def _split_of(group: Group, names: Sequence[str], key: str) -> tuple[int, ...]:
             raise UserError(
                 f"{key} has no loop {name!r} that can be split; it has {', '.join(loops) or 'none'}; write one of these, or -"
             )
-    return tuple(loops.get(name, -1) for name in names)
+    split = tuple(loops.get(name, -1) for name in names)
+    if len(group.pair_axes(split)) > 1:
+        raise UserError(
+            f"tokens and experts are exchanged along one axis of the mesh; {key} has {' '.join(names)!r}; take the experts alone, "
+            "or the tokens alone, on the others"
+        )
+    return split
 
 
 def _per_axis(entries: Sequence[str], mesh: Sequence[int], key: str) -> Sequence[str]:

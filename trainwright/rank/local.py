@@ -12,6 +12,7 @@ from typing import Any
 import torch.fx as fx
 
 from ..ops import find
+from ..ops.local import Pair, Rows
 from ..program.decisions import Decisions
 from ..program.groups import Group, Split
 from ..program.layout import REPLICATE, Layout, local_shape, slot_range
@@ -81,6 +82,7 @@ class _Builder:
         self.native: dict[Tensor, Value] = {}
         self.copies: dict[tuple[Tensor, Layout, Layout, int], Value] = {}
         self.replicated: Layout = (REPLICATE,) * len(decisions.mesh)
+        self.routing = _routing(program)
 
     def build(self, kept: Sequence[Any]) -> LocalProgram:
         layouts = {**self.decisions.params, **self.decisions.inputs}
@@ -108,7 +110,8 @@ class _Builder:
 
     def _value(self, key: str, tensor: Tensor, layout: Layout) -> Value:
         chosen = self.decisions
-        value = Value(len(self.values), key, tensor, layout, key in chosen.recomputed, key in chosen.offloaded)
+        is_rerun = key in chosen.recomputed and tensor not in self.routing
+        value = Value(len(self.values), key, tensor, layout, is_rerun, key in chosen.offloaded)
         self.values.append(value)
         return value
 
@@ -140,9 +143,10 @@ class _Builder:
         function: Callable[..., Any] = op.node.target  # type: ignore[assignment]
         localize = find(op.name).localize
         if localize is not None:
-            context = _Context(op, twin, group, split, inputs, outputs, self.communicator)
+            context = _Context(op, twin, group, split, inputs, outputs, self.communicator, self.decisions.imbalance)
             function, args, kwargs = localize(context, function, args, kwargs)
-        function = _unless_empty(op, function, outputs, self.communicator)
+        exchanges = bool(group.pair_axes(split))
+        function = _unless_empty(op, function, outputs, self.communicator, exchanges)
         axes = tuple(axis for axis, loop in enumerate(split) if loop >= 0)
         self._emit_op(op, function, args, kwargs, inputs, outputs, op.region.index, axes)
 
@@ -219,6 +223,23 @@ class _Builder:
         return Ref(native.index)
 
 
+def _routing(program: Program) -> set[Tensor]:
+    """The tensors that say which expert a row goes to, which are never made anew.
+
+    Where two experts are as good as equal a rerun may choose the other one, and would exchange other numbers of rows than the
+    forward did: all ranks would wait for ever.
+    """
+    found: set[Tensor] = set()
+    for op in program.ops:
+        for tensor in op.inputs if op.signature.pairs else ():
+            while not tensor.dtype.is_floating_point and tensor not in found:
+                found.add(tensor)
+                if tensor.producer is None or tensor.producer.kind != "view":
+                    break
+                tensor = tensor.producer.inputs[0]
+    return found
+
+
 def _on_copies(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
     """Return `function` with copies of the arguments at `places`: what it writes there is lost."""
 
@@ -253,7 +274,8 @@ def fill_arguments(node: fx.Node, inputs: Sequence[int]) -> tuple[tuple[Any, ...
     return tuple(walk(arg) for arg in node.args), {key: walk(arg) for key, arg in node.kwargs.items()}
 
 
-def _unless_empty(op: Op, function: Callable[..., Any], outputs: Sequence[Value], communicator: Communicator) -> Any:
+def _unless_empty(op: Op, function: Callable[..., Any], outputs: Sequence[Value], communicator: Communicator,
+                  exchanges: bool) -> Any:  # fmt: skip
     """Return what to call for `op` on this rank: where its part of all outputs is empty, a call that does nothing.
 
     Kernels of several nodes (attention) take other paths on empty tensors; the backward of such a rank would reach
@@ -263,7 +285,7 @@ def _unless_empty(op: Op, function: Callable[..., Any], outputs: Sequence[Value]
     shapes = [local_shape(v.tensor.shape, v.tensor.slots, v.layout, mesh, coords) for v in outputs]
     if op.kind != "heavy" or not op.requires_grad or not shapes or any(0 not in shape for shape in shapes):
         return function
-    if any(name in op.signature.joint for dims in op.signature.outputs for dim in dims for name in dim):
+    if exchanges or any(name in op.signature.joint for dims in op.signature.outputs for dim in dims for name in dim):
         return function  # others have parts of this very loop, and wait for this rank's share (batch norm's statistics)
     many, followed = isinstance(op.node.meta["val"], (tuple, list)), _followed(op)
 
@@ -287,7 +309,8 @@ class _Context:
     """The `LocalContext` of one op on one rank."""
 
     def __init__(self, op: Op, twin: Op, group: Group, split: Split, inputs: list[Value], outputs: list[Value],
-                 communicator: Communicator) -> None:  # fmt: skip
+                 communicator: Communicator, imbalance: float) -> None:  # fmt: skip
+        self.imbalance = imbalance
         self.op, self.twin, self.group, self.chosen = op, twin, group, split
         self.inputs, self.outputs, self.communicator = inputs, outputs, communicator
 
@@ -318,5 +341,19 @@ class _Context:
         return Axes(self.communicator, self._axes(loops))
 
     def range_of(self, loop: str) -> tuple[int, int]:
-        mesh, coords = self.communicator.mesh, self.communicator.coords
+        return self._range_at(loop, self.communicator.coords)
+
+    def _range_at(self, loop: str, coords: Sequence[int]) -> tuple[int, int]:
+        mesh = self.communicator.mesh
         return slot_range(self.op.signature.sizes.get(loop, 1), [(mesh[a], coords[a]) for a in self._axes([loop])])
+
+    def pair_of(self, first: str, second: str) -> Pair | None:
+        axes = [axis for axis in self.group.pair_axes(self.chosen) if self.communicator.mesh[axis] > 1]
+        if not axes:
+            return None
+        (axis,), own = axes, self.communicator.coords
+        coords = [(*own[:axis], peer, *own[axis + 1 :]) for peer in range(self.communicator.mesh[axis])]
+        return Pair(Axes(self.communicator, axes), own[axis], tuple(self._range_at(second, at) for at in coords))
+
+    def count(self, numbers: Any, rows: Rows) -> list[int]:
+        return self.communicator.count(self.op.key, numbers, rows)

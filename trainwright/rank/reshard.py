@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..ops.local import Rows
 from ..program.layout import Slot, chunk, local_shape, local_sizes
 from ..program.transition import Step
 from .travel import issued_step
@@ -44,6 +45,9 @@ class Communicator(Protocol):
     def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Send consecutive runs of `flat` (lengths `send`) to the ranks of `axis`; return what they sent."""
 
+    def count(self, key: str, numbers: Tensor, rows: Rows) -> list[int]:
+        """Return what `numbers` says of the op `key`: how much of what depends on the data this rank has, where it is known."""
+
     def issue(self, kind: str, axis: int, tensor: Tensor) -> Pending:
         """Begin an `all_gather`, `reduce_scatter` or `all_reduce` of `tensor`, which stays untouched until it is waited for."""
 
@@ -61,6 +65,11 @@ class Axes:
         for axis in self.axes:
             tensor = self.communicator.all_reduce(axis, tensor, op)
         return tensor
+
+    def all_to_all(self, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Send consecutive runs of `flat` to the ranks of the group's one axis; return what they sent."""
+        (axis,) = self.axes
+        return self.communicator.all_to_all(axis, flat, send, receive)
 
     def begin(self, tensor: Tensor) -> Pending:
         """Begin to sum `tensor` over the group; it may be overwritten."""
@@ -288,6 +297,8 @@ class SimulatedCommunicator:
         self.coords = tuple(coords) if coords is not None else (0,) * len(self.mesh)
         self.num_bytes: Counter[str] = Counter()
         self.num_calls: Counter[str] = Counter()
+        self.counts: Mapping[str, list[int]] = {}
+        """The numbers that ops are to count, by key; others count what is planned."""
 
     def _count(self, kind: str, axis: int, tensor: Tensor) -> None:
         if self.mesh[axis] > 1:
@@ -310,6 +321,9 @@ class SimulatedCommunicator:
     def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
         self._count("all_to_all", axis, flat)
         return flat.new_empty(sum(receive))
+
+    def count(self, key: str, numbers: Tensor, rows: Rows) -> list[int]:
+        return self.counts.get(key, rows.planned)
 
     def issue(self, kind: str, axis: int, tensor: Tensor) -> Pending:
         return _Simulated(tensor, getattr(self, kind)(axis, tensor))

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..launch.flat import all_gather_flat, reduce_scatter_flat
 from ..launch.shared_memory import Finish, SharedMemory, is_shared, shared_memory
+from ..ops.local import Rows
 from .activity import Activity
+from .routed import Routed
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -33,11 +35,18 @@ class MeshCommunicator:
         self.groups = [device_mesh.get_group(axis) for axis in range(len(self.mesh))]
         self.names = device_mesh.mesh_dim_names or tuple(str(axis) for axis in range(len(self.mesh)))
         self.activity = Activity()
+        self.routed = Routed()
         self._settles = False
         self._shared: dict[int, SharedMemory | None] = {}
         """By axis: the memory that its ranks share, if they do."""
         if device_mesh.device_type == "cpu":
             self._shared = {axis: shared_memory(group) for axis, group in enumerate(self.groups)}
+
+    def count(self, key: str, numbers: Tensor, rows: Rows) -> list[int]:
+        """Return the numbers, and note the fullest of what this rank counts of the op `key`."""
+        found: list[int] = numbers.tolist()
+        self.routed.note(key, found, rows)
+        return found
 
     @contextmanager
     def settling(self) -> Iterator[None]:

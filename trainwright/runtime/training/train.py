@@ -22,6 +22,7 @@ from ...profiler.kernels.allocator import measure, storage_bytes
 from ..batch import Shapes, planned_shapes, rows_in, shapes_of
 from ..entries import check_entries
 from ..module import ParallelModule
+from .imbalance import ImbalanceGate
 from .nonfinite import FiniteGate
 from .tracing import StepTrace
 from .watchdog import Watchdog
@@ -72,6 +73,7 @@ def train_loop(
     on_step: OnStep = lambda event: None,
     after_step: Callable[[int], None] = lambda step: None,
     on_nan: str = "stop",
+    on_imbalance: str = "warn",
     timeout_s: float | None = None,
     trace: StepTrace | None = None,
     take: Any = None,
@@ -86,6 +88,7 @@ def train_loop(
     skipped, lr, and what `norms` and `held_out` found} on every rank (`planned`: whether the batch had the planned shape); the
     peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a step is done
     (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
+    on_imbalance: `warn` or `stop`, see `ImbalanceGate`, whose factor joins the event as `expert_imbalance`.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
     and the op. None: no limit but the process group's. trace: records some of the steps. take: what runs one step, in place of
     `train_step`: a `ClosureStep`, say; what its `told()` returns, if it has that, joins the event. schedule: its
@@ -96,6 +99,7 @@ def train_loop(
     Raises `Refusal` when the loss is not finite, unless such steps are to be skipped, and `UserError` when data ends early.
     """
     source, gate, activity = iter(batches), FiniteGate(on_nan), module.communicator.activity
+    routing = ImbalanceGate(on_imbalance)
     losses: list[float] = []
     with Watchdog(activity, timeout_s) if timeout_s is not None else nullcontext():
         peak_bytes = 0
@@ -113,7 +117,7 @@ def train_loop(
                     schedule.before(module, part)
             told["lr"] = float(optimizer.param_groups[0]["lr"])
             taking = take or (_by_gradients if len(parts) == 1 else partial(_adding_up, parts))
-            may_update = partial(_may_update, module, gate, step, norms, told)
+            may_update = partial(_may_update, module, (gate, routing), step, norms, told)
             run = _Step(partial(taking, module, optimizer, part, may_update, batch), module, optimizer)
             with trace.step(step - first_step) if trace is not None else nullcontext():
                 peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
@@ -124,6 +128,8 @@ def train_loop(
             event["comm_bytes"] = dict(activity.num_bytes - num_bytes)
             event["planned"] = shapes == planned_shapes(module.plan)
             event["skipped"] = gate.num_skipped > skipped
+            if routing.factor is not None:
+                event["expert_imbalance"] = routing.factor
             event.update(told)
             if hasattr(take, "told"):
                 event.update(take.told())
@@ -145,13 +151,19 @@ def train_loop(
 
 
 def _may_update(
-    module: ParallelModule, gate: FiniteGate, step: int, norms: Norms | None, told: dict[str, float], loss: Tensor
+    module: ParallelModule,
+    gates: tuple[FiniteGate, ImbalanceGate],
+    step: int,
+    norms: Norms | None,
+    told: dict[str, float],
+    loss: Tensor,
 ) -> bool:
     """Whether the update may be made; what is asked of the gradients is noted on the way."""
     if norms is not None:
         found = [param.grad for param in module.parameters() if param.grad is not None]
         told.update(norms(found) if found else {})
-    return gate.lets_pass(module, step, loss)
+    finite, routing = gates
+    return finite.lets_pass(module, step, loss) and routing.lets_pass(module, step)
 
 
 @dataclass(frozen=True)
