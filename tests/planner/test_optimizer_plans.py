@@ -308,6 +308,35 @@ def test_vectors_of_the_whole_model_are_in_the_promised_peak(
     assert plan.predicted.peak_bytes == pytest.approx(static + record.peak_delta_bytes, rel=0.05)
 
 
+@pytest.mark.parametrize(("width", "outputs", "rows"), [(32, 256, 256), (48, 512, 128)])
+def test_copies_of_large_outputs_are_in_the_promised_peak(width: int, outputs: int, rows: int) -> None:
+    """SSO's peak is at most the promise, which is at most one more copy of the outputs above it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, outputs))
+    batch, loss_fn = (torch.randn(rows, width), torch.arange(rows) % outputs), nn.CrossEntropyLoss()
+    plan = tw.plan(model, batch, loss_fn=loss_fn, hardware="cpu:1", optimizer="sso")
+    module = tw.parallelize(model, plan, loss_fn=loss_fn)
+    chosen = optim.of_plan(plan)
+    optimizer, step = chosen.make(module.named_parameters(), lr=1e-2), step_of(chosen, model, loss_fn)
+    static, part = static_bytes(module), plan.shard_batch(batch)
+    peak = static + measure(lambda: step(module, optimizer, part, batch=batch), num_steps=2).peak_delta_bytes
+    assert peak <= plan.predicted.peak_bytes <= peak + 4 * rows * outputs
+
+
+def test_vectors_that_every_rank_holds_whole_do_not_shrink_with_the_parts() -> None:
+    """GradNormSmoothNewton's ten vectors of the model are in the promise of a sharded plan as in that of a replicated one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 6))
+    num_bytes = sum(param.numel() * 4 for param in model.parameters())
+    batch, loss_fn = (torch.randn(8, 96), torch.arange(8) % 6), nn.CrossEntropyLoss()
+    peaks = [
+        tw.plan(model, batch, loss_fn=loss_fn, hardware="cpu:2", optimizer="gradnormsmoothnewton", solver=solver)
+        .predicted.peak_bytes
+        for solver in ("ddp", "fsdp")
+    ]  # fmt: skip
+    assert min(peaks) > 10 * num_bytes
+
+
 @pytest.mark.parametrize("name", ["sophiah", "adahessian"])
 def test_the_graph_of_the_gradient_is_in_the_promised_peak(name: str) -> None:
     torch.manual_seed(0)

@@ -22,8 +22,9 @@ from trainwright.planner import plan
 from trainwright.planner.budget import budget_for
 from trainwright.planner.model.deadline import LEAST_S, Deadline
 from trainwright.planner.model.milp import Model, Solution
+from trainwright.planner.model.outcome import Outcome
 from trainwright.planner.search import branching, fitting, guard, solve, stages
-from trainwright.planner.search.answer import NOT_IN_TIME, Answer, Infeasible
+from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.search.solve import Solver
 from trainwright.planner.task import Place
@@ -69,7 +70,7 @@ def test_a_recipe_answers_where_the_search_found_nothing_but_missed_by_little(pl
     fsdp = place.solve("fsdp")
     if not near:
         place.task.budget_bytes = fsdp.simulation.peak_bytes // 2
-    refused = Infeasible(("a row",), fsdp)
+    refused = Infeasible(Outcome.DOES_NOT_FIT, ("a row",), fsdp)
     monkeypatch.setattr(Solver, "solve", lambda *_: refused)
     found = place.solve("joint")
     if near:
@@ -137,20 +138,20 @@ def test_an_encoder_with_a_decoder_on_two_axes_is_planned_no_slower_than_by_a_re
     assert place.overlapped(joint)[1].step_s <= place.overlapped(fsdp)[1].step_s * (1 + stages.GAP)
 
 
-@pytest.mark.parametrize(("status", "is_known"), [("stopped", False), (stages.INFEASIBLE, True)])
-def test_no_answer_in_time_is_not_called_a_contradiction(place, monkeypatch, status, is_known):
-    nothing = Solution(status, None, math.inf, -math.inf, 0.0)
+@pytest.mark.parametrize(("outcome", "is_known"), [(Outcome.STOPPED, False), (Outcome.INFEASIBLE, True)])
+def test_no_answer_in_time_is_not_called_a_contradiction(place, monkeypatch, outcome, is_known):
+    nothing = Solution(outcome, None, math.inf, -math.inf, 0.0)
     for module in (solve, fitting):
         monkeypatch.setattr(module, "solve_in_stages", lambda *args: nothing)
     refused = place.solver.solve(place.settings("joint"))
     assert isinstance(refused, Infeasible)
-    assert refused.out_of_time is not is_known
-    assert ("contradict" in refused.binding[0]) is is_known
+    assert refused.outcome is outcome
+    assert any("contradict" in why for why in refused.binding) is is_known
 
 
 def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_shardings(place, monkeypatch):
     """The rows' search and the one for what holds least find nothing: one sharding at a time still does."""
-    found, nothing = [], Solution("stopped", None, math.inf, -math.inf, 0.0)
+    found, nothing = [], Solution(Outcome.STOPPED, None, math.inf, -math.inf, 0.0)
     real = fitting.solve_in_stages
     monkeypatch.setattr(Fitting, "_solve", lambda self: nothing)
     monkeypatch.setattr(Solver, "smallest", lambda self, settings: None)
@@ -172,7 +173,7 @@ def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_ag
 
 
 def test_a_deadline_that_ends_before_anything_is_found_is_refused_with_more_time(place, monkeypatch):
-    monkeypatch.setattr(Place, "solve", lambda *_: Infeasible((NOT_IN_TIME,), None))
+    monkeypatch.setattr(Place, "solve", lambda *_: Infeasible(Outcome.STOPPED))
     with pytest.raises(tw.Refusal, match=r"more time is needed: joint found no plan in 30 s.*--time-limit 120"):
         plan._search(place.task, "joint")
     assert place.task.deadline.limited(1e9) <= 30
@@ -214,7 +215,7 @@ def test_ctrl_c_interrupts_where_nothing_is_known_or_when_pressed_again(place, m
         for _ in range(num_presses):
             ctrl_c()
         went_on.append(True)
-        return Infeasible((NOT_IN_TIME,), None)
+        return Infeasible(Outcome.STOPPED)
 
     monkeypatch.setattr(Place, "solve", pressed)
     with pytest.raises(KeyboardInterrupt):
@@ -229,7 +230,7 @@ def test_a_solve_that_runs_ends_with_what_it_has_when_it_is_told_to():
         model.row(f"{row}", [(column, float(rng.integers(5, 60))) for column in columns], upper=600.0)
     found = model.solve(gap=0.0, stop=lambda: asked.append(True) or True, time_limit_s=200.0)
     assert asked
-    assert (found.status, found.values is not None) == ("feasible", True)
+    assert (found.outcome, found.values is not None) == (Outcome.FEASIBLE, True)
     assert found.bound <= found.objective
 
 
@@ -242,7 +243,7 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
     def solved(self):
         aims.append(self.search.aim)
         good = aims[-1] >= fast_from or len(aims) == 1
-        return Solution("optimal" if good else stages.CUT_OFF, np.zeros(1) if good else None, 0.5, 0.5, 0.0)
+        return Solution(Outcome.OPTIMAL if good else Outcome.SLOWER, np.zeros(1) if good else None, 0.5, 0.5, 0.0)
 
     def noted(self, solution):
         held = SimpleNamespace(peak_bytes=990 if self.search.aim <= 900 else 1200)
@@ -256,7 +257,7 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
         assert found.simulation.peak_bytes == 990
     else:
         assert isinstance(found, Infeasible)
-        assert found.cut_off
+        assert found.outcome is Outcome.SLOWER
         assert 2 < len(aims) <= 1 + fitting.MAX_CORRECTIONS
 
 

@@ -13,6 +13,7 @@ from trainwright.planner.model.decode import Choice, decisions_from
 from trainwright.planner.model.hidden import Hidden
 from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.milp import Solution
+from trainwright.planner.model.outcome import Outcome
 from trainwright.planner.search import together
 from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.solve import Solver
@@ -104,7 +105,7 @@ def test_where_computation_hides_what_travels_the_objective_is_near_what_runs():
 @pytest.mark.parametrize("refused", [("ahead",), ("ahead", "buckets")])
 def test_where_nothing_fits_what_holds_less_is_searched(monkeypatch, refused):
     (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_500_000).places
-    nothing = Infeasible(("a row",), None)
+    nothing = Infeasible(Outcome.DOES_NOT_FIT, ("a row",))
     solve = Solver.solve
 
     def pretended(self, *arguments):

@@ -35,7 +35,7 @@ def explain(
     """
     device = plan.cluster.device
     axes = plan.cluster.mesh(tuple(plan.mesh.values()))
-    costs = cost_model(program, device, axes, record(program, device.kind), optimizer_cost.num_passes)
+    costs = cost_model(program, device, axes, record(program, device.kind), optimizer_cost.num_passes, plan.imbalance)
     problem = build_problem(program, costs, optimizer_cost)
     decisions = decisions_of(program, plan)
     options = {decision: _add_chosen(decision, decisions) for decision in problem.decisions}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from .costs.price import Price
 from .meshes import mesh_shapes
+from .model.outcome import Outcome
 from .search.solve import Answer, Infeasible
 from .search.stages import GAP
 from .task import Place, Task
@@ -64,7 +65,10 @@ class MeshSearch:
             return
         answer = place.solve(self.solver, None if left_s is None else max(1.0, left_s), cutoff_s)
         if isinstance(answer, Infeasible):
-            (self.slower.append(place.shape) if answer.cut_off else self.failures.append((place, answer)))
+            if answer.outcome is Outcome.SLOWER:
+                self.slower.append(place.shape)
+            else:
+                self.failures.append((place, answer))
             return
         found = Found(place, *place.overlapped(answer))
         self._bound_of_found_s = min(self._bound_of_found_s, answer.bound_s)
@@ -75,7 +79,8 @@ class MeshSearch:
         """Return the best answer, with what is proven of all meshes that were searched, and which were not."""
         if self.best is None:
             return None
-        unseen = (*self.unseen, *(place.shape for place, failure in self.failures if failure.out_of_time))
+        unfinished = (place.shape for place, failure in self.failures if failure.outcome is Outcome.STOPPED)
+        unseen = (*self.unseen, *unfinished)
         answer = self.best.answer.bounded(min(self._bound_of_found_s, self.best.answer.bound_s))
         return replace(self.best, answer=answer, unseen_meshes=unseen, notes=self._notes())
 

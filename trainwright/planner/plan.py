@@ -12,6 +12,7 @@ import torch
 
 from ..artifacts import EDITED, OffloadPlan, Plan, Predicted, Refusal, SolverInfo, UserError
 from ..program.decisions import Decisions
+from ..program.groups import is_routed
 from ..program.plan_text import decisions_of, plan_sections
 from ..program.program import Program
 from .budget import budget_for
@@ -125,7 +126,7 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
     return Task(
         program, plan.model, plan.cluster, plan.budget_bytes, plan.optimizer, optimizer_cost, make_optimizer,
         mesh=tuple(plan.mesh.values()), dtype=plan.dtype, autocast=plan.autocast, literals=plan.literals, loss_fn=plan.loss_fn,
-        offload=plan.offload.tier if plan.offload is not None else "none",
+        offload=plan.offload.tier if plan.offload is not None else "none", imbalance=plan.imbalance,
     )  # fmt: skip
 
 
@@ -202,6 +203,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         offload=_offload(task, answer.decisions),
         micro_batches=task.program.num_runs,
         corrections=dict(task.program.corrections),
+        expert_imbalance="worst" if math.isinf(task.imbalance) else task.imbalance,
         predicted=_predicted(found.price, answer.simulation),
         solver=SolverInfo(
             name=solver,
@@ -219,6 +221,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
             *task.program.captured.notes,
             *_gathered(task.program, found.price),
             *_discovered(task.program),
+            *_promise(answer.decisions, task.budget_bytes),
             *_passes(task),
             *answer.notes,
             *found.notes,
@@ -278,6 +281,19 @@ def _discovered(program: Program) -> tuple[str, ...]:
         return ()
     return (
         f"the rule of {', '.join(names)} was found by trying shards of small inputs; `verify` holds it against one process",
+    )
+
+
+def _promise(decisions: Decisions, budget_bytes: int | None) -> tuple[str, ...]:
+    """A note on what the peak hangs on, where rows of experts depend on the data."""
+    routed = [group for group, split in decisions.splits.items() if is_routed(group, split, decisions.mesh)]
+    if not routed:
+        return ()
+    peak = "the peak is that promised" if budget_bytes is None else f"peak ≤ {size_text(budget_bytes)}"
+    if math.isinf(decisions.imbalance):
+        return (f"{peak} however the experts' rows fall",)
+    return (
+        f"{peak} while no layer sends any rank more than {decisions.imbalance:g} × its even share of the experts' rows",
     )
 
 

@@ -16,6 +16,7 @@ from .budget import budget_for
 from .costs.simulate import Simulation
 from .costs.units import shown_bytes, size_text
 from .model.deadline import Deadline
+from .model.outcome import Outcome
 from .problem.strategies import batch_factor
 from .search.solve import Infeasible
 from .task import Place, Task
@@ -70,7 +71,7 @@ def _smallest(failures: Sequence[tuple[Place, Infeasible]]) -> tuple[Place, Infe
 def _text(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]], tried: int | None) -> str:
     """Say what binds and the ways out; `tried` is a budget for which there is a plan."""
     budget, smallest = task.budget_bytes, _smallest(failures)
-    if smallest is None and any(failure.out_of_time for _, failure in failures):
+    if smallest is None and any(failure.outcome is Outcome.STOPPED for _, failure in failures):
         less = ", or try fsdp, which has less to choose" if solver == "joint" else ""
         return (
             f"more time is needed: {solver} found no plan in {task.time_limit_s:g} s, nor a proof that there is none; "

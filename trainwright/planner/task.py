@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..artifacts import Cluster, MeshAxis, ModelRef, UserError
+from ..artifacts import DEFAULT_IMBALANCE, Cluster, MeshAxis, ModelRef, UserError
 from ..hardware import machine, threads_each
 from ..profiler.saved import Records, record
 from ..program.decisions import Decisions, Overlap
@@ -19,6 +19,7 @@ from .costs.price import Price, price
 from .costs.simulate import MakeOptimizer, Simulation, simulate
 from .meshes import mesh_shapes
 from .model.deadline import Deadline
+from .model.outcome import Outcome
 from .problem.build import build_problem
 from .problem.pins import apply_pins
 from .problem.problem import Problem
@@ -54,6 +55,8 @@ class Task:
     loss_fn: str | None = None
     offload: str = "auto"
     """Where tensors may be offloaded to: host, disk, none, or auto: to the host of a GPU, where nothing fits without."""
+    imbalance: float = DEFAULT_IMBALANCE
+    """By how much a rank's experts may get more rows than their even share."""
     time_limit_s: float = 30.0
     """What one search may take, and from its beginning, until `deadline`, all of them together."""
     deadline: Deadline = field(default_factory=Deadline)
@@ -174,7 +177,8 @@ class Place:
     def problem(self) -> Problem:
         """The options and their costs."""
         task = self.task
-        costs = cost_model(task.program, task.cluster.device, self.axes, task.records, task.optimizer_cost.num_passes)
+        num_passes = task.optimizer_cost.num_passes
+        costs = cost_model(task.program, task.cluster.device, self.axes, task.records, num_passes, task.imbalance)
         if task.tier_name is not None:
             costs.tier = task.cluster.tier(task.tier_name)
         return build_problem(task.program, costs, task.optimizer_cost)
@@ -224,7 +228,8 @@ class Place:
             settings.progress.fits(incumbent.objective_s)
         found = search_ways(self.solver, solver, settings, self.overlapped)
         if isinstance(found, Infeasible) and incumbent is None and solver == "joint" and math.isinf(cutoff_s):
-            incumbent = last_resort(self, settings) if found.out_of_time or settings.deadline.has_passed else None
+            is_unknown = found.outcome is Outcome.STOPPED or settings.deadline.has_passed
+            incumbent = last_resort(self, settings) if is_unknown else None
         return found if incumbent is None else self._faster(found, incumbent)
 
     def _faster(self, found: Answer | Infeasible, incumbent: Answer) -> Answer:

@@ -16,12 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ...artifacts import Device, MeshAxis, Tier
+from ...artifacts import DEFAULT_IMBALANCE, Device, MeshAxis, Tier
 from ...hardware.collectives import Collective, seconds
 from ...ops import find
-from ...ops.local import WithSum
-from ...profiler.saved import Records
-from ...profiler.tracker import MemoryTracker
+from ...ops.local import Pair, Rows, WithSum
+from ...profiler.saved import CallCounter, OpRecord, Records, summary
 from ...program.groups import Group, Split
 from ...program.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
 from ...program.program import Op, Program, Tensor
@@ -88,6 +87,14 @@ class OptimizerCost(Protocol):
         """Copies of all parameters that are held at once while it steps."""
 
     @property
+    def whole_copies(self) -> int:
+        """Copies that every rank holds whole, however parameters are cut."""
+
+    @property
+    def output_copies(self) -> int:
+        """Copies of the model's outputs that are held from the first backward to the end of the step."""
+
+    @property
     def num_passes(self) -> float:
         """Forward and backward passes that a step takes on average."""
 
@@ -101,8 +108,8 @@ class OptimizerCost(Protocol):
     def once_bytes(self) -> int:
         """Bytes that it keeps once, beside those."""
 
-    def held_bytes(self, shape: Sequence[int], dtype: Any) -> int:
-        """Bytes for one parameter of what its step holds of all at once."""
+    def held_bytes(self, shape: Sequence[int], dtype: Any, whole: Sequence[int] | None = None) -> int:
+        """Bytes for one parameter, or a part of the `whole`, of what its step holds of all at once."""
 
     def step_temporary_bytes(self, shape: Sequence[int], dtype: Any) -> int:
         """Peak bytes that its step allocates and frees again for one parameter."""
@@ -125,6 +132,8 @@ class CostModel:
     """What is smaller stays."""
     updates: Updates = field(default_factory=Updates)
     """What optimizers' steps take."""
+    imbalance: float = DEFAULT_IMBALANCE
+    """By how much the fullest rank may have more rows of experts than its even share."""
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -200,13 +209,19 @@ class CostModel:
 
     def op_s(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
         """Return the seconds (forward, backward) of `op`, without what it communicates inside."""
+        scale = self.num_passes * self.device.factors.get("compute", 1.0)
+        own = self._own_record(group, op, split)
+        if own is not None:
+            seconds = [
+                sum(call.seconds(self.device, 1.0, 1.0) for call in calls) for calls in (own.forward, own.backward)
+            ]
+            return scale * seconds[0], scale * seconds[1]
         record = self.records[op]
         work = self.work_share(group, op, split)
         touched, written = self._byte_shares(group, op, split)
         forward_share = written if find(op.name).reads_rows else touched
         forward = sum(call.seconds(self.device, work, forward_share) for call in record.forward)
         backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
-        scale = self.num_passes * self.device.factors.get("compute", 1.0)
         return scale * forward, scale * backward
 
     def work_share(self, group: Group, op: Op, split: Split) -> float:
@@ -218,6 +233,22 @@ class CostModel:
             start, stop = slot_range(size, [(self.mesh[axis], 0) for axis, loop in enumerate(split) if loop == index])
             share *= (stop - start) / size
         return share
+
+    def forward_bytes(self, group: Group, op: Op, split: Split) -> int:
+        """Return the most that the forward of `op` holds beside what it is given, makes and saves."""
+        own = self._own_record(group, op, split)
+        whole = self.records[op].forward_bytes
+        return int(whole * self.work_share(group, op, split)) if own is None else own.forward_bytes
+
+    def internal_bytes(self, group: Group, op: Op, split: Split) -> int:
+        """Return what `op` saves that is neither an argument nor a result."""
+        own = self._own_record(group, op, split)
+        whole = self.records[op].internal_bytes
+        return int(whole * self.work_share(group, op, split)) if own is None else own.internal_bytes
+
+    def _own_record(self, group: Group, op: Op, split: Split) -> OpRecord | None:
+        """Return the measured costs of the rank's part of `op`, where its size is not the product of its loops' shares."""
+        return self._inner_of(group, op, split).record if find(op.name).by_running else None
 
     def _byte_shares(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
         """The local share of the bytes of arguments and outputs together, and of the outputs alone."""
@@ -245,8 +276,8 @@ class CostModel:
         share: that of the rank in the tensors of the op, by which whole kernels scale; one that communicates inside itself
         has other kernels, and is measured.
         """
-        found = self._inner_of(group, op, split)
-        return int(share * self.records[op].backward_bytes) if found.backward_bytes is None else found.backward_bytes
+        found = self._inner_of(group, op, split).record
+        return int(share * self.records[op].backward_bytes) if found is None else found.backward_bytes
 
     def _inner_of(self, group: Group, op: Op, split: Split) -> Inner:
         if find(op.name).localize is None or all(loop < 0 for loop in split):
@@ -317,10 +348,10 @@ class CostModel:
         return local_shape(tensor.shape, tensor.slots, layout, self.mesh, None)
 
 
-def cost_model(program: Program, device: Device, axes: tuple[MeshAxis, ...], records: Records, num_passes: float
-               ) -> CostModel:  # fmt: skip
+def cost_model(program: Program, device: Device, axes: tuple[MeshAxis, ...], records: Records, num_passes: float,
+               imbalance: float = DEFAULT_IMBALANCE) -> CostModel:  # fmt: skip
     """Return the costs of a program's step; `num_passes` are the optimizer's, each over all micro-batches."""
-    return CostModel(device, axes, records, num_passes * program.num_runs, program.num_runs)
+    return CostModel(device, axes, records, num_passes * program.num_runs, program.num_runs, imbalance=imbalance)
 
 
 def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:
@@ -355,6 +386,13 @@ class TimedAxes:
             self.add(self.costs.collective_s("all_reduce", axis, tensor.numel() * tensor.element_size()))
         return tensor
 
+    def all_to_all(self, flat: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Return something of the size of what is received, and note the time of the exchange on the fullest rank."""
+        received = flat.new_empty(sum(receive))
+        num_bytes = max(flat.numel(), received.numel()) * flat.element_size()
+        self.add(self.costs.collective_s("all_to_all", self.axes[0], num_bytes))
+        return received
+
     def begin(self, tensor: torch.Tensor) -> Any:
         """Nothing is begun where it is only timed."""
         raise NotImplementedError
@@ -362,7 +400,7 @@ class TimedAxes:
 
 @dataclass(frozen=True)
 class Inner:
-    """What an op that communicates inside itself takes for that, and what its backward holds; None where it does not."""
+    """The cost of what an op communicates inside itself."""
 
     sum_s: float = 0.0
     """The seconds of a sum of what some operands alone say, which may begin with the step (`ops.local.WithSum`)."""
@@ -371,7 +409,8 @@ class Inner:
     forward_s: float = 0.0
     """The seconds of all else."""
     backward_s: float = 0.0
-    backward_bytes: int | None = None
+    record: OpRecord | None = None
+    """The other costs of its part, by a run; None of an op that does not communicate, which takes its share of the whole."""
 
 
 def inner_costs(costs: CostModel, group: Group, op: Op, split: Split) -> Inner:
@@ -389,7 +428,7 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
     queue = iter(values)
     args, kwargs = torch.fx.map_arg((op.node.args, op.node.kwargs), lambda node: next(queue))
     function, args, kwargs = rule(context, op.node.target, tuple(args), dict(kwargs))
-    if not context.asked:
+    if not context.asked and not find(op.name).by_running:
         return Inner()
     sum_s, may_be_early = 0.0, False
     if isinstance(function, WithSum):
@@ -397,19 +436,22 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
         function = partial(function.function, function.total(args))
         sum_s, context.total = context.total, 0.0
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _noted(tensor, saved), lambda tensor: tensor):
+    forward, backward = CallCounter("cpu"), CallCounter("cpu")
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: _noted(tensor, saved), lambda tensor: tensor),
+        forward.tracker,
+    ):
         out = function(*args, **kwargs)
-    forward_s = context.total
-    if not out.requires_grad:
-        return Inner(sum_s, may_be_early, forward_s)
-    tracker = MemoryTracker("cpu")
-    tracker.watch([*values, *saved, out], "input")
-    with tracker:
-        given = torch.empty_like(out)
-        tracker.watch([given], "input")
-        kept = torch.autograd.grad([out], [value for value in values if value.requires_grad], [given])
-    del kept
-    return Inner(sum_s, may_be_early, forward_s, context.total - forward_s, tracker.peak_bytes)
+    forward_s, left = context.total, forward.tracker.live_bytes
+    if out.requires_grad:
+        backward.tracker.watch([*values, *saved, out], "input")
+        with backward.tracker:
+            given = torch.empty_like(out)
+            backward.tracker.watch([given], "input")
+            kept = torch.autograd.grad([out], [value for value in values if value.requires_grad], [given])
+        del kept
+    record = summary(forward, left, backward, values, [out], saved)
+    return Inner(sum_s, may_be_early, forward_s, context.total - forward_s, record)
 
 
 def _summed(function: WithSum, args: Sequence[Any], tensors: Mapping[torch.Tensor, Tensor]) -> list[Tensor]:
@@ -428,6 +470,7 @@ class _Probe:
     def __init__(self, costs: CostModel, group: Group, op: Op, split: Split) -> None:
         self.costs, self.group, self.op, self.chosen = costs, group, op, split
         self.asked, self.total = False, 0.0
+        self.imbalance = costs.imbalance
 
     def out_shape(self, index: int = 0) -> tuple[int, ...]:
         return self.costs.local_shape(self.op.outputs[index], self.group.output_layout(self.op, index, self.chosen))
@@ -453,8 +496,26 @@ class _Probe:
         return TimedAxes(self.costs, self._axes(loops), self._add)
 
     def range_of(self, loop: str) -> tuple[int, int]:
-        splits = [(self.costs.mesh[axis], 0) for axis in self._axes([loop])]
+        return self._range_at(loop, (0,) * len(self.costs.mesh))
+
+    def _range_at(self, loop: str, coords: Sequence[int]) -> tuple[int, int]:
+        splits = [(self.costs.mesh[axis], coords[axis]) for axis in self._axes([loop])]
         return slot_range(self.op.signature.sizes.get(loop, 1), splits)
+
+    def pair_of(self, first: str, second: str) -> Pair | None:
+        axes = [axis for axis in self.group.pair_axes(self.chosen) if self.costs.mesh[axis] > 1]
+        if not axes:
+            return None
+        self.asked = True
+        peers = [
+            [peer if at == axes[0] else 0 for at in range(len(self.costs.mesh))]
+            for peer in range(self.costs.mesh[axes[0]])
+        ]
+        ranges = tuple(self._range_at(second, coords) for coords in peers)
+        return Pair(TimedAxes(self.costs, axes, self._add), 0, ranges)
+
+    def count(self, numbers: torch.Tensor, rows: Rows) -> list[int]:
+        return rows.planned
 
     def _add(self, elapsed_s: float) -> None:
         self.total += elapsed_s

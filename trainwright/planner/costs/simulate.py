@@ -75,15 +75,17 @@ def simulate(
     timeline: bool = False,
     num_threads: int | None = None,
     optimizer_cost: OptimizerCost | None = None,
+    counts: Mapping[str, list[int]] | None = None,
 ) -> Simulation:
     """Run the step of the rank at `coords` (by default the first, which holds most) and follow its memory.
 
     num_threads: with how many threads the rank's CPU kernels will run, where that is known; their workspaces depend on
     it. optimizer_cost: what the optimizer declares; what it gathers because shards cut the pieces that it reads is counted
-    by that, since the step itself sees one rank's part as if it were whole.
+    by that, since the step itself sees one rank's part as if it were whole. counts: by op, the rows of experts that a run had
+    (`runtime.routed`); without, those that are planned.
     """
     with _threads(num_threads):
-        return _simulate(program, decisions, make_optimizer, target, coords, timeline, optimizer_cost)
+        return _simulate(program, decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts)
 
 
 def _simulate(
@@ -94,8 +96,10 @@ def _simulate(
     coords: Sequence[int] | None,
     timeline: bool,
     optimizer_cost: OptimizerCost | None,
+    counts: Mapping[str, list[int]] | None,
 ) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
+    communicator.counts = counts or {}
     local = build_local(program, decisions, communicator)
     store = CountingStore()
     executor = Executor(local, store)
@@ -284,23 +288,36 @@ def _step(
             outputs = executor.run(sources, state)
             loss = outputs[executor.local.program.captured.loss_index]
             tracker.mark_forward_end()
+            copies = _copies_of_outputs(executor.local.program, 0 if cost is None else cost.output_copies)
         with tracker.phase("backward"):
             if cost is not None and has_curvature:
-                _backward_with_curvature(loss, optimizer, cost)
+                _backward_with_curvature(loss, sources, optimizer, cost)
             else:
                 loss.backward()
     with tracker.phase("update"):
         optimizer.step()
-    del outputs, loss
+    del outputs, loss, copies
 
 
-def _backward_with_curvature(loss: Any, optimizer: torch.optim.Optimizer, cost: OptimizerCost) -> None:
+def _copies_of_outputs(program: Program, num: int) -> list[torch.Tensor]:
+    """Return what a method holds of the model's outputs, which every rank has whole."""
+    outputs = [found for found in program.outputs if isinstance(found, Tensor) and found is not program.loss]
+    return [torch.empty(num * output.num_bytes, dtype=torch.uint8) for output in outputs]
+
+
+def _backward_with_curvature(
+    loss: Any, sources: Mapping[Tensor, Any], optimizer: torch.optim.Optimizer, cost: OptimizerCost
+) -> None:
     """Set the gradients, after one product with probes and the estimates that it gives were held beside their graph.
 
     A method that solves a system holds the solver's vectors beside it too.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    vectors = [torch.empty(cost.held_bytes(tuple(param.shape), param.dtype), dtype=torch.uint8) for param in params]
+    whole = {value: tensor.shape for tensor, value in sources.items() if tensor.role == "param"}
+    vectors = [
+        torch.empty(cost.held_bytes(tuple(param.shape), param.dtype, whole[param]), dtype=torch.uint8)
+        for param in params
+    ]
     found = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
     pairs = [(param, grad) for param, grad in zip(params, found) if grad is not None]
     used = [(param, grad) for param, grad in pairs if grad.requires_grad]

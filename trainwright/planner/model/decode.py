@@ -93,7 +93,7 @@ def decisions_from(problem: Problem, choice: Choice) -> Decisions:
     """Write a choice in terms of the program."""
     splits = {d.group: d.options[choice.options[d]] for d in problem.groups if d.group is not None}
     params = {tensor: d.options[choice.options[d]] for d in problem.params for tensor in d.tied}
-    decisions = Decisions(problem.mesh, splits, params)
+    decisions = Decisions(problem.mesh, splits, params, imbalance=problem.costs.imbalance)
     decisions.inputs = input_layouts(problem.program, decisions)
     decisions.shared = {(source.tensor, want[0]) for source, want in choice.shared}
     for decision, num in choice.states.items():

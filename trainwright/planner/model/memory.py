@@ -279,12 +279,14 @@ class _Builder:
 
     def _vectors(self) -> Terms:
         """Return the bytes that an optimizer holds of all parameters at once, in fp32 or wider."""
-        copies = self.problem.optimizer.model_copies
-        if not copies:
+        optimizer = self.problem.optimizer
+        own, whole = optimizer.model_copies, optimizer.whole_copies
+        if not own and not whole:
             return []
         return self._params(
-            lambda d, k: copies * d.rest_bytes[k] * max(1, 4 // d.tied[0].dtype.itemsize) * d.tied[0].requires_grad
-        )
+            lambda d, k: (own * d.rest_bytes[k] + whole * d.tied[0].num_bytes)
+            * max(1, 4 // d.tied[0].dtype.itemsize) * d.tied[0].requires_grad
+        )  # fmt: skip
 
     def _step_terms(self) -> list[Terms]:
         """What is held together while the optimizer steps: one parameter's temporaries, or in lists those of all."""

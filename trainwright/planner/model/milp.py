@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .deadline import LEAST_S
+from .outcome import Outcome
 
 Terms = list[tuple[int, float]]
 """Columns with their coefficients."""
@@ -47,8 +48,7 @@ class Patience:
 class Solution:
     """What one solve found. `values` is None when it found nothing."""
 
-    status: str
-    """optimal, feasible (stopped early), infeasible, or stopped (nothing found in time)."""
+    outcome: Outcome
     values: np.ndarray | None
     objective: float
     bound: float
@@ -222,8 +222,8 @@ class Relaxation:
         found = self._highs.getSolution().row_dual
         return [float(found[row]) for row in rows]
 
-    def solve(self, basis: Any = None, cutoff: float = INFINITY, time_limit_s: float = 30.0) -> Vertex | float | None:
-        """Return the optimum from `basis` on; None where it is infeasible or beyond `cutoff`, NaN where time ran out."""
+    def solve(self, basis: Any = None, cutoff: float = INFINITY, time_limit_s: float = 30.0) -> Vertex | Outcome:
+        """Return the optimum from `basis` on, or why there is none: infeasible, slower than `cutoff`, stopped by the time limit."""
         import highspy
 
         highs = self._highs
@@ -237,9 +237,11 @@ class Relaxation:
         status = highs.getModelStatus()
         if status == highspy.HighsModelStatus.kOptimal:
             if info.objective_function_value > cutoff:
-                return None
+                return Outcome.SLOWER
             return Vertex(info.objective_function_value, np.array(highs.getSolution().col_value), highs.getBasis())
-        return math.nan if status == highspy.HighsModelStatus.kTimeLimit else None
+        if status == highspy.HighsModelStatus.kObjectiveBound:
+            return Outcome.SLOWER
+        return Outcome.STOPPED if status == highspy.HighsModelStatus.kTimeLimit else Outcome.INFEASIBLE
 
 
 @functools.cache
@@ -293,12 +295,12 @@ def _read(highs, relaxed: bool, solve_s: float, scale: float) -> Solution:
     info = highs.getInfo()
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        return Solution("infeasible", None, INFINITY, INFINITY, solve_s)
+        return Solution(Outcome.INFEASIBLE, None, INFINITY, INFINITY, solve_s)
     if not found:
         bound = info.mip_dual_bound / scale if not relaxed else -INFINITY
-        return Solution("stopped", None, INFINITY, bound, solve_s)
+        return Solution(Outcome.STOPPED, None, INFINITY, bound, solve_s)
     values = np.array(highs.getSolution().col_value)
     objective = info.objective_function_value / scale
     done = status == highspy.HighsModelStatus.kOptimal
     bound = objective if relaxed else info.mip_dual_bound / scale
-    return Solution("optimal" if done else "feasible", values, objective, bound, solve_s)
+    return Solution(Outcome.OPTIMAL if done else Outcome.FEASIBLE, values, objective, bound, solve_s)

@@ -120,7 +120,7 @@ class _Builder:
         saved = self._saved_roots(region_class)
         spaces, reruns = [], []
         for op in group.ops:
-            space = int(self.costs.records[op].forward_bytes * self.costs.work_share(group, op, split))
+            space = self.costs.forward_bytes(group, op, split)
             around = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs) if t.role == "op"]
             around += [(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)]
             passing = {t: layout for t, layout in around if self.costs.records.root(t) not in saved and not _is_free(t)}
@@ -147,7 +147,7 @@ class _Builder:
         return self.saved[region_class]
 
     def _add_inner_bytes(self, decision: Decision) -> None:
-        group, records = decision.group, self.costs.records
+        group = decision.group
         assert group is not None
         saved = _saved_inside(group, self.costs)
         read_outside = {_root(group, tensor, self.costs) for tensor in group.outputs()}
@@ -160,7 +160,7 @@ class _Builder:
                 assert op is not None
                 total += self.costs.local_bytes(tensor, group.output_layout(op, op.outputs.index(tensor), split))
             for op in group.ops:
-                total += int(records[op].internal_bytes * self.costs.work_share(group, op, split))
+                total += self.costs.internal_bytes(group, op, split)
             decision.inner_bytes.append(total)
 
     def _is_output(self, tensor: Tensor) -> bool:

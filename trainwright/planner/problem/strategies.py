@@ -94,15 +94,16 @@ def _loops_for(group: Group, axis_size: int, batch: int) -> list[int]:
             covered.add((position, name))
             if index not in chosen:
                 chosen.append(index)
-    return chosen
+    return chosen + [index for index, both in group.pairs.items() if set(both) <= set(chosen)]
 
 
 def _fits(group: Group, split: Split, mesh: Sequence[int], batch: int) -> bool:
-    """Whether every loop that several axes split is long enough for all of them."""
-    for index in set(split) - {-1, batch}:
-        if group.loops[index].size < math.prod(mesh[axis] for axis, loop in enumerate(split) if loop == index):
+    """Return whether every loop that several axes split is long enough for all of them, and rows are exchanged along one alone."""
+    used = set(itertools.chain.from_iterable(group.pairs.get(loop, (loop,)) for loop in split))
+    for index in used - {-1, batch}:
+        if group.loops[index].size < math.prod(mesh[axis] for axis in group.axes_of(index, split)):
             return False
-    return True
+    return len(group.pair_axes(split)) <= 1
 
 
 def param_options(tensor: Tensor, wanted: Iterable[Layout], mesh: Sequence[int]) -> list[Layout]:

@@ -11,6 +11,7 @@ from ..costs.simulate import Simulation
 from ..model.deadline import Deadline
 from ..model.decode import Choice
 from ..model.milp import Model
+from ..model.outcome import Outcome
 from ..model.recompute import Recompute
 from ..model.sharding import Sharding
 from ..problem.recipes import Restriction
@@ -18,8 +19,6 @@ from .progress import ProgressLine
 from .stages import PATIENCE, PATIENCE_IN_BUCKETS, Stages, Starts
 
 Simulate = Callable[[Decisions], Simulation]
-NOT_IN_TIME = "none was found in the time"
-"""What binds where a search ended without an answer, and without a proof that there is none."""
 
 
 @dataclass
@@ -29,7 +28,6 @@ class Answer:
     choice: Choice
     decisions: Decisions
     simulation: Simulation
-    status: str
     gap: float | None
     objective_s: float
     solve_s: float
@@ -60,17 +58,11 @@ class Answer:
 
 @dataclass
 class Infeasible:
-    """No answer within the budget: what binds, and the least that would do."""
+    """No answer within the budget: why, what binds, and the least that would do."""
 
-    binding: tuple[str, ...]
-    smallest: Answer | None
-    cut_off: bool = False
-    """Not asked further: whatever there is, another mesh has a faster one."""
-
-    @property
-    def out_of_time(self) -> bool:
-        """Whether it is not known that there is no answer."""
-        return NOT_IN_TIME in self.binding
+    outcome: Outcome
+    binding: tuple[str, ...] = ()
+    smallest: Answer | None = None
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..model.milp import Patience, Progress, Relaxation, Solution, Stop, Vertex
+from ..model.outcome import Outcome
 from ..model.sharding import Sharding
 from ..problem.problem import Decision
 
@@ -73,7 +74,7 @@ class Branching:
     """The root's relaxation → the best solution among the options that it mixes; asked once, where no proof comes soon."""
     stop: Stop | None = None
     """Whether to end now with what there is."""
-    best: Solution = field(default_factory=lambda: Solution("stopped", None, math.inf, -math.inf, 0.0))
+    best: Solution = field(default_factory=lambda: Solution(Outcome.STOPPED, None, math.inf, -math.inf, 0.0))
     num_nodes: int = 0
 
     def __post_init__(self) -> None:
@@ -100,18 +101,18 @@ class Branching:
                 node = self._expand(*node)
                 self._look_among_mixed(root)
         bound = min(self._bound(), self.best.objective)
-        status = self._status(bound)
-        return Solution(status, self.best.values, self.best.objective, bound, self._spent())
+        return Solution(self._outcome(bound), self.best.values, self.best.objective, bound, self._spent())
 
     def _look_among_mixed(self, root: Vertex) -> None:
         if self.narrow is not None and self._spent() > _SOON_S and not self._is_close(self._bound(), _FAR_GAP):
             narrow, self.narrow = self.narrow, None
             self._take(narrow(root))
 
-    def _status(self, bound: float) -> str:
+    def _outcome(self, bound: float) -> Outcome:
         if self.best.values is not None:
-            return "optimal" if self.best.objective - bound <= 1.0001 * self.gap * abs(bound) else "feasible"
-        return "infeasible" if math.isinf(bound) else "stopped"
+            is_proven = self.best.objective - bound <= 1.0001 * self.gap * abs(bound)
+            return Outcome.OPTIMAL if is_proven else Outcome.FEASIBLE
+        return Outcome.INFEASIBLE if math.isinf(bound) else Outcome.STOPPED
 
     def _spent(self) -> float:
         return time.perf_counter() - self._began
@@ -161,7 +162,7 @@ class Branching:
     def _close(self, vertex: Vertex) -> None:
         """Solve what is left at a leaf: counts."""
         found = self.try_options(self._heaviest(vertex))
-        if found.status != "infeasible":
+        if found.outcome is not Outcome.INFEASIBLE:
             own = found.bound if math.isfinite(found.bound) else vertex.objective
             self._given_up = min(self._given_up, max(own, vertex.objective))
 
@@ -239,9 +240,7 @@ class Branching:
         self.num_nodes += 1
         limit = self._limit
         found = self.relaxation.solve(parent.basis, limit, self.time_limit_s - self._spent())
-        if isinstance(found, float):
-            self._given_up = min(self._given_up, parent.objective)
-            return None
-        if found is None:
-            self._given_up = min(self._given_up, limit)
-        return found
+        if isinstance(found, Vertex):
+            return found
+        self._given_up = min(self._given_up, parent.objective if found is Outcome.STOPPED else limit)
+        return None

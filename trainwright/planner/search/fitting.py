@@ -17,10 +17,11 @@ import numpy as np
 
 from ..model.memory import set_budget
 from ..model.milp import Solution
+from ..model.outcome import Outcome
 from ..model.sharding import is_large
 from .aim import CLOSE, Search
 from .answer import Answer, Infeasible, Settings
-from .stages import CUT_OFF, PATIENCE_OF_LARGE, Options, solve_beside, solve_in_stages
+from .stages import PATIENCE_OF_LARGE, Options, solve_beside, solve_in_stages
 
 if TYPE_CHECKING:
     from .solve import Solver
@@ -58,7 +59,7 @@ class Fitting:
             solution = self._solve()
             if solution.values is not None:
                 self._note(solution)
-            elif search.best is None and (solution.status == CUT_OFF or math.isfinite(self.settings.cutoff_s)):
+            elif search.best is None and (solution.outcome is Outcome.SLOWER or math.isfinite(self.settings.cutoff_s)):
                 # what a larger aim let in did not fit: between the two there may be what does, and is fast enough
                 if not search.note_nothing():
                     return self._cut_off()
@@ -115,7 +116,7 @@ class Fitting:
         """Go on from what holds least: the rows were too careful, and what they say of it may stand, with what it leaves."""
         smallest = self._smallest()
         if isinstance(smallest, Infeasible):
-            return None if smallest.out_of_time and self._known() is not None else smallest
+            return None if smallest.outcome is Outcome.STOPPED and self._known() is not None else smallest
         # However long it took to see that there is nothing to begin with, what is there may be made faster.
         self._deadline = max(self._deadline, self._until(self.settings.time_limit_s / 2))
         self.search.aim = rows_peak = self.solver.row_peak
@@ -127,7 +128,7 @@ class Fitting:
         smallest = self.solver.smallest(self.settings)
         if smallest is not None and smallest.simulation.peak_bytes <= self.budget:
             return smallest
-        return Infeasible(self.solver.binding(smallest), smallest)
+        return self.solver.refused(smallest)
 
     def _until(self, seconds: float) -> float:
         """Return the moment in so many seconds, but no later than the deadline of all that was asked."""
@@ -139,7 +140,7 @@ class Fitting:
         return is_late or time.perf_counter() > moment
 
     def _cut_off(self) -> Infeasible:
-        return Infeasible((CUT_OFF,), None, cut_off=True)
+        return Infeasible(Outcome.SLOWER)
 
     def _refit(self, answer: Answer, rows_peak: float, bound: float) -> None:
         """Choose anew what is kept with the sharding of `answer`, where that does not fit or leaves much."""

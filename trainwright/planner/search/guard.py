@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..model.outcome import Outcome
 from ..problem.recipes import restriction
 from .answer import Answer, Infeasible, Settings
 from .fitting import Fitting
@@ -89,20 +90,19 @@ class _Best:
         if found is None or (step_s := self.takes(found)) >= self.step_s:
             return
         better = found.bounded(self.answer.bound_s)
-        self.answer = replace(better, status=self.answer.status, notes=self.answer.notes, solve_s=self.answer.solve_s)
+        self.answer = replace(better, notes=self.answer.notes, solve_s=self.answer.solve_s)
         self.step_s = step_s
 
 
 def unproven(solver: Solver, found: Answer) -> Answer:
     """A recipe's answer with the gap that it has in the whole space, of which no more is known than without a budget."""
-    found = found.bounded(solver.lower_bound_s())
-    return replace(found, status="optimal" if (found.gap or 0.0) <= GAP else "feasible")
+    return found.bounded(solver.lower_bound_s())
 
 
 def _is_near(refused: Infeasible, budget: int) -> bool:
     """Whether the least that a search found in its time misses the budget by so little that a recipe may fit."""
     least = refused.smallest
-    return not refused.cut_off and least is not None and least.simulation.peak_bytes <= _NEAR * budget
+    return refused.outcome is not Outcome.SLOWER and least is not None and least.simulation.peak_bytes <= _NEAR * budget
 
 
 def _of_recipe(solver: Solver, settings: Settings, budget: int) -> Answer | None:

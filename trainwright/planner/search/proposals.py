@@ -46,7 +46,7 @@ def last_resort(place: Place, settings: Settings) -> Answer | None:
         return None
     narrow = replace(settings.restriction, allowed=allowed)
     found = place.solver.solve(replace(settings, restriction=narrow, deadline=Deadline(), time_limit_s=_LEAST_LIMIT_S))
-    return None if isinstance(found, Infeasible) else replace(found, status="feasible", gap=1.0)  # in the whole space
+    return None if isinstance(found, Infeasible) else replace(found, gap=1.0)  # in the whole space
 
 
 def _choices(solver: Solver, settings: Settings) -> Iterator[Choice]:
@@ -82,4 +82,4 @@ def _simulated(place: Place, choice: Choice) -> Answer:
     decisions = decisions_from(place.problem, choice)
     simulation = place.simulate(decisions)
     seconds = place.price(simulation).step_s
-    return Answer(choice, decisions, simulation, "feasible", 1.0, seconds, 0.0)
+    return Answer(choice, decisions, simulation, 1.0, seconds, 0.0)

@@ -22,14 +22,15 @@ from ..model.hidden import hide
 from ..model.memory import Memory, add_memory, set_budget
 from ..model.milp import MIB, Model, Patience, Solution
 from ..model.offload import add_offload
+from ..model.outcome import Outcome
 from ..model.recompute import Recompute, add_recompute
 from ..model.sharding import Sharding, add_sharding
 from ..problem.problem import Decision, Problem
 from ..problem.recipes import Restriction, restriction
 from .aim import UNBOUNDED
-from .answer import NOT_IN_TIME, Answer, Infeasible, Settings, Simulate
+from .answer import Answer, Infeasible, Settings, Simulate
 from .fitting import Fitting
-from .stages import FEW_COLUMNS, INFEASIBLE, Options, Starts, held_at, solve_in_stages
+from .stages import FEW_COLUMNS, Options, Starts, held_at, solve_in_stages
 
 Allowed = Mapping[Decision, frozenset[int]]
 SHARES = (1.0, 0.5, 0.25)
@@ -93,7 +94,7 @@ class Solver:
             settings = replace(settings, restriction=_loosened(settings.restriction))
             fastest = self.without_memory(settings)
         if fastest is None:
-            return Infeasible(self.binding(None), None)
+            return self.refused(None)
         self.fastest = fastest
         found = self._under_budget(fastest, settings)
         if isinstance(found, Answer):
@@ -123,7 +124,7 @@ class Solver:
                 return answer
         found = self.within(settings, budget, self._first_aim(rows_peak, kept(), budget))
         fits = kept().simulation.peak_bytes <= budget
-        return kept() if fits and isinstance(found, Infeasible) and not found.cut_off else found
+        return kept() if fits and isinstance(found, Infeasible) and found.outcome is not Outcome.SLOWER else found
 
     def _all_kept(self, answer: Answer, settings: Settings) -> Answer | Infeasible:
         """Return an answer that keeps everything if it fits, else one that holds no copy from one region to another."""
@@ -139,7 +140,7 @@ class Solver:
             if slower is not None:
                 choice = read_choice(values_of(slower), self.plain()[1], None)
                 return self._all_kept(self.answer(slower, choice, "none"), apart)
-        return Infeasible((f"the peak, {answer.simulation.peak_at}",), answer)
+        return Infeasible(Outcome.DOES_NOT_FIT, (f"the peak, {answer.simulation.peak_at}",), answer)
 
     def lower_bound_s(self) -> float:
         """Return seconds that no answer on this mesh can beat, whatever the budget."""
@@ -160,7 +161,7 @@ class Solver:
         """Return the fastest solution that keeps everything, whatever it holds."""
         model, sharding = self.plain()
         solution = solve_in_stages(settings.stages(model, sharding))
-        self._nothing_fits = solution.status == INFEASIBLE
+        self._nothing_fits = solution.outcome is Outcome.INFEASIBLE
         return None if solution.values is None else solution
 
     def answer(self, solution: Solution, choice: Choice | None = None, travel: Overlap | None = None) -> Answer:
@@ -174,7 +175,7 @@ class Solver:
         decisions = replace(decisions_from(self.problem, choice), overlap=travel or self.travel_within)
         simulation = self.simulate(decisions)
         gap = min(solution.gap, 1 - self.floor_s / solution.objective if solution.objective > 0 else math.inf)
-        return Answer(choice, decisions, simulation, solution.status, gap, solution.objective, solution.solve_s)
+        return Answer(choice, decisions, simulation, gap, solution.objective, solution.solve_s)
 
     # Within a budget
 
@@ -238,7 +239,7 @@ class Solver:
         stages.gap, stages.patience = 5e-3, Patience(1.0, 2e-2)
         stages.floor = -math.inf
         solution = solve_in_stages(stages, self._mostly_peak(settings))
-        self._nothing_fits = solution.status == INFEASIBLE
+        self._nothing_fits = solution.outcome is Outcome.INFEASIBLE
         if solution.values is None:
             return None
         self.row_peak = memory.peak_bytes(solution.values)
@@ -350,11 +351,13 @@ class Solver:
     _nothing_fits = False
     """Whether the last solve proved that there is nothing to find, whatever the memory."""
 
-    def binding(self, smallest: Answer | None) -> tuple[str, ...]:
+    def refused(self, smallest: Answer | None) -> Infeasible:
         """Return what kept the last search from an answer; `smallest` is the one that holds least, if there is any."""
         if smallest is not None:
-            return self._binding_rows
-        return ("the restrictions contradict one another",) if self._nothing_fits else (NOT_IN_TIME,)
+            return Infeasible(Outcome.DOES_NOT_FIT, self._binding_rows, smallest)
+        if self._nothing_fits:
+            return Infeasible(Outcome.INFEASIBLE, ("the restrictions contradict one another",))
+        return Infeasible(Outcome.STOPPED)
 
 
 def values_of(solution: Solution) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..model.deadline import LEAST_S
 from ..model.milp import Model, Patience, Progress, Solution, Stop, Vertex
+from ..model.outcome import Outcome
 from ..model.recompute import Recompute
 from ..model.sharding import Sharding
 from ..problem.problem import Decision
@@ -30,10 +31,6 @@ PATIENCE_IN_BUCKETS = Patience(2.0, 5e-3, grows=True)
 """That a latency is paid once or not at all makes the relaxation weak."""
 Options = Mapping[Decision, int]
 Starts = Callable[[], Sequence[Options]]
-INFEASIBLE = "infeasible"
-"""The status of a solve that proved that there is nothing."""
-CUT_OFF = "another mesh has a faster answer"
-"""The status of a solve that was given up."""
 FEW_COLUMNS = 3000
 """A MIP of so many is solved whole at once."""
 _MANY_COLUMNS = 40_000
@@ -71,7 +68,7 @@ class Stages:
 def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> Solution:
     """Return the best solution found in the time; `cost` replaces the model's objective.
 
-    The status is `CUT_OFF` where the relaxation proves that nothing is below `stages.cutoff`.
+    The outcome is `SLOWER` where the relaxation proves that nothing is below `stages.cutoff`.
     """
     began = time.perf_counter()
     model, limit = stages.model, stages.time_limit_s
@@ -81,19 +78,19 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     if model.num_columns > _MANY_COLUMNS and stages.starts is not None:
         known = _in_full(stages, _best_known(stages, held, limit / 3), cost)
         if _close(known, stages.floor, stages.patience.gap) and known.objective < stages.cutoff:
-            return replace(known, status="feasible", bound=stages.floor, solve_s=time.perf_counter() - began)
+            return replace(known, outcome=Outcome.FEASIBLE, bound=stages.floor, solve_s=time.perf_counter() - began)
     relaxation = model.relaxation(fixed, cost)
     if cost is None and stages.sharding.hidden is not None:
         stages.sharding.hidden.weigh(relaxation, limit / 3)
         known = known and _charged(model, known)
     root = relaxation.solve(time_limit_s=limit / 3 if stages.starts else limit)
-    if root is None:
-        return Solution(INFEASIBLE, None, math.inf, math.inf, time.perf_counter() - began)
-    bound = stages.floor if isinstance(root, float) else max(stages.floor, root.objective)
+    if root is Outcome.INFEASIBLE:
+        return Solution(root, None, math.inf, math.inf, time.perf_counter() - began)
+    bound = max(stages.floor, root.objective) if isinstance(root, Vertex) else stages.floor
     if bound >= stages.cutoff:
-        return Solution(CUT_OFF, None, math.inf, bound, time.perf_counter() - began)
+        return Solution(Outcome.SLOWER, None, math.inf, bound, time.perf_counter() - began)
     left = limit - (time.perf_counter() - began)
-    if isinstance(root, float):
+    if isinstance(root, Outcome):
         found = known or _best_known(stages, held, left)
     elif model.num_columns - len(fixed) <= FEW_COLUMNS:
         found = _whole(stages, held, root, left)
@@ -108,14 +105,14 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
         if stages.earlier is not None:
             branching.try_options(chosen(stages.sharding, stages.earlier))
         found = branching.search(root)
-        if found.values is None and found.status == "stopped":
+        if found.values is None and found.outcome is Outcome.STOPPED:
             found = _best_known(stages, held, max(1.0, limit - (time.perf_counter() - began)))
     bound = max(bound, found.bound if math.isfinite(found.bound) else -math.inf)
     if found.values is None:
-        return Solution(found.status, None, math.inf, bound, time.perf_counter() - began)
+        return Solution(found.outcome, None, math.inf, bound, time.perf_counter() - began)
     found = _in_full(stages, found, cost)
-    status = "optimal" if _close(found, bound, stages.gap) else "feasible"
-    return Solution(status, found.values, found.objective, bound, time.perf_counter() - began)
+    outcome = Outcome.OPTIMAL if _close(found, bound, stages.gap) else Outcome.FEASIBLE
+    return Solution(outcome, found.values, found.objective, bound, time.perf_counter() - began)
 
 
 @dataclass(eq=False)
@@ -131,7 +128,7 @@ class _Held:
         stages = self.stages
         held = held_at(stages.sharding, options)
         if any(held[column] > 0 for column in self.fixed.keys() & held.keys()):
-            return Solution(INFEASIBLE, None, math.inf, math.inf, 0.0)
+            return Solution(Outcome.INFEASIBLE, None, math.inf, math.inf, 0.0)
         return stages.model.solve(
             fixed={**self.fixed, **held},
             cost=self.cost,
@@ -182,7 +179,7 @@ def solve_beside(stages: Stages, options: Options) -> Solution:
         stages.sharding.hidden.weigh(relaxation, stages.time_limit_s / 3)
     root = relaxation.solve(time_limit_s=stages.time_limit_s / 2)
     first = held.solve(options)
-    if root is None or isinstance(root, float):
+    if isinstance(root, Outcome):
         return _in_full(stages, first)
     found = _among_mixed(stages, held, root, stages.time_limit_s - (time.perf_counter() - began), first)
     return replace(_in_full(stages, first if found.values is None else found), bound=root.objective)
@@ -203,7 +200,7 @@ def _charged(model: Model, found: Solution) -> Solution:
 
 def _best_known(stages: Stages, held: _Held, time_limit_s: float) -> Solution:
     """Return the best over known shardings: a last resort where the relaxation takes too long."""
-    best = Solution("stopped", None, math.inf, -math.inf, 0.0)
+    best = Solution(Outcome.STOPPED, None, math.inf, -math.inf, 0.0)
     known = stages.starts() if stages.starts is not None else ()
     end = time.perf_counter() + time_limit_s
     for options in known:

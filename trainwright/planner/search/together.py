@@ -19,6 +19,7 @@ from ...program.decisions import Overlap
 from ..costs.price import Price
 from ..model.hidden import EXPOSED
 from ..model.milp import Solution
+from ..model.outcome import Outcome
 from ..problem.recipes import restriction
 from .answer import Answer, Infeasible, Settings
 from .guard import OFF, PROVEN, Takes, no_slower_than_known, unproven
@@ -52,7 +53,7 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
     by the objective, and the objective is off by some tenths of a per cent.
     """
     best = _search_ways(solver, recipe, settings, overlapped)
-    is_bound = best.binds if isinstance(best, Answer) else best.out_of_time
+    is_bound = best.binds if isinstance(best, Answer) else best.outcome is Outcome.STOPPED
     if recipe != "joint" or not is_bound or settings.budget_bytes is None or not solver.problem.is_quick:
         return best
     given = settings.restriction
@@ -67,7 +68,7 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
         return replace(unproven(solver, known), binds=True)
     if overlapped(known)[1].step_s >= overlapped(best)[1].step_s:
         return best
-    return replace(_better(best, known), status=best.status, binds=True)
+    return replace(_better(best, known), binds=True)
 
 
 def _search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Overlapped) -> Answer | Infeasible:
@@ -83,7 +84,7 @@ def _search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ov
     for other in others:
         if isinstance(best, Infeasible):
             if not _may_be_less(solver, best):
-                return _search(first, recipe, settings, takes) if best.out_of_time else best
+                return _search(first, recipe, settings, takes) if best.outcome is Outcome.STOPPED else best
             best = _search(other, recipe, settings if other is others[-1] else _in_part(settings), takes)
             continue
         if not best.binds or settings.deadline.has_passed or settings.budget_bytes is None:
@@ -111,7 +112,7 @@ def _as_seen(solver: Solver, settings: Settings, answer: Answer, price: Price, t
 
 def _may_be_less(solver: Solver, refused: Infeasible) -> bool:
     """Whether the next way may do better than one that was refused: it holds less, or, where nothing is hidden, takes less."""
-    return refused.cut_off != solver.hides
+    return (refused.outcome is Outcome.SLOWER) != solver.hides
 
 
 def _in_part(settings: Settings) -> Settings:

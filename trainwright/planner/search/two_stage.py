@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from ..model.outcome import Outcome
 from ..problem.recipes import Restriction
 from .solve import SHARES, Answer, Infeasible, Settings, Solver
 
@@ -32,4 +33,4 @@ def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
     failures = [result for result in results if isinstance(result, Infeasible) and result.smallest is not None]
     if failures:
         return min(failures, key=lambda found: found.smallest.simulation.peak_bytes if found.smallest else 0)
-    return Infeasible(("parameters and optimizer states alone",), solver.smallest(settings))
+    return Infeasible(Outcome.DOES_NOT_FIT, ("parameters and optimizer states alone",), solver.smallest(settings))

@@ -1,0 +1,97 @@
+"""Plans of mixtures of experts: what is in the space, what is promised of rows that depend on the data, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import trainwright as tw
+from tests.pool import Pool
+from trainwright.arguments import as_imbalance
+from trainwright.artifacts import UserError
+from trainwright.models import zoo
+from trainwright.reports.splits import legend
+
+
+@cache
+def planned(split: str, imbalance: float | str = 1.25) -> tw.Plan:
+    pin = f"model.layers.*.mlp.experts:experts=shard({split})@cpu"
+    return tw.plan(*zoo.build("gpt-oss-tiny"), hardware="cpu:2", pins=pin, expert_imbalance=imbalance)
+
+
+def _split_of(plan: tw.Plan) -> set[str]:
+    return {split for key, op in plan.modules.items() if key.endswith(":experts") for split in op.split}
+
+
+@pytest.mark.parametrize("split", ["f", "e", "t.0+e"])
+def test_each_split_can_be_pinned_and_says_what_it_promises(split: str) -> None:
+    plan = planned(split)
+    assert _split_of(plan) == {split}
+    promises = [note for note in plan.notes if "even share" in note]
+    assert bool(promises) == ("e" in split)
+    assert any("expert" in meaning for loop, meaning in legend(plan) if loop == split)
+    assert plan.expert_imbalance == 1.25
+    assert tw.Plan.parse(plan.to_json()) == plan
+
+
+def test_more_imbalance_is_planned_with_more_memory_and_time() -> None:
+    some, worst = planned("t.0+e"), planned("t.0+e", "worst")
+    assert some.predicted.peak_bytes < worst.predicted.peak_bytes
+    assert some.predicted.step_s < worst.predicted.step_s
+    assert any("however" in note for note in worst.notes)
+    assert worst.imbalance == math.inf
+
+
+@pytest.mark.parametrize("split", ["t.0+e", pytest.param("e", marks=pytest.mark.slow)])
+def test_the_peak_is_that_of_the_rows_that_were_sent(pool2: Pool, split: str) -> None:
+    plan = planned(split, "worst")
+    for found in pool2.run("tests.expert_cases:peaks", timeout_s=200, model="gpt-oss-tiny", plan=plan.to_json()):
+        assert found["counts"][0], "rows are counted"
+        assert found["measured"] <= found["promised"]
+        assert abs(found["measured"] - found["known"]) <= 64, found
+
+
+def test_splits_of_known_rows_count_nothing(pool2: Pool) -> None:
+    for found in pool2.run(
+        "tests.expert_cases:peaks", timeout_s=200, model="gpt-oss-tiny", plan=planned("f").to_json()
+    ):
+        assert found["counts"] == [{}, {}]
+        assert abs(found["measured"] - found["promised"]) <= 64, found
+
+
+def test_going_over_is_told_or_stops_all_ranks(pool2: Pool) -> None:
+    plan = planned("t.0+e").to_json()
+    for found in pool2.run("tests.expert_cases:skewed", timeout_s=100, plan=plan, policy="warn"):
+        assert found["factors"] == pytest.approx([2.0] * 3, abs=0.05)
+    for found in pool2.run("tests.expert_cases:skewed", timeout_s=100, plan=plan, policy="stop"):
+        assert "2 × their even share" in found["refused"]
+        assert "step 0" in found["refused"]
+        assert found["same"], "the update is not made"
+
+
+def test_two_axes_that_exchange_are_refused() -> None:
+    plan = tw.plan(*zoo.build("gpt-oss-tiny"), hardware="cpu:4", mesh="2x2", solver="ddp")
+    data = json.loads(plan.to_json())
+    key = next(key for key in data["modules"] if key.endswith(":experts"))
+    data["modules"][key]["split"] = "t.0+e t.1+e"
+    with pytest.raises(UserError, match="exchanged along one axis"):
+        tw.check(tw.Plan.parse(json.dumps(data)), *zoo.build("gpt-oss-tiny"))
+
+
+def test_measured_imbalance_is_the_largest_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "expert_imbalance": 1.5}\n{"step": 1, "expert_imbalance": 1.75}\n')
+    assert as_imbalance(f"measured:{path}") == 1.75
+    path.write_text('{"step": 0}\n')
+    with pytest.raises(UserError, match="give a number"):
+        as_imbalance(f"measured:{path}")
+
+
+@pytest.mark.parametrize("value", ["0.5", "inf", "nan", "much", "measured:nowhere.jsonl"])
+def test_what_is_no_imbalance_is_refused(value: str) -> None:
+    with pytest.raises(UserError, match=r"needed|a number of at least 1"):
+        as_imbalance(value)
