@@ -27,9 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     Tests of capturing call `capture`, which keeps nothing; a plan's model is captured once for all tests and their ranks.
     """
     if "TRAINWRIGHT_CACHE" not in os.environ:
-        os.environ["TRAINWRIGHT_CACHE"] = str(
-            config.cache.mkdir("trainwright")
-        )  # compiled code stays for the next session
+        # Compiled code stays for the next session.
+        os.environ["TRAINWRIGHT_CACHE"] = str(config.cache.mkdir("trainwright"))
         shutil.rmtree(Path(os.environ["TRAINWRIGHT_CACHE"]) / "captures", ignore_errors=True)
     # Two workers and their ranks share the cores: a thread that spins while it waits takes them from one that computes.
     # OpenMP reads this as a process starts, so it holds for workers of pytest-xdist, pools and commands.

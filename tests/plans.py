@@ -65,7 +65,11 @@ def random_decisions(
         for group in region_class.groups:
             choices = [index for index, loop in enumerate(group.loops) if not loop.whole]
             pick = lambda options: draw.choice(options) if options and draw.random() >= idle else -1  # noqa: E731
-            decisions.splits[group] = tuple(pick(choices) for _ in mesh)
+            split = tuple(pick(choices) for _ in mesh)
+            further = group.pair_axes(split)[1:]  # rows are exchanged along one axis alone
+            decisions.splits[group] = tuple(
+                group.pairs[loop][0] if axis in further else loop for axis, loop in enumerate(split)
+            )
     for tied in param_classes(program):
         slots = [index for index, slot in enumerate(tied[0].slots) if not slot.blocked]
         layout = tuple(draw.choice([REPLICATE, *slots]) for _ in mesh)

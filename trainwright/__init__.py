@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -27,6 +27,7 @@ from .artifacts import (
     Difference,
     Explanation,
     ModelRef,
+    Offers,
     Plan,
     Profile,
     Refusal,
@@ -34,6 +35,7 @@ from .artifacts import (
     UserError,
     diff,
     parse_bytes,
+    parse_count,
 )
 from .request import PlanOptions, PlanRequest, by_size, program_of
 from .training import Trained, train
@@ -59,6 +61,9 @@ if TYPE_CHECKING:
     from . import selection as selection
     from . import solvers as solvers
     from . import sync as sync
+    from .capture.experts import experts as experts
+    from .capture.experts import register_experts as register_experts
+    from .capture.experts import register_gate as register_gate
     from .models import zoo as zoo
     from .planner import Simulation
     from .request import DtypeLike, HardwareLike, LossFn, OptimizerLike
@@ -74,6 +79,8 @@ FOLDERS = (
     "sync", "torch_internals",
 )  # fmt: skip
 """The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
+EXPERTS = ("experts", "register_experts", "register_gate")
+"""The functions of `capture.experts`, attributes of this module too: models call them."""
 _COLLECT_EVERY = 200_000
 
 
@@ -154,8 +161,8 @@ def profile(
 
     if processes == 1 and batch is not None:
         check_model(model)
-    make, label = as_maker(optimizer)
     cluster = as_cluster(hardware) if hardware is not None else None
+    make, label = as_maker(optimizer, "cpu" if cluster is None else cluster.device.kind)
     if cluster is not None and tf32:
         cluster = cluster.model_copy(update={"device": cluster.device.with_tf32()})
     found = follow(
@@ -198,6 +205,8 @@ def plan(
     *,
     solver: str = "joint",
     shapes: Sequence[Any] = (),
+    batch_size: int | str | None = None,
+    global_batch: int | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Choose how every tensor is laid out and what is kept, recomputed or offloaded, so that a step is fastest within `memory`.
@@ -206,6 +215,10 @@ def plan(
     solver: `"joint"`, `"two-stage"`, `"ddp"`, `"fsdp"` or `"megatron"`.
     shapes: further batches, of other shapes, that the plan is to run within the same memory; batches that are nowhere
         larger than one of the planned run anyway.
+    batch_size: the batch is cut, or repeated, to so many examples; `"auto"`: to as many as train the most examples a second
+        within the memory, found by planning for several sizes (a note of the plan says which).
+    global_batch: with `batch_size="auto"`, a step is to train on so many examples; how many are taken at once, and how
+        many such micro-batches follow one another, is chosen.
 
     The options, all by keyword, of which `hardware` is needed:
 
@@ -223,6 +236,9 @@ def plan(
         buckets is; for the schedule `lanczos`. Optimizers that take the loss have it anyway.
     micro_batches: into how many parts a step cuts the batch, one after the other, with the whole batch's loss and
         gradients; `"auto"` chooses.
+    expert_imbalance: by how much a rank's experts may get more rows than their even share, in any layer, for the peak to hold:
+        1.25, `"worst"`, or `"measured:FILE"`, the largest that the metrics file of a run has. Plans that split no experts
+        over ranks do not need it.
     time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
         optimum it may be.
     model_ref: where the model comes from, for the plan's `model`. progress: told, in words, how the search goes.
@@ -236,6 +252,64 @@ def plan(
     >>> found.num_ranks, list(found.batch)
     (2, ['0', '1'])
     """
+    if batch_size is None and global_batch is None:
+        return _planned(model, batch, solver, shapes, options)
+    if shapes:
+        raise UserError("one batch is needed for a batch size; got shapes too; leave one of them out")
+    from .batch_size import plan_sized
+
+    def planned(batch: Any, **more: Any) -> Plan:
+        return _planned(model, batch, solver, (), {**more, **options})
+
+    return plan_sized(planned, batch, PlanRequest.of("plan", model, batch, options).cluster, batch_size, global_batch)
+
+
+@_rarely_collecting()
+def offers(
+    model: nn.Module,
+    batch: Any,
+    *,
+    hardware: Sequence[HardwareLike],
+    prices: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    tokens: float | str | None = None,
+    samples: float | str | None = None,
+    **options: Any,
+) -> Offers:
+    """Plan on several kinds of hardware and return what training comes to on each: examples or tokens a second, and money.
+
+        hours = tokens / (tokens per second · 3600),   cost = hours · price of an hour
+
+    model, batch, options: those of `plan`, `batch_size` and `global_batch` among them; each hardware has its own budget, mesh
+        and batch size. hardware: each as for `hardware()`.
+    prices: a TOML or JSON file, or a mapping like it: `{"currency": "EUR", "device_hour": {"a100": 1.5}, "hour": {"8xh100":
+        20}}`, of a device for an hour, or of all of that hardware. None: no money.
+    tokens, samples: how much is to be trained on, `"300B"` or a number; one of them at most.
+
+    Raises `UserError` for hardware without a price, before planning; `Refusal` where nothing fits on any. Prices and rates say
+    nothing of what is available, or of how many steps another batch size needs to the same loss.
+
+    >>> import torch
+    >>> net, batch, loss_fn = torch.nn.Linear(4, 1), (torch.ones(8, 4),), lambda output: output.mean()
+    >>> found = offers(net, batch, loss_fn=loss_fn, hardware=["a100", "h100"], prices={"device_hour": {"a100": 1, "h100": 3}})
+    >>> [offer.hardware for offer in found.offers], found.cheapest.hardware, found.offers[1].price_per_hour
+    (['a100', 'h100'], 'a100', 3.0)
+    """
+    from .offering import check_tokens, offers_of
+    from .prices import Prices
+
+    count = None if tokens is None else parse_count(tokens)
+    check_tokens(count, batch)
+    given = [(each if isinstance(each, str) else as_cluster(each).name, as_cluster(each)) for each in hardware]
+    return offers_of(
+        lambda cluster: plan(model, batch, hardware=cluster, **options),
+        given,
+        None if prices is None else Prices.read(prices),
+        count,
+        None if samples is None else parse_count(samples),
+    )
+
+
+def _planned(model: nn.Module, batch: Any, solver: str, shapes: Sequence[Any], options: Mapping[str, Any]) -> Plan:
     from .planner import make_plan, make_plan_for
 
     request = PlanRequest.of("plan", model, batch, options)
@@ -488,7 +562,9 @@ def reference_step(model: nn.Module, optimizer: Any, batch: Any, loss_fn: LossFn
 
 
 def __getattr__(name: str) -> Any:
-    """Import a folder, or the zoo, when it is first asked for."""
+    """Import a folder, the zoo, or what stands for a part of a model when it is first asked for."""
+    if name in EXPERTS:
+        return getattr(importlib.import_module(".capture.experts", __name__), name)
     if name == "zoo":
         return importlib.import_module(".models.zoo", __name__)
     if name in FOLDERS:
@@ -526,6 +602,7 @@ __all__ = [
     "Cluster",
     "Difference",
     "ModelRef",
+    "Offers",
     "Plan",
     "Profile",
     "Refusal",
@@ -536,17 +613,21 @@ __all__ = [
     "check",
     "compare",
     "diff",
+    "experts",
     "explain",
     "frontier",
     "full_state_dict",
     "hardware",
     "init",
     "load_model",
+    "offers",
     "parallelize",
     "parse_bytes",
     "plan",
     "profile",
     "reference_step",
+    "register_experts",
+    "register_gate",
     "register_op",
     "sample_activations",
     "simulate_plan",

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .artifacts import Cluster, Plan, UserError
@@ -102,6 +105,50 @@ def as_pins(value: Any) -> tuple[str, ...]:
     return pins
 
 
+def as_imbalance(value: Any) -> float:
+    """Return by how much a rank's experts may get more rows than their even share, infinite for `worst`; else `UserError`.
+
+    >>> as_imbalance("1.5"), as_imbalance("worst")
+    (1.5, inf)
+    """
+    text = str(value).strip()
+    if text == "worst":
+        return math.inf
+    if text.startswith(_MEASURED):
+        return _measured_imbalance(text.removeprefix(_MEASURED))
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 1.0 <= found < math.inf:
+        raise UserError(
+            f"an imbalance of experts is a number of at least 1, worst, or {_MEASURED}FILE, the --metrics of a run; got {value!r}; "
+            "try 1.25"
+        )
+    return found
+
+
+_MEASURED = "measured:"
+
+
+def _measured_imbalance(path: str) -> float:
+    """The largest factor that the metrics file of a run has."""
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf8").splitlines() if line.strip()]
+        found = [float(line["expert_imbalance"]) for line in lines if "expert_imbalance" in line]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"the metrics file of a run is needed after {_MEASURED}; {path} cannot be read as one ({error}); pass what train "
+            "--metrics wrote"
+        ) from None
+    if not found:
+        raise UserError(
+            f"a run that counted its experts' rows is needed after {_MEASURED}; {path} has no expert_imbalance; a plan that "
+            "splits no experts over ranks counts none: give a number"
+        )
+    return max(1.0, *found)
+
+
 def check_model(model: Any) -> None:
     """Raise `UserError` unless `model` is a module."""
     from torch import nn
@@ -112,15 +159,16 @@ def check_model(model: Any) -> None:
     raise UserError(f"a torch.nn.Module is needed as the model; got {_named(model)}; {advice}")
 
 
-def as_maker(optimizer: Any) -> tuple[Callable[[Any], Any], str]:
+def as_maker(optimizer: Any, device: str = "cpu") -> tuple[Callable[[Any], Any], str]:
     """Return a function from parameters to an optimizer, and its name, for all that an optimizer may be given as.
 
-    Beside what `as_optimizer_name` takes that is any function from parameters to an optimizer.
+    Beside what `as_optimizer_name` takes that is any function from parameters to an optimizer. device: the kind of device that
+    it is followed for: on a GPU an 8-bit method of a name is one kernel a parameter.
     """
     import torch
 
     if isinstance(optimizer, str):
-        return _by_name(optimizer)
+        return _by_name(optimizer, device)
     if isinstance(optimizer, torch.optim.Optimizer):
         accepted = inspect.signature(type(optimizer)).parameters
         options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
@@ -134,11 +182,13 @@ def as_maker(optimizer: Any) -> tuple[Callable[[Any], Any], str]:
     return optimizer, found.name if found is not None else getattr(optimizer, "__name__", "custom")
 
 
-def _by_name(name: str) -> tuple[Callable[[Any], Any], str]:
+def _by_name(name: str, device: str) -> tuple[Callable[[Any], Any], str]:
     from . import optim
-    from .optim.declared import DeclaredStep
+    from .optim.declared import DeclaredStep, OnePassStep
 
     entry = optim.record(name)
+    if device == "gpu" and entry.one_kernel_on_gpu:
+        return (lambda params: OnePassStep(params, entry.with_options("fused"))), entry.name
     if entry.needs_values:
         return (lambda params: DeclaredStep(params, entry)), entry.name
     return (lambda params: optim.create(entry.name, params)), entry.name

@@ -113,7 +113,7 @@ def prices(
         if why:
             refused[record.name] = why
             continue
-        size = Size(shard_sizes(plan, model), max(4, _itemsize(plan)), replicas, own)
+        size = Size(shard_sizes(plan, model), max(4, _itemsize(plan)), replicas, own, _dims(plan, model))
         try:
             found.append(sync.price(record, size, _between(link, plan), plan.predicted.step_s))
         except UserError as error:
@@ -133,6 +133,13 @@ def shard_sizes(plan: Plan, model: nn.Module) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _dims(plan: Plan, model: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """The shapes of trained parameters where a replica is one rank; of shards no method asks."""
+    if plan.num_ranks > 1:
+        return ()
+    return tuple(tuple(param.shape) for param in model.parameters() if param.requires_grad)
+
+
 def _between(link: ReplicaLink, plan: Plan) -> Network:
     from .sync import Network
 
@@ -149,6 +156,8 @@ def _why_not(record: SyncRecord, plan: Plan) -> str:
     """The reason why a method cannot be taken under a plan; empty where it can."""
     if plan.num_ranks > 1 and record.cls.needs_whole:
         return record.cls.needs_whole
+    if record.cls.needs_loop:
+        return record.cls.needs_loop
     if record.cls.grows_batches:
         return "its batches grow, and a plan's do not"
     if record.cls.optimizers and plan.optimizer not in record.cls.optimizers:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Required, TypedDict
 
-from .arguments import as_chosen, as_cluster, as_dtype_name, as_mesh, as_pins, check_model
-from .artifacts import Cluster, ModelRef, Plan, UserError, parse_bytes
+from .arguments import as_chosen, as_cluster, as_dtype_name, as_imbalance, as_mesh, as_pins, check_model
+from .artifacts import DEFAULT_IMBALANCE, Cluster, ModelRef, Plan, UserError, parse_bytes
 
 if TYPE_CHECKING:
     import os
@@ -45,6 +45,7 @@ class PlanOptions(TypedDict, total=False):
     pins: str | Sequence[str]
     offload: str
     keep_graph: bool
+    expert_imbalance: float | str
     time_limit_s: float
     autocast: DtypeLike | None
     micro_batches: int | str
@@ -68,6 +69,7 @@ class PlanRequest:
     pins: str | Sequence[str] = ()
     offload: str = "auto"
     keep_graph: bool = False
+    expert_imbalance: float | str = DEFAULT_IMBALANCE
     time_limit_s: float = 30.0
     autocast: DtypeLike | None = None
     micro_batches: int | str = 1
@@ -100,7 +102,7 @@ class PlanRequest:
         from .capture.call import name_of_loss
 
         check_model(self.model)
-        cluster = as_cluster(self.hardware)
+        cluster = self.cluster
         chosen = as_chosen(self.optimizer, self.optimizer_options, self.optimizer_form, self.model, cluster.device.kind)
         goes_again = chosen.name if chosen.needs_loss else "keep_graph" if self.keep_graph else None
         program, variants = self._programs(_runs_of(self.micro_batches, goes_again))
@@ -121,9 +123,15 @@ class PlanRequest:
             "pins": as_pins(self.pins),
             "offload": self.offload,
             "keep_graph": self.keep_graph,
+            "imbalance": as_imbalance(self.expert_imbalance),
             "time_limit_s": self.time_limit_s,
             "progress": self.progress,
         }
+
+    @property
+    def cluster(self) -> Cluster:
+        """The hardware."""
+        return as_cluster(self.hardware)
 
     def shaped(self, batch: Any, shapes: Mapping[str, tuple[int, ...]]) -> Shaped:
         """Return the same model captured on another batch."""

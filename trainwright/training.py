@@ -73,6 +73,7 @@ def train(
     keep: int = 2,
     resume: bool = False,
     on_nan: str = "stop",
+    on_imbalance: str = "warn",
     timeout_s: float | None = None,
     metrics: str | os.PathLike[str] | None = None,
     on_step: Callable[[Event], None] | None = None,
@@ -106,6 +107,7 @@ def train(
     checkpoint: a directory; written after every `checkpoint_every` steps and after the last, the newest `keep` stay.
     resume: go on from the newest checkpoint.
     on_nan: `"stop"`, `"skip"` or `"raise"` when the loss or a gradient is not finite; the weights never see such a step.
+    on_imbalance: `"warn"` or `"stop"` when a rank's experts are sent more rows than the plan allows for (`expert_imbalance`).
     timeout_s: seconds that a rank may be at one thing before the run ends and says at which; None: no limit.
     metrics: a file that gets a line of JSON a step. on_step: called on every rank with that line as a dict.
 
@@ -159,6 +161,7 @@ def train(
         sync=None if exchange is None else exchange.make(module, stepping),
         metrics=None if metrics is None else str(metrics),
         on_nan=on_nan,
+        on_imbalance=on_imbalance,
         timeout_s=timeout_s,
         on_step=on_step or (lambda event: None),
     )
@@ -175,6 +178,7 @@ def run(
     metrics: str | None = None,
     tensorboard: str | None = None,
     on_nan: str = "stop",
+    on_imbalance: str = "warn",
     timeout_s: float | None = None,
     trace: StepTrace | None = None,
     take: Any = None,
@@ -216,7 +220,7 @@ def run(
         losses = train_loop(
             module, optimizer, dealt or batches_from(first if growth is None else growth.num_batches),
             steps=steps, first_step=first, on_step=tell,
-            after_step=checkpoints.after_step, on_nan=on_nan, timeout_s=timeout_s, trace=trace,
+            after_step=checkpoints.after_step, on_nan=on_nan, on_imbalance=on_imbalance, timeout_s=timeout_s, trace=trace,
             take=take, schedule=schedule, growth=growth, held_out=extras.held_out,
             norms=gradient_norms if metrics is not None or tensorboard is not None else None,
         )  # fmt: skip

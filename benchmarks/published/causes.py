@@ -12,7 +12,10 @@ _TORCHS_AGE = "torch got faster: the same file went from 5250 to 7380 tokens/s i
 _CAUSES: dict[tuple[str, str], str] = {
     ("titan-l2-7b-fsdp1", "allocated"): _FSDP1,
     ("titan-l2-7b-fsdp1", "reserved"): _FSDP1,
-    ("titan-l2-7b", "reserved"): "segments that streams of communication hold apart: one stream is simulated",
+    (
+        "titan-l2-7b",
+        "reserved",
+    ): "not known; with pools for each stream, as are simulated, the selective row of the same source is met",
     (
         "titan-8b-8a100",
         "reserved",
@@ -20,7 +23,7 @@ _CAUSES: dict[tuple[str, str], str] = {
     (
         "titan-8b",
         "reserved",
-    ): "the sides' streams and the pieces that expandable segments leave between them: one stream is simulated",
+    ): "not known: streams have pools of their own in the simulation",
     ("titan-8b-1881", "time"): _TORCHS_AGE,
     ("titan-8b-8h100", "time"): _TORCHS_AGE,
     ("titan-8b-996", "time"): _TORCHS_AGE,

@@ -15,7 +15,8 @@ from trainwright.artifacts import Profile
 from trainwright.cli import main
 from trainwright.cli.fits import largest_that_fits
 from trainwright.cli.size_sweep import Sweep, parse_sweep, powers_around
-from trainwright.cli.variants import Change, resized, shared_size
+from trainwright.cli.variants import Change
+from trainwright.models.batches import resized, shared_size
 
 MODELS = """
 import torch

@@ -144,10 +144,11 @@ def check(given: dict[str, Any]) -> None:
     """Raise the user's error for a model, hardware, a size or a name that there is not."""
     if str(given.get("spec")).startswith("zoo:"):
         zoo._find(given["spec"].removeprefix("zoo:"))
-    if given.get("hardware") and not given["hardware"].endswith(".json"):
-        tw.hardware(given["hardware"])
+    for name in (given.get("hardware") or "").split(","):
+        if name and not name.endswith(".json"):
+            tw.hardware(name)
     for name in ("memory", "fits"):
-        if given.get(name):
+        if given.get(name) and given[name] != "auto":
             parse_bytes(given[name])
     for name in (given.get("optimizer") or "").split(","):
         if name:

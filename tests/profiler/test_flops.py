@@ -183,6 +183,8 @@ def counted_by_torch(model, batch, loss_fn) -> int:
 @pytest.mark.parametrize("build", [*TINY, mlp, cnn, gru, tied], ids=lambda build: build.__name__)
 def test_whole_models_count_as_in_torch_attention_included(build):
     model, batch, loss_fn = build()
+    if any(name.endswith("experts") for name, _ in model.named_modules()):
+        model = model.bfloat16()  # torch follows grouped products on fakes in bf16 alone
     found = profile(model, batch, loss_fn=loss_fn, hardware=H200, timeline=False)
     assert found.forward_flops + found.backward_flops == counted_by_torch(model, batch, loss_fn) > 0
 

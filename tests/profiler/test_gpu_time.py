@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import trainwright as tw
 from trainwright.artifacts import Device, Overheads
 from trainwright.hardware import resolve
+from trainwright.ops.flops import bytes_moved
 from trainwright.profiler import op_seconds, profile
 from trainwright.profiler.caching import CachingAllocator
 from trainwright.profiler.kernels.gpu_workspace import operand_copies
@@ -160,3 +162,71 @@ def test_gradients_that_are_zeroed_are_there_during_the_forward() -> None:
     assert kept.peak_bytes - dropped.peak_bytes >= 0.9 * 4 * 300 * 300
     forward = [point.grad_bytes for point in kept.timeline if point.phase == "forward"]
     assert set(forward) == {4 * 300 * 300}
+
+
+def test_an_update_in_place_of_lists_writes_what_its_schema_says() -> None:
+    """Adam in one kernel reads parameter, gradient and both moments, and writes all but the gradient."""
+    lists = [[empty(1000, dtype=torch.float)] for _ in range(4)]
+    assert bytes_moved(aten._fused_adamw_.default, (*lists, [], []), None) == 4 * 1000 * (
+        4 + 4
+    )  # gradients too, by the schema
+    assert bytes_moved(aten._foreach_add_.List, (lists[0], lists[1]), None) == 4 * 1000 * 3
+
+
+def test_an_8_bit_optimizer_is_one_kernel_a_parameter_on_a_gpu() -> None:
+    """Gradient and parameter in fp32, two moments of a byte, which are written too; the host's pace aside."""
+    layer = nn.Linear(4096, 4096, bias=False)
+    model, batch = nn.Sequential(layer), (torch.zeros(4, 4096),)
+    bare = resolve("a100")
+    bare = bare.model_copy(update={"device": bare.device.model_copy(update={"overheads": Overheads()})})
+    found = {
+        name: tw.profile(model, batch, loss_fn=lambda out, _: out.sum(), optimizer=name, hardware=bare, capture=False)
+        for name in ("adamw", "adamw8bit")
+    }
+    updates = [op for op in found["adamw8bit"].ops if op.phase == "update"]
+    (update,) = [op for op in updates if "one_pass" in op.op]
+    num = layer.weight.numel()
+    scales = 2 * 4 * num // 256
+    assert update.calls == 1
+    assert update.time_s == pytest.approx(
+        (num * (4 + 4 + 4 + 2 + 2) + 2 * scales) / bare.device.bandwidth_bytes_per_s + bare.device.launch_s, rel=1e-3
+    )
+    assert found["adamw8bit"].step_s < found["adamw"].step_s
+    assert found["adamw8bit"].optimizer_bytes < 0.27 * found["adamw"].optimizer_bytes
+
+
+def test_what_one_stream_gave_back_serves_no_request_of_another() -> None:
+    for expandable in (False, True):
+        allocator = CachingAllocator(None, expandable)
+        allocator.allocate("a", 64 * 2**20, stream=1)
+        allocator.free("a")
+        before = allocator.reserved_bytes
+        allocator.allocate("b", 64 * 2**20, stream=1)
+        assert allocator.reserved_bytes == before
+        allocator.allocate("c", 64 * 2**20, stream=2)
+        assert allocator.reserved_bytes == pytest.approx(2 * before, abs=20 * 2**20)
+
+
+class _Beside(nn.Module):
+    """Makes its two results on the default stream, or each on a stream of its own, and gives the first back between."""
+
+    def __init__(self, streams: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.streams = [torch.cpu.Stream() for _ in range(streams)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stream in self.streams or [torch.cpu.current_stream()] * 2:
+            with torch.cpu.stream(stream):
+                x.repeat(2)
+        return self.weight.sum()
+
+
+def test_a_profile_keeps_streams_apart() -> None:
+    """`fully_shard` gathers and reduces on streams of its own."""
+    x = torch.zeros(32 * 2**20)
+    one, two = (
+        tw.profile(_Beside(streams), (x,), hardware="a100", capture=False, optimizer="sgd") for streams in (0, 2)
+    )
+    assert one.peak_bytes == two.peak_bytes
+    assert two.reserved_bytes - one.reserved_bytes == 256 * 2**20

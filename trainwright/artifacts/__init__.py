@@ -4,8 +4,11 @@ from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .estimator import Estimator
 from .explanation import Alternative, ExplainedDecision, Explanation
+from .fitting import FitOn, Fitting
+from .offers import Offer, Offers
 from .packages import is_installed, need, needed
 from .plan import (
+    DEFAULT_IMBALANCE,
     EDITED,
     BatchEntry,
     ModelRef,
@@ -22,9 +25,10 @@ from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, Swee
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
 from .run import Compared, Run
-from .sizes import parse_bytes
+from .sizes import parse_bytes, parse_count
 
 __all__ = [
+    "DEFAULT_IMBALANCE",
     "EDITED",
     "Alternative",
     "Artifact",
@@ -37,12 +41,16 @@ __all__ = [
     "ExplainedDecision",
     "Explanation",
     "Fit",
+    "FitOn",
+    "Fitting",
     "Learned",
     "Link",
     "MemoryPoint",
     "MeshAxis",
     "ModelRef",
     "ModuleCost",
+    "Offer",
+    "Offers",
     "OffloadPlan",
     "OpCost",
     "OpPlan",
@@ -68,4 +76,5 @@ __all__ = [
     "need",
     "needed",
     "parse_bytes",
+    "parse_count",
 ]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
@@ -22,7 +23,9 @@ from .cluster import Cluster
 from .record import Artifact, Record, UserError, as_text
 
 FORMAT_VERSION = 1
-_SINCE_FIRST = ("optimizer_options", "optimizer_form", "optimizer_groups", "optimizer_owned")
+DEFAULT_IMBALANCE = 1.25
+"""By how much a rank's experts may get more rows than their even share, unless a plan is asked for another number."""
+_SINCE_FIRST = ("expert_imbalance", "optimizer_options", "optimizer_form", "optimizer_groups", "optimizer_owned")
 EDITED = "edited"
 """The status of a plan whose decisions are not its planner's."""
 
@@ -167,6 +170,8 @@ class Plan(Artifact):
     """Into how many parts a step cuts the batch, one forward and backward after the other."""
     corrections: dict[str, float | str] = {}
     """By op, what makes the mean over micro-batches exact: a factor, `weighted` (by what counts), `whole-sum` …"""
+    expert_imbalance: Annotated[float, Field(ge=1)] | Literal["worst"] = DEFAULT_IMBALANCE
+    """By how much a rank's experts may get more rows than their even share, in any layer, for the promised peak to hold."""
     predicted: Predicted
     solver: SolverInfo
     params: dict[str, ParamPlan]
@@ -181,6 +186,11 @@ class Plan(Artifact):
         for size in self.mesh.values():
             product *= size
         return product
+
+    @property
+    def imbalance(self) -> float:
+        """Return `expert_imbalance` as a number, infinite for the worst that can be."""
+        return math.inf if self.expert_imbalance == "worst" else float(self.expert_imbalance)
 
     @property
     def fits_device(self) -> bool:

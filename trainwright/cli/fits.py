@@ -121,7 +121,7 @@ class _Search:
             saving_bytes=base.peak_bytes - found.peak_bytes,
             fits=found.peak_bytes <= self.budget_bytes,
             step_s=found.step_s,
-            options=tuple(_options(change)),
+            options=tuple(options_of(change)),
         )
 
 
@@ -161,8 +161,8 @@ def _merged(changes: tuple[Change, ...]) -> Change:
     return merged
 
 
-def _options(change: Change) -> Iterator[str]:
-    """How the command line or the model's code says the change."""
+def options_of(change: Change) -> Iterator[str]:
+    """Yield how the command line or the model's code says the change."""
     if change.checkpointing:
         yield "model.gradient_checkpointing_enable()"
     for name, value in (("autocast", change.autocast), ("dtype", change.dtype), ("optimizer", change.optimizer)):

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..arguments import as_mesh
-from ..artifacts import Plan, Refusal, UserError, parse_bytes
-from ..hardware import resolve
+from ..artifacts import DEFAULT_IMBALANCE, Cluster, Plan, Refusal, UserError, parse_bytes
 from ..reports.frontier_figure import frontier_table
 from ..reports.terminal import compare_table
-from ..reports.units import format_s
 from .errors import FAILED, OK
 from .model import ModelOptions, takes_model
+from .offering import OffersQuestion, PriceOption, SamplesOption, TokensOption, ask_for_offers, write_plans
 from .optimizing import FormOption, OptionOption
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
 from .planned import named
+from .planning import BatchSizeOption, GlobalBatchOption, Question, ask_for_batch, asked_with, fastest
 from .pricing import (
     LinkOption,
     PricedSyncOption,
@@ -44,7 +44,12 @@ MemoryOption = Annotated[
 @takes_model
 def plan(
     model: ModelOptions,
-    hardware: Annotated[str, typer.Option(metavar="H", help="cpu:4, 8xh200, 2x8xh100, or a JSON file.")],
+    hardware: Annotated[
+        str,
+        typer.Option(metavar="H[,H]", help="cpu:4, 8xh200, 2x8xh100, or a JSON file; of several, what each comes to."),
+    ],
+    batch_size: BatchSizeOption = None,
+    global_batch: GlobalBatchOption = None,
     memory: MemoryOption = None,
     mesh: Annotated[str | None, typer.Option(metavar="AxB", help="Fix the mesh, outermost axis first.")] = None,
     optimizer: Annotated[
@@ -65,6 +70,14 @@ def plan(
         str,
         typer.Option(metavar="TIER", help="host, disk or none; auto: to the host of GPUs where nothing fits without."),
     ] = "auto",
+    expert_imbalance: Annotated[
+        str,
+        typer.Option(
+            metavar="X",
+            help="By how much a rank's experts may get more rows than their even share: 1.25, worst, or measured:FILE, the "
+            "--metrics of a run.",
+        ),
+    ] = str(DEFAULT_IMBALANCE),
     keep_graph: Annotated[
         bool, typer.Option("--keep-graph", help="Keep what a second backward needs, for --schedule lanczos.")
     ] = False,
@@ -85,6 +98,9 @@ def plan(
     sync_option: SyncOptionOption = None,
     replicas: ReplicasOption = None,
     link: LinkOption = None,
+    price: PriceOption = None,
+    tokens: TokensOption = None,
+    samples: SamplesOption = None,
     time_limit: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="Seconds for the search: what is best by then is taken.")
     ] = 30.0,
@@ -96,7 +112,9 @@ def plan(
     from ..optim.chosen import choose
     from ..optim.options import parse_options
 
-    asked, cluster = ask_for_sync(sync, sync_option, link, replicas, resolve(hardware))
+    model, auto = ask_for_batch(model, batch_size, global_batch)
+    several = ask_for_offers(hardware, price, tokens, samples)
+    asked, cluster = ask_for_sync(sync, sync_option, link, replicas, several.first)
     question: dict[str, Any] = {
         "hardware": cluster,
         "memory": None if memory is None else parse_bytes(memory),
@@ -109,27 +127,33 @@ def plan(
         "optimizer_options": parse_options(optimizer_option),
         "optimizer_form": optimizer_form,
         "keep_graph": keep_graph,
+        "expert_imbalance": expert_imbalance,
     }
     optimizers, solver = _names(optimizer), _solver(solver)
     for name in optimizers:
         choose(name, question["optimizer_options"], optimizer_form)
-    if compare and frontier:
-        raise UserError("one of --compare and --frontier is needed; got both; ask twice")
-    if asked is not None and (compare or frontier):
-        raise UserError("--sync prices one plan; got it with --compare or --frontier; ask twice")
-    if shapes and (compare or frontier):
-        raise UserError("--shapes is needed with neither --compare nor --frontier; got both; ask for one plan")
+    _check_together(
+        {"--compare": compare, "--frontier": frontier, "--sync": asked is not None, "--shapes": bool(shapes)},
+        "several kinds of hardware, --price, --tokens or --samples" if several.is_asked else None,
+        "--batch-size auto" if auto is not None else None,
+    )
     ask = _ask_for_comparison if compare else _ask_for_frontier if frontier else _ask_for_plan
     with quiet_stdout(), status(f"planning {model.spec}") as tell:
         loaded = model.load()
         remarks(loaded.notes)
+        several.check(loaded.batch)
         if shapes:
             question["shapes"] = [each.load().batch for text in shapes for each in parse_shapes(text, model)]
-        with named(model, loaded):
-            found = ask(_Question(loaded, {**question, "progress": tell}, optimizers, solver))
-        written = found.write(output) if output is not None else None
-        if html_path is not None:
-            _write_report(found, loaded, html_path, found.files(output))
+        asking = Question(model, loaded, {**question, "progress": tell}, optimizers, solver, auto)
+        if not several.is_asked:
+            with named(model, loaded):
+                found = ask(asking)
+            written = found.write(output) if output is not None else None
+            if html_path is not None:
+                _write_report(found, asking.loaded_for(found.plan), html_path, found.files(output))
+    if several.is_asked:
+        return _offer(several, asking, output, json_path, html_path)
+    remarks(auto.batches.notes if auto is not None else ())
     if asked is None:
         answer(found.text(output), found.data, json_path)
     elif found.plan is not None:
@@ -141,6 +165,39 @@ def plan(
     if found.plan is None:
         remark("error: " + _why_none(found.comparison, solver))
     return OK if found.plan is not None else FAILED
+
+
+def _offer(
+    several: OffersQuestion, asking: Question, output: str | None, json_path: str | None, html_path: str | None
+) -> int:
+    """Plan on each hardware and answer with all of them."""
+    with quiet_stdout(), status(f"planning {asking.model.spec}") as tell:
+
+        def plan_of(cluster: Cluster) -> Plan:
+            with named(asking.model, asking.loaded):
+                return fastest(asking.on(cluster, lambda text: tell(f"{cluster.name}: {text}")))[0]
+
+        offers = several.offers(plan_of)
+        files = write_plans(offers, output) if output is not None else []
+        if html_path is not None:
+            offers.to_html(html_path)
+    remarks(asking.auto.batches.notes if asking.auto is not None else ())
+    answer(offers.table(), offers.to_json, json_path)
+    if files:
+        remark(f"wrote {', '.join(files)}; next: trainwright train {asking.model.spec} --plan {files[0]}")
+    return OK
+
+
+def _check_together(options: Mapping[str, bool], *others: str | None) -> None:
+    """Raise `UserError` for options that ask questions of their own, of which one can be answered at a time.
+
+    `--sync` goes with a batch size that is asked for, and not with the others.
+    """
+    given = [name for name, is_given in options.items() if is_given]
+    asked = [name for name in others if name is not None and not (given == ["--sync"] and name.startswith("--batch"))]
+    if len(given) > 1 or (given and asked):
+        both = [*given, *asked]
+        raise UserError(f"one of {' and '.join(both[:2])} is needed; got both; ask twice")
 
 
 def _next(plan: Plan | None, spec: str, written: str) -> str:
@@ -215,16 +272,6 @@ def _compared_row(found: Plan | Refusal) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Question:
-    """What `tw.plan` is asked, but for the optimizer, of which there may be several."""
-
-    loaded: Loaded
-    options: dict[str, Any]
-    optimizers: list[str]
-    solver: str
-
-
-@dataclass(frozen=True, eq=False)
 class _Found:
     """The answer: what to print, what JSON says, and the plan, if there is one."""
 
@@ -260,62 +307,17 @@ class _Found:
         return frontier_table(self.frontier, self.files(path)) if self.frontier else self.shown
 
 
-def _ask_for_plan(question: _Question) -> _Found:
-    """Plan for each optimizer and take the fastest; `Refusal` where none fits."""
-    plans: dict[str, Plan | Refusal] = {}
-    for optimizer in question.optimizers:
-        try:
-            plans[optimizer] = _plan(question, optimizer)
-        except Refusal as refusal:
-            plans[optimizer] = refusal
-    fitting = [plan for plan in plans.values() if isinstance(plan, Plan)]
-    if not fitting:
-        raise next(refusal for refusal in plans.values() if isinstance(refusal, Refusal))
-    best = min(fitting, key=lambda plan: plan.predicted.step_s)
-    if len(plans) == 1:
-        return _Found(best.table(), best.to_json, best)
-    best = best.model_copy(update={"notes": (*best.notes, _why_this(best, plans))})
-    return _Found(compare_table(plans) + "\n" + best.table(), best.to_json, best)
+def _ask_for_plan(question: Question) -> _Found:
+    plan, beside = fastest(question)
+    return _Found(beside + plan.table(), plan.to_json, plan)
 
 
-def _why_this(best: Plan, plans: Mapping[str, Plan | Refusal]) -> str:
-    """Say which optimizer was chosen, and what the others would have cost."""
-    others = [
-        f"{name} {format_s(found.predicted.step_s)}" if isinstance(found, Plan) else f"{name} does not fit"
-        for name, found in plans.items()
-        if found is not best and not (isinstance(found, Plan) and found.optimizer == best.optimizer)
-    ]
-    return (
-        f"{best.optimizer} was chosen for its step, {format_s(best.predicted.step_s)}, the fastest that fits; "
-        f"{', '.join(others)}; steps to a loss are not compared"
-    )
-
-
-def _plan(question: _Question, optimizer: str) -> Plan:
-    import trainwright as tw
-
-    return tw.plan(**_asked(question, optimizer), solver=question.solver)
-
-
-def _asked(question: _Question, optimizer: str) -> dict[str, Any]:
-    """What `tw.plan`, `tw.compare` and `tw.frontier` are all asked with."""
-    loaded = question.loaded
-    return {
-        "model": loaded.model,
-        "batch": loaded.batch,
-        "loss_fn": loaded.loss_fn,
-        "model_ref": loaded.ref,
-        "optimizer": optimizer,
-        **question.options,
-    }
-
-
-def _ask_for_comparison(question: _Question) -> _Found:
+def _ask_for_comparison(question: Question) -> _Found:
     import trainwright as tw
 
     if len(question.optimizers) > 1:
         raise UserError(f"one optimizer is needed for --compare; got {len(question.optimizers)}; name one")
-    comparison = tw.compare(**_asked(question, question.optimizers[0]))
+    comparison = tw.compare(**asked_with(question, question.optimizers[0]))
     chosen = comparison[question.solver]
     return _Found(
         compare_table(comparison),
@@ -325,12 +327,12 @@ def _ask_for_comparison(question: _Question) -> _Found:
     )
 
 
-def _ask_for_frontier(question: _Question) -> _Found:
+def _ask_for_frontier(question: Question) -> _Found:
     import trainwright as tw
 
     if len(question.optimizers) > 1 or question.solver != "joint":
         raise UserError("one optimizer and the solver joint are needed for --frontier; leave the others out")
-    points = tw.frontier(**_asked(question, question.optimizers[0]))
+    points = tw.frontier(**asked_with(question, question.optimizers[0]))
     return _Found("", lambda: frontier_as_json(points), points[-1], frontier=points)
 
 

@@ -7,11 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ..artifacts import Profile, UserError, parse_bytes
+from ..artifacts import Cluster, Profile, UserError
 from ..reports.measures import SORTABLE
 from ..reports.units import format_bytes
 from .errors import FAILED, OK
 from .fits import answer_fits
+from .fitting import asked_devices, budget_of, fitting
 from .model import ModelOptions, takes_model
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, remarks, status
 from .size_sweep import Sweep, SweepRun, parse_sweep
@@ -25,7 +26,12 @@ def profile(
     model: ModelOptions,
     optimizer: Annotated[str, typer.Option(metavar="NAME", help="See `trainwright optimizers`.")] = "adamw",
     hardware: Annotated[
-        str | None, typer.Option(metavar="H", help="One device of it is modelled and the step's time predicted.")
+        str | None,
+        typer.Option(
+            metavar="H[,H]",
+            help="One device of it is modelled and the step's time predicted; of several: which can train it, whole, "
+            "with LoRA, with QLoRA?",
+        ),
     ] = None,
     accumulate: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches to a step, each the batch.")] = 1,
     keep_grads: Annotated[
@@ -42,7 +48,8 @@ def profile(
         bool, typer.Option("--expandable-segments", help="CUDA's allocator has expandable_segments:True.")
     ] = False,
     fits: Annotated[
-        str | None, typer.Option(metavar="M", help="Does it fit into 24GiB? If not, what would make it fit?")
+        str | None,
+        typer.Option(metavar="M", help="Does it fit into 24GiB, or auto, 90 % of the device? If not, what would?"),
     ] = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="WHAT", help="batch-size or seq-len; or with values, batch-size=1,2,4.")
@@ -67,7 +74,20 @@ def profile(
 
     Exit status 1 when --fits is given and the step does not fit.
     """
-    budget_bytes = None if fits is None else parse_bytes(fits)
+    devices = asked_devices(hardware)
+    if devices:
+        alone = {
+            "--sweep": sweep,
+            "--trace": trace_path,
+            "--processes": processes,
+            "--sort": sort,
+            "--run": run or None,
+        }
+        return _on_each(model, devices, fits, alone, {
+            "optimizer": optimizer, "autocast": model.autocast, "accumulate": accumulate, "keep_grads": keep_grads,
+            "tf32": tf32, "expandable_segments": expandable,
+        }, json_path, html_path)  # fmt: skip
+    budget_bytes = None if fits is None else budget_of(fits, hardware)
     asked = None if sweep is None else parse_sweep(sweep)
     if trace_path is not None and hardware is None:
         hardware = _TRACE_HARDWARE
@@ -99,6 +119,27 @@ def profile(
             found.to_trace(trace_path)
     answer(found.table(depth, sort), found.to_json, json_path)
     return _verdict(found)
+
+
+def _on_each(
+    model: ModelOptions, devices: tuple[tuple[str, Cluster], ...], fits: str | None, alone: dict[str, Any],
+    how: dict[str, Any], json_path: str | None, html_path: str | None,
+) -> int:  # fmt: skip
+    """Answer which of several devices can train the model; exit status 1 where none can in any way."""
+    if stray := [name for name, value in alone.items() if value is not None]:
+        raise UserError(f"one device is needed for {stray[0]}; got {len(devices)}; name one, or leave {stray[0]} out")
+    with quiet_stdout(), status(f"profiling {model.spec}") as tell:
+        loaded = model.load()
+        remarks(loaded.notes)
+        say = tell if sys.stderr.isatty() else lambda _: None
+        found = fitting(model, loaded, how, devices, fits, say)
+        if html_path is not None:
+            found.to_html(html_path)
+    answer(found.table(), found.to_json, json_path)
+    if found.fits:
+        return OK
+    remark("error: a device with room for a step is needed; none of these has it in any way; try a shorter --seq-len")
+    return FAILED
 
 
 def _wrapped(model: ModelOptions, processes: int, how: dict[str, Any]) -> Profile:

@@ -18,6 +18,9 @@ RestartsOption = Annotated[
 OnNanOption = Annotated[
     str, typer.Option(metavar="stop|skip|raise", help="When loss or gradients are not finite; no weight sees them.")
 ]
+OnImbalanceOption = Annotated[
+    str, typer.Option(metavar="warn|stop", help="When experts are sent more rows than planned; nothing is dropped.")
+]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", metavar="S", min=0.1, help="Seconds that a rank may be at one op or batch.")
 ]

@@ -30,7 +30,7 @@ from .output import STDOUT, JsonOption, quiet_stdout, remarks, write_json
 from .places import check_file, check_readable, check_tensorboard
 from .progress import StepProgress, held_against, of_planned_shape
 from .ranks import NprocOption, is_first_rank, run_worker
-from .recovery import OnNanOption, RestartsOption, TimeoutOption, with_restarts
+from .recovery import OnImbalanceOption, OnNanOption, RestartsOption, TimeoutOption, with_restarts
 from .saving import (
     KEEP,
     CheckpointEveryOption,
@@ -85,6 +85,7 @@ def train(
     resume: ResumeOption = False,
     restarts: RestartsOption = 0,
     on_nan: OnNanOption = "stop",
+    on_imbalance: OnImbalanceOption = "warn",
     timeout_s: TimeoutOption = 600.0,
     metrics: Annotated[str | None, typer.Option(metavar="F.jsonl", help="Write a line of JSON per step.")] = None,
     tensorboard: Annotated[str | None, typer.Option(metavar="DIR", help="Write TensorBoard's files there.")] = None,
@@ -101,10 +102,12 @@ def train(
 ) -> None:
     """Train the model as planned, on processes started here or on the ranks that torchrun started."""
     from ..optim.options import parse_options
+    from ..runtime.training.imbalance import check_policy as check_imbalance
     from ..runtime.training.nonfinite import check_policy
     from ..training import optimizer_of
 
     check_policy(on_nan)
+    check_imbalance(on_imbalance)
     check_saving(checkpoint, checkpoint_every, resume, restarts)
     given_steps, steps = steps, 100 if steps is None else steps
     if trace is not None and steps < NUM_UNTRACED + 1:
@@ -143,6 +146,7 @@ def train(
         "metrics": metrics,
         "tensorboard": tensorboard,
         "on_nan": on_nan,
+        "on_imbalance": on_imbalance,
         "timeout_s": timeout_s,
         "select": selecting,
         "learning": learning,

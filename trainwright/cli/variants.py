@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifacts import Profile, UserError
+from .batches import Batches
 from .model import ModelOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..models.targets import Loaded
 
 
@@ -27,12 +26,14 @@ class Change:
     autocast: str | None = None
     optimizer: str | None = None
     checkpointing: bool = False
+    adapters: Literal["lora", "qlora"] | None = None
+    """Train these beside a frozen model."""
 
     def __or__(self, other: Change) -> Change:
         """Both changes; where both say something, the other's.
 
         >>> Change(dtype="bf16") | Change(batch_size=2)
-        Change(batch_size=2, seq_len=None, dtype='bf16', autocast=None, optimizer=None, checkpointing=False)
+        Change(batch_size=2, seq_len=None, dtype='bf16', autocast=None, optimizer=None, checkpointing=False, adapters=None)
         """
         said = {field.name: value for field in fields(other) if (value := getattr(other, field.name))}
         return replace(self, **said)
@@ -53,14 +54,16 @@ class Variants:
         how: Mapping[str, Any],
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
+        from ..models.batches import num_tokens, shared_size
+
         self.model, self.base, self.how = model, base, how
+        self._batches = Batches(model)
         self.batch_size = model.batch_size or shared_size(loaded.batch)
         """None where the batch's tensors do not share their first dim, and no size was asked for."""
-        self.seq_len = model.seq_len or _num_tokens(loaded.batch)
-        self.notes: list[str] = []
+        self.seq_len = model.seq_len or num_tokens(loaded.batch)
+        self.notes: list[str] = self._batches.notes
         self._tell = tell
         self._profiles = {Change(): base}
-        self._rebuilds_batch: bool | None = None
 
     def profile(self, change: Change) -> Profile:
         """Return the profile with `change`, its totals alone; `UserError` where it cannot be made."""
@@ -76,9 +79,13 @@ class Variants:
     def _made(self, change: Change) -> Profile:
         import trainwright as tw
 
+        from ..models.lora import with_adapters
+
         loaded = self._load(change)
         if change.dtype:
             loaded = replace(loaded, batch=self._converted(loaded.batch, change.dtype))
+        if change.adapters:
+            with_adapters(loaded.model, change.adapters)
         if change.checkpointing:
             _enable_checkpointing(loaded.model)
         said = {"optimizer": change.optimizer, "autocast": change.autocast}
@@ -93,45 +100,18 @@ class Variants:
         options = replace(
             self.model, dtype=change.dtype or self.model.dtype, seq_len=change.seq_len or self.model.seq_len
         )
-        device = "cpu" if self.how.get("run") else "meta"
-        if change.batch_size is None:
-            return options.load(device)
-        if self._can_rebuild_batch(change.batch_size):
-            return replace(options, batch_size=change.batch_size).load(device)
-        loaded = options.load(device)
-        if shared_size(loaded.batch) is None:
-            raise UserError(
-                "a batch whose tensors share their first dim is needed to cut it; they do not; "
-                f"give the function of {self.model.spec} a parameter batch_size"
-            )
-        return replace(loaded, batch=resized(loaded.batch, change.batch_size))
+        return self._batches.load(change.batch_size, options, "cpu" if self.how.get("run") else "meta")
 
     def _converted(self, batch: Any, dtype: str) -> Any:
         """The batch with its floating tensors in the dtype that the parameters have now; products need one dtype."""
+        from ..models.batches import mapped
         from ..models.zoo import parse_dtype
+        from ..torch_internals.trees import tensors_in
 
-        if all(tensor.dtype == parse_dtype(dtype) for tensor in _tensors(batch) if tensor.is_floating_point()):
+        if all(tensor.dtype == parse_dtype(dtype) for tensor in tensors_in(batch) if tensor.is_floating_point()):
             return batch
         self.notes.append(f"{dtype} parameters were tried with the batch's floating tensors in {dtype} too")
-        return _mapped(batch, lambda each: each.to(parse_dtype(dtype)) if each.is_floating_point() else each)
-
-    def _can_rebuild_batch(self, num_examples: int) -> bool:
-        """Whether the model's function takes a batch size; the batch is else cut along its first dim."""
-        if self._rebuilds_batch is None:
-            self._rebuilds_batch = self.model.spec.startswith("zoo:") or self._takes_batch_size(num_examples)
-            if not self._rebuilds_batch:
-                self.notes.append(
-                    f"{self.model.spec} takes no batch_size: other batches are the given one, cut or repeated along "
-                    "its first dim"
-                )
-        return self._rebuilds_batch
-
-    def _takes_batch_size(self, num_examples: int) -> bool:
-        try:
-            replace(self.model, batch_size=num_examples).load()
-        except UserError:
-            return False
-        return True
+        return mapped(batch, lambda each: each.to(parse_dtype(dtype)) if each.is_floating_point() else each)
 
 
 def described(change: Change) -> str:
@@ -141,6 +121,7 @@ def described(change: Change) -> str:
     'gradient checkpointing, batch size 2'
     """
     parts = {
+        {"lora": "LoRA", "qlora": "QLoRA"}.get(change.adapters or "", ""): change.adapters,
         "gradient checkpointing": change.checkpointing,
         f"autocast to {change.autocast}": change.autocast,
         f"{change.dtype} parameters": change.dtype,
@@ -149,68 +130,6 @@ def described(change: Change) -> str:
         f"sequence length {change.seq_len}": change.seq_len,
     }
     return ", ".join(text for text, is_said in parts.items() if is_said)
-
-
-def shared_size(batch: Any) -> int | None:
-    """Return the size of the first dim that all tensors of a batch share; None where they do not.
-
-    A tensor without dims is left alone.
-
-    >>> import torch
-    >>> shared_size({"x": torch.ones(4, 2), "y": torch.ones(4)}), shared_size((torch.ones(4), torch.ones(3)))
-    (4, None)
-    """
-    sizes = {int(tensor.shape[0]) for tensor in _tensors(batch) if tensor.ndim}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def resized(batch: Any, num_examples: int) -> Any:
-    """Return a batch of other tensors with `num_examples` in their first dim: the first ones, or all, repeated.
-
-    >>> import torch
-    >>> resized({"x": torch.tensor([1, 2, 3])}, 2)["x"], resized((torch.tensor([1, 2]),), 5)[0]
-    (tensor([1, 2]), tensor([1, 2, 1, 2, 1]))
-    """
-    import torch
-
-    def cut(tensor: Tensor) -> Tensor:
-        if not tensor.ndim:
-            return tensor
-        times = -(-num_examples // max(1, tensor.shape[0]))
-        return torch.cat([tensor] * times)[:num_examples] if times > 1 else tensor[:num_examples].clone()
-
-    return _mapped(batch, cut)
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch with `function` of its tensors in their places."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _mapped(item, function) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)([_mapped(item, function) for item in value])
-    return value
-
-
-def _num_tokens(batch: Any) -> int | None:
-    """The second dim of the first tensor of token numbers."""
-    tokens = (tensor for tensor in _tensors(batch) if tensor.ndim == 2 and not tensor.is_floating_point())
-    return next((int(tensor.shape[1]) for tensor in tokens), None)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _enable_checkpointing(model: Any) -> None:

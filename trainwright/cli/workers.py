@@ -41,6 +41,7 @@ def train(
     metrics: str | None = None,
     tensorboard: str | None = None,
     on_nan: str = "stop",
+    on_imbalance: str = "warn",
     timeout_s: float | None = None,
     select: dict[str, Any] | None = None,
     trace: str | None = None,
@@ -85,7 +86,7 @@ def train(
     run = training.run(
         module, chosen, lambda first: subset or _batches(loaded, parsed, data, first, seed), steps=steps,
         saving=SavePolicy(**saving or {}), sampler=subset, metrics=metrics, tensorboard=tensorboard, on_nan=on_nan,
-        timeout_s=timeout_s, trace=tracing, on_step=on_step, extras=extras, sync=exchange,
+        on_imbalance=on_imbalance, timeout_s=timeout_s, trace=tracing, on_step=on_step, extras=extras, sync=exchange,
         take=training.step_of(stepping, loaded.model, loaded.loss_fn),
     )  # fmt: skip
     if tracing is not None and trace is not None:

@@ -215,14 +215,20 @@ _LLAMA = _Kind(
 _QWEN2 = _Kind(
     CAUSAL, "Qwen2ForCausalLM", "Qwen2Config", _causal_batch, {"use_cache": False}, "max_position_embeddings"
 )
-_MIXTRAL = _Kind(
-    "mixture of experts",
-    "MixtralForCausalLM",
-    "MixtralConfig",
-    _causal_batch,
-    {"use_cache": False, "experts_implementation": "batched_mm"},
-    "max_position_embeddings",
-)
+
+
+def _mixture(name: str) -> _Kind:
+    return _Kind(
+        "mixture of experts",
+        f"{name}ForCausalLM",
+        f"{name}Config",
+        _causal_batch,
+        {"use_cache": False},
+        "max_position_embeddings",
+    )
+
+
+_MIXTRAL, _QWEN3_MOE, _DEEPSEEK_V3, _GPT_OSS = map(_mixture, ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"))
 _BERT = _Kind("masked language model", "BertForMaskedLM", "BertConfig", _masked_batch, {}, "max_position_embeddings")
 _T5 = _Kind(
     "encoder-decoder",
@@ -310,8 +316,67 @@ _TABLE: tuple[_Record, ...] = (
         4096,
     ),
     _Record("mixtral-tiny", _MIXTRAL, _tiny_llama(num_local_experts=4, num_experts_per_tok=2), 4, 32),
-    # gathering a copy of an expert for every token, which spares the tiny one a sort, would take petabytes here
-    _Record("mixtral-8x7b", _MIXTRAL, {"experts_implementation": "grouped_mm"}, 8, 4096),
+    _Record("mixtral-8x7b", _MIXTRAL, {}, 8, 4096),
+    _Record(
+        "qwen3-moe-tiny",
+        _QWEN3_MOE,
+        _tiny_llama(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True),
+        4,
+        32,
+    ),
+    _Record(
+        "qwen3-30b-a3b",
+        _QWEN3_MOE,
+        {
+            **_widths(2048, 6144, 48, 32),
+            "vocab_size": 151936,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        8,
+        4096,
+    ),
+    _Record(
+        "deepseek-v3-tiny",
+        _DEEPSEEK_V3,
+        _tiny_llama(
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            first_k_dense_replace=1,
+            n_group=2,
+            topk_group=1,
+            q_lora_rank=32,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+        ),
+        4,
+        32,
+    ),
+    _Record("deepseek-v3", _DEEPSEEK_V3, {}, 8, 4096),
+    _Record(
+        "gpt-oss-tiny",
+        _GPT_OSS,
+        _tiny_llama(
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            intermediate_size=48,
+            rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+        ),
+        4,
+        32,
+    ),
+    _Record("gpt-oss-20b", _GPT_OSS, {"num_hidden_layers": 24, "num_local_experts": 32}, 8, 4096),
     _Record(
         "bert-tiny",
         _BERT,

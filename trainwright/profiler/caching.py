@@ -1,6 +1,6 @@
 """`CachingAllocator`: what torch's CUDA allocator would ask of the device for a sequence of allocations and releases.
 
-The rules (documented in torch's notes on CUDA memory, and c10/cuda/CUDACachingAllocator.cpp), for one stream:
+The rules (documented in torch's notes on CUDA memory, and c10/cuda/CUDACachingAllocator.cpp):
 
     a request is rounded up to 512 bytes
     up to 1 MiB: from the small pool, whose segments are 2 MiB; a block is split if 512 bytes or more remain
@@ -8,6 +8,7 @@ The rules (documented in torch's notes on CUDA memory, and c10/cuda/CUDACachingA
                  a block is split if more than 1 MiB remains
     the smallest free block that is large enough is taken, at the lowest address of equals; else a segment is asked for
     with expandable segments, each pool is one segment that grows at its end, by 2 MiB or 20 MiB at a time
+    each stream has pools of its own: what one has given back serves no request of another
     a released block joins its free neighbours in the segment; segments are kept, unless memory has run out
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -33,9 +35,14 @@ class _Block:
     address: tuple[int, int]
     """(number of the segment, offset in it)"""
     num_bytes: int
-    is_small: bool
+    pool: tuple[Hashable, bool]
+    """Its stream, and whether it is of the small pool."""
     before: _Block | None = None
     after: _Block | None = None
+
+    @property
+    def is_small(self) -> bool:
+        return self.pool[1]
 
 
 @dataclass(slots=True)
@@ -74,22 +81,26 @@ class CachingAllocator:
 
     def __init__(self, capacity_bytes: int | None = None, expandable_segments: bool = False) -> None:
         self.capacity_bytes, self.is_expandable = capacity_bytes, expandable_segments
-        self._ends: dict[bool, _Block | None] = {True: None, False: None}
+        self._ends: dict[tuple[Hashable, bool], _Block] = {}
         """The last block of each pool's segment, where segments grow."""
         self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
-        self._pools = {True: _Pool(), False: _Pool()}
+        self._pools: dict[tuple[Hashable, bool], _Pool] = defaultdict(_Pool)
         self._used: dict[Hashable, _Block] = {}
         self._segments = itertools.count()
 
-    def allocate(self, key: Hashable, num_bytes: int) -> int:
-        """Take a block for `key` and return its size, which a rest that is not split off adds to; zero bytes take none."""
+    def allocate(self, key: Hashable, num_bytes: int, stream: Hashable = None) -> int:
+        """Take a block for `key` and return its size, which a rest that is not split off adds to; zero bytes take none.
+
+        stream: the one that is current as it is asked for.
+        """
         if num_bytes <= 0:
             return 0
         wanted = _rounded(num_bytes, MIN_BLOCK_BYTES)
-        pool = self._pools[wanted <= SMALL_BYTES]
+        at = (stream, wanted <= SMALL_BYTES)
+        pool = self._pools[at]
         block = pool.best_fit(wanted)
         if block is None:
-            block = self._new_segment(wanted)
+            block = self._new_segment(wanted, at)
         else:
             pool.remove(block)
         self._split(block, wanted)
@@ -103,30 +114,30 @@ class CachingAllocator:
         if block is None:
             return
         self.allocated_bytes -= block.num_bytes
-        pool = self._pools[block.is_small]
+        pool = self._pools[block.pool]
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.address in pool.blocks:
                 pool.remove(neighbour)
                 first, second = (neighbour, block) if neighbour is block.before else (block, neighbour)
                 block = _joined(first, second)
-                if self._ends[block.is_small] is second:
-                    self._ends[block.is_small] = block
+                if self._ends.get(block.pool) is second:
+                    self._ends[block.pool] = block
         pool.add(block)
 
-    def _new_segment(self, wanted: int) -> _Block:
+    def _new_segment(self, wanted: int, at: tuple[Hashable, bool]) -> _Block:
         if self.is_expandable:
-            return self._grown(wanted)
+            return self._grown(wanted, at)
         num_bytes = _segment_bytes(wanted)
         if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
             self._give_back()
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return _Block((next(self._segments), 0), num_bytes, wanted <= SMALL_BYTES)
+        return _Block((next(self._segments), 0), num_bytes, at)
 
-    def _grown(self, wanted: int) -> _Block:
+    def _grown(self, wanted: int, at: tuple[Hashable, bool]) -> _Block:
         """Return a free block at the end of the pool's segment, which grows by what it lacks."""
-        is_small = wanted <= SMALL_BYTES
-        end, pool = self._ends[is_small], self._pools[is_small]
+        is_small = at[1]
+        end, pool = self._ends.get(at), self._pools[at]
         is_free = end is not None and end.address in pool.blocks
         missing = wanted - (end.num_bytes if end is not None and is_free else 0)
         added = _rounded(missing, SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES)
@@ -136,11 +147,11 @@ class CachingAllocator:
             pool.remove(end)
             end.num_bytes += added
             return end
-        address = (int(not is_small), 0) if end is None else (end.address[0], end.address[1] + end.num_bytes)
-        block = _Block(address, added, is_small, end)
+        address = (next(self._segments), 0) if end is None else (end.address[0], end.address[1] + end.num_bytes)
+        block = _Block(address, added, at, end)
         if end is not None:
             end.after = block
-        self._ends[is_small] = block
+        self._ends[at] = block
         return block
 
     def _give_back(self) -> None:
@@ -155,13 +166,13 @@ class CachingAllocator:
         if rest < MIN_BLOCK_BYTES if block.is_small else rest <= SMALL_BYTES:
             return
         segment, offset = block.address
-        free = _Block((segment, offset + wanted), rest, block.is_small, block, block.after)
+        free = _Block((segment, offset + wanted), rest, block.pool, block, block.after)
         if free.after is not None:
             free.after.before = free
         block.num_bytes, block.after = wanted, free
-        if self._ends[block.is_small] is block:
-            self._ends[block.is_small] = free
-        self._pools[block.is_small].add(free)
+        if self._ends.get(block.pool) is block:
+            self._ends[block.pool] = free
+        self._pools[block.pool].add(free)
 
 
 def _joined(first: _Block, second: _Block) -> _Block:

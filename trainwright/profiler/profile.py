@@ -16,9 +16,10 @@ from ..artifacts import Cluster, Profile, UserError
 from ..capture.export import as_batch
 from ..capture.export_errors import ValuesNeeded, explained
 from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
+from ..torch_internals.trees import tensors_in
 from .graph import MAX_FORWARD_OPS, not_tried, try_capture
 from .processes import MakeModel, imagined, is_exchange
-from .run import MakeOptimizer, Question, Run, tensors_of
+from .run import MakeOptimizer, Question, Run
 from .step import DTYPES, LossFn
 from .values import KnownValues, keeps_values
 
@@ -159,7 +160,7 @@ def _with_way_out(error: UserError) -> UserError:
 
 
 def _has_values(question: Question) -> bool:
-    tensors = [*question.model.parameters(), *question.model.buffers(), *tensors_of(question.batch)]
+    tensors = [*question.model.parameters(), *question.model.buffers(), *tensors_in(question.batch)]
     return all(tensor.device.type != "meta" for tensor in tensors)
 
 

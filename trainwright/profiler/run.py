@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..artifacts import Device, Link, MemoryPoint, ModuleCost
+from ..torch_internals.trees import tensors_in
 from .caching import CachingAllocator
 from .gpu import GpuForms
 from .kernels.gpu_workspace import NUM_BLAS_THREADS
@@ -89,7 +90,7 @@ class Run:
             return make_optimizer(self.model.parameters())
 
     def _watch(self) -> None:
-        self.tracker.watch(tensors_of(self.question.batch), "input")
+        self.tracker.watch(tensors_in(self.question.batch), "input")
         for name, param in self.model.named_parameters():
             self._enter(name.rpartition(".")[0])
             self.tracker.watch([param], "param")
@@ -175,21 +176,10 @@ class Run:
         """Count the optimizer's state to the modules whose parameters it is for."""
         paths = {id(param): name.rpartition(".")[0] for name, param in self.model.named_parameters()}
         for param, state in getattr(optimizer, "state", {}).items():
-            self.tracker.place(tensors_of(state), paths.get(id(param), ""))
+            self.tracker.place(tensors_in(state), paths.get(id(param), ""))
 
     def _enter(self, path: str) -> None:
         self.tracker.path = path
 
     def _on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.totals.add(self.tracker.current_phase, self.tracker.path, func, args, kwargs, out)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in dicts, tuples and lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_of(list(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_of(item)

@@ -148,7 +148,7 @@ def _record_op(
         backward.tracker.watch([*leaves.values(), *outputs, *saved], "input")
         _run_backward(outputs, [leaf for leaf in leaves.values() if leaf.requires_grad], backward)
     env.update({index: inner[index].detach() for index in instruction.outputs})
-    return _summary(forward, left, backward, [leaves[index] for index in instruction.inputs], outputs, saved)
+    return summary(forward, left, backward, [leaves[index] for index in instruction.inputs], outputs, saved)
 
 
 def _note(saved: list[Array], tensor: Array) -> Array:
@@ -167,7 +167,7 @@ def _run_backward(outputs: list[Array], leaves: list[Array], counter: CallCounte
     del kept
 
 
-def _summary(
+def summary(
     forward: CallCounter,
     forward_left: int,
     backward: CallCounter,
@@ -175,6 +175,7 @@ def _summary(
     outputs: list[Array],
     saved: list[Array],
 ) -> OpRecord:
+    """Return what a call took: its counters, what its forward left alive, and the tensors that it was given, made and saved."""
     ins, outs = [_storage(tensor) for tensor in inputs], [_storage(tensor) for tensor in outputs]
     inner = {
         _storage(t): t.untyped_storage().nbytes() for t in saved if _storage(t) not in ins and _storage(t) not in outs

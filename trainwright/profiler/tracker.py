@@ -283,7 +283,7 @@ class MemoryTracker(PlainDispatchMode):
             return workspace_bytes(func, args, kwargs, out)
         num_bytes = gpu_workspace_bytes(func, args, out)
         if num_bytes and self.allocator is not None:
-            num_bytes = self.allocator.allocate("workspace", num_bytes)
+            num_bytes = self.allocator.allocate("workspace", num_bytes, id(torch.cpu.current_stream()))
             self.allocator.free("workspace")
         return num_bytes
 
@@ -394,7 +394,7 @@ class MemoryTracker(PlainDispatchMode):
     def _taken(self, key: int, num_bytes: int) -> int:
         """Return the bytes that a storage of `num_bytes` takes: with an allocator, those of the block that it is given."""
         if self.allocator is not None:
-            return self.allocator.allocate(key, num_bytes)
+            return self.allocator.allocate(key, num_bytes, id(torch.cpu.current_stream()))
         return num_bytes if self.target == "cpu" else -(-num_bytes // _GPU_GRANULE_BYTES) * _GPU_GRANULE_BYTES
 
     def _raise_peak(self, workspace: int, func: Any) -> None:

@@ -29,10 +29,14 @@ _OF_OP = {
     ("conv", "n"): "the batch",
     ("pool", "n"): "the batch",
     ("batch_norm", "n"): "the batch",
+    ("experts", "t"): "the tokens",
+    ("experts", "e"): "the experts, each rank running its own on all tokens",
+    ("experts", "f"): "the inner features of every expert, over which the result sums",
 }
 """By the op, or a part of its name, and the loop."""
 _NUMBERED = {"b": "dim {} of the inputs", "d": "dim {} of an elementwise op, a norm or a view", "s": "position {} in space",
              "n": "dim {} of the index", "e": "a subscript of the einsum"}  # fmt: skip
+_PAIR = "+e"
 _ORDINALS = ("outermost", "second", "third", "fourth", "fifth")
 
 
@@ -56,11 +60,18 @@ def legend(plan: Plan) -> list[tuple[str, str]]:
 def meaning_of(loop: str, op: str = "") -> str:
     """Return what it means to split `loop` of an op.
 
+    >>> meaning_of("t+e", "experts")
+    "the tokens, and the experts: rows go to their expert's rank and come back"
+
     >>> meaning_of("h", "sdpa"), meaning_of("d1", "gelu"), meaning_of("m", "embedding")
     ('the attention heads', 'dim 1 of an elementwise op, a norm or a view', 'the features of an embedding')
     >>> meaning_of("t.0", "cross_entropy")
     'the rows of the loss, such as tokens (the outermost of the dims that were merged into it)'
     """
+    if loop.endswith(_PAIR):
+        return (
+            f"{meaning_of(loop.removesuffix(_PAIR), op)}, and the experts: rows go to their expert's rank and come back"
+        )
     within, stem, factor = _parts(loop)
     op = within or op
     own = next((text for (part, name), text in _OF_OP.items() if part in op and name == stem), None)
