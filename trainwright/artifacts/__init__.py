@@ -25,6 +25,7 @@ from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, Swee
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
 from .run import Compared, Run
+from .selfcheck import Checked, SelfCheck
 from .sizes import parse_bytes, parse_count
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Alternative",
     "Artifact",
     "BatchEntry",
+    "Checked",
     "Cluster",
     "Compared",
     "Device",
@@ -65,6 +67,7 @@ __all__ = [
     "Remedy",
     "Report",
     "Run",
+    "SelfCheck",
     "ShapePlan",
     "SolverInfo",
     "SweepPoint",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..artifacts import Cluster, Learned, Run, UserError
 
@@ -51,6 +52,36 @@ def learn(runs: Sequence[Run]) -> Cluster:
     factors = {name: value for name, value in found.items() if value is not None}
     device = base.device.model_copy(update={"factors": factors})
     return base.model_copy(update={"device": device, "learned": tuple(_record(run) for run in runs)})
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """One run, predicted with what the others teach: predicted over measured step, less 1, before and after."""
+
+    model: str
+    error_before: float
+    error_after: float
+
+
+def left_out(runs: Sequence[Run]) -> list[LeftOut]:
+    """Hold what is learned against runs that it was not learned from: each of `runs` in turn, by the factors of the others.
+
+    The predicted step is scaled as its categories are together. Empty for fewer than two runs.
+    """
+    if len(runs) < 2:
+        return []
+    return [_without(run, learn([other for other in runs if other is not run])) for run in runs]
+
+
+def _without(run: Run, others: Cluster) -> LeftOut:
+    parts = {"compute": run.compute_s, "update": run.update_s, "communication": run.comm_s}
+    predicted = {name: part.predicted for name, part in parts.items() if part is not None}
+    own, now = ({str(name): by for name, by in each.device.factors.items()} for each in (run.cluster, others))
+    scaled = sum(seconds * now.get(name, 1.0) / own.get(name, 1.0) for name, seconds in predicted.items())
+    whole = sum(predicted.values())
+    before, measured = run.step_s.predicted, run.step_s.measured
+    after = before * scaled / whole if whole else before
+    return LeftOut(run.model, before / measured - 1, after / measured - 1)
 
 
 def _common(runs: Sequence[Run]) -> Cluster:

@@ -43,6 +43,24 @@ def resolve(text: str) -> Cluster:
     raise UserError(f"hardware is needed as {GRAMMAR}; got {text!r}; {_advice(match[3] if match else spec)}")
 
 
+def preset_called(name: str, memory_bytes: int) -> str:
+    """Return the preset of a GPU by the name that its driver gives it, and its memory, which tells apart those of one name.
+
+    >>> preset_called("NVIDIA A100-SXM4-40GB", 42_000_000_000), preset_called("NVIDIA GeForce RTX 3090", 25_000_000_000)
+    ('a100-40gb', 'rtx3090')
+    """
+    words = re.sub(r"[^a-z0-9]", "", name.lower())
+    found = [preset for preset in DEVICES if preset.split("-")[0] in words]
+    if not found:
+        raise UserError(
+            f"a preset of {name} is needed to predict for it; there is none; {_advice(words)}; say --hardware"
+        )
+    longest = max(len(preset.split("-")[0]) for preset in found)
+    alike = [preset for preset in found if len(preset.split("-")[0]) == longest]
+    of_form = [preset for preset in alike if preset.endswith("pcie") == ("pcie" in words)] or alike
+    return min(of_form, key=lambda preset: abs(DEVICES[preset].memory_bytes - memory_bytes))
+
+
 def gpu_cluster(device: str, num_per_node: int = 1, num_nodes: int | None = None) -> Cluster:
     """Return `num_nodes` nodes of `num_per_node` devices each; the links, hence the mesh axes, are `node` and `gpu`."""
     sheet = SHEETS[device]

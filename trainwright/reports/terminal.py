@@ -13,7 +13,7 @@ from .splits import legend
 from .text import Grid, note_lines, plain_table, rendered, title_line
 from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
-__all__ = ["cluster_table", "compare_table", "plan_table", "report_table", "rows_table"]
+__all__ = ["cluster_table", "compare_table", "left_out_lines", "plan_table", "report_table", "rows_table"]
 
 
 def plan_table(plan: Plan) -> str:
@@ -77,6 +77,15 @@ def _learned_from(cluster: Cluster) -> str:
         f"{run.model}: {format_s(run.predicted_s['step'])} predicted, {format_s(run.measured_s['step'])} measured"
         for run in cluster.learned
     )
+
+
+def left_out_lines(found: Sequence[Any]) -> list[str]:
+    """Return, a line a run, how far its step was off before and with what the other runs teach."""
+    return [
+        f"{each.model}: {100 * each.error_before:+.1f} % off as it was predicted, {100 * each.error_after:+.1f} % with what the "
+        "other runs teach"
+        for each in found
+    ]
 
 
 def rows_table(rows: Iterable[Mapping[str, Any]], drop: Sequence[str] = ()) -> str:
