@@ -321,7 +321,7 @@ def test_copies_of_large_outputs_are_in_the_promised_peak(squares: bool, lr: flo
 
 
 @pytest.mark.parametrize("squares", [False, True])
-@pytest.mark.parametrize("solver", ["ddp", "fsdp", "joint"])
+@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
 def test_whole_copies_of_outputs_that_ranks_hold_parts_of_are_in_the_promised_peak(
     pool2: Pool, solver: str, squares: bool
 ) -> None:
