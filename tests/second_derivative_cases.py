@@ -150,3 +150,27 @@ def _step_alone(name: str, optimizer: Any, model: nn.Module, batch: Any, loss_fn
     loss.backward()
     optimizer.step()
     return float(loss.detach())
+
+
+def wide(width: int, outputs: int, rows: int, squares: bool) -> tuple[nn.Module, Any, Any]:
+    """A perceptron whose outputs outweigh it, with a loss that is a number in the storage of all its terms where `squares`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, outputs))
+    wanted = torch.randn(rows, outputs) if squares else torch.arange(rows) % outputs
+    return model, (torch.randn(rows, width), wanted), nn.MSELoss() if squares else nn.CrossEntropyLoss()
+
+
+def peak_of_target_steps(plan: str, lr: float, **sizes: Any) -> int:
+    """The bytes at the peak of two steps of SSO on this rank; what other threads free is seen."""
+    import trainwright as tw
+    from trainwright.profiler.kernels.allocator import measure, static_bytes
+    from trainwright.training import optimizer_of, step_of
+
+    parsed, (model, batch, loss_fn) = Plan.parse(plan), wide(**sizes)
+    module = tw.parallelize(model, parsed, loss_fn=loss_fn)
+    chosen, _ = optimizer_of(parsed)
+    optimizer, step = chosen.make(module.named_parameters(), lr=lr), step_of(chosen, model, loss_fn)
+    assert step is not None
+    static, part = static_bytes(module), parsed.shard_batch(batch)
+    with module.communicator.settling():
+        return static + measure(lambda: step(module, optimizer, part, batch=batch), num_steps=2).peak_delta_bytes

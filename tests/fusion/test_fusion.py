@@ -450,3 +450,23 @@ def test_the_example_runs() -> None:
     script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "sweep.py"))
     losses = script["main"](rates=(0.03, 0.0003), epochs=1)
     assert losses[0] < losses[1] < 2.4
+
+
+def test_a_stopped_models_schedule_stands_still_and_stays_stopped_among_fewer() -> None:
+    models = [nn.Linear(3, 1) for _ in range(3)]
+    fused = fusion.fuse(models)
+    optimizer = fusion.optimizer("sgd", fused, lr=1.0)
+    rates = fusion.schedule(torch.optim.lr_scheduler.ExponentialLR, optimizer, gamma=0.5)
+    optimizer.stop([1])
+    for _ in range(2):
+        fused.loss((torch.ones(4, 3), torch.zeros(4, 1)), nn.functional.mse_loss).sum().backward()
+        optimizer.step()
+        rates.step()
+    assert optimizer.lrs == [0.25, 1.0, 0.25]
+    kept = optimizer.keep([1, 2], fused.keep([1, 2]))
+    assert kept.running == [False, True]
+
+
+def test_a_frozen_model_is_not_fused_with_one_that_trains() -> None:
+    frozen = nn.Linear(3, 1).requires_grad_(False)
+    assert fusion.fusible([nn.Linear(3, 1), frozen, nn.Linear(3, 1)]) == [[0, 2], [1]]

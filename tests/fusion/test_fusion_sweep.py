@@ -18,6 +18,7 @@ from trainwright import fusion
 from trainwright.artifacts import UserError
 from trainwright.cli import main
 from trainwright.fusion import Choice, Range, SweepOptions
+from trainwright.fusion.sweep import Sweep, Trial
 from trainwright.models.targets import called
 
 
@@ -156,3 +157,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert main(["sweep", spec, "--trials", "2", "--steps", "1", *wrong]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_trials_that_were_cut_short_are_ranked_by_how_far_they_came() -> None:
+    """A loss after a few steps says less than having survived more of them."""
+    trials = [
+        Trial(0, {}, "pruned", steps=10, loss=0.2), Trial(1, {}, "done", steps=90, loss=0.5),
+        Trial(2, {}, "pruned", steps=30, loss=0.9), Trial(3, {}, "done", steps=90, loss=0.4),
+        Trial(4, {}, "diverged", steps=40),
+    ]  # fmt: skip
+    found = Sweep(trials, trials[3], torch.nn.Identity())
+    assert [row["trial"] for row in found.rows()] == [3, 1, 2, 0, 4]

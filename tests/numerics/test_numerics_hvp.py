@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.pool import Pool
 from trainwright.numerics import hvp
+from trainwright.numerics.normals import _quantiles
 from trainwright.numerics.seeds import seeded
 
 
@@ -167,3 +170,18 @@ def test_sharded_parameters_give_the_same_products_on_two_ranks(pool2: Pool) -> 
     found = pool2.run("tests.second_order_cases:hvp_on_shards")
     assert found[0] == found[1]
     assert found[0]["worst"] < 1e-12
+
+
+def test_every_bit_of_a_counter_counts_in_a_seed() -> None:
+    counters = [0, 1, 2, 255, 256, 257, 2**16, 2**32, 2**40]
+    found = {seeded(3, counter).initial_seed() for counter in counters} | {seeded(3, 0, 1).initial_seed()}
+    assert len(found) == len(counters) + 1
+
+
+def test_normals_are_the_quantiles_in_the_middles_of_equal_parts() -> None:
+    """2¹⁶ of them, rounded to a grid: as many above zero as below, and their variance is 1 but for what the parts hide."""
+    table = _quantiles().astype(np.float64)
+    assert np.array_equal(table, -table[::-1])
+    wanted = scipy.stats.norm.ppf((np.array([0, 7, 40_000]) + 0.5) / 2**16)
+    np.testing.assert_allclose(table[[0, 7, 40_000]], wanted, atol=2**-17)
+    assert table.var() == pytest.approx(1.0, abs=1e-4)

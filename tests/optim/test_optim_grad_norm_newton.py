@@ -14,6 +14,7 @@ from tests.pool import Pool
 from trainwright.artifacts import UserError
 from trainwright.numerics.seeds import seeded
 from trainwright.optim.grad_norm_newton import GradNormSmoothNewton
+from trainwright.optim.shifted_systems import MatrixFree, Metric
 
 
 def vector(*values: float) -> nn.Parameter:
@@ -336,3 +337,13 @@ def test_mistakes_are_named_and_change_nothing(call: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         call(x)
     assert x.tolist() == [1.0, 2.0]
+
+
+def test_conjugate_gradients_are_preconditioned_by_the_metric() -> None:
+    """Of a Hessian that vanishes the system is the metric itself, however scaled: solved in one step."""
+    scales = torch.logspace(-3, 3, 6, dtype=torch.float64)
+    gradient = torch.arange(1.0, 7.0, dtype=torch.float64)
+    system = MatrixFree(torch.zeros_like, gradient, Metric(scales, 6), rtol=1e-12, max_steps=1)
+    found = system.solve(0.5)
+    assert found is not None
+    torch.testing.assert_close(found, -gradient / (0.5 * scales), rtol=1e-12, atol=0.0)

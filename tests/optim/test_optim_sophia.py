@@ -155,3 +155,12 @@ def test_labels_are_drawn_from_the_models_softmax() -> None:
     logits = torch.tensor([[2.0, 0.0, -1.0]]).expand(20000, 3)
     entropy = torch.distributions.Categorical(logits=logits[0]).entropy()
     assert abs(sampled_cross_entropy(logits, seeded(0)) - entropy) < 0.02
+
+
+def test_each_rank_draws_labels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks hold other examples of one batch: the same draws would repeat themselves across it."""
+    optimizer, seeds = SophiaG([torch.nn.Parameter(torch.zeros(2))], process_group=object()), []
+    for rank in (0, 1, 0):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda group=None, own=rank: own)
+        seeds.append(optimizer._label_generator(torch.device("cpu")).initial_seed())
+    assert seeds[0] == seeds[2] != seeds[1]

@@ -16,6 +16,7 @@ from tests.pool import Pool
 from trainwright.artifacts import UserError
 from trainwright.numerics.seeds import seeded
 from trainwright.optim.sso import RECORD, SSO, Surrogate
+from trainwright.optim.target_proximal import target_proximal
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -366,3 +367,17 @@ def test_mistakes_are_named_and_change_nothing(call: Callable[[Any], object], me
     with pytest.raises(UserError, match=message):
         call(weight)
     assert weight.tolist() == [1.0, 2.0]
+
+
+def test_newtons_proximal_term_is_half_the_hessians_form_with_its_product_for_a_slope() -> None:
+    """½ ⟨c, H c⟩ and H c, c = z - z_t, of a loss that is no quadratic: H stays that of z_t."""
+    targets, z = torch.tensor([0.3, -1.2], dtype=torch.float64), torch.tensor([1.1, 0.4], dtype=torch.float64)
+    bend, _ = target_proximal(
+        {"proximal": "newton"}, {}, torch.zeros(2), lambda t: (t**4).sum() + t.prod(), targets, None
+    )
+    assert bend is not None
+    hessian = torch.tensor([[12 * 0.3**2, 1.0], [1.0, 12 * 1.2**2]], dtype=torch.float64)
+    free = z.clone().requires_grad_()
+    value = bend(free, targets)
+    torch.testing.assert_close(value.detach(), (z - targets) @ hessian @ (z - targets) / 2)
+    torch.testing.assert_close(torch.autograd.grad(value, free)[0], hessian @ (z - targets))

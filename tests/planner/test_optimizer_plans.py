@@ -13,7 +13,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.pool import Pool
-from tests.second_derivative_cases import words
+from tests.second_derivative_cases import peak_of_target_steps, wide, words
 from trainwright import optim
 from trainwright.artifacts import Plan, UserError
 from trainwright.cli import main
@@ -308,19 +308,29 @@ def test_vectors_of_the_whole_model_are_in_the_promised_peak(
     assert plan.predicted.peak_bytes == pytest.approx(static + record.peak_delta_bytes, rel=0.05)
 
 
-@pytest.mark.parametrize(("width", "outputs", "rows"), [(32, 256, 256), (48, 512, 128)])
-def test_copies_of_large_outputs_are_in_the_promised_peak(width: int, outputs: int, rows: int) -> None:
+@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("lr", [1e-2, 30.0])
+def test_copies_of_large_outputs_are_in_the_promised_peak(squares: bool, lr: float) -> None:
     """SSO's peak is at most the promise, which is at most one more copy of the outputs above it."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, outputs))
-    batch, loss_fn = (torch.randn(rows, width), torch.arange(rows) % outputs), nn.CrossEntropyLoss()
+    width, outputs, rows = 32, 256, 256
+    sizes = {"width": width, "outputs": outputs, "rows": rows, "squares": squares}
+    model, batch, loss_fn = wide(**sizes)
     plan = tw.plan(model, batch, loss_fn=loss_fn, hardware="cpu:1", optimizer="sso")
-    module = tw.parallelize(model, plan, loss_fn=loss_fn)
-    chosen = optim.of_plan(plan)
-    optimizer, step = chosen.make(module.named_parameters(), lr=1e-2), step_of(chosen, model, loss_fn)
-    static, part = static_bytes(module), plan.shard_batch(batch)
-    peak = static + measure(lambda: step(module, optimizer, part, batch=batch), num_steps=2).peak_delta_bytes
+    peak = peak_of_target_steps(plan.to_json(), lr, **sizes)
     assert peak <= plan.predicted.peak_bytes <= peak + 4 * rows * outputs
+
+
+@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
+def test_whole_copies_of_outputs_that_ranks_hold_parts_of_are_in_the_promised_peak(
+    pool2: Pool, solver: str, squares: bool
+) -> None:
+    """SSO needs the outputs of all examples on every rank: what is gathered counts, beside the rank's own part."""
+    sizes = {"width": 48, "outputs": 512, "rows": 128, "squares": squares}
+    model, batch, loss_fn = wide(**sizes)
+    plan = tw.plan(model, batch, loss_fn=loss_fn, hardware="cpu:2", optimizer="sso", solver=solver)
+    peaks = pool2.run("tests.second_derivative_cases:peak_of_target_steps", plan=plan.to_json(), lr=30.0, **sizes)
+    assert max(peaks) <= plan.predicted.peak_bytes <= 1.2 * max(peaks)
 
 
 def test_vectors_that_every_rank_holds_whole_do_not_shrink_with_the_parts() -> None:

@@ -377,3 +377,15 @@ def test_bad_settings_are_named() -> None:
     with pytest.raises(UserError, match="batch_size ≤ num_samples"):
         batch_curvature(1.0, 1.0, 10, 20, 10)
     assert float(loss().detach()) == 1.0
+
+
+def test_each_measurement_draws_a_direction_of_its_own() -> None:
+    """With one Lanczos step the curvature seen is that of the direction drawn: two calls differ, two runs do not."""
+    scales = torch.tensor([1.0, 5.0, 25.0, 125.0], dtype=torch.float64)
+    seen = []
+    for _ in range(2):
+        weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        schedule = LanczosLR(torch.optim.SGD([weight], lr=0.1), num_lanczos=1, seed=4)
+        seen.append([float(schedule.measure(lambda w=weight: (scales * w**2).sum()).ritz_values) for _ in range(2)])
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[0][1]

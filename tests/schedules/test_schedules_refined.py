@@ -26,6 +26,7 @@ from trainwright.schedules import (
     refined_weights,
     schedule_of_weights,
 )
+from trainwright.schedules.factors import factors_of
 
 
 def sgd(lr: float = 2.0) -> torch.optim.SGD:
@@ -300,3 +301,9 @@ def test_bad_settings_are_named() -> None:
         GradientNormLog([], 3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="at least one positive"):
         schedule_of_weights([0.0, 0.0])
+
+
+def test_warm_up_and_the_last_decay_never_reach_one_nor_zero() -> None:
+    """Steps behind n of warm-up rise by 1/(n + 1) each, the last n of wsd fall by as much: no step is made in vain."""
+    assert factors_of("wsd", 9, 2, 3) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4])
+    assert factors_of("wsd", 10) == pytest.approx([*[1.0] * 8, 2 / 3, 1 / 3])

@@ -24,6 +24,7 @@ from trainwright.selection import (
     lazy_greedy,
     stochastic_greedy,
 )
+from trainwright.selection.sizes import class_sizes
 
 
 def points(num_points: int, seed: int, num_dims: int = 4) -> Tensor:
@@ -287,3 +288,23 @@ def test_a_weighted_subset_feeds_a_loader() -> None:
 def test_a_wrong_subset_is_refused(indices: list[int], weights: list[float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         WeightedSubset(["a", "b", "c"], indices, weights)
+
+
+def test_stochastic_greedy_chooses_no_point_twice() -> None:
+    """Also where no point gains anything any more, as among copies of one."""
+    chosen = stochastic_greedy(Distances(torch.ones(6, 2)), 6, seed=0, radius=-1.0)
+    assert sorted(chosen.indices.tolist()) == list(range(6))
+
+
+def test_cosines_do_not_see_how_long_examples_are() -> None:
+    features = torch.randn(30, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    lengths = torch.logspace(-2, 2, 30, dtype=torch.float64)[:, None]
+    one, other = (CRAIG(0.2, metric="cosine").fit(rows) for rows in (features, lengths * features))
+    assert torch.equal(one.indices_, other.indices_)
+    assert torch.equal(one.weights_, other.weights_)
+    assert one.objective_ == pytest.approx(other.objective_)
+
+
+def test_equal_budgets_are_rounded_up_for_every_class() -> None:
+    assert class_sizes([9, 9, 9], 0.1, 4, "equal") == [2, 2, 2]
+    assert class_sizes([9, 1, 9], 0.1, 6, "equal") == [2, 1, 2]

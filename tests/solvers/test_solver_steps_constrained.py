@@ -10,6 +10,7 @@ from scipy import linalg
 
 from trainwright.solvers.constrained import NumpyProblem, SqpOptions
 from trainwright.solvers.constrained.ai_sqp import _AiSqp
+from trainwright.solvers.constrained.problem import SlackProblem
 from trainwright.solvers.constrained.sketch import SketchedSystem
 
 Array = np.ndarray
@@ -155,3 +156,24 @@ def test_the_defaults_are_those_of_the_method() -> None:
     assert (o.eta1, o.eta2, o.delta, o.beta, o.nu, o.xi_b) == (1.0, 0.1, 0.1, 0.1, 1.5, 0.1)
     assert (o.theta, o.forcing, o.psi_scale, o.delta_min, o.max_sketches) == (1.0, 0.0, 1.0, 1e-6, 100_000)
     assert o.sketch == "exact"
+
+
+def test_a_start_that_meets_its_inequalities_leaves_nothing_for_the_slacks() -> None:
+    """c(x) − s² = 0 where c ≥ 0.1; what is violated, or nearly, starts at s² = 0.1."""
+    problem = SlackProblem(
+        NumpyProblem(lambda x: float(x @ x), lambda x: 2 * x, lambda x: x - 1.0, lambda x: np.eye(3)),
+        np.array([True, False, True]), 3,
+    )  # fmt: skip
+    found = problem.values(problem.start(np.array([3.5, 2.0, 0.7]))).constraints
+    np.testing.assert_allclose(found, [0.0, 1.0, -0.3 - 0.1], atol=1e-15)
+
+
+def test_differences_give_the_lagrangians_hessian() -> None:
+    """Of ∇(x₀³ + x₀ x₁) + λ ∇(x₀² x₁), where no Hessian is given."""
+    problem = NumpyProblem(
+        lambda x: float(x[0] ** 3 + x[0] * x[1]), lambda x: np.array([3 * x[0] ** 2 + x[1], x[0]]),
+        lambda x: np.array([x[0] ** 2 * x[1]]), lambda x: np.array([[2 * x[0] * x[1], x[0] ** 2]]),
+    )  # fmt: skip
+    x, weight = np.array([1.3, -0.7]), 2.5
+    wanted = [[6 * x[0] + weight * 2 * x[1], 1 + weight * 2 * x[0]], [1 + weight * 2 * x[0], 0.0]]
+    np.testing.assert_allclose(problem.hessian(x, np.array([weight])), wanted, atol=1e-8)

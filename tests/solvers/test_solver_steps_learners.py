@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 
 from trainwright.artifacts import UserError
@@ -13,13 +15,17 @@ from trainwright.solvers.online import (
     OGD,
     AdaGradNorm,
     Ball,
+    Box,
     DynamicOMD,
     ExpConcaveOMD,
     OptimisticFTRL,
     OptimisticOMD,
+    Simplex,
     play,
 )
+from trainwright.solvers.online.descent import descend
 from trainwright.solvers.policy import LinearBaseline, Trajectories
+from trainwright.solvers.policy.estimators import Estimator
 
 BALL = Ball(torch.tensor([0.5, -1.0], dtype=torch.float64), radius=0.8)
 GRADIENTS = torch.tensor([[0.6, -0.3], [0.1, 0.9], [-0.8, 0.2], [0.3, 0.3]], dtype=torch.float64)
@@ -97,3 +103,73 @@ def test_the_baseline_is_the_ridge_fit_of_rewards_to_go() -> None:
     gram = features.T @ features
     weights = np.linalg.solve(gram + 1e-3 * np.diag(gram).mean() * np.eye(len(gram)), features.T @ np.array(wanted))
     np.testing.assert_allclose(baseline(steps).numpy(), features @ weights, rtol=1e-8)
+
+
+def test_accelerated_descent_restarts_where_the_way_goes_uphill() -> None:
+    """FISTA written out with the restart of O'Donoghue and Candès, on a quadratic that makes it restart."""
+    scales, x = np.array([1.0, 0.03, 0.004]), np.array([1.0, -2.0, 3.0])
+    ahead, momentum, restarts = x.copy(), 1.0, 0
+    for _ in range(60):
+        new = ahead - scales * ahead
+        following = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
+        weight = (momentum - 1) / following
+        if (ahead - new) @ (new - x) > 0:
+            weight, following, restarts = 0.0, 1.0, restarts + 1
+        momentum, ahead, x = following, new + weight * (new - x), new
+    slopes = torch.from_numpy(scales)
+    found = descend(lambda at: slopes * at, lambda at: at, torch.tensor([1.0, -2.0, 3.0]).double(), 1.0, 0.0, 60)
+    assert restarts > 0
+    np.testing.assert_allclose(found.numpy(), x, rtol=1e-10, atol=1e-14)
+
+
+def test_the_diameter_of_a_simplex_is_the_distance_of_two_corners() -> None:
+    corners = 3.0 * torch.eye(4, dtype=torch.float64)
+    assert Simplex(4, total=3.0).diameter == pytest.approx(float((corners[0] - corners[1]).norm()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_projections_in_a_metric_onto_a_simplex_are_the_best_of_all_faces(seed: int) -> None:
+    """In metrics of condition 1e8, held against the least distance over the faces, each by its own linear system."""
+    random = np.random.default_rng(seed)
+    turn = np.linalg.qr(random.normal(size=(4, 4)))[0]
+    metric, x = turn @ np.diag([1e-4, 1e-1, 10.0, 1e4]) @ turn.T, random.normal(size=4)
+    best = min(_on_faces(metric, x), key=lambda point: float((point - x) @ metric @ (point - x)))
+    found = Simplex(4).project_in(torch.from_numpy(metric), torch.from_numpy(x))
+    np.testing.assert_allclose(found.numpy(), best, atol=1e-7)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_projections_in_a_metric_onto_a_box_are_as_good_as_least_squares_within_bounds(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    turn = np.linalg.qr(random.normal(size=(5, 5)))[0]
+    root, x = np.diag([1e-2, 0.1, 1.0, 30.0, 100.0]) @ turn.T, 2 * random.normal(size=5)
+    low, high = -random.random(5), random.random(5)
+    wanted = scipy.optimize.lsq_linear(root, root @ x, (low, high), method="bvls", tol=1e-15).x
+    box = Box(torch.from_numpy(low), torch.from_numpy(high))
+    found = box.project_in(torch.from_numpy(root.T @ root), torch.from_numpy(x))
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-7)
+
+
+def _on_faces(metric: np.ndarray, x: np.ndarray) -> list[np.ndarray]:
+    """The feasible minimisers of ½ (z − x)ᵀ M (z − x) with Σ z = 1 and z = 0 but for some entries."""
+    found = []
+    for size in range(1, 5):
+        for free in map(list, itertools.combinations(range(4), size)):
+            system = np.block([[metric[np.ix_(free, free)], np.ones((size, 1))], [np.ones((1, size)), 0.0]])
+            point = np.zeros(4)
+            point[free] = np.linalg.solve(system, [*(metric @ x)[free], 1.0])[:size]
+            found += [point] if point.min() >= -1e-12 else []
+    return found
+
+
+def test_advantages_take_the_baseline_at_the_discount_of_their_time() -> None:
+    """γᵗ (Gₜ − b(sₜ)) with Gₜ from time t on: what multiplies a score in the estimate of the gradient."""
+    time, owner = torch.tensor([0, 1, 2, 0]), torch.tensor([0, 0, 0, 1])
+    rewards = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+    steps = Trajectories(torch.zeros(4, 1, dtype=torch.float64), torch.zeros(4), rewards, owner, time, num=2)
+    oracle = Estimator(
+        None, torch.nn.Linear(1, 1), batch_size=2, horizon=3, discount=0.5, generator=torch.Generator(),
+        baseline=lambda at: torch.full_like(at.rewards, 3.0),
+    )  # fmt: skip
+    wanted = torch.tensor([3.0 - 3.0, 0.5 * (4.0 - 3.0), 0.25 * (4.0 - 3.0), 8.0 - 3.0], dtype=torch.float64)
+    torch.testing.assert_close(oracle._weights(steps), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,13 @@ from trainwright.artifacts import UserError
 from trainwright.selection import CRAIG, LargestLoss, RandomSubset, Reselection, logit_gradients, selection, selections
 from trainwright.solvers.consensus import CBO, ConsensusHopping
 from trainwright.solvers.consensus.ensemble import Ensemble
-from trainwright.solvers.convex_nets import AdmmOptions, sample_patterns, solve_relu_programme, sufficient_patterns
+from trainwright.solvers.convex_nets import (
+    AdmmOptions,
+    RobustReLUClassifier,
+    sample_patterns,
+    solve_relu_programme,
+    sufficient_patterns,
+)
 from trainwright.solvers.convex_nets.gates import Gates
 from trainwright.solvers.convex_nets.programme import _Admm
 from trainwright.solvers.driver import Counts
@@ -327,3 +334,26 @@ def test_sufficient_patterns_are_the_least_of_both_bounds(n: int, psi: float, xi
     assert not holds(found - 1)
     with pytest.raises(UserError, match=r"in \(0, 1\)"):
         sufficient_patterns(n, 1.0, xi)
+
+
+def test_a_level_step_of_sns_counts_only_where_it_comes_closer() -> None:
+    """Within the rounding of the dual, nearer marginals decide."""
+    cost = normal(4, 4, seed=2).abs()
+    method = _Sns(make_problem(None, None, cost, 0.3), SnsOptions())
+    zeros = torch.zeros(4, dtype=torch.float64)
+    state = method._evaluated(zeros, zeros)
+    farther = replace(state, log_rows=state.log_rows + 1.0)
+    nothing = torch.zeros(8, dtype=torch.float64)
+    assert method._rises(state, state, 0.0, nothing)
+    assert not method._rises(state, farther, 0.0, nothing)
+
+
+def test_a_fitted_robust_network_may_shift_features_and_not_the_intercept() -> None:
+    """Two points on one side of the origin, which no network without an intercept tells apart."""
+    pytest.importorskip("cvxpy")
+    X, eps = torch.tensor([[10.0], [11.0]], dtype=torch.float64), 0.1
+    robust = RobustReLUClassifier(eps, 1e-4, num_patterns=20).fit(X, torch.tensor([0, 1]))
+    signs = torch.tensor([-1.0, 1.0], dtype=torch.float64)
+    worst = [(1 - signs * robust.decision_function(X + shift)).clamp_min(0.0) for shift in (-eps, eps)]
+    assert robust.worst_hinge_ == pytest.approx(float(torch.stack(worst).max(0).values.mean()), abs=1e-3)
+    assert robust.predict(X).tolist() == [0, 1]

@@ -314,3 +314,17 @@ def test_divergence_ends_with_a_status_and_the_best_iterate() -> None:
     result = problem.run(BSVRB(step_x=5.0, step_y=50.0, num_sampled=5, version=1, gamma=4.2, alpha=0.1), 2000)
     assert result.status in (Status.DIVERGED, Status.NOT_FINITE)
     assert bool(result.x.isfinite().all())
+
+
+def test_with_a_gradient_norm_a_tolerance_that_is_not_met_returns_the_nearest_point_seen() -> None:
+    """Steps of one length walk past the point where the norm is least; without a norm the last point stands."""
+    ends = {}
+    for grad_norm in (None, lambda x: abs(float(x) - 0.52)):
+        ends[grad_norm is None] = bilevel(
+            lambda x, y, *_: x.square().sum() / 2 + y.sum(1), lambda x, y, *_: y.square().sum(1) / 2 + 0 * x.sum(),
+            torch.ones(1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64),
+            method=BOREP(0.1, 0.1, 0.1, refine_steps=0), max_iterations=7, atol=1e-9, grad_norm=grad_norm,
+        )  # fmt: skip
+    assert float(ends[False].x) == pytest.approx(0.5)
+    assert float(ends[True].x) == pytest.approx(0.3)
+    assert not ends[False].success

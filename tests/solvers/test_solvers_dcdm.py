@@ -289,3 +289,14 @@ def test_the_example_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         str(Path(__file__).parents[2] / "examples" / "solvers" / "deep_conjugate_directions.py"), run_name="__main__"
     )
     assert "plotly" in out.read_text(encoding="utf8").lower()
+
+
+def test_a_projection_that_the_matrix_does_not_keep_solves_the_projected_system() -> None:
+    """P A x = P b with x in the range of P: its residual has no part outside, whatever A does."""
+    diagonal = torch.arange(1.0, 7.0, dtype=torch.float64)
+    right = torch.tensor([3.0, -1.0, 2.0, 5.0, -4.0, 1.0], dtype=torch.float64)
+    project = lambda r: r - r.mean()  # noqa: E731
+    result = solve_dcdm(lambda x: diagonal * x, right, lambda r: r, rtol=1e-10, max_iterations=200, project=project)
+    assert result.success
+    assert float(result.x.sum()) == pytest.approx(0.0, abs=1e-9)
+    assert float(project(right - diagonal * result.x).norm()) < 1e-8

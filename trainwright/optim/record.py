@@ -96,7 +96,7 @@ class OptimizerRecord:
     whole_copies: int = 0
     """The same of vectors that every rank holds whole, however parameters are cut."""
     output_copies: int = 0
-    """As many bytes as the model's outputs beside the loss have, held from the first backward to the end of the step."""
+    """As many bytes as the model's outputs beside the loss have, held at once while it steps, those outputs themselves included."""
     one_kernel_on_gpu: bool = False
     """True where GPUs' libraries run a parameter's update as one kernel, so that a profile for a GPU counts one call."""
     whole_state: bool = False

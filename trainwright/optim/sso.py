@@ -67,10 +67,11 @@ class Surrogate:
             with torch.enable_grad():
                 self._fresh = self._targets()
         targets, self._fresh = self._fresh, None
+        value = self._value_at(targets.detach())  # before `outer` is there: both are as large as the targets
         outer = self._slope + self._proximal_slope(targets.detach()) / self._lr
         with torch.enable_grad():
             along = (outer * targets).sum()
-        return self._value_at(targets.detach()), gradients(along, self._params, create_graph=False)
+        return value, gradients(along, self._params, create_graph=False)
 
     def _value_at(self, targets: Tensor) -> float:
         change = targets - self._anchor
@@ -224,7 +225,10 @@ class SSO(Method):
         if group["target_search"]:
             self.state[group["params"][0]]["target_lr"].fill_(lr)
         surrogate = Surrogate(again, group["params"], targets, sign * _number(value), slope, lr, proximal)
-        return value.detach(), surrogate
+        return (
+            value.detach().clone(),
+            surrogate,
+        )  # torch's mean of squares leaves a number in the storage of the squares
 
     def _target_lr(
         self, group: dict[str, Any], value_at: Callable[[float], float], value: Tensor, slope: Tensor
@@ -357,7 +361,7 @@ RECORD = OptimizerRecord(
     states=(STEP, StateTensor("inner_step", lambda shape, options: (), dtype=torch.float64, once=True), *_FORM_STATES),
     temporaries=_temporaries,
     model_copies=1,
-    output_copies=2,  # d_t and what the gradient of the surrogate is taken along; z_t is the output itself
+    output_copies=5,  # z_t, d_t, the targets now, what q is taken along, and its product with these
     reads="model",
     extra_passes=(ExtraPass("gradient", count=4), ExtraPass("forward", count=10)),
     paper="Lavington, Vaswani, Babanezhad, Schmidt & Le Roux 2023, Target-based Surrogates",

@@ -92,12 +92,12 @@ class _Closure:
         output = module(**part) if isinstance(part, dict) else module(*part)
         loss = find_loss(output)
         if is_first:
-            self.loss = loss.detach()
+            self.loss = loss.detach().clone()  # some losses are a number in the storage of all their terms
             if self.may_update is not None and not self.may_update(loss):
                 raise _LeftOut
         if self.step.wants == "loss":
             return loss
-        logits = whole_logits(output)
+        logits = whole_logits(module, output)
         return (loss, logits) if self.step.wants == "logits" else logits
 
     def end(self) -> None:
@@ -130,7 +130,7 @@ def measuring(module: ParallelModule, part: Any) -> Iterator[Callable[[], Tensor
                 buffer.copy_(before)
 
 
-def whole_logits(output: Any) -> Tensor:
+def whole_logits(module: ParallelModule, output: Any) -> Tensor:
     """Return the logits of all examples, on every rank, with their graph."""
     found = output.output if isinstance(output, LossOutput) else output
     if not isinstance(found, Tensor):
@@ -140,4 +140,4 @@ def whole_logits(output: Any) -> Tensor:
             "a model whose output is, or has, its logits is needed by this optimizer; got "
             f"{type(output).__name__}; return them, or take sophiah, which needs the loss alone"
         )
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    return module.whole(found) if isinstance(found, DTensor) else found

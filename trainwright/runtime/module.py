@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ..artifacts import Plan, UserError
 from ..capture.call import LossFn, check_same_loss
@@ -20,7 +20,7 @@ from ..capture.export import as_batch
 from ..launch import Replicas, init, is_under_torchrun, replicas_of
 from ..profiler.step import DTYPES
 from ..program.decisions import Decisions
-from ..program.layout import REPLICATE
+from ..program.layout import REPLICATE, Layout, Slot
 from ..program.micro_batches import capture_step
 from ..program.other_shapes import without_weights
 from ..program.plan_text import decisions_of
@@ -310,12 +310,23 @@ class ParallelModule(nn.Module):
         storage = storage_of(tensor.shape, tensor.slots, held.layout, communicator.mesh, communicator.coords)
         if storage.shape == tensor.shape:
             return as_dtensor(value, storage, self.device_mesh, communicator.mesh, communicator.coords)
-        whole = (REPLICATE,) * len(communicator.mesh)
+        return self._gathered(value, held.layout, tensor.shape, tensor.slots)
+
+    def whole(self, output: DTensor) -> Tensor:
+        """Return a tensor of this module's output whole, on every rank, with its graph; a collective call.
+
+        `full_tensor` gives the same by the backend's collectives, whose threads copy for themselves.
+        """
+        layout = tuple(at.dim if isinstance(at, Shard) else REPLICATE for at in output.placements)
+        slots = [Slot(dim, size) for dim, size in enumerate(output.shape)]
+        return self._gathered(output.to_local(), layout, output.shape, slots)
+
+    def _gathered(self, part: Tensor, layout: Layout, shape: Sequence[int], slots: Sequence[Slot]) -> Tensor:
+        whole = (REPLICATE,) * len(layout)
         there, back = (
-            Route(transition(*pair), tensor.shape, tensor.slots, communicator)
-            for pair in ((held.layout, whole), (whole, held.layout))
+            Route(transition(*pair), shape, slots, self.communicator) for pair in ((layout, whole), (whole, layout))
         )
-        return reshard(value, there, back)
+        return reshard(part, there, back)
 
     def extra_repr(self) -> str:
         return f"plan={self.plan.solver.name}, mesh={self.plan.mesh}"

@@ -92,7 +92,7 @@ class OptimizerCost(Protocol):
 
     @property
     def output_copies(self) -> int:
-        """Copies of the model's outputs that are held from the first backward to the end of the step."""
+        """Whole copies of the model's outputs, themselves included, that are held at once while it steps; 0: none but them."""
 
     @property
     def num_passes(self) -> float:

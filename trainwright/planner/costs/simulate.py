@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...artifacts import MemoryPoint, UserError
@@ -279,7 +280,8 @@ def _step(
 ) -> None:
     """The reference step: the caller holds the outputs until the update is done.
 
-    A method that takes a Hessian-vector product keeps the graph of the gradient until then.
+    A method that takes a Hessian-vector product keeps the graph of the gradient until then; one that differentiates along the
+    outputs holds whole copies of them instead of the loss.
     """
     state = run_state(None, tracker.target)
     has_curvature = cost is not None and cost.differentiates_twice
@@ -288,21 +290,39 @@ def _step(
             outputs = executor.run(sources, state)
             loss = outputs[executor.local.program.captured.loss_index]
             tracker.mark_forward_end()
-            copies = _copies_of_outputs(executor.local.program, 0 if cost is None else cost.output_copies)
         with tracker.phase("backward"):
             if cost is not None and has_curvature:
                 _backward_with_curvature(loss, sources, optimizer, cost)
+            elif cost is not None and cost.output_copies:
+                del loss
+                outputs = loss = _backward_along(outputs, executor.local.program, cost)
             else:
                 loss.backward()
     with tracker.phase("update"):
         optimizer.step()
-    del outputs, loss, copies
+    del outputs, loss
 
 
-def _copies_of_outputs(program: Program, num: int) -> list[torch.Tensor]:
-    """Return what a method holds of the model's outputs, which every rank has whole."""
-    outputs = [found for found in program.outputs if isinstance(found, Tensor) and found is not program.loss]
-    return [torch.empty(num * output.num_bytes, dtype=torch.uint8) for output in outputs]
+def _backward_along(outputs: list[Any], program: Program, cost: OptimizerCost) -> list[torch.Tensor]:
+    """Set the gradients along the outputs, and return what the method holds of those, which every rank has whole.
+
+    One of its copies is what the backward begins from: of an output that the ranks hold parts of, a part is cut out of it.
+    """
+    pairs = [
+        (found, value)
+        for found, value in zip(program.outputs, outputs)
+        if isinstance(found, Tensor) and found is not program.loss and value.requires_grad
+    ]
+    outputs.clear()
+    edges = [get_gradient_edge(value) for _, value in pairs]
+    parts = [(value.shape, value.dtype, value.nbytes < found.num_bytes) for found, value in pairs]
+    sizes = [found.num_bytes for found, _ in pairs]
+    pairs.clear()
+    whole = [torch.empty((cost.output_copies - 1) * size, dtype=torch.uint8) for size in sizes]
+    first = [torch.empty(size, dtype=torch.uint8) for size, (*_, is_part) in zip(sizes, parts) if is_part]
+    torch.autograd.backward(edges, [torch.empty(shape, dtype=dtype) for shape, dtype, _ in parts])
+    del first
+    return [*whole, *(torch.empty(size, dtype=torch.uint8) for size in sizes)]
 
 
 def _backward_with_curvature(

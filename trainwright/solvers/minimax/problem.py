@@ -74,11 +74,9 @@ class Oracle:
         self.counts = Counts(nfev=0, nsfo=0)
         self.everything = torch.arange(self.num_components, device=device).split(int(max_batch or num_components))
         self.kept: tuple[Tensor, Tensor, float, Tensor, Tensor] | None = None
-        self.is_counted = False
-        """Whether the full gradient that is kept has been counted."""
 
     def full(self, x: Tensor, y: Tensor) -> Pair:
-        return self.look(x, y, counted=True)[1:]
+        return self.look(x, y)[1:]
 
     def batch(self, x: Tensor, y: Tensor, indices_x: Tensor, indices_y: Tensor) -> Pair:
         self._count(len(indices_x))
@@ -86,19 +84,16 @@ class Oracle:
             return self._gradients(x, y, indices_x)[1:]
         return self._gradients(x, y, indices_x, "x")[1], self._gradients(x, y, indices_y, "y")[2]
 
-    def look(self, x: Tensor, y: Tensor, *, counted: bool) -> tuple[float, Tensor, Tensor]:
-        """Return f and both full gradients. Not `counted`: for the record of a run, on which nothing may depend."""
+    def look(self, x: Tensor, y: Tensor) -> tuple[float, Tensor, Tensor]:
+        """Return f and both full gradients; those of the point looked at last are kept, and cost nothing again."""
         if self.kept is None or self.kept[0] is not x or self.kept[1] is not y:
-            self.is_counted = False
+            self._count(self.num_components)
             value, grad_x, grad_y = 0.0, torch.zeros_like(x), torch.zeros_like(y)
             for indices in self.everything:
                 share = len(indices) / self.num_components
                 part, part_x, part_y = self._gradients(x, y, indices)
                 value, grad_x, grad_y = value + share * part, grad_x + share * part_x, grad_y + share * part_y
             self.kept = (x, y, value, grad_x, grad_y)
-        if counted and not self.is_counted:
-            self._count(self.num_components)
-            self.is_counted = True
         return self.kept[2:]
 
     def _gradients(self, x: Tensor, y: Tensor, indices: Tensor, wanted: str = "xy") -> tuple[float, Tensor, Tensor]:

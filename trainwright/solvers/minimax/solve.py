@@ -54,9 +54,10 @@ def minimax(
 
     `max_iterations`: steps of the method (of the inner one, for `AccSpiderGDA`). The residual is the norm of the full gradient;
     the run ends where it is at most `atol`, or `rtol` times its size at the start. It is measured every `check_every`
-    steps (default: where the method computes it anyway). With a tolerance the run depends on it and the measurement counts as n
-    component gradients, unless the method needs the same gradient; without one it is for the record alone, and not counted.
-    `max_evaluations`: limit of component gradients. `max_batch`: components a call, for full gradients that do not fit in memory.
+    steps (default: where the method computes it anyway), at the end, and at the point returned. A measurement counts as n
+    component gradients, unless the method needs the same gradient: `nsfo` is all that the oracle was asked for.
+    `max_evaluations`: limit of component gradients; the measurements of the end come on top. `max_batch`: components a
+    call, for full gradients that do not fit in memory.
 
     Returns the method's own output (its `output_rule`) wherever the run ends; only where it ended as NOT_FINITE or DIVERGED,
     the best point measured.
@@ -82,10 +83,8 @@ def minimax(
     oracle = Oracle(fun, jac, num_components, (packing_x, packing_y), max_batch=max_batch, device=x.device)
     generator = as_generator(seed, x.device)
 
-    has_tolerance = rtol > 0 or atol > 0
-
-    def measure(state: Any, counted: bool = has_tolerance) -> Measured:
-        value, grad_x, grad_y = oracle.look(state.x, state.y, counted=counted)
+    def measure(state: Any) -> Measured:
+        value, grad_x, grad_y = oracle.look(state.x, state.y)
         return Measured(residual=float(torch.hypot(grad_x.norm(), grad_y.norm())), fun=value)
 
     limits = Limits(
@@ -108,7 +107,7 @@ def minimax(
     )
     has_failed = run.status in (Status.NOT_FINITE, Status.DIVERGED)
     point = run.best if has_failed else method.output(run.last)
-    found = measure(point, counted=False)
+    found = measure(point)
     return MinimaxResult(
         x=packing_x.unpack(point.x),
         y=packing_y.unpack(point.y),
