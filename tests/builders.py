@@ -47,9 +47,12 @@ def with_disk(tier: Tier, hardware: str = "cpu:1") -> Cluster:
 
 def peak_bytes(run: Callable[[], object], folder: Path) -> int:
     """The most that `run` held of what it allocated, by the allocator's own records."""
-    gc.collect()  # what an earlier test left behind would be counted as freed by `run`
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
+    gc.disable()  # what an earlier test left behind would be counted as freed by `run`
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run()
+    finally:
+        gc.enable()
     trace = folder / "trace.json"
     profiler.export_chrome_trace(str(trace))
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
@@ -198,9 +201,9 @@ def deep_program(num_layers: int = NUM_LAYERS):
 
 
 @functools.cache
-def peaks():
+def peaks(num_layers: int = NUM_LAYERS):
     """The smallest and the fastest plan's peak on one axis."""
-    (place,) = task(deep_program(), "2xh100").places
+    (place,) = task(deep_program(num_layers), "2xh100").places
     smallest = place.solver.smallest(place.settings("joint"))
     return smallest.simulation.peak_bytes, place.solve("joint").simulation.peak_bytes
 

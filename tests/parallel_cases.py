@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.plans import plan_of, random_decisions
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.models import zoo
 from trainwright.program.program import build_program
 from trainwright.runtime.verification.verify import verify
@@ -24,7 +24,7 @@ def random_plan(
 ) -> dict[str, Any]:
     """Verify a plan drawn from the whole strategy space."""
     meta_model, meta_batch = zoo.build(model, device="meta")
-    program = build_program(capture(meta_model, meta_batch))
+    program = build_program(cached_capture(meta_model, meta_batch))
     literals = {name: value for name, value in meta_batch.items() if not isinstance(value, torch.Tensor)}
     decisions = random_decisions(program, tuple(mesh), seed, recompute, offload=offload)
     plan = plan_of(program, decisions, literals, tier)

@@ -133,6 +133,7 @@ def test_another_model_is_the_users_mistake(plan_path: Path, capsys: pytest.Capt
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.slow  # tests/runtime/test_nodes.py starts them by two torchruns
 def test_the_ranks_that_torchrun_started_are_used(plan_path: Path, folder: Path) -> None:
     command = ["-m", "trainwright", "train", "zoo:gpt2-tiny", "--plan", str(plan_path), "--steps", "2"]
     done = _torchrun(*command)

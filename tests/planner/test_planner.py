@@ -98,38 +98,40 @@ def test_recomputation_comes_close_to_the_best_of_all():
 def test_every_plan_fits_and_joint_is_fastest_on_other_machines(num_cores, flags, monkeypatch):
     monkeypatch.setattr(presets, "num_cores", lambda: num_cores)
     monkeypatch.setattr(presets.machine, "cpu_flags", lambda: frozenset(flags.split()))
-    for name in ("gpt2-tiny", "llama-tiny"):
-        test_every_plan_fits_and_joint_is_fastest(name, "cpu:2", (2,))
+    for name, share in itertools.product(("gpt2-tiny", "llama-tiny"), (0.15, 0.6)):
+        test_every_plan_fits_and_joint_is_fastest(name, "cpu:2", (2,), share)
 
 
 @pytest.mark.parametrize(
-    ("name", "hardware", "mesh"),
+    ("name", "hardware", "mesh", "share"),
     [
-        ("gpt2-tiny", "cpu:2", (2,)),
-        pytest.param("llama-tiny", "cpu:2", (2,), marks=pytest.mark.slow),
-        pytest.param("llama-tiny", "cpu:4", (4,), marks=pytest.mark.slow),
-        pytest.param("gpt2-tiny", "cpu:4", (2, 2), marks=pytest.mark.slow),
+        ("gpt2-tiny", "cpu:2", (2,), 0.15),
+        pytest.param("gpt2-tiny", "cpu:2", (2,), 0.6, marks=pytest.mark.slow),
+        pytest.param("llama-tiny", "cpu:2", (2,), 0.15, marks=pytest.mark.slow),
+        pytest.param("llama-tiny", "cpu:2", (2,), 0.6, marks=pytest.mark.slow),
+        pytest.param("llama-tiny", "cpu:4", (4,), 0.15, marks=pytest.mark.slow),
+        pytest.param("llama-tiny", "cpu:4", (4,), 0.6, marks=pytest.mark.slow),
+        pytest.param("gpt2-tiny", "cpu:4", (2, 2), 0.4, marks=pytest.mark.slow),
     ],
 )
-def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh):
+def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh, share):
     (place,) = task(tiny_program(name), hardware, mesh=mesh).places
     high = place.solve("joint").simulation.peak_bytes
     low = place.solver.smallest(place.settings("joint")).simulation.peak_bytes
-    for share in (0.15, 0.6) if len(mesh) == 1 else (0.4,):
-        place.task.budget_bytes = budget = int(low + share * (high - low))
-        answers = {solver: place.solve(solver) for solver in RECIPES}
-        assert isinstance(answers["joint"], Answer)
-        found = {s: place.overlapped(a)[1].step_s for s, a in answers.items() if isinstance(a, Answer)}
-        assert found["joint"] <= min(found.values()) * 1.002
-        for solver, answer in answers.items():
-            if isinstance(answer, Answer):
-                assert answer.simulation.peak_bytes <= usable_bytes(budget), solver
-                # A recipe that keeps everything is chosen in buckets, though it may fit without them only.
-                overlap = "buckets" if solver in ("ddp", "megatron") else None
-                price = price_of(place, answer.decisions, overlap)
-                assert answer.objective_s == pytest.approx(price, rel=1e-4), solver
-            else:
-                assert answer.smallest is None or answer.smallest.simulation.peak_bytes > usable_bytes(budget), solver
+    place.task.budget_bytes = budget = int(low + share * (high - low))
+    answers = {solver: place.solve(solver) for solver in RECIPES}
+    assert isinstance(answers["joint"], Answer)
+    found = {s: place.overlapped(a)[1].step_s for s, a in answers.items() if isinstance(a, Answer)}
+    assert found["joint"] <= min(found.values()) * 1.002
+    for solver, answer in answers.items():
+        if isinstance(answer, Answer):
+            assert answer.simulation.peak_bytes <= usable_bytes(budget), solver
+            # A recipe that keeps everything is chosen in buckets, though it may fit without them only.
+            overlap = "buckets" if solver in ("ddp", "megatron") else None
+            price = price_of(place, answer.decisions, overlap)
+            assert answer.objective_s == pytest.approx(price, rel=1e-4), solver
+        else:
+            assert answer.smallest is None or answer.smallest.simulation.peak_bytes > usable_bytes(budget), solver
 
 
 def test_comparing_joint_is_never_slower():

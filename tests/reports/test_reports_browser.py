@@ -80,8 +80,15 @@ class Opened:
         self.page.close()
 
 
-@pytest.mark.parametrize("width", [1400, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("light", 1400),
+        ("dark", 400),
+        pytest.param("light", 400, marks=pytest.mark.slow),
+        pytest.param("dark", 1400, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("name", "num_charts"), [("profile", 4), ("asked", 6), ("plan", 7), ("alone", 2)])
 def test_every_chart_is_drawn_and_nothing_complains(browser, pages, name, num_charts, scheme, width) -> None:
     with Opened(browser, pages[name], width, scheme) as opened:

@@ -1,4 +1,4 @@
-"""Which budget to give the memory rows, so that what the simulation says just fits the true one."""
+"""The row budget: the search for the bound on the memory rows whose answer, once simulated, just fits the true budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a solve is given, and what comes of it."""
+"""The settings of a solve and its two results: an answer, or why there is none."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Answer:
     solve_s: float
     notes: list[str] = field(default_factory=list)
     binds: bool = True
-    """Whether memory bound the search; if not, it is what is fastest with any."""
+    """True where the memory budget bound the search; else the answer is the fastest under any budget."""
 
     @property
     def bound_s(self) -> float:
-        """What the gap says of the objective: nothing is below it."""
+        """The lower bound on the objective that the gap states."""
         return 0.0 if self.gap is None else self.objective_s * (1 - min(1.0, self.gap))
 
     def bounded(self, bound_s: float) -> Answer:
@@ -67,7 +67,7 @@ class Infeasible:
 
 @dataclass(eq=False)
 class Settings:
-    """What a solve is given besides the problem."""
+    """The settings of a solve besides its problem."""
 
     budget_bytes: int | None
     time_limit_s: float = 30.0
@@ -76,9 +76,9 @@ class Settings:
     cutoff_s: float = math.inf
     """An answer that takes as long as this is not wanted: another mesh has one."""
     deadline: Deadline = field(default_factory=Deadline)
-    """Of all that was asked; `time_limit_s` is one search's."""
+    """The deadline of the whole question; `time_limit_s` limits one search."""
     one_solve: float = 1.0
-    """Of the time limit, what one solve of the search may take: what comes of it may not fit, and is to be corrected."""
+    """The share of the time limit that one solve may take: its answer may not fit, and correcting it takes time too."""
 
     def stages(
         self,

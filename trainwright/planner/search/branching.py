@@ -33,9 +33,9 @@ _TRIALS = 3
 _SOON_S = 2.0
 """A search that takes longer looks once among the options that the root's relaxation mixes, all else left out."""
 _FAR_GAP = 0.02
-"""Unless what is there is so near to what is proven."""
+"""An incumbent within this gap of the bound makes that look unnecessary."""
 _BEYOND = 0.3
-"""What a child without solution counts as, as a share of its parent's objective."""
+"""The gain, as a share of the parent's objective, that a child without a solution counts as."""
 Allowed = Mapping[Decision, frozenset[int]]
 Child = tuple[frozenset[int], Vertex]
 """The options that one decision is held to, and the relaxation's solution then."""
@@ -68,12 +68,12 @@ class Branching:
     patience: Patience
     time_limit_s: float
     cutoff: float = math.inf
-    """What is not below this is not wanted."""
+    """Solutions at or above this objective are not wanted."""
     progress: Progress | None = None
     narrow: Callable[[Vertex], Solution] | None = None
     """The root's relaxation → the best solution among the options that it mixes; asked once, where no proof comes soon."""
     stop: Stop | None = None
-    """Whether to end now with what there is."""
+    """Asked now and then; where it says true, the search ends with the incumbent."""
     best: Solution = field(default_factory=lambda: Solution(Outcome.STOPPED, None, math.inf, -math.inf, 0.0))
     num_nodes: int = 0
 
@@ -84,7 +84,7 @@ class Branching:
         self._order = itertools.count()
         self._open: list[tuple[float, int, Allowed, Vertex]] = []
         self._given_up = math.inf
-        """What is no longer looked at is not below this."""
+        """The least bound of the nodes that were given up."""
 
     def search(self, root: Vertex) -> Solution:
         """Return the best solution, with the bound that the open nodes prove."""

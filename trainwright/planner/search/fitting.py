@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 MAX_CORRECTIONS = 5
 _MOST_HELD = 6
-"""How often what is kept is chosen anew for one sharding."""
+"""The number of times that the kept tensors are chosen anew for one sharding."""
 _SHARE, _SHARE_OF_LARGE = 2 / 3, 1 / 2
-"""Of the time that is left, what one solve may take, of most problems and of a large one: what comes of it may not fit."""
+"""The share of the remaining time that one solve may take, in general and for a large problem: its answer may not fit."""
 _LEAST_SHARE = 1 / 3
-"""Of the time limit. What is left of it or not, so long is one sharding fitted: what was found is not to be lost."""
+"""The share of the time limit for which one sharding is fitted even if less is left: an answer in hand must not be lost."""
 
 
 class Fitting:
@@ -113,7 +113,7 @@ class Fitting:
         self._refit(answer, rows_peak, solution.bound)
 
     def _begin_from_smallest(self) -> Infeasible | None:
-        """Go on from what holds least: the rows were too careful, and what they say of it may stand, with what it leaves."""
+        """Restart from the smallest plan, since the rows rejected every one: its own peak by the rows is the next row budget."""
         smallest = self._smallest()
         if isinstance(smallest, Infeasible):
             return None if smallest.outcome is Outcome.STOPPED and self._known() is not None else smallest
@@ -135,7 +135,7 @@ class Fitting:
         return time.perf_counter() + self.settings.deadline.limited(seconds)
 
     def _is_over(self, moment: float) -> bool:
-        """Whether `moment` has passed; or, where an answer is known, the deadline of all that was asked."""
+        """Return true once `moment` has passed or, where an answer is known, the deadline of the whole question."""
         is_late = self.search.best is not None and self.settings.deadline.has_passed
         return is_late or time.perf_counter() > moment
 
@@ -184,7 +184,7 @@ class Fitting:
                 break
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
-                # too far below what a larger aim let in, which did not fit: between the two there may be what is wanted
+                # the row budget fell too far below one whose answer did not fit: bisect between the two
                 if not self.solver.problem.is_quick or not own.note_nothing():
                     break
                 continue

@@ -21,9 +21,9 @@ from .stages import FEW_COLUMNS, GAP
 PROVEN = 0.02
 """An answer further than this from what is proven is held against a whole recipe too, as is one that is `OFF`."""
 OFF = 0.02
-"""By how much a step may take longer than the objective says before what else there may be is looked at."""
+"""The relative error of the objective, price against objective, above which other shardings are tried as well."""
 _OFTEN_OFF = 0.005
-"""By how much the objective is off often enough, so that a known sharding that it has as so much slower may be faster."""
+"""The typical relative error of the objective: a known sharding that it ranks slower by no more may be the faster one."""
 _NEAR = 1.1
 _MORE_ROOM = 1.02
 _MUCH_MORE_ROOM = 1.25
@@ -66,14 +66,14 @@ class _Best:
     answer: Answer
     takes: Takes
     is_small: bool
-    """Whether little is lost by fitting what the objective has as slower."""
+    """True for a small model, where fitting a sharding that the objective ranks slower costs little."""
 
     def __post_init__(self) -> None:
         self.step_s = self.takes(self.answer)
 
     @property
     def is_off(self) -> bool:
-        """Whether the objective, hence what is proven, says little of the step."""
+        """True where the price exceeds the objective by so much that the bound says little about the step."""
         return self.step_s > self.answer.objective_s * (1 + OFF)
 
     def below(self, settings: Settings) -> Settings:
@@ -100,7 +100,7 @@ def unproven(solver: Solver, found: Answer) -> Answer:
 
 
 def _is_near(refused: Infeasible, budget: int) -> bool:
-    """Whether the least that a search found in its time misses the budget by so little that a recipe may fit."""
+    """Return true where the smallest plan of the search exceeds the budget by so little that a recipe may fit."""
     least = refused.smallest
     return refused.outcome is not Outcome.SLOWER and least is not None and least.simulation.peak_bytes <= _NEAR * budget
 

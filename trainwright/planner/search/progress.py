@@ -1,4 +1,4 @@
-"""How far a search is, in words: `joint on mesh 8 · 12 of 30 s · best 40.6 ms, proven ≥ 32.9 ms`."""
+"""The line that tells how far a search is: `joint on mesh 8 · 12 of 30 s · best 40.6 ms, proven ≥ 32.9 ms`."""
 
 from __future__ import annotations
 

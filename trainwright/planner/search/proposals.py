@@ -71,7 +71,7 @@ def _options(problem: Problem, allowed: dict[Decision, frozenset[int]]) -> dict[
 
 
 def _rederived(solver: Solver, options: dict[Decision, int], kept: set[Decision]) -> Choice:
-    """Everything is rederived that may be, and every parameter gathered again, but for what is pinned as kept."""
+    """Return the choice that rematerialises all that it may and gathers every parameter again, except what is pinned as kept."""
     _, _, recompute, _ = solver.full()
     again = {decision for decision, _ in recompute.rerun if decision not in kept}
     converts = {(use, want): use.count for use, _, want in recompute.convert}

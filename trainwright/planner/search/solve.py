@@ -34,17 +34,17 @@ from .stages import FEW_COLUMNS, Options, Starts, held_at, solve_in_stages
 
 Allowed = Mapping[Decision, frozenset[int]]
 SHARES = (1.0, 0.5, 0.25)
-"""Of the budget, what a sharding that is chosen first may take at rest."""
+"""The shares of the budget that a sharding which is chosen first may take at rest."""
 FAR = 1.1
-"""What the rows see so many times above the budget is not simulated: should they be wrong, the aim moves."""
+"""The plan that keeps everything is not simulated if its peak by the rows is this many times the budget."""
 TIME_WEIGHT = 0.04
 """What seconds count beside bytes where the least memory is looked for: without, most columns cost nothing and the
 relaxation's vertices are many."""
 
 _START_SHARE = 1 / 6
-"""Of the time limit, what one sharding to begin from may take."""
+"""The share of the time limit that one sharding to begin from may take."""
 _KEPT_TO_LEAST = 4
-"""About how many times more the fastest sharding holds than the least possible: for the size of `TIME_WEIGHT` only."""
+"""A rough ratio of the fastest sharding's memory to the least possible one; it only scales `TIME_WEIGHT`."""
 
 
 class Solver:
@@ -203,11 +203,11 @@ class Solver:
 
     @property
     def hides(self) -> bool:
-        """Whether the device computes while parameters are on their way."""
+        """True where the device computes while parameters are in flight."""
         return self.problem.costs.device.kind == "gpu"
 
     def aim_of(self, options: Options, budget: int) -> float:
-        """Return the rows' budget for one sharding: what they count too much of it when everything is kept is added."""
+        """Return the row budget of one sharding: the true one plus what the rows count too much when everything is kept."""
         choice = Choice(dict(options))
         kept = self.simulate(replace(decisions_from(self.problem, choice), overlap=self.travel_within))
         return budget + max(0.0, self._rows_peak(choice) - kept.peak_bytes)
@@ -345,11 +345,11 @@ class Solver:
     last_aim: float | None = None
     """The rows' budget under which the last answer fitted the true one; None where it fitted without rows."""
     floor_s = 0.0
-    """What the sharding alone takes at least: a bound where the whole problem gives none."""
+    """A lower bound on the seconds of the sharding alone, for where the whole problem gives none."""
     row_peak = 0.0
     _binding_rows: tuple[str, ...] = ()
     _nothing_fits = False
-    """Whether the last solve proved that there is nothing to find, whatever the memory."""
+    """True where the last solve proved that there is no answer under any memory budget."""
 
     def refused(self, smallest: Answer | None) -> Infeasible:
         """Return what kept the last search from an answer; `smallest` is the one that holds least, if there is any."""

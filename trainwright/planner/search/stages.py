@@ -36,14 +36,14 @@ FEW_COLUMNS = 3000
 _MANY_COLUMNS = 40_000
 """With so many, known shardings are tried before the relaxation: one may be close to the floor."""
 _MIXED_SHARE = 2 / 3
-"""Of the time of a search, what the MIP of the mixed options may take."""
+"""The share of a search's time that the MIP of the mixed options may take."""
 _LEAST_SHARE = 1 / 3
-"""Of the time of a search, what is left of it or not, so long is a known sharding looked at where there is no answer yet."""
+"""The share of a search's time that a known sharding gets, even if less is left, where there is no answer yet."""
 
 
 @dataclass(eq=False)
 class Stages:
-    """What the stages of one solve share."""
+    """The state that the stages of one solve share."""
 
     model: Model
     sharding: Sharding
@@ -60,9 +60,9 @@ class Stages:
     cutoff: float = math.inf
     """An answer that is not below this is not wanted."""
     floor: float = -math.inf
-    """What no answer is below."""
+    """A lower bound on every answer's objective."""
     stop: Stop | None = None
-    """Whether a solve that has something is to end with it now; asked while it runs."""
+    """Asked while a solve runs; where it says true, a solve with a solution ends with it."""
 
 
 def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> Solution:

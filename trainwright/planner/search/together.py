@@ -30,17 +30,17 @@ from .two_stage import solve_two_stage
 _KNOWN = "fsdp"
 """The recipe that `joint` is held against: of those that hold little, it is solved soonest."""
 _WORTH = 0.01
-"""Of a step, what all latencies that can be shared must take to be worth a search."""
+"""The share of a step that all shareable latencies must take for a search to be worthwhile."""
 _AHEAD: tuple[Overlap, ...] = ("ahead", "buckets", "none")
 _ONE_BY_ONE: tuple[Overlap, ...] = ("none", "buckets")
 _DEAR = 1.25
-"""Times what a step takes where no memory binds: where memory costs so much, what holds less is looked at."""
+"""Where memory makes a step this many times slower than without a budget, overlaps that hold less are searched too."""
 _DEAR_OF_SMALL = 1.02
-"""The same where a problem is simulated soon, or is solved so and the rows counted too little of what travels ahead."""
+"""The same ratio for a problem that is quick to simulate, or is small and had prefetches undercounted by the rows."""
 _SHARE = 1 / 2
-"""Of the time limit, for the second search."""
+"""The share of the time limit that the second search gets."""
 _ONE_SOLVE = 1 / 5
-"""Of that, what one solve may take."""
+"""The share of that which one solve may take."""
 
 Overlapped = Callable[[Answer], tuple[Answer, Price]]
 """An answer with its parameters travelling as far ahead as the budget allows, and what that takes."""
@@ -111,7 +111,7 @@ def _as_seen(solver: Solver, settings: Settings, answer: Answer, price: Price, t
 
 
 def _may_be_less(solver: Solver, refused: Infeasible) -> bool:
-    """Whether the next way may do better than one that was refused: it holds less, or, where nothing is hidden, takes less."""
+    """Return true where the next overlap may succeed: GPUs try the one that holds most first, CPUs the one that holds least."""
     return (refused.outcome is Outcome.SLOWER) != solver.hides
 
 
@@ -128,7 +128,7 @@ def _below(settings: Settings, seconds: float) -> Settings:
 
 
 def _better(answer: Answer, found: Answer) -> Answer:
-    """What was found in place of an answer, with the gap that it has to what both searches prove."""
+    """Return the better answer with its gap to the bound that both searches prove."""
     better = found.bounded(min(answer.bound_s, found.bound_s))
     return replace(better, notes=answer.notes, solve_s=answer.solve_s + found.solve_s)
 
@@ -144,7 +144,7 @@ def _search(
 
 
 def _is_worth_it(solver: Solver, answer: Answer, seconds: float, budget: int) -> bool:
-    """Whether the other way may gain more than a gap on an answer that takes `seconds`."""
+    """Return true where the other overlap may gain more than the gap on an answer that takes `seconds`."""
     if solver.hides:
         # the rows saw less than there is: what travels ahead holds what binds
         is_tight = solver.last_aim is not None and solver.last_aim <= budget
