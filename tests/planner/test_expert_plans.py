@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import trainwright as tw
 from tests.pool import Pool
@@ -49,18 +50,21 @@ def test_more_imbalance_is_planned_with_more_memory_and_time() -> None:
 @pytest.mark.parametrize("split", ["t.0+e", pytest.param("e", marks=pytest.mark.slow)])
 def test_the_peak_is_that_of_the_rows_that_were_sent(pool2: Pool, split: str) -> None:
     plan = planned(split, "worst")
-    for found in pool2.run("tests.expert_cases:peaks", timeout_s=200, model="gpt-oss-tiny", plan=plan.to_json()):
-        assert found["counts"][0], "rows are counted"
-        assert found["measured"] <= found["promised"]
-        assert abs(found["measured"] - found["known"]) <= 64, found
+    for found in pool2.run("tests.expert_cases:reported", timeout_s=200, model="gpt-oss-tiny", plan=plan.to_json()):
+        assert found["passed"]
+        assert found["expert_imbalance"] > 1.0
+        assert len(found["routed_peak_bytes"]) == 2
+        for measured, known in zip(found["peak_bytes"], found["routed_peak_bytes"]):
+            assert measured <= found["predicted_peak_bytes"]
+            assert abs(measured - known) <= 64, found
 
 
 def test_splits_of_known_rows_count_nothing(pool2: Pool) -> None:
-    for found in pool2.run(
-        "tests.expert_cases:peaks", timeout_s=200, model="gpt-oss-tiny", plan=planned("f").to_json()
-    ):
-        assert found["counts"] == [{}, {}]
-        assert abs(found["measured"] - found["promised"]) <= 64, found
+    plan = planned("f").to_json()
+    for found in pool2.run("tests.expert_cases:reported", timeout_s=200, model="gpt-oss-tiny", plan=plan):
+        assert found["routed_peak_bytes"] == ()
+        assert found["expert_imbalance"] is None
+        assert abs(max(found["peak_bytes"]) - found["predicted_peak_bytes"]) <= 64, found
 
 
 def test_going_over_is_told_or_stops_all_ranks(pool2: Pool) -> None:
@@ -71,6 +75,47 @@ def test_going_over_is_told_or_stops_all_ranks(pool2: Pool) -> None:
         assert "2 × their even share" in found["refused"]
         assert "step 0" in found["refused"]
         assert found["same"], "the update is not made"
+
+
+def test_rows_beyond_the_plan_are_computed_in_pieces_or_dropped(pool2: Pool) -> None:
+    plan = planned("t.0+e")
+    warned, pieces, dropped = (
+        pool2.run("tests.expert_cases:limited", timeout_s=100, plan=plan.to_json(), limit=limit)
+        for limit in ("none", "pieces", "drop")
+    )
+    promised = plan.predicted.peak_bytes
+    for place in range(2):
+        assert warned[place]["factor"] == pieces[place]["factor"] == dropped[place]["factor"]
+        assert pieces[place]["losses"] == pytest.approx(warned[place]["losses"], rel=1e-6)
+        for name, gradient in warned[place]["gradients"].items():
+            torch.testing.assert_close(torch.tensor(pieces[place]["gradients"][name]), torch.tensor(gradient))
+        assert pieces[place]["peak"] <= promised
+        assert dropped[place]["peak"] <= promised
+        assert dropped[place]["losses"] != pytest.approx(warned[place]["losses"], rel=1e-6)
+    assert max(each["peak"] for each in warned) > promised
+    rows, excess = (sum(each["rows"][at] for each in dropped) for at in range(2))
+    assert excess / rows == pytest.approx(1 - 1.25 / 2, abs=0.01), "the first rank may have 1.25 of the 2 shares that it is sent"
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 1.25])
+@pytest.mark.parametrize("limit", ["none", "pieces", "drop"])
+def test_what_is_left_of_skewed_rows_is_computed_exactly(pool2: Pool, limit: str, imbalance: float) -> None:
+    first, second = pool2.run("tests.expert_cases:routes", timeout_s=100, limit=limit, imbalance=imbalance)
+    for found in (first, second):
+        assert max(found["errors"]) < 1e-12, found
+        assert found["heaviest"]
+        assert found["dropped"] == (sum(each["counted"][0][0] for each in (first, second)) if limit == "drop" else 0)
+        if limit != "none":
+            assert found["largest"] <= 5 * max(24, found["counted"][0][1]), "no exchange brings more rows than planned"
+    assert first["counted"][0][0] > 0, "the case goes over"
+
+
+def test_drops_are_recorded_step_by_step(pool2: Pool) -> None:
+    plan = planned("t.0+e").to_json()
+    for policy, share in (("rerun", None), ("drop", 0.375)):
+        for found in pool2.run("tests.expert_cases:skewed", timeout_s=100, plan=plan, policy=policy):
+            assert found["factors"] == pytest.approx([2.0] * 3, abs=0.05)
+            assert found["dropped"] == ([None] * 3 if share is None else pytest.approx([share] * 3, abs=0.03))
 
 
 def test_two_axes_that_exchange_are_refused() -> None:
