@@ -46,6 +46,12 @@ def reported(model: str, plan: str) -> dict[str, Any]:
     return tw.verify(lambda: zoo.build(model, device="cpu"), tw.Plan.parse(plan)).model_dump()
 
 
+def trained(plan: str, metrics: str) -> None:
+    """Train two steps, and write down what they saw."""
+    model, batch = zoo.build("gpt-oss-tiny", device="cpu")
+    tw.train(model, tw.Plan.parse(plan), [batch] * 2, steps=2, metrics=metrics)
+
+
 def limited(plan: str, limit: str) -> dict[str, Any]:
     """Loss, gradients and peak of a step whose router sends every token to the first rank's experts, under a limit."""
     parsed = tw.Plan.parse(plan)
@@ -76,8 +82,12 @@ def routes(limit: str, imbalance: float) -> dict[str, Any]:
         return numbers.tolist()
 
     holders = Holders(6, ((0, 3), (3, 6)), place, group, count, imbalance, lambda: Limit(limit))
-    leaves = [x[part].detach().requires_grad_() for x, part in zip((tokens, weights, w_in, w_out), (own, own, held, held))]
-    found = run_experts(leaves[0], ids[own], leaves[1], leaves[2], leaves[3], None, None, GATES["silu_glu"].run, False, holders)
+    leaves = [
+        x[part].detach().requires_grad_() for x, part in zip((tokens, weights, w_in, w_out), (own, own, held, held))
+    ]
+    found = run_experts(
+        leaves[0], ids[own], leaves[1], leaves[2], leaves[3], None, None, GATES["silu_glu"].run, False, holders
+    )
     wanted_grad = torch.linspace(-1, 1, tokens.numel(), dtype=torch.float64).view_as(tokens)
     grads = torch.autograd.grad(found, leaves, wanted_grad[own])
     stays = torch.ones_like(weights)
@@ -90,7 +100,13 @@ def routes(limit: str, imbalance: float) -> dict[str, Any]:
     pairs = [(found, whole[own]), *zip(grads, (w[part] for w, part in zip(wanted, (own, own, held, held))))]
     errors = [float((a - b).abs().max()) for a, b in pairs]
     heavy = _heaviest_stay(ids, weights.detach(), stays, place)
-    return {"errors": errors, "dropped": int((1 - stays).sum()), "counted": kept, "heaviest": heavy, "largest": max(group.received)}
+    return {
+        "errors": errors,
+        "dropped": int((1 - stays).sum()),
+        "counted": kept,
+        "heaviest": heavy,
+        "largest": max(group.received),
+    }
 
 
 def _heaviest_stay(ids: torch.Tensor, weights: torch.Tensor, stays: torch.Tensor, place: int) -> bool:

@@ -18,9 +18,7 @@ def verified(model_fn: Callable[[], Any], plan: Plan, dtype: str, seed: int) -> 
 
     chosen = optim.of_plan(plan)
 
-    def peak_of(
-        program: Program, decisions: Decisions, coords: Sequence[int], counts: Mapping[str, list[int]]
-    ) -> int:
+    def peak_of(program: Program, decisions: Decisions, coords: Sequence[int], counts: Mapping[str, list[int]]) -> int:
         return simulate(
             program, decisions, chosen.on_fakes, target=plan.cluster.device.kind, coords=coords, optimizer_cost=chosen,
             counts=counts,

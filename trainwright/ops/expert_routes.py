@@ -135,7 +135,10 @@ class _Call:
             most = planned_rows(tokens, k, held, holders.num_experts, holders.imbalance)
             return tokens * k if whole else most, tokens * k * held / holders.num_experts
 
-        (may_send, sent), (may_compute, computed) = planned(num_tokens, holders.num_held), planned(num_tokens * num, holders.num_own)
+        (may_send, sent), (may_compute, computed) = (
+            planned(num_tokens, holders.num_held),
+            planned(num_tokens * num, holders.num_own),
+        )
         return cls(holders, key, order, counts, may_send, may_compute, (sent, computed))
 
     def by_holder(self, counts: Tensor) -> Tensor:
@@ -236,7 +239,9 @@ class _Everyone:
         num, told = len(sent), torch.cat([sent.reshape(-1), may]).unsqueeze(0)
         every = told if group is None else exchanged(group, told.repeat(num, 1), (1,) * num, (1,) * num)
         every = every.cpu()
-        return cls(call, every[:, : -len(may)].view(num, *sent.shape), [_May(*row) for row in every[:, -len(may) :].tolist()])
+        return cls(
+            call, every[:, : -len(may)].view(num, *sent.shape), [_May(*row) for row in every[:, -len(may) :].tolist()]
+        )
 
     @property
     def place(self) -> int:

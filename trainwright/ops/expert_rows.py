@@ -25,6 +25,8 @@ from .grouped import grouped_mm, grouped_outer
 from .local import AxisGroup
 
 Gate = Callable[[Tensor], Tensor]
+
+
 def run_experts(
     tokens: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None,
     gate: Gate, transposed: bool, holders: Holders,

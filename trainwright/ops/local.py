@@ -47,7 +47,9 @@ class Rows(NamedTuple):
 
     def excess(self, numbers: Sequence[int]) -> int:
         """Return the rows that are sent or computed beyond those that were planned, the more of both."""
-        return max(0, self.computed(numbers) - self.computed(self.planned), self.sent(numbers) - self.sent(self.planned))
+        return max(
+            0, self.computed(numbers) - self.computed(self.planned), self.sent(numbers) - self.sent(self.planned)
+        )
 
 
 class Pair(NamedTuple):

@@ -197,9 +197,9 @@ def _measured_table(report: Report) -> str:
         judged = verdict(peak <= allowed) if report.budget_bytes is not None else ""
         rows.append(("peak, largest rank", format_bytes(peak), format_bytes(allowed), judged))
     if report.routed_peak_bytes:
-        allowed = f"{format_bytes(max(report.routed_peak_bytes))} predicted"
+        again = f"{format_bytes(max(report.routed_peak_bytes))} predicted"
         ratio = format_ratio(max(report.peak_bytes), max(report.routed_peak_bytes))
-        rows.append(("peak, for the rows that were sent", format_bytes(max(report.peak_bytes)), allowed, ratio))
+        rows.append(("peak, for the rows that were sent", format_bytes(max(report.peak_bytes)), again, ratio))
     if report.step_s is not None:
         ratio = format_ratio(report.step_s, report.predicted_step_s)
         rows.append(("step", format_s(report.step_s), f"{format_s(report.predicted_step_s)} predicted", ratio))

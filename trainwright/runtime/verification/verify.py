@@ -40,7 +40,6 @@ from .comparison import (
 )
 from .reference import Eager, Exact, MakeOptimizer, Reference, Step, Tensors, as_double, outputs_of
 
-
 PeakOf = Callable[[Program, Decisions, Sequence[int], Mapping[str, list[int]]], int]
 """The peak that is predicted for the rank at some coordinates, given the rows that each of its ops counted."""
 
