@@ -479,8 +479,7 @@ def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64
     >>> verify(build, globals()["plan"](net, batch, loss_fn=loss_fn, hardware="cpu:1")).passed
     True
     """
-    from . import optim
-    from .runtime import verify as run
+    from .verifying import verified
 
     plan = as_plan(plan)
     if not callable(model_fn) or hasattr(model_fn, "forward"):
@@ -488,9 +487,7 @@ def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64
             f"a function that builds (model, batch, loss_fn) is needed to verify; got a {type(model_fn).__name__}; each run "
             "starts from the same values: try lambda: (Model(), batch, loss_fn)"
         )
-    chosen = optim.of_plan(plan)
-    make = None if chosen.needs_loss else chosen.make
-    return run(model_fn, plan, dtype=dtype, seed=seed, make_optimizer=make)  # fmt: skip
+    return verified(model_fn, plan, dtype, seed)
 
 
 def calibrate(

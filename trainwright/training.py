@@ -107,7 +107,8 @@ def train(
     checkpoint: a directory; written after every `checkpoint_every` steps and after the last, the newest `keep` stay.
     resume: go on from the newest checkpoint.
     on_nan: `"stop"`, `"skip"` or `"raise"` when the loss or a gradient is not finite; the weights never see such a step.
-    on_imbalance: `"warn"` or `"stop"` when a rank's experts are sent more rows than the plan allows for (`expert_imbalance`).
+    on_imbalance: `"warn"`, `"stop"`, `"rerun"` (in pieces, so that the peak holds) or `"drop"` (the rows beyond) when a rank's
+    experts are sent more rows than the plan allows for (`expert_imbalance`).
     timeout_s: seconds that a rank may be at one thing before the run ends and says at which; None: no limit.
     metrics: a file that gets a line of JSON a step. on_step: called on every rank with that line as a dict.
 

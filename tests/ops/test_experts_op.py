@@ -13,7 +13,7 @@ from torch import Tensor
 
 import trainwright as tw
 from trainwright.artifacts import UserError
-from trainwright.ops.expert_rows import planned_rows
+from trainwright.ops.expert_routes import planned_rows
 from trainwright.ops.grouped import grouped_mm, grouped_outer
 
 

@@ -14,7 +14,16 @@ from tests.pool import Pool
 from trainwright.capture.export import capture
 from trainwright.program.program import build_program
 
-MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "t5-tiny", "mixtral-tiny"]
+SLOW_ONLY = (
+    "qwen3-tiny",
+    "olmo-2-tiny",
+    "gemma-3-tiny",
+    "mamba-2-tiny",
+    "qwen3-moe-tiny",
+    "deepseek-v3-tiny",
+    "gpt-oss-tiny",
+)
+MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "t5-tiny", "mixtral-tiny", *SLOW_ONLY]
 IN_CI = {"gpt2-tiny", "resnet-tiny", "t5-tiny"}
 """The kinds of model that differ most; the others join them in the full grid."""
 SOME = [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
@@ -26,7 +35,7 @@ SOLVERS = ["ddp", "fsdp", "megatron", "two-stage", "joint"]
 def case(model: str, solver: str):
     """Of the models that are not in `IN_CI`, the joint plan alone is no slow test; of large ones, `fsdp` too."""
     in_ci = SOLVERS if model == "gpt2-tiny" else ["fsdp", "joint"] if model in IN_CI else ["joint"]
-    is_slow = solver == "two-stage" or solver not in in_ci
+    is_slow = solver == "two-stage" or solver not in in_ci or model in SLOW_ONLY
     return pytest.param(model, solver, marks=pytest.mark.slow if is_slow else ())
 
 

@@ -62,10 +62,10 @@ def test_on_four_ranks(pool4: Pool, family: str, mesh: list[int], split: list[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("mesh", [[4], [2, 2]])
 def test_random_plans(pool4: Pool, mesh: list[int], seed: int) -> None:
-    model = ("mixtral-tiny", "gpt-oss-tiny", "qwen3-moe-tiny")[seed % 3]
+    model = ("mixtral-tiny", "gpt-oss-tiny", "qwen3-moe-tiny", "deepseek-v3-tiny")[seed % 4]
     report = pool4.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=mesh, seed=seed)[0]
     assert report["passed"], report
 

@@ -3,7 +3,7 @@
 from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .estimator import Estimator
-from .explanation import Alternative, ExplainedDecision, Explanation
+from .explanation import Alternative, BreakEven, ExplainedDecision, Explanation
 from .fitting import FitOn, Fitting
 from .offers import Offer, Offers
 from .packages import is_installed, need, needed
@@ -34,6 +34,7 @@ __all__ = [
     "Alternative",
     "Artifact",
     "BatchEntry",
+    "BreakEven",
     "Checked",
     "Cluster",
     "Compared",

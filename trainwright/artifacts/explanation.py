@@ -41,6 +41,19 @@ class ExplainedDecision:
     """Which blocks keep it off the device; of a parameter, its optimizer state."""
     alternative: Alternative | None
     """None: there is no other option."""
+    even_at: BreakEven | None = None
+    """Of experts: None where rows that depend on the data change nothing between its options."""
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """The imbalance of experts at which two splits take as long, by the sum of their parts."""
+
+    imbalance: float
+    below: tuple[str, ...]
+    """The split that is faster where routing is more even; its rows depend on the data."""
+    above: tuple[str, ...]
+    """The one that is faster where it is more skewed, as its rows are known."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,10 @@ class Report(Artifact):
     predicted_peak_bytes: int
     peak_bytes: tuple[int, ...]
     """One per rank, over two whole steps with the plan's optimizer, from the allocator's own records."""
+    routed_peak_bytes: tuple[int, ...] = ()
+    """One per rank: the peak as it is predicted for the rows of experts that the rank was sent; none where rows are known."""
+    expert_imbalance: float | None = None
+    """The most rows that any rank's experts were sent in a layer, as a multiple of the even share."""
     budget_bytes: int | None
     step_s: float | None = None
     predicted_step_s: float | None = None

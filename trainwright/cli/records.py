@@ -13,7 +13,8 @@ from ..artifacts import UserError, need
 from ..artifacts.record import write_atomically
 
 FIELDS = ("step", "loss", "step_s", "samples_per_s", "tokens_per_s", "peak_bytes", "comm_s", "update_s", "selection_s", "lr",
-          "grad_norm", "grad_norm_1", "eval_loss", "num_batches", "expert_imbalance", "sync_bytes", "sync_rounds")  # fmt: skip
+          "grad_norm", "grad_norm_1", "eval_loss", "num_batches", "expert_imbalance", "expert_dropped",
+          "sync_bytes", "sync_rounds")  # fmt: skip
 ALWAYS = ("step", "loss", "step_s", "samples_per_s", "peak_bytes")
 
 

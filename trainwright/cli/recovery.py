@@ -19,7 +19,11 @@ OnNanOption = Annotated[
     str, typer.Option(metavar="stop|skip|raise", help="When loss or gradients are not finite; no weight sees them.")
 ]
 OnImbalanceOption = Annotated[
-    str, typer.Option(metavar="warn|stop", help="When experts are sent more rows than planned; nothing is dropped.")
+    str,
+    typer.Option(
+        metavar="POLICY",
+        help="When experts are sent more rows than planned: warn, stop, rerun (in pieces, so that the peak holds), drop.",
+    ),
 ]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", metavar="S", min=0.1, help="Seconds that a rank may be at one op or batch.")

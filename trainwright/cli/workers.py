@@ -14,8 +14,7 @@ from .syncing import sent_by_all
 
 def verify(model: dict[str, Any], plan: str, dtype: str, seed: int = 0) -> dict[str, Any]:
     """Compare the plan with one process on this rank of its ranks; the answer is a `Report`."""
-    from .. import optim
-    from ..runtime.verification.verify import verify as compare
+    from ..verifying import verified
 
     parsed = Plan.parse(plan, where="the plan")
 
@@ -23,10 +22,7 @@ def verify(model: dict[str, Any], plan: str, dtype: str, seed: int = 0) -> dict[
         loaded = _load(model)
         return loaded.model, loaded.batch, loaded.loss_fn
 
-    chosen = optim.of_plan(parsed)
-    make = None if chosen.needs_loss else chosen.make
-    report = compare(build, parsed, dtype=dtype, seed=seed, make_optimizer=make)
-    return report.model_dump(mode="json")
+    return verified(build, parsed, dtype, seed).model_dump(mode="json")
 
 
 def train(

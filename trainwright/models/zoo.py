@@ -217,6 +217,20 @@ _QWEN2 = _Kind(
 )
 
 
+def _causal(name: str, config: str = "") -> _Kind:
+    fixed = {"use_cache": False}
+    return _Kind(
+        CAUSAL, f"{name}ForCausalLM", config or f"{name}Config", _causal_batch, fixed, "max_position_embeddings"
+    )
+
+
+_QWEN3, _OLMO2, _GEMMA3 = _causal("Qwen3"), _causal("Olmo2"), _causal("Gemma3", "Gemma3TextConfig")
+# a state of fixed size: sequences may be as long as any
+_MAMBA2 = _Kind(
+    "state-space language model", "Mamba2ForCausalLM", "Mamba2Config", _causal_batch, {"use_cache": False}, ""
+)
+
+
 def _mixture(name: str) -> _Kind:
     return _Kind(
         "mixture of experts",
@@ -311,6 +325,96 @@ _TABLE: tuple[_Record, ...] = (
             "vocab_size": 152064,
             **_widths(3584, 18944, 28, 28),
             "num_key_value_heads": 4,
+        },
+        8,
+        4096,
+    ),
+    _Record("qwen3-tiny", _QWEN3, _tiny_llama(head_dim=16), 4, 32),
+    _Record(
+        "qwen3-8b",
+        _QWEN3,
+        {
+            **_widths(4096, 12288, 36, 32),
+            "vocab_size": 151936,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        8,
+        4096,
+    ),
+    _Record("olmo-2-tiny", _OLMO2, _tiny_llama(), 4, 32),
+    _Record(
+        "olmo-2-7b",
+        _OLMO2,
+        {
+            **_widths(4096, 11008, 32, 32),
+            "vocab_size": 100352,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+        8,
+        4096,
+    ),
+    _Record(
+        "gemma-3-tiny",
+        _GEMMA3,
+        _tiny_llama(
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        4,
+        32,
+    ),
+    _Record(
+        "gemma-3-4b",
+        _GEMMA3,
+        {
+            **_widths(2560, 10240, 34, 8),
+            "vocab_size": 262208,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+            "max_position_embeddings": 131072,
+        },
+        8,
+        4096,
+    ),
+    _Record(
+        "mamba-2-tiny",
+        _MAMBA2,
+        {
+            **TINY_VOCAB,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+        },
+        4,
+        32,
+    ),
+    _Record(
+        "mamba-2-2.7b",
+        _MAMBA2,
+        {
+            "vocab_size": 50288,
+            "hidden_size": 2560,
+            "num_hidden_layers": 64,
+            "num_heads": 80,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 1,
+            "tie_word_embeddings": True,
         },
         8,
         4096,

@@ -7,77 +7,24 @@
 
 The weight is multiplied in between the products, so that its gradient needs nothing of the result: what is kept is the
 order, the rows' input of the gate, and rows that came from elsewhere. The backward makes the gate's result anew.
+Of a call that is computed in pieces the order alone is kept: its backward computes each piece anew, one after the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .expert_routes import Holders, Routed, exchanged, route
 from .grouped import grouped_mm, grouped_outer
-from .local import AxisGroup, Rows
+from .local import AxisGroup
 
 Gate = Callable[[Tensor], Tensor]
-Count = Callable[[Tensor, Rows], list[int]]
-"""(numbers of rows, what was planned) → the numbers that count: read where there are values, else the planned ones."""
-
-
-@dataclass(frozen=True)
-class Holders:
-    """Who computes which experts, as one rank sees it."""
-
-    num_experts: int
-    ranges: tuple[tuple[int, int], ...]
-    """First expert and the one after the last, of each rank of the group that exchanges rows; of one rank alone, its own."""
-    place: int = 0
-    """This rank's in the group."""
-    group: AxisGroup | None = None
-    count: Count | None = None
-    """None: this rank holds all experts, and knows how many rows there are."""
-    imbalance: float = 1.0
-    """By how much the fullest rank may have more rows than its even share, where they are planned."""
-
-    @property
-    def num_held(self) -> int:
-        """The experts that the whole group holds."""
-        return sum(stop - first for first, stop in self.ranges)
-
-    @property
-    def num_own(self) -> int:
-        first, stop = self.ranges[self.place]
-        return stop - first
-
-
-def planned_rows(num_tokens: int, k: int, held: int, num_experts: int, imbalance: float) -> int:
-    """Return the rows that are planned for `held` of `num_experts` experts: the even share times the imbalance, or the most.
-
-    >>> planned_rows(100, 2, 1, 8, 1.25), planned_rows(100, 2, 1, 8, math.inf)
-    (32, 100)
-    """
-    most = num_tokens * min(k, held)
-    even = num_tokens * k * held / num_experts
-    return min(most, math.ceil(even * imbalance)) if math.isfinite(imbalance) else most
-
-
-@dataclass(frozen=True)
-class _Routed:
-    """Where the rows of one call go: tensors alone, beside the lengths of what is exchanged."""
-
-    order: Tensor
-    """[rows sent] The place of each row's choice among all tokens' choices, by holder and expert."""
-    ends: Tensor
-    """[own experts], int32: where the rows of each end, among those that are computed here."""
-    expert: Tensor
-    """[rows computed] The own expert of each."""
-    local: Tensor | None
-    """[rows computed] Where each came in what was received; None where nothing is exchanged."""
-    send: tuple[int, ...] = ()
-    receive: tuple[int, ...] = ()
 
 
 def run_experts(
@@ -88,73 +35,20 @@ def run_experts(
     return _Experts.apply(tokens, ids, weights, w_in, w_out, b_in, b_out, gate, transposed, holders)
 
 
-def _route(ids: Tensor, holders: Holders) -> _Routed:
-    flat, held = ids.reshape(-1), holders.num_held
-    key = flat if holders.count is None else _positions(flat, holders)
-    order = torch.argsort(key, stable=True)
-    by_holder = key[order]
-    bounds = torch.searchsorted(by_holder, torch.arange(held + 1, device=ids.device))
-    if holders.count is None:
-        return _Routed(order, bounds[1:].to(torch.int32), by_holder, None)
-    sent = planned_rows(ids.shape[0], ids.shape[1], held, holders.num_experts, holders.imbalance)
-    if holders.group is None:
-        (size,) = holders.count(bounds[-1:], Rows([sent], flat.shape[0] * held / holders.num_experts))
-        return _Routed(order[:size].clone(), bounds[1:].to(torch.int32), by_holder[:size].clone(), None)
-    return _route_among(order, bounds.diff(), sent if held < holders.num_experts else flat.shape[0], ids, holders)
-
-
-def _positions(flat: Tensor, holders: Holders) -> Tensor:
-    """Return for each choice the position of its expert in the order of holders; behind all, where nobody here holds it."""
-    table = torch.full((holders.num_experts,), holders.num_held, dtype=flat.dtype, device=flat.device)
-    position = 0
-    for first, stop in holders.ranges:
-        table[first:stop] = torch.arange(position, position + stop - first, device=flat.device)
-        position += stop - first
-    return table[flat]
-
-
-def _route_among(order: Tensor, counts: Tensor, sent: int, ids: Tensor, holders: Holders) -> _Routed:
-    """Let the ranks of the group know how many rows each sends, by expert: the only thing that the host has to see."""
-    assert holders.group is not None
-    assert holders.count is not None
-    num, own = len(holders.ranges), holders.num_own
-    sizes = [stop - first for first, stop in holders.ranges]
-    padded = torch.stack([torch.nn.functional.pad(part, (0, max(sizes) - len(part))) for part in counts.split(sizes)])
-    theirs = _exchanged(holders.group, padded, (1,) * num, (1,) * num)[:, :own]
-    received = planned_rows(ids.shape[0] * num, ids.shape[1], own, holders.num_experts, holders.imbalance)
-    rows = Rows(
-        [sent, *[0] * (num - 1), received, *[0] * (num - 1)], ids.numel() * num * own / holders.num_experts, num
-    )
-    lengths = holders.count(torch.cat([padded.sum(1), theirs.sum(1)]), rows)
-    send, receive = lengths[:num], lengths[num:]
-    each = torch.arange(own, device=ids.device).repeat(num)
-    expert = each.repeat_interleave(theirs.reshape(-1), output_size=sum(receive))
-    local = torch.argsort(expert, stable=True)
-    order = order if sum(send) == order.shape[0] else order[: sum(send)].clone()
-    ends = theirs.sum(0).cumsum(0).to(torch.int32)
-    return _Routed(order, ends, expert[local], local, tuple(send), tuple(receive))
-
-
 class _Exchange(torch.autograd.Function):
     """Rows that go to the ranks of a group; their gradients come back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: AxisGroup, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
         ctx.back = group, receive, send
-        return _exchanged(group, rows, send, receive)
+        return exchanged(group, rows, send, receive)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _Exchange.apply(grads[0], *ctx.back), None, None, None
 
 
-def _exchanged(group: AxisGroup, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
-    width = math.prod(rows.shape[1:])
-    flat = group.all_to_all(rows.contiguous().view(-1), [n * width for n in send], [n * width for n in receive])
-    return flat.view(sum(receive), *rows.shape[1:])
-
-
-def _to_experts(rows: Tensor, routed: _Routed, holders: Holders) -> Tensor:
+def _to_experts(rows: Tensor, routed: Routed, holders: Holders) -> Tensor:
     """Bring rows in the order of sending to where they are computed, ordered by expert."""
     if routed.local is None:
         return rows
@@ -162,7 +56,7 @@ def _to_experts(rows: Tensor, routed: _Routed, holders: Holders) -> Tensor:
     return _Exchange.apply(rows, holders.group, routed.send, routed.receive)[routed.local]
 
 
-def _from_experts(rows: Tensor, routed: _Routed, holders: Holders) -> Tensor:
+def _from_experts(rows: Tensor, routed: Routed, holders: Holders) -> Tensor:
     """Bring them back."""
     if routed.local is None:
         return rows
@@ -207,21 +101,32 @@ class _Weights:
         """Return the gradient of the matrices that took rows `left` to rows of gradient `right`, as they are stored."""
         return grouped_outer(left, right, ends) if self.transposed else grouped_outer(right, left, ends)
 
+    def rows_beside(self, tokens: Tensor, weights: Tensor) -> int:
+        """Return as many rows as take the memory of all gradients, which a call in pieces adds up beside its rows."""
+        operands = [tokens, weights, self.w_in, self.w_out, self.b_in, self.b_out]
+        held = sum(tensor.numel() * tensor.element_size() for tensor in operands if tensor is not None)
+        hidden, inner = self.out_of.shape[2], self.out_of.shape[1]
+        row = (2 * hidden + self.into.shape[2] + inner) * self.w_in.element_size()
+        return math.ceil(held / row)
+
 
 def _compute(
-    tokens: Tensor, weights: Tensor, own: _Weights, gate: Gate, routed: _Routed, holders: Holders
+    tokens: Tensor, weights: Tensor, own: _Weights, gate: Gate, routed: Routed, holders: Holders
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result for each token, the rows that came here, and what went into the gate."""
     num_tokens, k = weights.shape
     rows = _to_experts(tokens[routed.order // k], routed, holders)
     scale = _to_experts(weights.reshape(-1)[routed.order], routed, holders).unsqueeze(1)
-    up = grouped_mm(rows, own.into, routed.ends)
-    if own.b_in is not None:
-        up = _plus(up, own.b_in[routed.expert])
+    up = _into_gate(rows, own, routed)
     out = grouped_mm(_times(gate(up), scale), own.out_of, routed.ends)
     if own.b_out is not None:
         out = _plus(out, _times(own.b_out[routed.expert], scale))
     return _to_tokens(_from_experts(out, routed, holders), routed.order, num_tokens, k), rows, up
+
+
+def _into_gate(rows: Tensor, own: _Weights, routed: Routed) -> Tensor:
+    up = grouped_mm(rows, own.into, routed.ends)
+    return up if own.b_in is None else _plus(up, own.b_in[routed.expert])
 
 
 def _plus(x: Tensor, y: Tensor) -> Tensor:
@@ -242,25 +147,32 @@ class _Experts(torch.autograd.Function):
         ctx: Any, tokens: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None,
         b_out: Tensor | None, gate: Gate, transposed: bool, holders: Holders,
     ) -> Tensor:  # fmt: skip
-        routed = _route(ids, holders)
         own = _Weights(w_in, w_out, b_in, b_out, transposed)
-        result, rows, up = _compute(tokens, weights, own, gate, routed, holders)
-        received = None if routed.local is None else rows
-        kept = routed.order, routed.ends, routed.expert, routed.local
-        ctx.save_for_backward(tokens, weights, w_in, w_out, b_in, b_out, *kept, received, up)
-        ctx.settings = gate, transposed, holders, routed.send, routed.receive
+        pieces = route(ids, weights, holders, own.rows_beside(tokens, weights))
+        received = up = None
+        if len(pieces) == 1:
+            result, rows, up = _compute(tokens, weights, own, gate, pieces[0], holders)
+            received = None if pieces[0].local is None else rows
+        else:
+            result = _sum_of_pieces(tokens, weights, own, gate, pieces, holders)
+        kept = [tensor for piece in pieces for tensor in (piece.order, piece.ends, piece.expert, piece.local)]
+        ctx.save_for_backward(tokens, weights, w_in, w_out, b_in, b_out, received, up, *kept)
+        ctx.settings = gate, transposed, holders
+        ctx.lengths = [(piece.send, piece.receive) for piece in pieces]
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weights, w_in, w_out, b_in, b_out, order, ends, expert, local, rows, up = ctx.saved_tensors
-        gate, transposed, holders, send, receive = ctx.settings
-        routed = _Routed(order, ends, expert, local, send, receive)
+        tokens, weights, w_in, w_out, b_in, b_out, rows, up, *kept = ctx.saved_tensors
+        gate, transposed, holders = ctx.settings
+        pieces = [Routed(*kept[4 * at : 4 * at + 4], *lengths) for at, lengths in enumerate(ctx.lengths)]
         own = _Weights(w_in, w_out, b_in, b_out, transposed)
         if torch.is_grad_enabled():
-            found = _differentiable(tokens, weights, own, gate, routed, holders, grads[0])
+            found = _differentiable(tokens, weights, own, gate, pieces, holders, grads[0])
+        elif len(pieces) == 1:
+            found = _gradients(ctx.needs_input_grad, tokens, weights, own, gate, pieces[0], holders, rows, up, grads[0])
         else:
-            found = _gradients(ctx.needs_input_grad, tokens, weights, own, gate, routed, holders, rows, up, grads[0])
+            found = _of_pieces(ctx.needs_input_grad, tokens, weights, own, gate, pieces, holders, grads[0])
         return found[0], None, *found[1:], None, None, None
 
 
@@ -268,18 +180,40 @@ Gradients = tuple[Tensor | None, ...]
 """The gradients of tokens, weights, w_in, w_out, b_in, b_out."""
 
 
-def _differentiable(tokens: Tensor, weights: Tensor, own: _Weights, gate: Gate, routed: _Routed, holders: Holders,
+def _sum_of_pieces(
+    tokens: Tensor, weights: Tensor, own: _Weights, gate: Gate, pieces: Sequence[Routed], holders: Holders
+) -> Tensor:
+    total = tokens.new_zeros(tokens.shape)
+    for piece in pieces:
+        total = _plus(total, _compute(tokens, weights, own, gate, piece, holders)[0])
+    return total
+
+
+def _of_pieces(needed: tuple[bool, ...], tokens: Tensor, weights: Tensor, own: _Weights, gate: Gate, pieces: Sequence[Routed],
+               holders: Holders, grad: Tensor) -> Gradients:  # fmt: skip
+    """Return the gradients of a call in pieces, each of which is computed anew up to its gate."""
+    totals: list[Tensor | None] = [None] * 6
+    for piece in pieces:
+        rows = _to_experts(tokens[piece.order // weights.shape[1]], piece, holders)
+        up = _into_gate(rows, own, piece)
+        found = _gradients(needed, tokens, weights, own, gate, piece, holders, rows, up, grad)
+        totals = [part if total is None or part is None else total.add_(part) for total, part in zip(totals, found)]
+        del rows, up, found
+    return tuple(totals)
+
+
+def _differentiable(tokens: Tensor, weights: Tensor, own: _Weights, gate: Gate, pieces: Sequence[Routed], holders: Holders,
                     grad: Tensor) -> Gradients:  # fmt: skip
     """Return the gradients as functions of all that they depend on: they are differentiated again."""
     given = (tokens, weights, own.w_in, own.w_out, own.b_in, own.b_out)
-    result, _, _ = _compute(tokens, weights, own, gate, routed, holders)
+    result = _sum_of_pieces(tokens, weights, own, gate, pieces, holders)
     wanted = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
     found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
     return tuple(next(found) if tensor is not None and tensor.requires_grad else None for tensor in given)
 
 
 def _gradients(
-    needed: tuple[bool, ...], tokens: Tensor, weights: Tensor, own: _Weights, gate: Gate, routed: _Routed, holders: Holders,
+    needed: tuple[bool, ...], tokens: Tensor, weights: Tensor, own: _Weights, gate: Gate, routed: Routed, holders: Holders,
     rows: Tensor | None, up: Tensor, grad: Tensor,
 ) -> Gradients:  # fmt: skip
     k, ends, expert = weights.shape[1], routed.ends, routed.expert

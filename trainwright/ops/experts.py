@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from .expert_rows import Gate, Holders, run_experts
+from .expert_routes import Holders
+from .expert_rows import Gate, run_experts
 from .local import LocalContext
 from .partial import once
 from .registry import describe, rule
@@ -101,8 +102,8 @@ def _holders(ctx: LocalContext) -> Holders:
         return Holders(num, ((0, num),))
     pair = ctx.pair_of("t", "e")
     if pair is None:
-        return Holders(num, (ctx.range_of("e"),), count=ctx.count, imbalance=ctx.imbalance)
-    return Holders(num, pair.ranges, pair.place, pair.group, ctx.count, ctx.imbalance)
+        return Holders(num, (ctx.range_of("e"),), count=ctx.count, imbalance=ctx.imbalance, limit=ctx.limit)
+    return Holders(num, pair.ranges, pair.place, pair.group, ctx.count, ctx.imbalance, ctx.limit)
 
 
 @rule(NAME, localize=_localize)

@@ -29,10 +29,27 @@ class Rows(NamedTuple):
     """The rows that this rank computes where every rank has as many as any other."""
     first: int = 0
     """The index of the first number that counts rows which this rank computes; those before count what it sends."""
+    even_sent: float = 0.0
+    """The rows that it sends, likewise."""
 
     def computed(self, numbers: Sequence[int]) -> int:
         """Return the rows that this rank computes, given what was counted."""
         return sum(numbers[self.first :])
+
+    def sent(self, numbers: Sequence[int]) -> int:
+        """Return the rows that this rank sends."""
+        return sum(numbers[: self.first])
+
+    def factor(self, numbers: Sequence[int]) -> float:
+        """Return the rows that this rank sends or computes as a multiple of the even share, the larger of both."""
+        pairs = (self.computed(numbers), self.even), (self.sent(numbers), self.even_sent)
+        return max(found / even if even else 1.0 for found, even in pairs)
+
+    def excess(self, numbers: Sequence[int]) -> int:
+        """Return the rows that are sent or computed beyond those that were planned, the more of both."""
+        return max(
+            0, self.computed(numbers) - self.computed(self.planned), self.sent(numbers) - self.sent(self.planned)
+        )
 
 
 class Pair(NamedTuple):
@@ -77,6 +94,9 @@ class LocalContext(Protocol):
 
     def count(self, numbers: Any, rows: Rows) -> list[int]:
         """Return the values of `numbers`, a tensor that depends on the data; the planned ones where there are no values."""
+
+    def limit(self) -> str:
+        """Return what becomes of rows beyond those that were planned, see `expert_limits`."""
 
 
 class WithSum:

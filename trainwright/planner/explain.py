@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..artifacts import Alternative, ExplainedDecision, Explanation, Plan, UserError
+from ..artifacts import Alternative, BreakEven, ExplainedDecision, Explanation, Plan, UserError
 from ..profiler.saved import record
 from ..program.decisions import Decisions
+from ..program.groups import is_routed
 from ..program.layout import Layout, layout_text
 from ..program.plan_text import decisions_of
 from ..program.program import Program, Tensor
@@ -35,8 +37,9 @@ def explain(
     """
     device = plan.cluster.device
     axes = plan.cluster.mesh(tuple(plan.mesh.values()))
-    costs = cost_model(program, device, axes, record(program, device.kind), optimizer_cost.num_passes, plan.imbalance)
-    problem = build_problem(program, costs, optimizer_cost)
+    records = record(program, device.kind)
+    costs_at = lambda imbalance: cost_model(program, device, axes, records, optimizer_cost.num_passes, imbalance)  # noqa: E731
+    problem = build_problem(program, costs_at(plan.imbalance), optimizer_cost)
     decisions = decisions_of(program, plan)
     options = {decision: _add_chosen(decision, decisions) for decision in problem.decisions}
     readers = _Edges(problem, options, decisions.shared)
@@ -47,10 +50,61 @@ def explain(
             f"{key!r} names nothing in the plan; it has {known}, …; give one of these, a module's path or a pattern"
         )
     rows = [_row(plan, readers, decision, options) for decision in picked if options[decision] >= 0]
+    if any(_routed_options(decision, problem) for decision in picked):
+        ends = [build_problem(program, costs_at(imbalance), optimizer_cost) for imbalance in (1.0, _UNEVEN)]
+        even_at = _BreakEvens(readers, problem, ends)
+        rows = [replace(row, even_at=even_at.of(row.key)) for row in rows]
     if key is not None and make_optimizer is not None:
         trial = _Trial(plan, program, optimizer_cost, make_optimizer)
         rows = [*map(trial.simulated, rows[:_SIMULATED]), *rows[_SIMULATED:]]
     return Explanation(plan, tuple(rows))
+
+
+_UNEVEN = 2.0
+"""Another imbalance than 1, by which it is seen how the time of a split grows with it."""
+
+
+def _routed_options(decision: Decision, problem: Problem) -> list[int]:
+    """Return the options whose rows depend on the data."""
+    group, mesh = decision.group, problem.costs.mesh
+    if group is None:
+        return []
+    return [k for k, split in enumerate(decision.options) if is_routed(group, split, mesh)]
+
+
+class _BreakEvens:
+    """The imbalances at which the best split of known rows and the best of routed ones take as long."""
+
+    def __init__(self, edges: _Edges, problem: Problem, ends: Sequence[Problem]) -> None:
+        self.edges = edges
+        self.decisions = {decision.key: decision for decision in problem.decisions if decision.group is not None}
+        self.problem = problem
+        self.ends = [{each.key: each for each in other.decisions} for other in ends]
+
+    def of(self, key: str) -> BreakEven | None:
+        """Return where the decision `key` has its break-even; None for one without options of both kinds."""
+        decision = self.decisions.get(key)
+        routed = [] if decision is None else _routed_options(decision, self.problem)
+        if decision is None or not routed:
+            return None
+        known = [k for k in range(len(decision.options)) if k not in routed and self._line(decision, k)[0] < math.inf]
+        routed = [k for k in routed if self._line(decision, k)[0] < math.inf]
+        if not known or not routed:
+            return None
+        steady = min(known, key=lambda k: self._line(decision, k)[0])
+        bar_s = self._line(decision, steady)[0]
+        found = max((self._reaches(decision, k, bar_s), k) for k in routed)
+        return BreakEven(found[0], _option(decision, found[1]), _option(decision, steady))
+
+    def _line(self, decision: Decision, option: int) -> tuple[float, float]:
+        """Return the seconds of an option where routing is even, and what they grow by with each even share more."""
+        around = self.edges.seconds(decision, option)
+        even_s, more_s = (end[decision.key].option_s(option) for end in self.ends)
+        return even_s + around, (more_s - even_s) / (_UNEVEN - 1.0)
+
+    def _reaches(self, decision: Decision, option: int, bar_s: float) -> float:
+        even_s, growth = self._line(decision, option)
+        return 1.0 + (bar_s - even_s) / growth if growth > 0 else (math.inf if even_s < bar_s else 0.0)
 
 
 _SIMULATED = 6

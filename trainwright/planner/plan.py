@@ -136,12 +136,19 @@ def _search(task: Task, solver: str) -> Found:
     Where offloading is left to us, it is taken up when nothing fits without: it doubles the columns of what is kept.
     """
     task.deadline = Deadline(task.time_limit_s)
-    try:
-        return _until_deadline(task, solver)
-    except NothingFits:
-        if task.offload != "auto" or solver != "joint" or not task.has_host:
-            raise
+    may_offload = task.offload == "auto" and solver == "joint" and task.has_host
+    if not (may_offload and _rests_above(task)):
+        try:
+            return _until_deadline(task, solver)
+        except NothingFits:
+            if not may_offload:
+                raise
     return _until_deadline(replace(task, offload="host", deadline=Deadline(task.time_limit_s)), solver)
+
+
+def _rests_above(task: Task) -> bool:
+    """Tell whether what rests on a device is beyond the budget by itself: then no search without offloading ends otherwise."""
+    return task.usable_bytes is not None and task.places[0].least_bytes > task.usable_bytes
 
 
 def _until_deadline(task: Task, solver: str) -> Found:

@@ -201,6 +201,20 @@ class Place:
         """Price what was simulated."""
         return price(simulation.executor, self.problem.costs, self.task.optimizer_cost)
 
+    @property
+    def least_bytes(self) -> int:
+        """What no plan on this mesh holds less of at the optimizer's step: parameters, their gradients, and states that stay."""
+        problem, leave = self.problem, self.task.tier_name is not None
+        total = problem.static_bytes
+        for decision in problem.params:
+            trained = decision.tied[0].requires_grad
+            rest, states, leaving = decision.rest_bytes, decision.state_bytes, decision.leaving_state_bytes
+            held = (
+                rest[k] * (2 if trained else 1) + states[k] - (leaving[k] if leave else 0) for k in range(len(rest))
+            )
+            total += decision.count * min(held)
+        return total
+
     def restriction(self, solver: str) -> Restriction:
         """Return what the recipe and the user's pins leave to choose."""
         found = restriction(self.problem, solver)

@@ -357,3 +357,6 @@ class _Context:
 
     def count(self, numbers: Any, rows: Rows) -> list[int]:
         return self.communicator.count(self.op.key, numbers, rows)
+
+    def limit(self) -> str:
+        return self.communicator.limit()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..ops.expert_limits import Limit
 from ..ops.local import Rows
 from ..program.layout import Slot, chunk, local_shape, local_sizes
 from ..program.transition import Step
@@ -47,6 +48,9 @@ class Communicator(Protocol):
 
     def count(self, key: str, numbers: Tensor, rows: Rows) -> list[int]:
         """Return what `numbers` says of the op `key`: how much of what depends on the data this rank has, where it is known."""
+
+    def limit(self) -> str:
+        """Return what becomes of rows beyond those that were planned (`ops.expert_limits`); the same on all ranks."""
 
     def issue(self, kind: str, axis: int, tensor: Tensor) -> Pending:
         """Begin an `all_gather`, `reduce_scatter` or `all_reduce` of `tensor`, which stays untouched until it is waited for."""
@@ -324,6 +328,9 @@ class SimulatedCommunicator:
 
     def count(self, key: str, numbers: Tensor, rows: Rows) -> list[int]:
         return self.counts.get(key, rows.planned)
+
+    def limit(self) -> str:
+        return Limit.NONE
 
     def issue(self, kind: str, axis: int, tensor: Tensor) -> Pending:
         return _Simulated(tensor, getattr(self, kind)(axis, tensor))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..artifacts import Alternative, ExplainedDecision, Explanation, Plan
+from ..artifacts import Alternative, BreakEven, ExplainedDecision, Explanation, Plan
 from .decisions import micro_batches_text, offloaded_bytes
 from .splits import layout_meaning, meaning_of
 from .units import format_bytes, format_ratio, format_s
@@ -99,7 +99,20 @@ def _decision(plan: Plan, row: ExplainedDecision) -> list[str]:
         lines.append(
             f"  next best  {_option(plan, row, row.alternative.option)}: {_alternative(plan, row.alternative)}"
         )
+    if row.even_at is not None:
+        lines.append(f"  imbalance  {_even_at(plan, row.even_at)}")
     return lines
+
+
+def _even_at(plan: Plan, even: BreakEven) -> str:
+    """Say which split is faster on which side; a factor below 1 cannot be."""
+    below, above = (
+        " ".join(f"{name}@{axis}" for name, axis in zip(split, plan.mesh)) for split in (even.below, even.above)
+    )
+    if even.imbalance < 1.0:
+        return f"{above} is faster than {below} however even the routing is, by the sum of their parts"
+    share = f"{even.imbalance:.3g} × its even share"
+    return f"{below} is faster than {above} while no rank has more than {share}, by the sum of their parts"
 
 
 def _chosen(plan: Plan, row: ExplainedDecision) -> str:

@@ -196,6 +196,10 @@ def _measured_table(report: Report) -> str:
         allowed = report.budget_bytes if report.budget_bytes is not None else report.predicted_peak_bytes
         judged = verdict(peak <= allowed) if report.budget_bytes is not None else ""
         rows.append(("peak, largest rank", format_bytes(peak), format_bytes(allowed), judged))
+    if report.routed_peak_bytes:
+        again = f"{format_bytes(max(report.routed_peak_bytes))} predicted"
+        ratio = format_ratio(max(report.peak_bytes), max(report.routed_peak_bytes))
+        rows.append(("peak, for the rows that were sent", format_bytes(max(report.peak_bytes)), again, ratio))
     if report.step_s is not None:
         ratio = format_ratio(report.step_s, report.predicted_step_s)
         rows.append(("step", format_s(report.step_s), f"{format_s(report.predicted_step_s)} predicted", ratio))

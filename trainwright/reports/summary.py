@@ -107,6 +107,9 @@ def _of_report(report: Report) -> Summary:
                 f"{format_bytes(max(peaks))}, {ratio} from the predicted {format_bytes(report.predicted_peak_bytes)}",
             )
         )
+    if report.routed_peak_bytes:
+        ratio = format_ratio(max(peaks), max(report.routed_peak_bytes))
+        rows.append(("experts", f"peak {ratio} from that of the rows sent, up to {report.expert_imbalance:.3g} × even"))
     if report.budget_bytes is not None:
         rows.append(("budget", format_bytes(report.budget_bytes)))
     return f"{verdict}: {report.num_ranks} ranks against one process, in {report.dtype}", rows

@@ -192,6 +192,11 @@ def _measured_table(report: Report) -> Grid:
         room += ": EXCEEDED" if over else ""
         cells = (format_bytes(predicted), format_bytes(peak), format_ratio(peak, predicted))
         table.add_row(f"peak, rank {rank}", *cells, Text(room, style="red" if over else ""))
+    for rank, (routed, peak) in enumerate(zip(report.routed_peak_bytes, report.peak_bytes)):
+        cells = (format_bytes(routed), format_bytes(peak), format_ratio(peak, routed))
+        table.add_row(
+            f"peak, rank {rank}", *cells, f"for its rows, up to {report.expert_imbalance:.3g} × the even share"
+        )
     if report.step_s is not None:
         predicted_s, step_s = report.predicted_step_s, report.step_s
         table.add_row("step", format_s(predicted_s), format_s(step_s), format_ratio(step_s, predicted_s), "")

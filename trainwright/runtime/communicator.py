@@ -48,6 +48,10 @@ class MeshCommunicator:
         self.routed.note(key, found, rows)
         return found
 
+    def limit(self) -> str:
+        """Return what becomes of rows beyond those that were planned."""
+        return self.routed.limit
+
     @contextmanager
     def settling(self) -> Iterator[None]:
         """Let the backend's threads drop their tensors before this one goes on.

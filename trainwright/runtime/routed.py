@@ -1,10 +1,12 @@
-"""Rows of experts that this rank was sent, against what was planned: known before they are allocated, judged after the step."""
+"""Rows of experts that this rank sends and computes, against what was planned: known before they are allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ..ops.expert_limits import Limit
 from ..ops.local import Rows
 
 
@@ -14,15 +16,10 @@ class Seen:
 
     numbers: list[int]
     """The numbers counted, as the op reads them."""
-    computed: int
-    """Rows that this rank computed."""
-    planned: int
-    even: float
-
-    @property
-    def factor(self) -> float:
-        """Return the rows as a multiple of the even share."""
-        return self.computed / self.even if self.even else 1.0
+    factor: float
+    """The rows as a multiple of the even share."""
+    excess: int
+    """The rows beyond those that were planned."""
 
 
 @dataclass(eq=False)
@@ -32,19 +29,36 @@ class Routed:
     seen: dict[str, Seen] = field(default_factory=dict)
     ever: bool = False
     """True once anything was counted: on all ranks of a plan, or on none."""
+    limit: Limit = Limit.NONE
+    """What becomes of rows beyond those that were planned."""
+    num_rows: int = 0
+    num_excess: int = 0
+    """Of all calls: rows that this rank computes, and those beyond what was planned."""
 
     def note(self, key: str, numbers: Sequence[int], rows: Rows) -> None:
         """Take in one call."""
         self.ever = True
-        computed = rows.computed(numbers)
-        if key not in self.seen or computed > self.seen[key].computed:
-            self.seen[key] = Seen(list(numbers), computed, rows.computed(rows.planned), rows.even)
+        found = Seen(list(numbers), rows.factor(numbers), rows.excess(numbers))
+        self.num_rows += rows.computed(numbers)
+        self.num_excess += found.excess
+        if key not in self.seen or found.factor > self.seen[key].factor:
+            self.seen[key] = found
 
     def clear(self) -> dict[str, Seen]:
         """Return what was counted, and forget it."""
         found, self.seen = self.seen, {}
+        self.num_rows = self.num_excess = 0
         return found
 
     def over(self) -> dict[str, Seen]:
         """Return the ops that had more rows than were planned."""
-        return {key: seen for key, seen in self.seen.items() if seen.computed > seen.planned}
+        return {key: seen for key, seen in self.seen.items() if seen.excess}
+
+    @contextmanager
+    def limited(self, limit: Limit) -> Iterator[None]:
+        """Treat rows beyond the planned ones so, for a while."""
+        before, self.limit = self.limit, limit
+        try:
+            yield
+        finally:
+            self.limit = before

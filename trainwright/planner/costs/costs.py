@@ -19,6 +19,7 @@ import torch
 from ...artifacts import DEFAULT_IMBALANCE, Device, MeshAxis, Tier
 from ...hardware.collectives import Collective, seconds
 from ...ops import find
+from ...ops.expert_limits import Limit
 from ...ops.local import Pair, Rows, WithSum
 from ...profiler.saved import CallCounter, OpRecord, Records, summary
 from ...program.groups import Group, Split
@@ -516,6 +517,9 @@ class _Probe:
 
     def count(self, numbers: torch.Tensor, rows: Rows) -> list[int]:
         return rows.planned
+
+    def limit(self) -> str:
+        return Limit.NONE
 
     def _add(self, elapsed_s: float) -> None:
         self.total += elapsed_s

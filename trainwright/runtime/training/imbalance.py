@@ -7,9 +7,16 @@ import torch.distributed as dist
 
 from ...artifacts import Refusal, UserError
 from ...launch import emit, rank
+from ...ops.expert_limits import Limit
 from ..module import ParallelModule
 
-POLICIES = ("warn", "stop")
+_LIMITS = {"warn": Limit.NONE, "stop": Limit.NONE, "rerun": Limit.PIECES, "drop": Limit.DROP}
+POLICIES = tuple(_LIMITS)
+_WHAT_FOLLOWS = {
+    "warn": "the peak may be above what was promised",
+    "rerun": "such layers are computed in pieces, and again in the backward, so that the peak holds",
+    "drop": "the rows of the smallest weights are dropped",
+}
 
 
 class OverPlanned(Refusal):
@@ -19,31 +26,45 @@ class OverPlanned(Refusal):
 class ImbalanceGate:
     """Says before each update whether a step's routing was within the plan, the same on every rank of the replica.
 
-    The factor of a layer is the most rows that any rank's experts get, divided by their even share. It is known before the
+    The factor of a layer is the most rows that any rank sends or computes, divided by their even share. It is known before the
     rows are allocated; whether a step goes over is judged after its backward, where no rank waits for another inside a layer.
 
     warn: go on, no token is dropped, and say so whenever a factor is higher than any before. stop: raise `OverPlanned` on all
-    ranks. Adds an all-reduce of two numbers to a step, of plans alone whose experts' rows depend on the data.
+    ranks. rerun: a layer that goes over is computed in pieces within what was planned, keeps its order alone for the backward
+    and is computed there once more; the result is the same. drop: the rows beyond, of the smallest weights, are left out.
+    Adds two all-reduces of two numbers to a step, of plans alone whose experts' rows depend on the data.
     """
 
     def __init__(self, policy: str) -> None:
         check_policy(policy)
         self.policy = policy
+        self.limit = _LIMITS[policy]
+        """How the policy has the experts run."""
         self.factor: float | None = None
         """The last step's, the largest of all layers and ranks; None: no rows of this plan depend on the data."""
+        self.dropped: float | None = None
+        """The part of the last step's rows that was dropped, of all layers and ranks; None: nothing ever is."""
         self._highest = 0.0
+
+    @property
+    def told(self) -> dict[str, float]:
+        """What joins the event of a step."""
+        found = {"expert_imbalance": self.factor, "expert_dropped": self.dropped}
+        return {key: value for key, value in found.items() if value is not None}
 
     def lets_pass(self, module: ParallelModule, step: int) -> bool:
         """Return True, or raise as the policy says; a collective call."""
-        if not module.communicator.routed.ever:
+        routed = module.communicator.routed
+        if not routed.ever:
             return True
-        seen, over = module.communicator.routed.seen, module.communicator.routed.over()
-        factors = {key: each.factor for key, each in seen.items()}
-        own = torch.tensor(
-            [max(factors.values(), default=0.0), max((factors[key] for key in over), default=0.0)], dtype=torch.float64
-        )
-        self.factor, beyond = _largest(module, own)
-        module.communicator.routed.clear()
+        over = routed.over()
+        factors = {key: each.factor for key, each in routed.seen.items()}
+        own = [max(factors.values(), default=0.0), max((factors[key] for key in over), default=0.0)]
+        self.factor, beyond = _reduced(module, own, dist.ReduceOp.MAX)
+        if self.policy == "drop":
+            num_dropped, num_rows = _reduced(module, [routed.num_excess, routed.num_rows], dist.ReduceOp.SUM)
+            self.dropped = num_dropped / num_rows if num_rows else 0.0
+        routed.clear()
         if beyond > 0.0:
             self._judge(step, beyond, sorted(over, key=lambda key: -factors[key]), module.plan.expert_imbalance)
         return True
@@ -58,20 +79,23 @@ class ImbalanceGate:
         if self.policy == "stop":
             raise OverPlanned(f"{what}; the weights are those of the step before; {advice}")
         if factor > self._highest and rank() == 0:
-            emit({"kind": "note", "text": f"{what}: the peak may be above what was promised; {advice}"})
+            share = f", {100 * self.dropped:.2g} % of all" if self.dropped is not None else ""
+            emit({"kind": "note", "text": f"{what}: {_WHAT_FOLLOWS[self.policy]}{share}; {advice}"})
         self._highest = max(self._highest, factor)
 
 
 def check_policy(policy: str) -> None:
     """Raise `UserError` for what is no policy."""
     if policy not in POLICIES:
-        raise UserError(f"on_imbalance must be {' or '.join(POLICIES)}; got {policy!r}; choose one of these")
+        raise UserError(f"on_imbalance must be one of {', '.join(POLICIES)}; got {policy!r}; choose one of these")
 
 
-def _largest(module: ParallelModule, own: torch.Tensor) -> tuple[float, float]:
+def _reduced(module: ParallelModule, own: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    """Return numbers reduced over the ranks of the replica."""
+    numbers = torch.tensor(own, dtype=torch.float64)
     if module.replicas.size > 1:
-        own = own.to(module.device)
+        numbers = numbers.to(module.device)
         with module.communicator.activity.waiting("the exchange of what experts were sent"):
-            dist.all_reduce(own, dist.ReduceOp.MAX, group=module.replicas.inside)
-    factor, beyond = own.tolist()
-    return factor, beyond
+            dist.all_reduce(numbers, op, group=module.replicas.inside)
+    found: list[float] = numbers.tolist()
+    return found

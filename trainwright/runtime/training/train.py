@@ -88,7 +88,7 @@ def train_loop(
     skipped, lr, and what `norms` and `held_out` found} on every rank (`planned`: whether the batch had the planned shape); the
     peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a step is done
     (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
-    on_imbalance: `warn` or `stop`, see `ImbalanceGate`, whose factor joins the event as `expert_imbalance`.
+    on_imbalance: `warn`, `stop`, `rerun` or `drop`, see `ImbalanceGate`, whose factor joins the event as `expert_imbalance`.
     timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
     and the op. None: no limit but the process group's. trace: records some of the steps. take: what runs one step, in place of
     `train_step`: a `ClosureStep`, say; what its `told()` returns, if it has that, joins the event. schedule: its
@@ -119,7 +119,9 @@ def train_loop(
             taking = take or (_by_gradients if len(parts) == 1 else partial(_adding_up, parts))
             may_update = partial(_may_update, module, (gate, routing), step, norms, told)
             run = _Step(partial(taking, module, optimizer, part, may_update, batch), module, optimizer)
-            with trace.step(step - first_step) if trace is not None else nullcontext():
+            tracing = trace.step(step - first_step) if trace is not None else nullcontext()
+            module.communicator.routed.clear()
+            with tracing, module.communicator.routed.limited(routing.limit):
                 peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
             losses.append(run.loss)
             shapes = shapes_of(module.plan, check_entries(module.plan, part))
@@ -128,8 +130,7 @@ def train_loop(
             event["comm_bytes"] = dict(activity.num_bytes - num_bytes)
             event["planned"] = shapes == planned_shapes(module.plan)
             event["skipped"] = gate.num_skipped > skipped
-            if routing.factor is not None:
-                event["expert_imbalance"] = routing.factor
+            event.update(routing.told)
             event.update(told)
             if hasattr(take, "told"):
                 event.update(take.told())

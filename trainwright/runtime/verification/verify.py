@@ -7,7 +7,8 @@ what the optimizer makes of shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ from .comparison import (
 )
 from .reference import Eager, Exact, MakeOptimizer, Reference, Step, Tensors, as_double, outputs_of
 
+PeakOf = Callable[[Program, Decisions, Sequence[int], Mapping[str, list[int]]], int]
+"""The peak that is predicted for the rank at some coordinates, given the rows that each of its ops counted."""
+
 
 def verify(
     model_fn: Callable[[], Any],
@@ -47,6 +51,7 @@ def verify(
     dtype: str = "float64",
     make_optimizer: MakeOptimizer | None = None,
     seed: int = 0,
+    peak_of: PeakOf | None = None,
 ) -> Report:
     """Compare what a plan computes, dropout off, with one process's; a collective call on the plan's ranks.
 
@@ -57,6 +62,7 @@ def verify(
     dtype: `float64` (bar 1e-9; a model's own casts to fp32 are lifted, in both runs) or `fp32` (bar: the larger of 1e-5 and
     five times the same tensor's single-process error of fp32 against float64; the reference is the model itself).
     make_optimizer: names and parameters → optimizer; with it the update is compared, and the peak of two steps measured.
+    peak_of: predicts a rank's peak anew; asked of plans whose rows depend on the data, with the rows that were sent.
 
     Raises `UserError` when the plan is not the model's.
     """
@@ -64,15 +70,14 @@ def verify(
         raise UserError(f"verify runs in float64 or fp32; got {dtype!r}; choose one of these")
     _check_ranks(plan)
     found = _Comparison(model_fn, plan, dtype == "float64", make_optimizer, seed).run()
-    peaks, step_s = _measured_peaks(plan, *_parts(model_fn()), make_optimizer, seed) if make_optimizer else ((), None)
+    measured = _measured(plan, model_fn, make_optimizer, seed, peak_of) if make_optimizer else {}
     return Report(
         num_ranks=plan.num_ranks,
         dtype=dtype,
         predicted_peak_bytes=plan.predicted.peak_bytes,
-        peak_bytes=peaks,
         budget_bytes=plan.budget_bytes,
-        step_s=step_s,
         predicted_step_s=plan.predicted.step_s,
+        **{"peak_bytes": (), **measured},
         **found,
     )
 
@@ -213,23 +218,52 @@ def _double_entry(entry: BatchEntry) -> BatchEntry:
     return entry.model_copy(update={"dtype": "float64"}) if is_float else entry
 
 
-def _measured_peaks(
-    plan: Plan, model: nn.Module, batch: Any, loss_fn: Any, make_optimizer: MakeOptimizer, seed: int
-) -> tuple[tuple[int, ...], float]:
-    """Every rank's peak over two whole steps, from the allocator's own records, and the time of later ones."""
+@dataclass(frozen=True)
+class _OnRank:
+    """What one rank measured."""
+
+    peak_bytes: int
+    routed_peak_bytes: int | None
+    imbalance: float | None
+
+
+def _measured(
+    plan: Plan, model_fn: Callable[[], Any], make_optimizer: MakeOptimizer, seed: int, peak_of: PeakOf | None
+) -> dict[str, Any]:
+    """Return the fields of a report that are measured: every rank's peak over two whole steps, and the time of later ones."""
+    model, batch, loss_fn = _parts(model_fn())
     program, decisions = _program(plan, model, loss_fn, lifted=False)
     module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
     del model
     module.train()
     part = plan.shard_batch(as_batch(batch))
-    optimizer = make_optimizer(module.named_parameters())
+    optimizer, routed = make_optimizer(module.named_parameters()), module.communicator.routed
     static = static_bytes(module)
+
+    def step() -> None:
+        routed.clear()  # optimizer states are there from the second step on: that one's rows are those of the peak
+        train_step(module, optimizer, part)
+
     with module.communicator.settling():
-        record = measure(lambda: train_step(module, optimizer, part), num_steps=2)
+        peak_bytes = static + measure(step, num_steps=2).peak_delta_bytes
+    seen = routed.clear()
     timer = Timer()
     for _ in range(3):
         with timer:
             train_step(module, optimizer, part)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, static + record.peak_delta_bytes)
-    return tuple(int(peak) for peak in gathered), timer.median_s
+    rows = {key: each.numbers for key, each in seen.items()}
+    again = peak_of(program, decisions, module.communicator.coords, rows) if routed.ever and peak_of else None
+    own = _OnRank(peak_bytes, again, max((each.factor for each in seen.values()), default=None))
+    return {**_of_ranks(own), "step_s": timer.median_s}
+
+
+def _of_ranks(own: _OnRank) -> dict[str, Any]:
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    routed = tuple(rank.routed_peak_bytes for rank in ranks if rank.routed_peak_bytes is not None)
+    factors = [rank.imbalance for rank in ranks if rank.imbalance is not None]
+    return {
+        "peak_bytes": tuple(rank.peak_bytes for rank in ranks),
+        "routed_peak_bytes": routed,
+        "expert_imbalance": max(factors, default=None),
+    }
