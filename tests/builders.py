@@ -201,9 +201,9 @@ def deep_program(num_layers: int = NUM_LAYERS):
 
 
 @functools.cache
-def peaks(num_layers: int = NUM_LAYERS):
+def peaks():
     """The smallest and the fastest plan's peak on one axis."""
-    (place,) = task(deep_program(num_layers), "2xh100").places
+    (place,) = task(deep_program(), "2xh100").places
     smallest = place.solver.smallest(place.settings("joint"))
     return smallest.simulation.peak_bytes, place.solve("joint").simulation.peak_bytes
 

@@ -39,14 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what importing made out of the garbage collector's sight, and let it look less often.
-
-    Each full collection went through a million objects; collections of what tests make themselves,
-    graphs by the thousand, took a twelfth of the planner's tests.
-    """
+    """Take what importing made out of the garbage collector's sight: each full collection went through a million objects."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
 import pytest
@@ -15,17 +14,11 @@ from trainwright.models import zoo
 from trainwright.planner import compare, make_plan
 
 
-@functools.cache
-def planned(share: float) -> Plan:
-    """The plan of a budget that lies so far between the smallest plan's peak and the fastest's."""
-    low, high = peaks()
-    return make_plan(**question(deep_program(), "2xh100", budget_bytes=int(low + share * (high - low))))
-
-
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_a_budget_that_binds_is_used(share):
-    plan = planned(share)
-    budget = plan.budget_bytes
+    low, high = peaks()
+    budget = int(low + share * (high - low))
+    plan = make_plan(**question(deep_program(), "2xh100", budget_bytes=budget))
     assert 0.95 * budget <= plan.predicted.peak_bytes <= budget
     assert plan.solver.gap <= 5e-3
     assert plan.predicted.recompute_s > 0
@@ -50,7 +43,9 @@ def test_the_problem_does_not_grow_with_depth():
 
 
 def test_a_plan_can_be_reviewed():
-    lines = planned(0.2).to_json().splitlines()
+    low, high = peaks()
+    plan = make_plan(**question(deep_program(), "2xh100", budget_bytes=int(low + 0.3 * (high - low))))
+    lines = plan.to_json().splitlines()
     assert json.loads("\n".join(lines))
     assert len(lines) < 300
     assert max(map(len, lines)) <= 160, max(lines, key=len)

@@ -30,15 +30,12 @@ from trainwright.planner.search.solve import Solver
 from trainwright.planner.task import Place
 from trainwright.program.program import build_program
 
-FEW_LAYERS = 4
-"""Blocks are tied, so the search is the same for any number of them; each simulation follows them all."""
-
 
 @pytest.fixture
 def place():
-    """A model of a few layers under a budget that binds."""
-    low, high = peaks(FEW_LAYERS)
-    (found,) = task(deep_program(FEW_LAYERS), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
+    """A model of twelve layers under a budget that binds."""
+    low, high = peaks()
+    (found,) = task(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
     return found
 
 
