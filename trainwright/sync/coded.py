@@ -77,7 +77,7 @@ class Coded(Method):
         """Return whether the round may end with these answers."""
         raise NotImplementedError
 
-    def again(self, answers: dict[int, Tensor]) -> dict[int, Tensor]:
+    def once_more(self, answers: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return what workers are told once more, where all who are there have answered and it is not enough; else nothing."""
         return {}
 
@@ -115,7 +115,7 @@ class Coded(Method):
         there = yield from self._ask()
         answers = yield from self._collected(there, began)
         while not self.enough(answers):
-            again = {worker: message for worker, message in self.again(answers).items() if worker + 1 in there}
+            again = {worker: message for worker, message in self.once_more(answers).items() if worker + 1 in there}
             if not again:
                 self._give_up(len(answers))
             for worker, message in again.items():

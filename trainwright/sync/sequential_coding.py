@@ -174,7 +174,7 @@ class SequentialCoding(Coded):
     def _extra_tasks(self) -> list[list[Task]]:
         return [[self._extra[worker][0]] if worker in self._extra else [] for worker in range(self.scheme.num_workers)]
 
-    def again(self, answers: dict[int, Tensor]) -> dict[int, Tensor]:
+    def once_more(self, answers: dict[int, Tensor]) -> dict[int, Tensor]:
         """Give the part of one that went with the job that is due to another that has its data, and was late with it before."""
         due = self._due()
         if due is None or not isinstance(self.scheme, SRSGC):
