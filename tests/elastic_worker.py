@@ -72,6 +72,7 @@ def _loss(model: Any, number: int, step: int, sample: int, job: int = 0) -> Any:
 def serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     torch.set_num_threads(1)
+    plain(net().parameters())  # an optimizer's constructor imports for seconds: once here, not in each worker
     for line in sys.stdin:
         output, *arguments = json.loads(line)
         child = os.fork()

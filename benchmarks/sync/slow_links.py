@@ -1,10 +1,11 @@
 """Sync methods over a real slow network: ranks in network namespaces, links limited by `tc tbf`. Needs root.
 
-python -m benchmarks.sync.slow_links [--rates 10,100,1000] [--ranks 4]      writes benchmarks/results/sync-slow-links.{md,json}
+python -m benchmarks.sync.slow_links [--rates 10,100,1000] [--ranks 4] [--into sync-slow-links]     writes benchmarks/results
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -26,7 +27,8 @@ REMARKS = (
     "KiB sent by all: counted where torch.distributed is called",
     "predicted s, measured s: of one exchange of 65,792 parameters in fp32 with nothing to compute; median of 6, the slowest "
     "rank's. Predicted by a Network that `transport` calibrates in a run of its own: messages and collectives alone, of 8 "
-    "to 524,288 bytes; the table of the link says what it found",
+    "to 524,288 bytes; the table of the link says what it found. Simulated s: the same exchange by as many simulated workers on "
+    "that network",
 )
 
 
@@ -75,23 +77,24 @@ NAMES = {"neighbours": "exchange", "message and answer": "send"}
 
 def main(
     rates: Annotated[str, typer.Option(metavar="N,N", help="Megabits a second of each worker's link.")] = "10,100,1000",
-    ranks: Annotated[int, typer.Option(metavar="N", min=2)] = 4,
+    ranks: Annotated[str, typer.Option(metavar="N,N", help="Numbers of workers.")] = "4",
+    into: Annotated[str, typer.Option(metavar="NAME", help="The record's name.")] = "",
     only: Annotated[str, typer.Option(metavar="WHAT", help="digits, rounds, or both.")] = "digits,rounds",
 ) -> None:
     """Measure on links of each rate, and write the tables."""
     tables = {}
-    for rate in rates.split(","):
+    for rate, number in itertools.product(rates.split(","), map(int, ranks.split(","))):
+        title = f"{rate} Mbit/s, {number} workers"
         if "digits" in only:
-            tables[f"{rate} Mbit/s, {ranks} workers, digits"] = run(ranks, float(rate), "worker", "digits")
+            tables[f"{title}, digits"] = run(number, float(rate), "worker", "digits")
         if "rounds" in only:
-            found = link(run(ranks, float(rate), "transport"), float(rate), ranks)
-            tables[f"{rate} Mbit/s, {ranks} workers, the link"] = [found]
-            rows = run(ranks, float(rate), "worker", "rounds", json.dumps(found))
-            tables[f"{rate} Mbit/s, {ranks} workers, one exchange"] = rows
-            print(rate, found, *rows, sep="\n", flush=True)
-    write(
-        f"sync-slow-links{'' if only == 'digits,rounds' else '-' + only}", tables, REMARKS, packages=("scikit-learn",)
-    )
+            found = link(run(number, float(rate), "transport"), float(rate), number)
+            tables[f"{title}, the link"] = [found]
+            rows = run(number, float(rate), "worker", "rounds", json.dumps(found))
+            tables[f"{title}, one exchange"] = rows
+            print(title, found, *rows, sep="\n", flush=True)
+    usual = f"sync-slow-links{'' if only == 'digits,rounds' else '-' + only}"
+    write(into or usual, tables, REMARKS, packages=("scikit-learn",))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """A small GPT on the standard library's sources by each sync method: bytes and rounds to a held-out loss, three seeds.
 
 python -m benchmarks.sync.text [--workers 4]     writes benchmarks/results/sync-text.{md,json} and a figure (needs matplotlib)
+python -m benchmarks.sync.text --kinds           writes benchmarks/results/sync-text-kinds.{md,json}
 
-Workers are simulated, so that bytes, rounds and losses do not depend on the machine; each has other modules' sources. One rule
+Workers are simulated, so that bytes, rounds and losses do not depend on the machine; each has other modules' sources, or, with
+--kinds, text of another kind: modules, tables of encodings, Python's help in English, headers in C. One rule
 tunes all: the rate, of three around the optimizer's usual one, that has the least loss with seed 0 after a third of the steps.
 """
 
@@ -43,12 +45,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "data-parallel, SGD": ("sgd", {}),
 }
 REMARKS = (
-    f"a GPT of two blocks, width {WIDTH}, context {CONTEXT}, on bytes; batches of {BATCH} a worker, each with other modules",
-    f"loss: at the mean of all workers' parameters, on modules that none has, looked at every {EVERY} steps of {STEPS}; the goal "
+    f"a GPT of two blocks, width {WIDTH}, context {CONTEXT}, on bytes; batches of {BATCH} a worker, each with text of its own",
+    f"loss: at the mean of all workers' parameters, on text that none has, looked at every {EVERY} steps of {STEPS}; the goal "
     "is what data-parallel (AdamW) has, as a median, after two thirds of the steps",
     "rates: a third, one and three times 0.003 (AdamW) or 0.1 (SGD, momentum 0.9), by the loss of seed 0 after a third of them",
     "three seeds of data order and start; a median, and the spread of the final loss",
 )
+OF_KINDS = "each worker has text of another kind: modules, encodings, help in English, headers in C; held out is a tenth of each"
 
 
 class GPT(nn.Module):
@@ -66,6 +69,24 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, src_mask=self.mask, is_causal=True)
         return self.head(self.norm(x))
+
+
+@cache
+def kinds(num_workers: int) -> list[Tensor]:
+    """Text of another kind for each worker, and last what is held out, a tenth of each kind."""
+    paths = {name: Path(where) for name, where in sysconfig.get_paths().items()}
+    library, headers = paths["stdlib"], paths["include"]
+    found = [
+        library.glob("*.py"),
+        library.glob("encodings/*.py"),
+        [library / "pydoc_data/topics.py"],
+        headers.glob("*.h"),
+    ]
+    each = [_read(sorted(files)) for files in found]
+    length = min(len(text) for text in each)
+    cuts = [length * 9 // 10, length - length * 9 // 10]
+    own, held = zip(*(text[:length].split(cuts) for text in each))
+    return [*(own[rank % len(own)] for rank in range(num_workers)), torch.cat(held)]
 
 
 @cache
@@ -93,20 +114,20 @@ def loss_of(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(rows[0]).flatten(0, 1), rows[1].flatten())
 
 
-def worker(title: str, rate: float, seed: int, steps: int, num_workers: int) -> Steps[Any]:
+def worker(title: str, rate: float, seed: int, steps: int, data: list[Tensor]) -> Steps[Any]:
     kind, options = METHODS[title]
     torch.manual_seed(seed)
     model = GPT()
     make: Any = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
     optimizer = make(model.parameters(), lr=rate, **({"momentum": 0.9} if kind == "sgd" else {}))
     joined = yield from sync.join(title.partition(",")[0], model, optimizer, **options)
-    rank = joined.method.worker.rank
+    rank, num_workers = joined.method.worker.rank, joined.method.worker.size
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    held = batch(texts(num_workers)[-1], torch.Generator().manual_seed(7), 128)
+    held = batch(data[-1], torch.Generator().manual_seed(7), 128)
     seen = []
     for step in range(1, steps + 1):
         optimizer.zero_grad()
-        loss = loss_of(model, batch(texts(num_workers)[rank], generator))
+        loss = loss_of(model, batch(data[rank], generator))
         loss.backward()
         yield from joined.steps(loss.detach())
         if step % EVERY == 0:
@@ -120,8 +141,8 @@ def worker(title: str, rate: float, seed: int, steps: int, num_workers: int) -> 
     return joined, seen
 
 
-def trained(title: str, rate: float, seed: int, steps: int, num_workers: int) -> tuple[list[float], Any]:
-    run: Simulation[Any] = simulate([worker(title, rate, seed, steps, num_workers) for _ in range(num_workers)])
+def trained(title: str, rate: float, seed: int, steps: int, data: list[Tensor]) -> tuple[list[float], Any]:
+    run: Simulation[Any] = simulate([worker(title, rate, seed, steps, data) for _ in data[:-1]])
     joined, seen = run.results[0]
     return seen, joined
 
@@ -131,18 +152,18 @@ def sent_mib(joined: Any, step: int) -> float:
     return joined.record.sent_bytes(joined.size, step) / 2**20
 
 
-def best_rate(title: str, num_workers: int) -> float:
+def best_rate(title: str, data: list[Tensor]) -> float:
     usual = RATES[METHODS[title][0]]
-    tried = {factor: trained(title, factor * usual, 0, STEPS // 3, num_workers)[0][-1] for factor in (1 / 3, 1.0, 3.0)}
+    tried = {factor: trained(title, factor * usual, 0, STEPS // 3, data)[0][-1] for factor in (1 / 3, 1.0, 3.0)}
     finite = {factor: loss for factor, loss in tried.items() if math.isfinite(loss)}
     return usual * min(finite, key=lambda factor: finite[factor])
 
 
-def compared(num_workers: int) -> Iterator[tuple[dict[str, Any], list[tuple[float, float]]]]:
+def compared(data: list[Tensor]) -> Iterator[tuple[dict[str, Any], list[tuple[float, float]]]]:
     goal = math.nan
     for title in METHODS:
-        rate = best_rate(title, num_workers)
-        runs = [trained(title, rate, seed, STEPS, num_workers) for seed in SEEDS]
+        rate = best_rate(title, data)
+        runs = [trained(title, rate, seed, STEPS, data) for seed in SEEDS]
         joined = runs[0][1]
         curve = [statistics.median(seen[index] for seen, _ in runs) for index in range(STEPS // EVERY)]
         goal = curve[len(curve) * 2 // 3 - 1] if math.isnan(goal) else goal
@@ -183,13 +204,19 @@ def plotted(curves: dict[str, list[tuple[float, float]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(workers: Annotated[int, typer.Option(metavar="N", min=2)] = 4) -> None:
-    """Compare all methods, and write the table and the figure."""
+def main(
+    workers: Annotated[int, typer.Option(metavar="N", min=2)] = 4,
+    of_kinds: Annotated[bool, typer.Option("--kinds", help="Each worker has text of another kind.")] = False,
+) -> None:
+    """Compare all methods, and write the table, and the figure of workers whose data are much alike."""
     torch.set_num_threads(1)
     rows, curves = [], {}
-    for row, curve in compared(workers):
+    for row, curve in compared(kinds(workers) if of_kinds else texts(workers)):
         rows.append(row)
         curves[row["method"]] = curve
+    if of_kinds:
+        write("sync-text-kinds", {f"{workers} workers with text of another kind each": rows}, (OF_KINDS, *REMARKS))
+        return
     write("sync-text", {f"{workers} workers with other modules each": rows}, REMARKS)
     plotted(curves, Path(__file__).parents[2] / "docs" / "sync-bytes.png")
 

@@ -136,15 +136,7 @@ def _loss_of_mean(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 def round_seconds(name: str, network: Network, options: dict[str, Any], steps: int = 8) -> dict[str, Any]:
     """Measure a step that exchanges and computes nothing, beside the seconds that the record predicts, after two steps."""
-    model = nn.Linear(256, 256)
-    optimizer = (
-        torch.optim.AdamW(model.parameters())
-        if name.startswith("1-bit")
-        else torch.optim.SGD(model.parameters(), lr=0.0 if name != "decentlam" else 1e-3)
-    )
-    for param in model.parameters():
-        nn.init.zeros_(param)
-        param.grad = torch.ones_like(param)
+    model, optimizer = with_gradients(name)
     joined = sync.create(name, model, optimizer, **options)
     taken = []
     for _ in range(steps):
@@ -162,7 +154,46 @@ def round_seconds(name: str, network: Network, options: dict[str, Any], steps: i
     joined.close()
     later = steps * record.exchange_s(size, network, 0.0, steps) - first * record.exchange_s(size, network, 0.0, first)
     predicted, measured = later / (steps - first), statistics.median(taken[first:])
-    return {"method": name, "predicted s": predicted, "measured s": measured, "off": predicted / measured - 1}
+    return {
+        "method": name,
+        "predicted s": predicted,
+        "simulated s": simulated_seconds(name, network, options, world_size(), steps, first) if rank() == 0 else None,
+        "measured s": measured,
+        "off": predicted / measured - 1,
+    }
+
+
+def with_gradients(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return 65,792 parameters whose gradients are there, and an optimizer that the method takes."""
+    model = nn.Linear(256, 256)
+    for param in model.parameters():
+        nn.init.zeros_(param)
+        param.grad = torch.ones_like(param)
+    if name.startswith("1-bit"):
+        return model, torch.optim.AdamW(model.parameters())
+    return model, torch.optim.SGD(model.parameters(), lr=0.0 if name != "decentlam" else 1e-3)
+
+
+def simulated_seconds(
+    name: str, network: Network, options: dict[str, Any], num_workers: int, steps: int, first: int
+) -> float:
+    """Return the same of simulated workers, by the clock, with pauses in which a link is idle as between the real steps."""
+    pause_s = 0.02
+
+    def program() -> Any:
+        model, optimizer = with_gradients(name)
+        joined = yield from sync.join(name, model, optimizer, **options)
+        taken = []
+        for _ in range(steps):
+            yield sync.AllReduce(torch.zeros(()))
+            yield sync.Compute()  # all begin together, on idle links
+            began_s = yield sync.Now()
+            yield from joined.steps(torch.zeros(()))
+            taken.append((yield sync.Now()) - began_s)
+        return taken
+
+    ranks = sync.simulate([program() for _ in range(num_workers)], network, pause_s).results
+    return statistics.mean(max(each) for each in list(zip(*ranks))[first:])
 
 
 def as_network(link: dict[str, Any]) -> Network:

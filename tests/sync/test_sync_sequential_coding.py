@@ -118,6 +118,58 @@ def test_the_master_waits_where_reality_leaves_the_model(name: str, options: dic
             torch.testing.assert_close(x, by_itself, rtol=0, atol=1e-8)
 
 
+def without(steps: Any, rank: int, from_step: int) -> Any:
+    """Run a master's program as where worker `rank` goes in round `from_step`, when the master waits for it."""
+    asked, told, answer = 0, False, None
+    while True:
+        try:
+            request = steps.send(answer)
+        except StopIteration as end:
+            return end.value
+        asked += isinstance(request, sync.Absent)
+        if asked >= from_step and isinstance(request, sync.Absent) and told:
+            answer = {rank: "worker 3"}
+        elif asked >= from_step and isinstance(request, sync.Receive) and not told:
+            answer, told = sync.Gone(rank, "worker 3"), True
+        elif told and isinstance(request, sync.Send) and request.to == rank:
+            answer = None
+        else:
+            answer = yield request
+
+
+@pytest.mark.parametrize(("goes", "late"), [(7, (2, 3)), (7, (0, 2)), (20, (2, 3))])
+def test_one_that_goes_after_a_burst_is_done_without(goes: int, late: tuple[int, int]) -> None:
+    """Two of four were late in the step before, as the model allows, and one of them goes when it is told to do it again.
+
+    The other has the data that are needed: it is told once more, in the same round, and the gradient is the whole one.
+    """
+    problem, jobs, workers, models = LeastSquares(16, 5, 9), 20, 4, 2
+
+    def program(rank: int) -> Any:
+        parts = nn.ModuleList(Vector(torch.full((5,), 0.1 * index).double()) for index in range(models))
+        optimizer = torch.optim.SGD(parts.parameters(), lr=LR)
+        joined = yield from sync.join("sr-sgc", parts, optimizer, models=models, jobs=jobs, most=2, patience=0.3)
+        chunks = joined.method.num_chunks
+
+        def closure(chunk: int, job: int) -> torch.Tensor:
+            own = parts[(job - 1) % models]
+            return objective(problem, torch.cat(list(own.parts)), job) / chunks * (2 * (chunk + 1) / (chunks + 1))
+
+        for step in range(1, jobs + joined.method.delay + 1):
+            if rank == 3 and step == goes:
+                return None
+            yield from joined.steps(closure)
+        yield from joined.finishing()
+        return [own.x for own in parts]
+
+    paces = [Pace({goes - 2} if worker in late else set(), 1.8) for worker in range(workers)]
+    programs = [without(program(0), 3, goes), *(program(rank) for rank in range(1, workers + 1))]
+    done = simulate(programs, Network(1e-3, 1e9), [0.0, *paces])
+    for found in (done.results[0], done.results[1], done.results[2], done.results[4]):
+        for x, by_itself in zip(found, alone(problem, jobs, models, 1)):
+            torch.testing.assert_close(x, by_itself, rtol=0, atol=1e-8)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -40,7 +40,7 @@ from .cr_psgd import CRPSGD, CRPSGDCatalyst
 from .dadao import DADAO
 from .diloco import DiLoCo
 from .easgd import EASGD
-from .elastic import Elastic, Meeting, host_meeting
+from .elastic import Elastic, Meeting, host_meeting, lost_at_the_beginning
 from .face import Sync
 from .gossip import DecentLaM, Gossip
 from .gradient_coding import GradientCoding
@@ -227,10 +227,24 @@ def _meet(entry: SyncRecord, model: nn.Module, optimizer: Any, meeting: Meeting,
     engine = kind(meeting, may_join=entry.cls.bears_changes)
     if engine.is_new:
         return face.adopt(entry, model, optimizer, options, engine)
-    sync = engine.run(face.join(entry, model, optimizer, options))
+    try:
+        sync = _begun(entry, model, optimizer, options, engine)
+    except UserError:
+        engine.close()  # nobody is to count on one that has not begun
+        raise
     sync.engine = engine
     face.attach(sync, engine)
     return sync
+
+
+def _begun(entry: SyncRecord, model: nn.Module, optimizer: Any, options: dict[str, Any], engine: Elastic) -> Sync:
+    """Begin with all; where one goes meanwhile, with those who are left, if the method bears it."""
+    while True:
+        try:
+            return engine.run(face.join(entry, model, optimizer, options))
+        except MembersChanged as change:
+            if engine.keeps_places or not entry.cls.bears_changes:
+                raise lost_at_the_beginning(engine.place.size + len(change.gone), change) from None
 
 
 def _between(model: Any) -> Any:

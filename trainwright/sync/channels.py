@@ -7,7 +7,6 @@ A group for two fails alone: when one process is killed, its connections break, 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_OPEN_S, _TRANSFER_S = 120.0, 86_400.0
+_OPEN_S, _TRANSFER_S, _LOOK_S = 120.0, 86_400.0, 20e-3
 _LAST_TAG = -1
 _DTYPES = (torch.float64, torch.float32, torch.int64, torch.uint8, torch.int8, torch.bfloat16, torch.float16)
 
@@ -33,20 +32,18 @@ class Channel:
     ) -> None:
         self._store, self._side, self._deliver, self._broken = dist.PrefixStore(key, store), side, deliver, broken
         self._waiting: SimpleQueue[tuple[int, Tensor]] = SimpleQueue()
-        self._num_waiting = 0
+        self._all_sent = threading.Event()
         threading.Thread(target=self._open, name=f"channel {key}", daemon=True).start()
 
     def send(self, tag: int, tensor: Tensor) -> None:
         """Send a tensor after those before it; goes on at once."""
-        self._num_waiting += 1
         self._waiting.put((tag, tensor.detach().cpu().clone(memory_format=torch.contiguous_format)))
 
-    def close(self, within_s: float) -> None:
-        """Say that nothing more comes, and wait until all is sent, or for so long."""
+    def close(self, is_there: Callable[[], bool]) -> None:
+        """Say that nothing more comes, and wait until all is sent, while the other is there to receive it."""
         self.send(_LAST_TAG, torch.zeros(0))
-        deadline_s = time.monotonic() + within_s
-        while self._num_waiting and time.monotonic() < deadline_s:
-            time.sleep(1e-3)
+        while is_there() and not self._all_sent.wait(_LOOK_S):
+            pass
 
     def _open(self) -> None:
         try:
@@ -68,8 +65,8 @@ class Channel:
                     group.send([tensor.reshape(-1)], 1 - self._side, 1).wait()
             except RuntimeError:
                 return  # the receiving thread says that the other is gone
-            self._num_waiting -= 1
             if tag == _LAST_TAG:
+                self._all_sent.set()
                 return
 
     def _receive_all(self, group: Any) -> None:

@@ -46,6 +46,7 @@ class Coded(Method):
         self._first: Letter | None = None
         self._owes = False
         """Whether the newest round has no answer of this worker yet."""
+        self._closure: Any = None
 
     @property
     def down_length(self) -> int:
@@ -76,6 +77,13 @@ class Coded(Method):
         """Return whether the round may end with these answers."""
         raise NotImplementedError
 
+    def once_more(self, answers: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return what workers are told once more, where all who are there have answered and it is not enough; else nothing."""
+        return {}
+
+    def repeated(self, worker: int, answer: Tensor) -> None:
+        """Take in, on the master, what a worker answered that was told once more."""
+
     def use(self, answers: dict[int, Tensor]) -> None:
         """Take in, on the master, the answers of a round, and update the model."""
         raise NotImplementedError
@@ -93,7 +101,7 @@ class Coded(Method):
             return
         while not self._has_ended:
             if self._owes:
-                yield from self._pass()
+                yield from self._reply(self._closure)
             yield from self._next(None)
 
     def take_up(self) -> Steps[None]:
@@ -105,6 +113,25 @@ class Coded(Method):
     def _lead(self) -> Steps[None]:
         began = yield Now()
         there = yield from self._ask()
+        answers = yield from self._collected(there, began)
+        while not self.enough(answers):
+            again = {worker: message for worker, message in self.once_more(answers).items() if worker + 1 in there}
+            if not again:
+                self._give_up(len(answers))
+            for worker, message in again.items():
+                yield from self._tell(worker + 1, message)
+            asked = {worker + 1 for worker in again}
+            for worker, answer in (yield from self._collected(asked, None)).items():
+                self.repeated(worker, answer)
+            there -= {*self.gone}
+        self.state["newest"] = self.num_steps
+        self.use(dict(sorted(answers.items())))
+
+    def _collected(self, there: set[int], began: float | None) -> Steps[dict[int, Tensor]]:
+        """Return the answers of those who are there, which leave `there` where they go.
+
+        began: when they were asked, if the slowest need not be waited for.
+        """
         answers: dict[int, Tensor] = {}
         until = None
         while there - {worker + 1 for worker in answers}:
@@ -115,15 +142,13 @@ class Coded(Method):
                     break
             letter = yield Receive(torch.zeros(1 + self.up_length, dtype=torch.float64), None, _UP, within_s=left_s)
             if isinstance(letter, Gone):
-                there -= {letter.source}
+                there.discard(letter.source)
                 self._lose(letter)
             elif letter is not None and self._is_answer(letter) and letter.source in there:
                 answers[letter.source - 1] = letter.tensor[1:]
-                until = until or self._until(began, (yield Now()))
-        if not self.enough(answers):
-            self._give_up(len(answers))
-        self.state["newest"] = self.num_steps
-        self.use(dict(sorted(answers.items())))
+                if began is not None:
+                    until = until or self._until(began, (yield Now()))
+        return answers
 
     def _until(self, began_s: float, first_s: float) -> float:
         """Until when a round waits whose fastest worker answered at `first_s`; without end where patience is infinite."""
@@ -134,9 +159,12 @@ class Coded(Method):
         there = yield from self._there()
         self.begin()
         for rank in sorted(there):
-            yield Send(_headed(self.num_steps, self.down(rank - 1)), rank, _DOWN)
-            self._late[rank] += 1
+            yield from self._tell(rank, self.down(rank - 1))
         return there
+
+    def _tell(self, rank: int, message: Tensor) -> Steps[None]:
+        yield Send(_headed(self.num_steps, message), rank, _DOWN)
+        self._late[rank] += 1
 
     def _there(self) -> Steps[set[int]]:
         self.gone = yield Absent()
@@ -145,7 +173,9 @@ class Coded(Method):
         return set(range(1, self.worker.size)) - {*self.gone}
 
     def _is_answer(self, letter: Letter) -> bool:
-        """Take note of a letter, and return whether it answers this round."""
+        """Take note of a letter, and return whether it answers this round; of one that is gone nothing is owed any more."""
+        if letter.source in self.gone:
+            return False
         self._late[letter.source] -= 1
         return int(letter.tensor[0]) == self.num_steps
 
@@ -167,7 +197,7 @@ class Coded(Method):
             if isinstance(letter, Gone):
                 self._lose(letter)
             elif letter is not None:
-                self._late[letter.source] -= 1
+                self._is_answer(letter)
         for rank in sorted((yield from self._there())):
             yield Send(_headed(_LAST, torch.zeros(self.down_length)), rank, _DOWN)
             yield Send(self.replica.read().double(), rank, _END)
@@ -175,14 +205,23 @@ class Coded(Method):
     def _follow(self, closure: Any) -> Steps[None]:
         """Answer the newest round in the step of that number, whose data the closure has; rounds that are over, emptily.
 
-        A worker that is late skips the steps between its own and the newest round.
+        A worker that is late skips the steps between its own and the newest round; one that is asked once more is in the next
+        step already, and answers before that begins.
         """
-        while not self._has_ended and (yield from self._next(None if self._newest < self.num_steps else 0.0)):
-            pass
-        if self._owes and self._newest == self.num_steps:
-            answer = yield from self.answer(closure)
-            self._owes = False
-            yield Send(_headed(self._newest, answer), MASTER, _UP)
+        self._closure = closure
+        while not self._has_ended:
+            is_early = self._newest < self.num_steps and not self._owes
+            if (yield from self._next(None if is_early else 0.0)):
+                continue
+            if self._owes and self._newest <= self.num_steps:
+                yield from self._reply(closure)
+            if self._newest >= self.num_steps:
+                return
+
+    def _reply(self, closure: Any) -> Steps[None]:
+        answer = yield from self.answer(closure)
+        self._owes = False
+        yield Send(_headed(self._newest, answer), MASTER, _UP)
 
     @property
     def _newest(self) -> int:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,9 @@ class Elastic(Ranks):
     of a part of the members, and messages to be received by anyone, are refused. may_join: whether one that comes late may.
     """
 
+    keeps_places: ClassVar[bool] = False
+    """True where a rank stays what it is, so that all have to be there at the beginning."""
+
     def __init__(self, meeting: Meeting, may_join: bool = True) -> None:
         self._meeting, self._store = meeting, meeting.store()
         self.number = int(self._store.add("tickets", 1)) - 1
@@ -101,6 +104,7 @@ class Elastic(Ranks):
         self._newcomers: list[int] = []
         self._pg: Any = None
         self._num_rounds = 0
+        self._needs_founders = self.keeps_places or not may_join
         self.is_new = self.number >= meeting.num_workers
         if self.is_new and not may_join:
             raise UserError(
@@ -122,8 +126,11 @@ class Elastic(Ranks):
                 f"{len(founders)} workers are needed to begin; {len(come)} came within {_MEET_S:g} s; start the others, or give "
                 "Meeting a smaller num_workers"
             ) from None
-        with contextlib.suppress(MembersChanged):
+        try:
             self._enter(0, founders)
+        except MembersChanged as change:
+            if self._needs_founders:
+                raise lost_at_the_beginning(len(founders), change) from None
 
     def _start(self) -> None:
         from .traffic import Traffic
@@ -358,6 +365,13 @@ class Elastic(Ranks):
     def _name(self, number: int) -> str:
         key = f"name/{number}"
         return self._store.get(key).decode() if self._store.check([key]) else f"worker {number}"
+
+
+def lost_at_the_beginning(num_workers: int, change: MembersChanged) -> UserError:
+    """Return the error of those who are left where one goes before all have begun, and cannot be done without."""
+    return UserError(
+        f"{num_workers} workers are needed to begin; {' and '.join(change.gone)} gone before they had; start them all again"
+    )
 
 
 def _own_name() -> str:

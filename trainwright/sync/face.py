@@ -17,7 +17,7 @@ from .coded import Coded
 from .elastic import Elastic
 from .hub import Hub
 from .method import Method
-from .options import check_options, options_of
+from .options import check_options, described, options_of
 from .ranks import Ranks
 from .record import AGREEMENT_BYTES, Size, SyncRecord
 from .replica import Replica, Worker
@@ -168,7 +168,7 @@ def join(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[
         method = record.cls(Worker(place.rank, place.size, replica), **{**record.defaults, **options})
     except UserError as error:
         problem = str(error)
-    chosen = hashlib.sha256(repr((record.name, sorted(filled.items(), key=str))).encode()).digest()
+    chosen = hashlib.sha256(described(record, filled).encode()).digest()
     start = replica.digest() if replica is not None and getattr(method, "equal_start", False) else bytes(_DIGEST)
     yield from _agree(place, problem, chosen, start)
     assert method is not None
@@ -196,7 +196,7 @@ def adopt(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping
 def attach(sync: Sync, engine: Elastic) -> None:
     """Have the method told of workers that come and go; one that needs all ends with the names of those who are gone."""
     if isinstance(engine, Hub):
-        engine.check_alike(repr((sync.record.name, sorted(sync.options.items(), key=str))))
+        engine.check_alike(described(sync.record, sync.options))
     engine.on_change = lambda place, gone: _resize(sync, place, gone)
     engine.on_newcomers = lambda: taken_over(sync, engine.share(_shared(sync) if engine.place.rank == 0 else None))
 
@@ -206,7 +206,7 @@ def taken_over(sync: Sync, data: bytes) -> None:
     if sync.method.num_steps or not isinstance(sync.engine, Elastic) or not sync.engine.is_new:
         return
     saved = torch.load(io.BytesIO(data), weights_only=True)
-    if saved["options"] != repr((sync.record.name, sorted(sync.options.items(), key=str))):
+    if saved["options"] != described(sync.record, sync.options):
         raise UserError(
             "the method and options of the run are needed to join it; those given are others; give the same"
         )
@@ -222,7 +222,7 @@ def _shared(sync: Sync) -> bytes:
         "parameters": replica.read(),
         "optimizer": replica.optimizer.state_dict() if replica.optimizer is not None else None,
         "sync": sync.state_dict(),
-        "options": repr((sync.record.name, sorted(sync.options.items(), key=str))),
+        "options": described(sync.record, sync.options),
     }
     torch.save(saved, held)
     return held.getvalue()

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..artifacts import UserError
-from .graphs import Graph, check_weights, graphs_of, metropolis
+from .graphs import Graph, checked_weights, graphs_of, metropolis
 from .method import Method
 from .network import Network
 from .record import Message, Size, SyncRecord
@@ -49,8 +48,7 @@ class Gossip(Method):
         if weights is None:
             self.weights = [metropolis(each) for each in self.graphs]
         else:
-            self.weights = [np.asarray(weights, dtype=np.float64)]
-            check_weights(self.weights[0], self.graphs[0], "gossip")
+            self.weights = [checked_weights(weights, self.graphs[0], "gossip")]
 
     def step(self, loss: Any, num_samples: int) -> Steps[None]:
         self.replica.update()

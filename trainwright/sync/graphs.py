@@ -6,9 +6,11 @@ one-peer                                                          a pair a step,
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +33,7 @@ class Graph:
     @classmethod
     def of(cls, edges: Iterable[Sequence[int]], num_nodes: int | None = None) -> Graph:
         """Return the graph of `edges`, each once however often it is given; loops are left out."""
-        own = sorted({(min(a, b), max(a, b)) for a, b in edges if a != b})
+        own = sorted({(min(a, b), max(a, b)) for a, b in map(_pair, edges) if a != b})
         largest = max((b for _, b in own), default=0)
         if num_nodes is not None and largest >= num_nodes:
             raise UserError(
@@ -71,6 +73,16 @@ class Graph:
             matrix[[a, b], [a, b]] += rate
             matrix[[a, b], [b, a]] -= rate
         return matrix
+
+
+def _pair(edge: Sequence[int]) -> Edge:
+    try:
+        a, b = map(operator.index, edge)
+    except (TypeError, ValueError):
+        a = b = -1
+    if min(a, b) < 0:
+        raise UserError(f"edges are pairs of workers, as in [(0, 1), (1, 2)]; got {edge!r}; write them so, from 0")
+    return a, b
 
 
 def named(name: str, num_nodes: int) -> tuple[Graph, ...]:
@@ -121,9 +133,13 @@ def metropolis(graph: Graph) -> np.ndarray:
     return weights
 
 
-def check_weights(weights: np.ndarray, graph: Graph, owner: str) -> None:
-    """Raise `UserError` unless `weights` are symmetric, doubly stochastic, and zero where there is no edge."""
+def checked_weights(given: Any, graph: Graph, owner: str) -> np.ndarray:
+    """Return weights as a matrix; `UserError` unless symmetric, doubly stochastic, and zero where there is no edge."""
     n = graph.num_nodes
+    try:
+        weights = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise UserError(f"{owner} needs weights of {n} by {n} workers as rows of numbers; got {given!r}") from None
     if weights.shape != (n, n):
         raise UserError(
             f"{owner} needs weights of {n} by {n} workers; got {weights.shape}; leave them out for Metropolis'"
@@ -142,6 +158,7 @@ def check_weights(weights: np.ndarray, graph: Graph, owner: str) -> None:
         raise UserError(
             f"{owner} needs symmetric, doubly stochastic weights on the graph's edges; {problem}; leave them out for Metropolis'"
         )
+    return weights
 
 
 def _furthest_from_one(weights: np.ndarray) -> float:

@@ -9,6 +9,7 @@ newcomers    write that they ask; the worker in place 0 gives them places that i
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import time
@@ -29,6 +30,8 @@ _LOOK_S, _WAIT_S, _MASTER = 20e-3, 600.0, 0
 
 class Hub(Elastic):
     """Runs programs on this worker, whose rank stays what it is. Collectives are for the beginning, when all are there."""
+
+    keeps_places = True
 
     def __init__(self, meeting: Meeting, may_join: bool = True) -> None:
         self._holders: dict[int, int] = {}
@@ -59,8 +62,8 @@ class Hub(Elastic):
     def close(self) -> None:
         """Leave, when all that was sent has left."""
         for place, number in self._holders.items():
-            if number in self._channels and number not in self._ended and self._is_there(place):
-                self._channels[number].close(self._meeting.silence_s)
+            if number in self._channels:
+                self._channels[number].close(functools.partial(self._is_there, place))
         super().close()
 
     def _absent(self) -> dict[int, str]:
@@ -73,10 +76,13 @@ class Hub(Elastic):
         return {place: self._name(number) for place, number in gone.items()}
 
     def _is_there(self, place: int) -> bool:
+        """Return whether a worker holds a place; one that was found silent once is gone, even if it is heard again.
+
+        What was sent to it while it was silent is lost: to count on it afterwards would be to wait for the answer for ever.
+        """
+        self._ended.update(self._pulse.silent())
         number = self._holders.get(place)
-        return number == self.number or (
-            number is not None and number not in self._ended and number not in self._pulse.silent()
-        )
+        return number == self.number or (number is not None and number not in self._ended)
 
     def _next_letter(self, request: Receive) -> Letter | Gone | None:
         if request.source is not None:
@@ -115,11 +121,11 @@ class Hub(Elastic):
         return None
 
     def _cut_off(self, number: int) -> None:
-        """Count on a worker no more; one that is heard again was taken for gone, and is told so."""
+        """Take note of a worker that is gone; one that is heard again was taken for gone by the master, and is told so."""
         if number not in self._told:
             self._told.add(number)
-            self._ended.add(number)
-            self._store.set(f"cut off/{number}", b"1")
+            if self.place.rank == _MASTER:
+                self._store.set(f"cut off/{number}", b"1")
 
     def _see_to_it_that_others_count_on_this_one(self) -> None:
         if self._store.check([f"cut off/{self.number}"]):

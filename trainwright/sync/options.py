@@ -55,6 +55,12 @@ def check_options(record: SyncRecord, options: Mapping[str, Any]) -> None:
             )
 
 
+def described(record: SyncRecord, options: Mapping[str, Any]) -> str:
+    """Return a text that tells a method with options from any other: arrays in full, which `repr` abbreviates."""
+    plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in options.items()}
+    return repr((record.name, sorted(plain.items())))
+
+
 def _value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 _BEATS = 8
-"""Signs of life within the time after which a worker counts as gone."""
+"""Signs of life within the time after which a worker counts as gone; so many looks at it in turn find nothing new then."""
 
 
 class Pulse:
     """Tells `store` that worker `own` lives, from a thread, and which of those it watches have been silent for `silence_s`.
 
-    Only changes are looked at, by the own clock, so that clocks of machines may differ. A process that is killed, stopped, or
-    cut off falls silent; one that computes for long does not, for the thread goes on.
+    Silence is counted in looks that found nothing new, eight of them in turn: a thread that was held up itself has looked less
+    often, and takes nobody for silent. A process that is killed, stopped, or cut off falls silent; one that computes for long
+    does not, for the thread goes on.
     """
 
     def __init__(self, store: Any, own: int, silence_s: float) -> None:
         self._store, self._own, self.silence_s = store, own, silence_s
-        self._seen: dict[int, tuple[bytes, float]] = {}
-        self._watched: tuple[int, ...] = ()
+        self._seen: dict[int, tuple[bytes, int]] = {}
+        """By worker: what it told last, and how many looks have found nothing new since."""
         self._ended = threading.Event()
         self._count = 0
         self._tell()
@@ -29,18 +29,11 @@ class Pulse:
 
     def watch(self, workers: Sequence[int]) -> None:
         """Look after these workers from now on; each has the whole time to show itself."""
-        now_s = time.monotonic()
-        self._seen = {worker: (b"", now_s) for worker in workers if worker != self._own}
-        self._watched = tuple(self._seen)
+        self._seen = {worker: (b"", 0) for worker in workers if worker != self._own}
 
     def silent(self) -> list[int]:
         """Return the watched workers of whom nothing new has been seen for too long, or that have left."""
-        now_s = time.monotonic()
-        return [
-            worker
-            for worker, (count, since_s) in list(self._seen.items())
-            if count == _LEFT or now_s - since_s > self.silence_s
-        ]
+        return [worker for worker, (count, missed) in list(self._seen.items()) if count == _LEFT or missed >= _BEATS]
 
     def end(self) -> None:
         """Say that this worker leaves, so that nobody waits for it."""
@@ -57,16 +50,11 @@ class Pulse:
         self._store.set(_key(self._own), str(self._count))
 
     def _look(self) -> None:
-        began_s = time.monotonic()
-        for worker in self._watched:
-            seen = self._seen.get(worker)
+        seen = self._seen  # `watch` may put another one in its place meanwhile
+        for worker, (before, missed) in list(seen.items()):
             key = _key(worker)
             count = self._store.get(key) if self._store.check([key]) else b""
-            if seen is not None and count != seen[0]:
-                self._seen[worker] = (count, time.monotonic())
-        held_up_s = time.monotonic() - began_s
-        if held_up_s > self.silence_s / 2:  # it is this one that was late: the others had no chance to be seen
-            self._seen = {worker: (count, since_s + held_up_s) for worker, (count, since_s) in self._seen.items()}
+            seen[worker] = (count, 0 if count != before else missed + 1)
 
 
 _LEFT = b"left"

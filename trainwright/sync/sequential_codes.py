@@ -65,8 +65,6 @@ class SRSGC:
     most: int
     answered: dict[int, set[int]] = field(default_factory=dict)
     """By job: whose sum is there."""
-    first: dict[int, set[int]] = field(default_factory=dict)
-    """By job: whose sum came in the job's own round."""
     gone: frozenset[int] = frozenset()
     """Workers that are not asked again."""
 
@@ -96,14 +94,15 @@ class SRSGC:
     def tasks(self, turn: int) -> list[list[Task]]:
         """Return what each worker does in round `turn`, from 1."""
         old = turn - self.burst
-        again: list[int] = []
-        if old >= 1:
-            missing = self.num_workers - self.code.stragglers - len(self.first.get(old, set()))
-            late = [
-                worker for worker in range(self.num_workers) if worker not in self.answered.get(old, set()) | self.gone
-            ]
-            again = late[: max(0, missing)]
+        again = self.still_needed(old) if old >= 1 else []
         return [[Task(old if worker in again else turn, "coded", 0)] for worker in range(self.num_workers)]
+
+    def still_needed(self, job: int) -> list[int]:
+        """Return those whose sums would be enough for a job with those that are there, of workers that are not gone."""
+        answered = self.answered.get(job, set())
+        missing = self.num_workers - self.code.stragglers - len(answered)
+        late = [worker for worker in range(self.num_workers) if worker not in answered | self.gone]
+        return late[: max(0, missing)]
 
     def receive(self, turn: int, tasks: list[list[Task]], stragglers: frozenset[int]) -> None:
         """Take in who answered in round `turn`."""
@@ -111,8 +110,6 @@ class SRSGC:
             if worker not in stragglers:
                 for task in own:
                     self.answered.setdefault(task.job, set()).add(worker)
-                    if task.job == turn:
-                        self.first.setdefault(turn, set()).add(worker)
 
     @property
     def num_slots(self) -> int:
@@ -143,17 +140,11 @@ class SRSGC:
 
     def flags(self, job: int) -> list[bool]:
         """Return what is known of a job, for `set_flags`."""
-        return [
-            worker in known.get(job, set())
-            for known in (self.answered, self.first)
-            for worker in range(self.num_workers)
-        ]
+        return [worker in self.answered.get(job, set()) for worker in range(self.num_workers)]
 
     def set_flags(self, job: int, flags: Sequence[bool]) -> None:
         """Know of a job what `flags` says; nothing, where none are given."""
-        n = self.num_workers
-        for known, own in ((self.answered, flags[:n]), (self.first, flags[n:])):
-            known[job] = {worker for worker, flag in enumerate(own) if flag}
+        self.answered[job] = {worker for worker, flag in enumerate(flags) if flag}
 
     def tolerates(self, pattern: Pattern) -> bool:
         """Return whether all jobs end in time under a pattern; else the master has to wait for more answers."""

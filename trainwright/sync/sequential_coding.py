@@ -67,6 +67,8 @@ class SequentialCoding(Coded):
         self.models = _models(self.name, worker.replica, int(models))
         self._tasks: list[list[Task]] = []
         self._own: list[Task] = []
+        self._extra: dict[int, tuple[Task, Tensor]] = {}
+        """By worker: a task that it was given once more in this round, and its answer."""
 
     @property
     def delay(self) -> int:
@@ -109,15 +111,18 @@ class SequentialCoding(Coded):
         self.scheme.set_flags(turn, [])
         if isinstance(self.scheme, SRSGC):
             self.scheme.gone = frozenset(rank - 1 for rank in self.gone)
-        self._tasks = self.scheme.tasks(turn)
+        self._tasks, self._extra = self.scheme.tasks(turn), {}
 
     def down(self, worker: int) -> Tensor:
         """Return the tasks (a job, and its part: own ones from 0 up, coded ones from −1 down), and the newest job's parameters."""
-        tasks = [
+        return self._message(self._tasks[worker])
+
+    def _message(self, tasks: list[Task]) -> Tensor:
+        numbers = [
             (task.job, task.part if task.kind == "own" else -1 - task.part) if self._is_real(task) else (0, 0)
-            for task in self._tasks[worker]
+            for task in tasks
         ]
-        header = torch.tensor(tasks, dtype=torch.float64).flatten()
+        header = torch.tensor(numbers, dtype=torch.float64).flatten()
         return torch.cat([header, self._model(self.num_steps).read().double().cpu()])
 
     def _is_real(self, task: Task) -> bool:
@@ -150,8 +155,7 @@ class SequentialCoding(Coded):
     def enough(self, answers: dict[int, Tensor]) -> bool:
         """Return whether the pattern of late workers is one that is borne, and the job that is due is done."""
         late = self._late_of(answers)
-        scheme = copy.deepcopy(self.scheme)
-        scheme.receive(self.num_steps, self._tasks, late)
+        scheme = self._scheme_with(answers)
         due = self._due()
         if due is not None and not scheme.is_done(due):
             return False
@@ -159,6 +163,30 @@ class SequentialCoding(Coded):
         before = [frozenset(worker for worker, flag in enumerate(row) if flag) for row in rows][::-1]
         is_all = not set(late) - {rank - 1 for rank in self.gone}
         return is_all or bool(self.scheme.tolerates([*before, late]))
+
+    def _scheme_with(self, answers: dict[int, Tensor]) -> Any:
+        """Return the scheme as it would be, were the round over with these answers."""
+        scheme = copy.deepcopy(self.scheme)
+        scheme.receive(self.num_steps, self._tasks, self._late_of(answers))
+        scheme.receive(self.num_steps, self._extra_tasks(), frozenset())
+        return scheme
+
+    def _extra_tasks(self) -> list[list[Task]]:
+        return [[self._extra[worker][0]] if worker in self._extra else [] for worker in range(self.scheme.num_workers)]
+
+    def once_more(self, answers: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Give the part of one that went with the job that is due to another that has its data, and was late with it before."""
+        due = self._due()
+        if due is None or not isinstance(self.scheme, SRSGC):
+            return {}
+        scheme = self._scheme_with(answers)
+        scheme.gone = frozenset(rank - 1 for rank in self.gone)
+        return {worker: self._message([Task(due, "coded", 0)]) for worker in scheme.still_needed(due)}
+
+    def repeated(self, worker: int, answer: Tensor) -> None:
+        due = self._due()
+        assert due is not None
+        self._extra[worker] = Task(due, "coded", 0), answer
 
     def _late_of(self, answers: dict[int, Tensor]) -> frozenset[int]:
         return frozenset(set(range(self.scheme.num_workers)) - set(answers))
@@ -181,8 +209,11 @@ class SequentialCoding(Coded):
                     self._kept("sums")[task.job % ring] += vector
                 else:
                     self._kept("coded")[task.job % ring, task.part, worker] = vector
+        for worker, (task, vector) in self._extra.items():
+            self._kept("coded")[task.job % ring, task.part, worker] = vector
         absent = self._late_of(answers)
         self.scheme.receive(turn, self._tasks, absent)
+        self.scheme.receive(turn, self._extra_tasks(), frozenset())
         late[1:] = late[:-1].clone()
         late[0] = torch.tensor([worker in absent for worker in range(self.scheme.num_workers)])
         for job in range(max(1, turn - self.delay), turn + 1):
