@@ -74,4 +74,4 @@ def test_without_gradients_none_is_computed() -> None:
         labels = torch.empty(64, dtype=torch.int64)
         with MemoryTracker("cpu") as tracker:
             linear_cross_entropy(x, labels, None, weight, None, num_chunks=2)
-    assert 0 < tracker.peak_bytes < 4 * 8 * 512
+    assert tracker.peak_bytes - 4 * (64 + 8) * 512 < 4 * 8 * 512  # beside the operands
