@@ -37,7 +37,8 @@ def test_is_taken_where_nothing_fits_without() -> None:
     budget = (whole + 3 * chunked) // 4
     assert budget < whole
     plan = planned(budget)
-    assert plan.loss_chunks == 8 and plan.predicted.peak_bytes <= budget
+    assert plan.loss_chunks == 8
+    assert plan.predicted.peak_bytes <= budget
     assert any("8 chunks" in note for note in plan.notes)
     program = zoo.build("gpt2-tiny", batch_size=4, seq_len=64, device="meta")
     assert tw.check(plan, *program).predicted == plan.predicted
@@ -51,13 +52,16 @@ def test_is_not_taken_unasked_where_whole_logits_fit() -> None:
 def test_free_takes_the_faster() -> None:
     budget = int(1.02 * least("none"))
     whole, free = planned(budget, loss_chunks="none"), planned(budget, loss_chunks="free")
-    assert whole.loss_chunks == 0 and free.predicted.step_s <= whole.predicted.step_s
+    assert whole.loss_chunks == 0
+    assert free.predicted.step_s <= whole.predicted.step_s
 
 
 def test_a_plan_of_before_reads_as_whole_logits() -> None:
     plan = planned(loss_chunks="none")
     old = plan.to_json().replace(' "loss_chunks": 0,\n', "")
-    assert old != plan.to_json() and not Plan.parse(old).is_edited and Plan.parse(old).loss_chunks == 0
+    assert old != plan.to_json()
+    assert not Plan.parse(old).is_edited
+    assert Plan.parse(old).loss_chunks == 0
 
 
 def test_what_has_no_head_is_refused_by_name() -> None:
@@ -72,6 +76,6 @@ def test_what_has_no_head_is_refused_by_name() -> None:
 
 def test_logits_that_are_read_stay_whole() -> None:
     model, batch, loss_fn = build("shifted", device="meta")
+    more = lambda out, batch: loss_fn(out, batch) + out.square().mean()  # noqa: E731 - a loss by the names of its arguments
     with pytest.raises(UserError, match="reads the logits too"):
-        options = {"hardware": "cpu:2", "loss_chunks": 4}
-        tw.plan(model, batch, loss_fn=lambda out, batch: loss_fn(out, batch) + out.square().mean(), **options)
+        tw.plan(model, batch, loss_fn=more, hardware="cpu:2", loss_chunks=4)
