@@ -57,6 +57,7 @@ def counted_labels(program: Program) -> CountedLabels | None:
     op = _maker_of_loss(program)
     if op is None or op.name not in ("cross_entropy_loss", _CHUNKED):
         return None
+    given: dict[str, Any]
     if op.name == _CHUNKED:
         names = ("input", "target", "weight", "head", "bias", "reduction", "ignore_index")
         given = dict(zip(names, op.node.args))

@@ -70,7 +70,8 @@ class Head:
 
     def over_ranks(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Return the reduction of a rank's part over those that hold other classes."""
-        return tensor if self.vocabulary is None else self.vocabulary.all_reduce(tensor, op)  # type: ignore[no-any-return]
+        reduced: Tensor = tensor if self.vocabulary is None else self.vocabulary.all_reduce(tensor, op)
+        return reduced
 
 
 def _run(head: Head, count: Tensor | None, x: Tensor, labels: Tensor, class_weight: Tensor | None, weight: Tensor,
@@ -100,7 +101,7 @@ class _Chunked(torch.autograd.Function):
         return (total if count is None else total / count).to(out_type)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         own = iter(ctx.saved_tensors)
         scaled = [next(own) * grads[0] if needed else None for needed in ctx.needs_input_grad[:3]]
