@@ -12,6 +12,7 @@ import trainwright as tw
 from tests.chunk_cases import build
 from trainwright.artifacts import Plan, UserError
 from trainwright.models import zoo
+from trainwright.planner.budget import budget_for
 from trainwright.planner.task import Task
 from trainwright.request import PlanRequest
 
@@ -22,20 +23,20 @@ def planned(memory: int | None = None, **options: Any) -> Plan:
 
 
 def least(chunks: int | str) -> int:
-    """The smallest peak that the search knows of."""
+    """The smallest budget that has a plan, as far as the search knows."""
     model, batch = zoo.build("gpt2-tiny", batch_size=4, seq_len=64, device="meta")
     request = PlanRequest.of("plan", model, batch, {"hardware": "cpu:2", "offload": "none", "loss_chunks": chunks})
-    (place,) = Task(**request.question()).places
+    task = Task(**request.question())
+    (place,) = task.places
     found = place.solver.smallest(replace(place.settings("joint"), budget_bytes=None))
     assert found is not None
-    return found.simulation.peak_bytes
+    return budget_for(found.simulation.peak_bytes, task.divisor)
 
 
 def test_is_taken_where_nothing_fits_without() -> None:
     whole, chunked = least("none"), least(8)
     assert chunked < whole
-    budget = (whole + 3 * chunked) // 4
-    assert budget < whole
+    budget = (whole + chunked) // 2
     plan = planned(budget)
     assert plan.loss_chunks == 8
     assert plan.predicted.peak_bytes <= budget
