@@ -239,6 +239,9 @@ def plan(
     expert_imbalance: by how much a rank's experts may get more rows than their even share, in any layer, for the peak to hold:
         1.25, `"worst"`, or `"measured:FILE"`, the largest that the metrics file of a run has. Plans that split no experts
         over ranks do not need it.
+    loss_chunks: into how many chunks each rank cuts its rows to take a linear head and its cross-entropy together, so that
+        logits never stand whole, and are no output of a step; `"none"`; `"free"`: where that is faster; `"auto"`: where nothing
+        fits without.
     time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
         optimum it may be.
     model_ref: where the model comes from, for the plan's `model`. progress: told, in words, how the search goes.
@@ -315,6 +318,8 @@ def _planned(model: nn.Module, batch: Any, solver: str, shapes: Sequence[Any], o
     request = PlanRequest.of("plan", model, batch, options)
     if not shapes:
         return make_plan(**request.question(), solver=solver)
+    chunks = request.loss_chunks if isinstance(request.loss_chunks, int) else "none"
+    request = replace(request, loss_chunks=chunks)  # all shapes take it alike: whole, unless it is said
     largest, others = by_size(request, shapes)
     return make_plan_for(others, **replace(request, batch=largest).question(), solver=solver)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from .planner import Shaped, Variants
+    from .planner import ChunkedLoss, Shaped, Variants
     from .program.program import Program
 
     LossFn = Callable[..., Tensor]
@@ -46,6 +46,7 @@ class PlanOptions(TypedDict, total=False):
     offload: str
     keep_graph: bool
     expert_imbalance: float | str
+    loss_chunks: int | str
     time_limit_s: float
     autocast: DtypeLike | None
     micro_batches: int | str
@@ -70,6 +71,7 @@ class PlanRequest:
     offload: str = "auto"
     keep_graph: bool = False
     expert_imbalance: float | str = DEFAULT_IMBALANCE
+    loss_chunks: int | str = "auto"
     time_limit_s: float = 30.0
     autocast: DtypeLike | None = None
     micro_batches: int | str = 1
@@ -105,10 +107,14 @@ class PlanRequest:
         cluster = self.cluster
         chosen = as_chosen(self.optimizer, self.optimizer_options, self.optimizer_form, self.model, cluster.device.kind)
         goes_again = chosen.name if chosen.needs_loss else "keep_graph" if self.keep_graph else None
-        program, variants = self._programs(_runs_of(self.micro_batches, goes_again))
+        twice = goes_again or (chosen.name if chosen.differentiates_twice else None)
+        num_chunks, is_free = _chunks_of(self.loss_chunks, twice)
+        runs = _runs_of(self.micro_batches, goes_again)
+        program, variants = self._programs(runs, num_chunks or 0)
         return {
             "program": program,
             "variants": variants,
+            "chunked": self._chunked(runs, is_free) if num_chunks is None else None,
             "model_ref": self.model_ref or ModelRef(name=type(self.model).__name__),
             "cluster": cluster,
             "budget_bytes": self._budget_bytes(cluster),
@@ -138,7 +144,8 @@ class PlanRequest:
         from .planner import Shaped
         from .program.micro_batches import capture_step
 
-        return Shaped(capture_step(self.model, batch, self.loss_fn, self._autocast), shapes)
+        chunks = _chunks_of(self.loss_chunks, None)[0] or 0
+        return Shaped(capture_step(self.model, batch, self.loss_fn, self._autocast, loss_chunks=chunks), shapes)
 
     def _budget_bytes(self, cluster: Cluster) -> int:
         if self.memory is None:
@@ -149,19 +156,26 @@ class PlanRequest:
     def _autocast(self) -> torch.dtype | None:
         return _dtype(as_dtype_name(self.autocast))
 
-    def _programs(self, micro_batches: int | str) -> tuple[Program, Variants | None]:
+    def _chunked(self, micro_batches: int | str, is_free: bool) -> ChunkedLoss:
+        """Return the same step with its loss in chunks, of which none is captured before it is asked for."""
+        from .planner import ChunkedLoss
+
+        return ChunkedLoss(lambda: self._programs(micro_batches, None), is_free)
+
+    def _programs(self, micro_batches: int | str, loss_chunks: int | None) -> tuple[Program, Variants | None]:
         """Return the program of `micro_batches`, and those of other numbers where the number is to be chosen."""
         from .planner import Variants
         from .program.micro_batches import batch_size, candidates, capture_step
 
         model, batch, loss_fn, dtype = self.model, self.batch, self.loss_fn, self._autocast
         if isinstance(micro_batches, int) and micro_batches >= 1:
-            return capture_step(model, batch, loss_fn, dtype, micro_batches), None
+            return capture_step(model, batch, loss_fn, dtype, micro_batches, loss_chunks=loss_chunks), None
         if micro_batches != "auto":
             raise UserError(f"a number of micro-batches is needed, 1 or more, or auto; got {micro_batches!r}; try auto")
-        whole = capture_step(model, batch, loss_fn, dtype)
+        whole = capture_step(model, batch, loss_fn, dtype, loss_chunks=loss_chunks)
         return whole, Variants(
-            candidates(batch_size(batch)), lambda num: capture_step(model, batch, loss_fn, dtype, num, whole=whole)
+            candidates(batch_size(batch)),
+            lambda num: capture_step(model, batch, loss_fn, dtype, num, whole=whole, loss_chunks=loss_chunks),
         )
 
 
@@ -201,7 +215,10 @@ def program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Progra
                 "plan anew, or restore it"
             )
     check_same_loss(plan, loss_fn)
-    return capture_step(model, batch, loss_fn, _dtype(plan.autocast), plan.micro_batches, plan.corrections)
+    autocast = _dtype(plan.autocast)
+    return capture_step(
+        model, batch, loss_fn, autocast, plan.micro_batches, plan.corrections, loss_chunks=plan.loss_chunks
+    )
 
 
 def literals_of(batch: Any) -> dict[str, Any]:
@@ -236,3 +253,24 @@ def _runs_of(micro_batches: int | str, goes_again: str | None) -> int | str:
         f"one micro-batch is needed for {goes_again}, for the graph of the loss is gone through more than once; got "
         f"{micro_batches}; leave micro_batches out, or take adamw"
     )
+
+
+def _chunks_of(loss_chunks: int | str, goes_again: str | None) -> tuple[int | None, bool]:
+    """Return into how many chunks a loss is taken, None where that is left open, and whether that is free where it need not be.
+
+    >>> _chunks_of("auto", None), _chunks_of("free", None), _chunks_of("none", None), _chunks_of(8, None)
+    ((None, False), (None, True), (0, False), (8, False))
+    """
+    is_number = isinstance(loss_chunks, int) and not isinstance(loss_chunks, bool) and loss_chunks >= 1
+    if not is_number and loss_chunks not in ("auto", "free", "none"):
+        raise UserError(
+            f"a number of chunks is needed for the loss, 1 or more, or auto, free or none; got {loss_chunks!r}; try auto"
+        )
+    if goes_again is None:
+        return (int(loss_chunks), False) if is_number else (0 if loss_chunks == "none" else None, loss_chunks == "free")
+    if is_number:
+        raise UserError(
+            f"whole logits are needed for {goes_again}, for a loss in chunks is differentiated once; got {loss_chunks} chunks; "
+            "leave loss_chunks out, or take adamw"
+        )
+    return 0, False

@@ -28,6 +28,7 @@ _PLAN_SETTINGS = (
     "mesh",
     "micro_batches",
     "corrections",
+    "loss_chunks",
     "batch",
     "fingerprint",
     "torch_version",

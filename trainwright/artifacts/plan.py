@@ -25,7 +25,14 @@ from .record import Artifact, Record, UserError, as_text
 FORMAT_VERSION = 1
 DEFAULT_IMBALANCE = 1.25
 """By how much a rank's experts may get more rows than their even share, unless a plan is asked for another number."""
-_SINCE_FIRST = ("expert_imbalance", "optimizer_options", "optimizer_form", "optimizer_groups", "optimizer_owned")
+_SINCE_FIRST = (
+    "loss_chunks",
+    "expert_imbalance",
+    "optimizer_options",
+    "optimizer_form",
+    "optimizer_groups",
+    "optimizer_owned",
+)
 EDITED = "edited"
 """The status of a plan whose decisions are not its planner's."""
 
@@ -170,6 +177,8 @@ class Plan(Artifact):
     """Into how many parts a step cuts the batch, one forward and backward after the other."""
     corrections: dict[str, float | str] = {}
     """By op, what makes the mean over micro-batches exact: a factor, `weighted` (by what counts), `whole-sum` …"""
+    loss_chunks: int = Field(default=0, ge=0)
+    """Into how many chunks each rank cuts its rows to take head and loss together; 0: logits stand whole."""
     expert_imbalance: Annotated[float, Field(ge=1)] | Literal["worst"] = DEFAULT_IMBALANCE
     """By how much a rank's experts may get more rows than their even share, in any layer, for the promised peak to hold."""
     predicted: Predicted

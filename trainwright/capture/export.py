@@ -46,6 +46,8 @@ class Captured:
     """Every further name of a parameter or buffer → its first name in `named_parameters()`."""
     capture_s: float
     notes: tuple[str, ...]
+    loss_chunks: int = 0
+    """Into how many chunks of rows a loss is taken with its head (`passes.chunked_loss`); 0: its logits stand whole."""
 
     def rebuild(self, flat_outputs: Sequence[Any]) -> Any:
         """Return the model's own output object (a Hugging Face `ModelOutput`, say) from the graph's flat outputs."""

@@ -88,6 +88,13 @@ def plan(
     micro_batches: Annotated[
         str, typer.Option(metavar="K|auto", help="Parts of the batch, one after the other; auto: as memory asks for.")
     ] = "1",
+    loss_chunks: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto|free|none",
+            help="Head and loss in N chunks of rows, logits never whole; auto: where nothing fits without; free: where faster.",
+        ),
+    ] = "auto",
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -124,6 +131,7 @@ def plan(
         "time_limit_s": time_limit,
         "autocast": model.autocast,
         "micro_batches": parse_micro_batches(micro_batches),
+        "loss_chunks": int(loss_chunks) if loss_chunks.strip().isdigit() else loss_chunks.strip().lower(),
         "optimizer_options": parse_options(optimizer_option),
         "optimizer_form": optimizer_form,
         "keep_graph": keep_graph,

@@ -53,7 +53,7 @@ class Planned:
             return None
         check_same_loss(plan, None)
         autocast = DTYPES[plan.autocast] if plan.autocast else None
-        return stored_step(name, autocast, plan.micro_batches, plan.corrections)
+        return stored_step(name, autocast, plan.micro_batches, plan.corrections, plan.loss_chunks)
 
 
 @contextmanager

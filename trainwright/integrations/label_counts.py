@@ -27,6 +27,10 @@ _BASE = 2**40
 """Added to the places, so that no label or padding of the step is taken for one."""
 
 
+_CHUNKED = "linear_cross_entropy"
+"""A head and its loss in chunks of rows."""
+
+
 @dataclass(frozen=True)
 class CountedLabels:
     """Which entries of the batch a loss is the mean of."""
@@ -51,9 +55,14 @@ class CountedLabels:
 def counted_labels(program: Program) -> CountedLabels | None:
     """Return which labels the loss of `program` is the mean of; None where it is no mean over labels alone."""
     op = _maker_of_loss(program)
-    if op is None or op.name != "cross_entropy_loss":
+    if op is None or op.name not in ("cross_entropy_loss", _CHUNKED):
         return None
-    given = bound(op.node.target, op.node.args, op.node.kwargs)  # type: ignore[arg-type]
+    given: dict[str, Any]
+    if op.name == _CHUNKED:
+        names = ("input", "target", "weight", "head", "bias", "reduction", "ignore_index")
+        given = dict(zip(names, op.node.args))
+    else:
+        given = bound(op.node.target, op.node.args, op.node.kwargs)  # type: ignore[arg-type]
     if given["reduction"] != 1 or given["weight"] is not None or not isinstance(given["target"], fx.Node):
         return None
     return _places(program, given["target"], int(given["ignore_index"]))

@@ -22,7 +22,8 @@ class WeightRule(NamedTuple):
     """A mean that does not count all its entries alike. Both take (args, kwargs) of a call."""
 
     weight: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    """How much a mean over these entries counts beside one over others, a scalar tensor; the first argument is not needed."""
+    """How much a mean over these entries counts beside one over others, a scalar tensor. It reads the labels, which are the
+    second argument, and the weights of their classes, the third."""
     as_sum: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     """The arguments with which the op gives the sum."""
 

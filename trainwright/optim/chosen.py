@@ -209,7 +209,8 @@ def what_goes_once(plan: Plan) -> str | None:
     away = next((f"recomputes {key}" for key, op in plan.modules.items() if op.recomputed), None)
     away = away or next((f"offloads {key}" for key, op in plan.modules.items() if op.offloaded), None)
     away = away or ("sends gradients in buckets" if plan.overlap != "none" and plan.num_ranks > 1 else None)
-    return away or (f"runs {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else None)
+    away = away or (f"runs {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else None)
+    return away or ("takes its loss in chunks" if plan.loss_chunks else None)
 
 
 WANTS = {"sophiag": "logits", "sso": "targets"}

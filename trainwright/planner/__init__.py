@@ -3,6 +3,7 @@
 from .costs.simulate import Simulation, simulate
 from .explain import explain
 from .frontier import frontier
+from .loss_chunks import ChunkedLoss
 from .micro_batches import Variants
 from .plan import check, compare, make_plan
 from .problem.recipes import RECIPES
@@ -11,6 +12,7 @@ from .task import Task
 
 __all__ = [
     "RECIPES",
+    "ChunkedLoss",
     "Shaped",
     "Simulation",
     "Task",

@@ -21,6 +21,7 @@ from .costs.effects import NO_EFFECT, without_effect
 from .costs.price import Price
 from .costs.simulate import MakeOptimizer, Simulation
 from .costs.units import size_text
+from .loss_chunks import whole_or_chunked
 from .mesh_search import Found, MeshSearch
 from .micro_batches import fastest_number
 from .model.deadline import Deadline
@@ -168,6 +169,8 @@ _STOPPED = "the search was stopped by Ctrl-C; this is the best plan found by the
 
 
 def _search_as_asked(task: Task, solver: str) -> Found:
+    if task.chunked is not None:
+        return whole_or_chunked(task, task.chunked, lambda variant: _search_as_asked(variant, solver))
     if task.variants is not None:
         return fastest_number(task, task.variants, lambda variant, limit_s: _search_meshes(variant, solver, limit_s))
     found = _search_meshes(task, solver)
@@ -210,6 +213,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         offload=_offload(task, answer.decisions),
         micro_batches=task.program.num_runs,
         corrections=dict(task.program.corrections),
+        loss_chunks=task.program.captured.loss_chunks,
         expert_imbalance="worst" if math.isinf(task.imbalance) else task.imbalance,
         predicted=_predicted(found.price, answer.simulation),
         solver=SolverInfo(

@@ -31,6 +31,7 @@ from .search.solve import Answer, Infeasible, Settings, Solver
 from .search.together import search_ways
 
 if TYPE_CHECKING:
+    from .loss_chunks import ChunkedLoss
     from .micro_batches import Variants
 
 OFFLOADS = ("auto", "host", "disk", "none")
@@ -62,6 +63,8 @@ class Task:
     deadline: Deadline = field(default_factory=Deadline)
     keep_graph: bool = False
     """Whether the loss is differentiated more than once, as an optimizer that takes it with its graph does anyway."""
+    chunked: ChunkedLoss | None = None
+    """The same step with its loss in chunks, where that is left to the search."""
     variants: Variants | None = None
     """The same batch in several micro-batches, where their number is to be chosen."""
     progress: Callable[[str], None] | None = None

@@ -27,6 +27,7 @@ from ..artifacts import UserError
 from ..artifacts.plan import names_of_batch
 from ..capture.cached import cached_capture, capture_named, name_on, step_name
 from ..capture.export import Captured, as_batch
+from ..capture.passes.chunked_loss import chunk_losses
 from ..ops import find
 from ..torch_internals.private import flatten_batch
 from .drawing import draws
@@ -76,31 +77,41 @@ def capture_step(
     num: int = 1,
     corrections: Corrections | None = None,
     whole: Program | None = None,
+    loss_chunks: int | None = 0,
 ) -> Program:
     """Return the program of a step on `batch`, or of one of its `num` micro-batches.
+
+    loss_chunks: 0, or into how many chunks a loss is taken with its head; None: as many as suit the head (`chunk_losses`).
 
     corrections: a plan's, whose capture is then the only one; by default they are found by comparing with the program of
     the `whole` batch, which is captured where it is not at hand.
     """
     if num == 1:
-        return build_program(
-            cached_capture(model, batch, loss_fn, autocast=autocast, name=step_name(name_on(batch), 1))
-        )
+        found = cached_capture(model, batch, loss_fn, autocast=autocast, name=step_name(name_on(batch), 1))
+        return build_program(_chunked(found, loss_chunks))
     part = cached_capture(
         model, split_entries(batch, num), loss_fn, autocast=autocast, name=step_name(name_on(batch), num)
     )
+    part = _chunked(part, loss_chunks)
     if corrections is None:
-        whole = whole or build_program(cached_capture(model, batch, loss_fn, autocast=autocast))
+        whole = whole or capture_step(model, batch, loss_fn, autocast, loss_chunks=loss_chunks)
         corrections = find_corrections(whole, build_program(part), num)
     return as_runs(part, num, corrections)
 
 
-def stored_step(name: str, autocast: Any, num: int, corrections: Corrections) -> Program | None:
+def stored_step(
+    name: str, autocast: Any, num: int, corrections: Corrections, loss_chunks: int | None = 0
+) -> Program | None:
     """Return the program of a step that was captured under `naming(name, …)`, without its model; `None` where none is stored."""
     found = capture_named(str(step_name(name, num)), autocast)
     if found is None:
         return None
+    found = _chunked(found, loss_chunks)
     return build_program(found) if num == 1 else as_runs(found, num, corrections)
+
+
+def _chunked(found: Captured, loss_chunks: int | None) -> Captured:
+    return found if loss_chunks == 0 else chunk_losses(found, loss_chunks)
 
 
 def find_corrections(whole: Program, part: Program, num: int) -> Corrections:

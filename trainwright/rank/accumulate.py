@@ -162,10 +162,11 @@ class Accumulator:
 
     def _factor(self, instruction: Compute, sources: Sources, parts: Sequence[Sources], state: RunState) -> Tensor:
         """K over the weight of all micro-batches on all ranks, by which the sum of one becomes its share of the mean."""
-        op, operands = instruction.op, instruction.inputs[1:]
+        op = instruction.op
         rule = find(op.name).weight
         assert rule is not None
         args, kwargs = fill_arguments(op.node, instruction.inputs)
+        operands = [found.value for found in (*args[1:3], *kwargs.values()) if isinstance(found, Ref)]
         total: Any = 0.0
         for env in self._runs_up_to(operands, sources, parts, state):
             total = total + rule.weight(_filled(args, env), _filled(kwargs, env))

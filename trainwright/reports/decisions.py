@@ -43,8 +43,9 @@ def split_text(plan: Plan, op: OpPlan) -> str:
 
 
 def micro_batches_text(plan: Plan) -> tuple[str, ...]:
-    """Return how many micro-batches a step takes; nothing for one."""
-    return () if plan.micro_batches == 1 else (f"{plan.micro_batches} micro-batches",)
+    """Return how many micro-batches a step takes, and chunks its loss; nothing for one of each."""
+    runs = () if plan.micro_batches == 1 else (f"{plan.micro_batches} micro-batches",)
+    return (*runs, f"loss in {plan.loss_chunks} chunks") if plan.loss_chunks else runs
 
 
 def offloaded_bytes(plan: Plan) -> list[tuple[str, int]]:

@@ -83,7 +83,9 @@ def parallelize(
     _check_ranks(plan, replicas)
     check_same_loss(plan, loss_fn)
     autocast = DTYPES[plan.autocast] if plan.autocast else None
-    program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
+    program = capture_step(
+        model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections, loss_chunks=plan.loss_chunks
+    )
     decisions = decisions_of(program, plan)
     module = ParallelModule(
         model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None, replicas_of(replicas)

@@ -131,9 +131,8 @@ class Capturing:
 
     def program(self, cut: Cut) -> Program:
         """Return the program of a step on a batch that is cut so."""
-        return capture_step(
-            self.model, batch_like(cut.plan, cut.shapes), self.loss_fn, self.autocast, cut.num_runs
-        )  # fmt: skip
+        batch, chunks = batch_like(cut.plan, cut.shapes), cut.plan.loss_chunks
+        return capture_step(self.model, batch, self.loss_fn, self.autocast, cut.num_runs, loss_chunks=chunks)
 
 
 class StepsByShape:

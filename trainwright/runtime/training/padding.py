@@ -30,7 +30,7 @@ class PaddedDataset(Dataset[Any]):
         labels = example.get("labels") if isinstance(example, dict) else None
         integer = labels is not None and not torch.as_tensor(labels).is_floating_point()
         remedy = "drop the last batch (last='drop'), or choose a batch size that divides the dataset"
-        if not integer or not any(":cross_entropy" in key for key in plan.modules):
+        if not integer or not any("cross_entropy" in key.rpartition(":")[2] for key in plan.modules):
             raise UserError(
                 "integer `labels` and a cross-entropy that leaves some out are needed to pad without changing the loss; "
                 f"this {'batch' if not integer else 'model'} has none; {remedy}"

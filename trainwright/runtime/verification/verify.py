@@ -89,6 +89,8 @@ class _Comparison:
         self, model_fn: Callable[[], Any], plan: Plan, is_exact: bool, make_optimizer: MakeOptimizer | None, seed: int
     ) -> None:
         self.make_optimizer, self.seed = make_optimizer, seed
+        self.has_no_logits = plan.loss_chunks > 0
+        """Whether outputs may be missing: a loss in chunks makes none of its logits."""
         self.notes: list[str] = []
         self.exact = Exact(plan, *_parts(model_fn()))
         self.single: Reference = self.exact if is_exact else Eager(*_parts(model_fn()))
@@ -157,8 +159,11 @@ class _Comparison:
             self.notes.append(f"evaluation was not compared: {error}")
             return None
         single = exact if self.exact is self.single else self.single.evaluate()
+        found = self.parallel.evaluate()
+        if self.has_no_logits:
+            single, exact = ({name: side[name] for name in found if name in side} for side in (single, exact))
         own = None if self.exact is self.single else output_errors(single, exact)
-        return worst_of(output_errors(self.parallel.evaluate(), single), own)
+        return worst_of(output_errors(found, single), own)
 
 
 class _Parallel:
@@ -206,7 +211,9 @@ def _parts(built: Any) -> tuple[nn.Module, Any, Any]:
 def _program(plan: Plan, model: nn.Module, loss_fn: Any, lifted: bool) -> tuple[Program, Decisions]:
     check_same_loss(plan, loss_fn)
     autocast = DTYPES[plan.autocast] if plan.autocast else None
-    program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
+    program = capture_step(
+        model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections, loss_chunks=plan.loss_chunks
+    )
     decisions = decisions_of(program, plan)
     if lifted:
         lift_dtypes(program)
