@@ -17,8 +17,10 @@ from trainwright.ops.expert_limits import Limit
 from trainwright.ops.expert_routes import Holders
 from trainwright.ops.expert_rows import run_experts
 from trainwright.ops.experts import GATES, NAME
+from trainwright.planner.costs.simulate import simulate
 from trainwright.profiler.kernels.allocator import measure, static_bytes
 from trainwright.program.groups import Group
+from trainwright.program.plan_text import decisions_of
 from trainwright.program.program import Program, build_program
 from trainwright.runtime.module import full_gradients, parallelize
 from trainwright.runtime.training.train import train_loop, train_step
@@ -39,6 +41,32 @@ def forced(family: str, mesh: list[int], split: list[str], seed: int, **settings
         names = [loop.name for loop in group.loops]
         decisions.splits[group] = tuple(names.index(name) if name != "-" else -1 for name in split)
     return verify(lambda: build(family, **settings), plan_of(program, decisions), dtype="float64").model_dump()
+
+
+def peaks(model: str, plan: str) -> dict[str, Any]:
+    """Return the peak of a rank's allocator over two steps, the promised one, and the promise for the rows that it was sent."""
+    parsed, make = tw.Plan.parse(plan), lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=False)
+    built, batch = zoo.build(model, device="cpu")
+    module = parallelize(built, parsed).train()
+    del built
+    optimizer, part = make(module.parameters()), parsed.shard_batch(as_batch(batch))
+    static, counts = static_bytes(module), []
+
+    def step() -> None:
+        train_step(module, optimizer, part)
+        counts.append({key: seen.numbers for key, seen in module.communicator.routed.clear().items()})
+
+    with module.communicator.settling():
+        measured = static + measure(step, num_steps=2).peak_delta_bytes
+    program = build_program(capture(*zoo.build(model, device="meta")))
+    chosen, coords = decisions_of(program, parsed), module.communicator.coords
+
+    def simulated(rows: dict[str, list[int]] | None) -> int:
+        unnamed = lambda named: make([param for _, param in named])  # noqa: E731
+        return simulate(program, chosen, unnamed, coords=coords, num_threads=1, counts=rows).peak_bytes
+
+    # the first step begins without optimizer states: the second one's rows are those of the peak
+    return {"measured": measured, "promised": simulated(None), "known": simulated(counts[-1]), "counts": counts}
 
 
 def reported(model: str, plan: str) -> dict[str, Any]:
