@@ -10,16 +10,20 @@ from .packages import is_installed, need, needed
 from .plan import (
     DEFAULT_IMBALANCE,
     EDITED,
+    PIPE,
+    STAGED_VERSION,
     BatchEntry,
     ModelRef,
     OffloadPlan,
     OpPlan,
     OptimizerGroup,
     ParamPlan,
+    Pipeline,
     Plan,
     Predicted,
     ShapePlan,
     SolverInfo,
+    StagePrediction,
 )
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
@@ -30,6 +34,8 @@ from .sizes import parse_bytes, parse_count
 __all__ = [
     "DEFAULT_IMBALANCE",
     "EDITED",
+    "PIPE",
+    "STAGED_VERSION",
     "Alternative",
     "Artifact",
     "BatchEntry",
@@ -57,6 +63,7 @@ __all__ = [
     "OptimizerGroup",
     "Overheads",
     "ParamPlan",
+    "Pipeline",
     "Plan",
     "Predicted",
     "Profile",
@@ -67,6 +74,7 @@ __all__ = [
     "Run",
     "ShapePlan",
     "SolverInfo",
+    "StagePrediction",
     "SweepPoint",
     "Tier",
     "UserError",
