@@ -127,6 +127,10 @@ class Program:
     """So many runs, each on a micro-batch, make one step."""
     corrections: dict[str, float | str] = field(default_factory=dict)
     """By op, what makes the mean of several runs' losses exact; see `micro_batches`."""
+    given: list[Tensor] = field(default_factory=list)
+    """Of one stage of a step: the results that come from the stage before, in order; see `stages`."""
+    handed: list[Tensor] = field(default_factory=list)
+    """Of one stage of a step: the results that go to the stage behind, in order."""
 
     @property
     def kept_outputs(self) -> list[Tensor | Any]:
