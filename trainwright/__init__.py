@@ -37,7 +37,7 @@ from .artifacts import (
     parse_bytes,
     parse_count,
 )
-from .request import PlanOptions, PlanRequest, by_size, program_of
+from .request import PlanOptions, PlanRequest, by_size, program_of, refuse_stages
 from .training import Trained, train
 
 if TYPE_CHECKING:
@@ -236,6 +236,8 @@ def plan(
         buckets is; for the schedule `lanczos`. Optimizers that take the loss have it anyway.
     micro_batches: into how many parts a step cuts the batch, one after the other, with the whole batch's loss and
         gradients; `"auto"` chooses.
+    pipeline: into how many stages the model's blocks are cut, each on ranks of its own: a number, `"auto"`: as many as are
+        fastest, none among them; `mesh` is then the mesh of one stage, and micro-batches of 1 mean `"auto"` (docs/pipeline.md).
     expert_imbalance: by how much a rank's experts may get more rows than their even share, in any layer, for the peak to hold:
         1.25, `"worst"`, or `"measured:FILE"`, the largest that the metrics file of a run has. Plans that split no experts
         over ranks do not need it.
@@ -355,7 +357,9 @@ def frontier(model: nn.Module, batch: Any, *, num_points: int = 8, **options: Un
     """
     from .planner import frontier as run
 
-    return run(**PlanRequest.of("frontier", model, batch, options).question(), num_points=num_points)
+    request = PlanRequest.of("frontier", model, batch, options)
+    refuse_stages(request, "a frontier")
+    return run(**request.question(), num_points=num_points)
 
 
 def check(

@@ -49,6 +49,7 @@ class PlanOptions(TypedDict, total=False):
     time_limit_s: float
     autocast: DtypeLike | None
     micro_batches: int | str
+    pipeline: int | str | None
     model_ref: ModelRef | None
     progress: Callable[[str], None] | None
 
@@ -73,6 +74,7 @@ class PlanRequest:
     time_limit_s: float = 30.0
     autocast: DtypeLike | None = None
     micro_batches: int | str = 1
+    pipeline: int | str | None = None
     model_ref: ModelRef | None = None
     progress: Callable[[str], None] | None = None
 
@@ -105,10 +107,13 @@ class PlanRequest:
         cluster = self.cluster
         chosen = as_chosen(self.optimizer, self.optimizer_options, self.optimizer_form, self.model, cluster.device.kind)
         goes_again = chosen.name if chosen.needs_loss else "keep_graph" if self.keep_graph else None
-        program, variants = self._programs(_runs_of(self.micro_batches, goes_again))
+        pipeline = as_stages(self.pipeline)
+        micro_batches = "auto" if pipeline is not None and self.micro_batches == 1 else self.micro_batches
+        program, variants = self._programs(_runs_of(micro_batches, goes_again))
         return {
             "program": program,
             "variants": variants,
+            "pipeline": pipeline,
             "model_ref": self.model_ref or ModelRef(name=type(self.model).__name__),
             "cluster": cluster,
             "budget_bytes": self._budget_bytes(cluster),
@@ -165,11 +170,26 @@ class PlanRequest:
         )
 
 
+def as_stages(pipeline: int | str | None) -> int | str | None:
+    """Return a number of pipeline stages, `auto`, or None for no stages, which 1 means too.
+
+    >>> as_stages("4"), as_stages("auto"), as_stages(1)
+    (4, 'auto', None)
+    """
+    text = "1" if pipeline is None else str(pipeline).strip().lower()
+    if text == "auto":
+        return "auto"
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"a number of pipeline stages is needed, 1 or more, or auto; got {pipeline!r}; try auto")
+    return int(text) if int(text) > 1 else None
+
+
 def by_size(request: PlanRequest, shapes: Sequence[Any]) -> tuple[Any, list[Shaped]]:
     """Return the batch to plan on, and the others as captures of their own; batches of equal shapes count once."""
     from .planner import check_alike, largest
     from .program.micro_batches import shapes_of
 
+    refuse_stages(request, "several shapes")
     if request.micro_batches != 1:
         raise UserError(
             f"one micro-batch is needed to plan for several shapes; got {request.micro_batches}; plan for the largest "
@@ -182,6 +202,12 @@ def by_size(request: PlanRequest, shapes: Sequence[Any]) -> tuple[Any, list[Shap
     at = largest(seen)
     different = [k for k in range(len(seen)) if seen[k] not in (seen[at], *seen[:k])]
     return batches[at], [request.shaped(batches[k], seen[k]) for k in different]
+
+
+def refuse_stages(request: PlanRequest, what: str) -> None:
+    """Raise `UserError` where pipeline stages are asked for beside what they cannot be planned for yet."""
+    if as_stages(request.pipeline) is not None:
+        raise UserError(f"a plan without stages is needed for {what}; got pipeline {request.pipeline}; leave one of them out")
 
 
 def program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Program:

@@ -146,7 +146,9 @@ class StagePrediction(Record):
     update_s: float = 0.0
     """Once a step: the optimizer's step."""
     reduce_s: float = 0.0
-    """Once a step, after the last backward: sums of gradients, those of tied parameters included."""
+    """Once a step, after the last backward: sums of gradients over the stage's own ranks."""
+    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+    """Sums of tied parameters' gradients over the stages that read them, this one the first: those stages, and the seconds."""
     hand_bytes: int = 0
     """What a rank sends to the next stage for a micro-batch; gradients of most of it come back."""
     hand_s: float = 0.0

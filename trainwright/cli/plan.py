@@ -15,6 +15,7 @@ from ..arguments import as_mesh
 from ..artifacts import DEFAULT_IMBALANCE, Cluster, Plan, Refusal, UserError, parse_bytes
 from ..reports.frontier_figure import frontier_table
 from ..reports.terminal import compare_table
+from ..request import as_stages
 from .errors import FAILED, OK
 from .model import ModelOptions, takes_model
 from .offering import OffersQuestion, PriceOption, SamplesOption, TokensOption, ask_for_offers, write_plans
@@ -35,6 +36,8 @@ from .pricing import (
 if TYPE_CHECKING:
     from ..models.targets import Loaded
 
+PIPELINE_RECIPES = ("even", "balanced", "pipeline-dp", "joint")
+"""What there is beside `--pipeline`."""
 SOLVERS = ("joint", "two-stage", "ddp", "fsdp", "megatron")
 MemoryOption = Annotated[
     str | None, typer.Option(metavar="M", help="Per device, the batch excluded: 40GiB, 512MiB. Default: 90 % of it.")
@@ -88,6 +91,12 @@ def plan(
     micro_batches: Annotated[
         str, typer.Option(metavar="K|auto", help="Parts of the batch, one after the other; auto: as memory asks for.")
     ] = "1",
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P|auto", help="Stages of blocks, each on ranks of its own, of which --mesh is the mesh; auto: as many as pay."
+        ),
+    ] = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -124,6 +133,7 @@ def plan(
         "time_limit_s": time_limit,
         "autocast": model.autocast,
         "micro_batches": parse_micro_batches(micro_batches),
+        "pipeline": as_stages(pipeline),
         "optimizer_options": parse_options(optimizer_option),
         "optimizer_form": optimizer_form,
         "keep_graph": keep_graph,
@@ -385,7 +395,9 @@ def _names(text: str) -> list[str]:
 
 def _solver(name: str) -> str:
     if name.lower() in ("pipeline", "pp"):
-        raise UserError(f"pipeline parallelism is not supported yet; {', '.join(SOLVERS)} are; try joint")
+        raise UserError(f"a solver is one of {', '.join(SOLVERS)}; {name!r} is none; stages are asked for by --pipeline auto")
+    if name in PIPELINE_RECIPES:
+        return name
     if name not in SOLVERS:
         raise UserError(f"a solver is needed, one of {', '.join(SOLVERS)}; got {name!r}")
     return name

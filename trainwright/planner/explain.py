@@ -34,7 +34,7 @@ def explain(
     an edited plan; without, it is estimated by the sum of its parts.
     """
     device = plan.cluster.device
-    axes = plan.cluster.mesh(tuple(plan.mesh.values()))
+    axes = plan.inner_cluster.mesh(tuple(plan.inner_mesh.values()))
     costs = cost_model(program, device, axes, record(program, device.kind), optimizer_cost.num_passes, plan.imbalance)
     problem = build_problem(program, costs, optimizer_cost)
     decisions = decisions_of(program, plan)

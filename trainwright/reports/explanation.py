@@ -108,7 +108,7 @@ def _chosen(plan: Plan, row: ExplainedDecision) -> str:
 
 def _option(plan: Plan, row: ExplainedDecision, option: tuple[str, ...]) -> str:
     """Write an option with its meaning: `b0@gpu (the batch)`."""
-    split = [(name, axis) for name, axis in zip(option, plan.mesh) if name not in _WHOLE]
+    split = [(name, axis) for name, axis in zip(option, plan.inner_mesh) if name not in _WHOLE]
     if not split:
         return "replicated" if row.is_param else "whole on every rank"
     op = row.key.rpartition(":")[2].split("#")[0]
