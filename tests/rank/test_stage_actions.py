@@ -65,8 +65,7 @@ def test_a_list_that_was_tampered_with_ends_or_is_refused(
         actions.insert(data.draw(st.integers(0, len(actions))), taken)
     try:
         order = check_order(lists)
-    except UserError as error:
-        assert "waits for" in str(error)
+    except UserError:
         return
     done: set[Action] = set()
     for action in order:

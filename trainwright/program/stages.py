@@ -57,7 +57,15 @@ def boundaries(program: Program) -> tuple[str, ...]:
     A block goes by its path. What lies between blocks, or behind the last one, goes by the path of its first op that no
     stage could run by itself.
     """
-    return tuple(_boundary_regions(program))
+    return tuple(boundary_regions(program))
+
+
+def boundary_regions(program: Program) -> dict[str, Region]:
+    """Return the regions at which a stage may begin, by their names in `boundaries`."""
+    free = _free_ops(program)
+    names = {region: region.path or _first_path(region, free) for region in program.regions[1:]}
+    times = Counter(names.values())
+    return {name: region for region, name in names.items() if name and times[name] == 1}
 
 
 def cut(program: Program, begins: Sequence[str]) -> tuple[Stage, ...]:
@@ -91,19 +99,12 @@ def tied(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(readers) for name, readers in found.items() if len(readers) > 1}
 
 
-def _boundary_regions(program: Program) -> dict[str, Region]:
-    free = _free_ops(program)
-    names = {region: region.path or _first_path(region, free) for region in program.regions[1:]}
-    times = Counter(names.values())
-    return {name: region for region, name in names.items() if name and times[name] == 1}
-
-
 def _first_path(region: Region, free: set[Op]) -> str:
     return next((op.path for op in region.ops if op not in free), "")
 
 
 def _regions_at(program: Program, begins: Sequence[str]) -> list[Region]:
-    known = _boundary_regions(program)
+    known = boundary_regions(program)
     for name in begins:
         if name not in known:
             raise UserError(
@@ -151,6 +152,8 @@ def _run_by(program: Program, free: set[Op], of_region: dict[int, int], stage: i
             queue += tensor.producer.inputs
     if is_last:
         reads.add(program.loss)
+    if stage == 0:  # what nobody reads is somebody's all the same: a weight is saved
+        reads |= {tensor for tensor in program.tensors if tensor.producer is None and not tensor.consumers}
     return _Part(ops, reads)
 
 

@@ -114,7 +114,8 @@ class _Builder:
     def _layout_made(self, tensor: Tensor) -> Layout:
         """Return the layout in which the op that makes `tensor`, of another stage, leaves it."""
         op = tensor.producer
-        assert op is not None and op.region is not None
+        assert op is not None, "it was made"
+        assert op.region is not None, "constants are not handed on"
         group, twin = self.program.group_of(op), op.region.region_class.representative.ops[op.position]
         return group.output_layout(twin, op.outputs.index(tensor), self.decisions.splits[group])
 

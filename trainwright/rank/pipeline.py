@@ -121,7 +121,7 @@ class PipelineRunner:
     ) -> list[list[Any]]:
         """Return the flat outputs of each micro-batch, those of this stage; `actions`: forwards and their transfers."""
         with torch.no_grad():
-            work = _Step(self, sources, [], parts, state, actions)
+            work = _Step(self, sources, [], parts, state, actions, trains=False)
             work.carry_out()
         return work.outputs
 
@@ -142,6 +142,7 @@ class _Step:
     actions: Sequence[Action]
     observer: Observer | None = None
     after_action: Callable[[Action], None] = lambda action: None
+    trains: bool = True
     given: dict[int, list[Tensor]] = field(default_factory=dict)
     roots: dict[int, list[Any]] = field(default_factory=dict)
     """Of each forward whose backward is to come: the loss, or the edges of what was handed over."""
@@ -218,10 +219,6 @@ class _Step:
 
     # Computations
 
-    @property
-    def _trains(self) -> bool:
-        return self.actions is self.runner.actions
-
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.observer is None else self.observer.phase(name)
 
@@ -229,10 +226,10 @@ class _Step:
         stage = self.runner.stage
         given = self.arrived.pop(("activation", micro), [])
         for value, tensor in zip(given, stage.given):
-            value.requires_grad_(self._trains and tensor.requires_grad)
-        with torch.set_grad_enabled(self._trains), self._phase("forward"):
+            value.requires_grad_(self.trains and tensor.requires_grad)
+        with torch.set_grad_enabled(self.trains), self._phase("forward"):
             flat = step.forward(micro, {**self.parts[micro], **dict(zip(stage.given, given))})
-            if self._trains:
+            if self.trains:
                 self.given[micro], self.roots[micro] = given, self._roots(flat)
             else:
                 self.outputs.append(flat[: self.runner.num_outputs])
@@ -260,7 +257,9 @@ class _Step:
         grads = self.arrived.pop(("gradient", micro), None)
         with self._phase("backward"):
             if roots:
-                seeds = [torch.full_like(loss, 1 / stage.program.num_runs) for loss in roots] if stage.is_last else grads
+                seeds = (
+                    [torch.full_like(loss, 1 / stage.program.num_runs) for loss in roots] if stage.is_last else grads
+                )
                 torch.autograd.backward(roots, seeds)
                 del seeds
         del roots, grads
