@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+import trainwright as tw
 from tests.plans import cluster, plan_of, random_decisions
 from trainwright.artifacts import PIPE, STAGED_VERSION, Pipeline, Plan
 from trainwright.models import zoo
@@ -15,6 +17,13 @@ from trainwright.program.decisions import Decisions
 from trainwright.program.micro_batches import capture_step
 from trainwright.program.program import Program
 from trainwright.program.stages import boundaries, cut
+from trainwright.rank.accumulate import Accumulator
+from trainwright.rank.execute import Executor
+from trainwright.rank.local import build_local
+from trainwright.rank.reshard import SimulatedCommunicator
+from trainwright.rank.run_state import RunState
+from trainwright.runtime.module import full_gradients
+from trainwright.runtime.verification.comparison import gradient_errors
 from trainwright.runtime.verification.reference import unsplit
 from trainwright.runtime.verification.verify import verify
 
@@ -104,6 +113,7 @@ def verified(options: dict[str, Any], update: bool = False) -> dict[str, Any]:
 def _trained(plan: Plan, options: dict[str, Any], steps: int, clip: float = 0.0, optimizer: str = "AdamW") -> Any:
     model, batch = built(options["name"], options["layers"])
     module = tw.parallelize(model, plan, seed=3).train()
+    module.use_dropout = False
     stepping = getattr(torch.optim, optimizer)(module.parameters(), lr=1e-2)
     found = []
     for _ in range(steps):
@@ -141,7 +151,7 @@ def training(options: dict[str, Any], clip: float) -> dict[str, Any]:
     module.eval()
     with torch.no_grad():
         output = module(**plan.shard_batch(batch))
-    only = tw.full_state_dict(module, only_rank=0)
+    only = tw.runtime.full_state_dict(module, only_rank=0)
     return {
         "losses": losses,
         "expected": expected,
@@ -168,6 +178,7 @@ def resumed(options: dict[str, Any], folder: str, others: list[dict[str, Any]]) 
         for param in model.parameters():
             torch.nn.init.normal_(param)
         module = tw.parallelize(model, again, seed=9).train()
+        module.use_dropout = False
         stepping = torch.optim.AdamW(module.parameters(), lr=1e-2)
         step = tw.runtime.Checkpointer(folder, module, stepping).load_latest()
         found[f"plan {place}"] = _more(module, stepping, again, batch)
@@ -197,9 +208,9 @@ def peaks(options: dict[str, Any]) -> list[dict[str, int]]:
         return torch.optim.AdamW([param for _, param in named], lr=1e-3)
 
     plan = plan_with_stages(**options)
-    model, _ = built(options["name"], options["layers"], "meta", options.get("batch_size", 8))
     assert plan.pipeline is not None
-    program = capture_step(model, built(options["name"], options["layers"], "meta", options.get("batch_size", 8))[1], None, None, plan.micro_batches, plan.corrections)  # fmt: skip
+    model, batch = built(options["name"], options["layers"], "meta")
+    program = capture_step(model, batch, None, None, plan.micro_batches, plan.corrections)
     stages = cut(program, plan.pipeline.begins)
     inner = plan.num_ranks // plan.num_stages
     here = dist.get_rank() // inner
@@ -208,7 +219,30 @@ def peaks(options: dict[str, Any]) -> list[dict[str, int]]:
         num_micro_batches=plan.micro_batches, tied=list(tied(stages)),
         coords=(dist.get_rank() % inner,) if len(plan.inner_mesh) == 1 else None,
     )  # fmt: skip
-    measured, _ = _measured_peaks(
-        plan, *built(options["name"], options["layers"], "cpu", options.get("batch_size", 8)), None, make, 0
-    )
+    measured, _ = _measured_peaks(plan, *built(options["name"], options["layers"]), None, make, 0)
     return [{"simulated": found.peak_bytes, "measured": measured[dist.get_rank()]}]
+
+
+def dropout(options: dict[str, Any]) -> dict[str, float]:
+    """A step with dropout, and the same micro-batches on one process without stages: the numbers drawn are the same."""
+    plan = plan_with_stages(**options)
+    model, batch = built(options["name"], options["layers"], dtype="fp32")
+    module = tw.parallelize(model, plan, seed=7).train()
+    loss = module(**plan.shard_batch(batch)).loss
+    loss.backward()
+    found = full_gradients(module)
+    program = capture_step(model, batch, None, None, plan.micro_batches, plan.corrections)
+    alone = Accumulator(Executor(build_local(program, unsplit(program, 1), SimulatedCommunicator((1,)))))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    sources = {
+        t: t.value if t.role == "const" else tensors[t.key] for t in program.tensors if t.role not in ("op", "input")
+    }
+    parts = [{t: batch[t.key].chunk(plan.micro_batches)[k] for t in program.inputs} for k in range(plan.micro_batches)]
+    expected = alone.run(sources, parts, RunState(seed=7))[program.captured.loss_index]
+    expected.backward()
+    own = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    errors = gradient_errors(found, own)
+    with torch.no_grad():
+        module.eval()
+        without = module(**plan.shard_batch(batch)).loss
+    return {"gradient": max(errors.values()), "loss": abs(float(loss - expected)), "effect": abs(float(loss - without))}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.pool import Pool
-from trainwright.artifacts import UserError
 
 CASES = "tests.pipeline_cases:"
 BAR = 1e-12
@@ -109,6 +108,7 @@ def test_checkpoints_load_under_other_cuts(pool2: Pool, tmp_path: Path) -> None:
             assert found[other] == pytest.approx(found["uninterrupted"], rel=1e-5)
 
 
-def test_a_cut_that_is_no_boundary_is_refused(pool2: Pool) -> None:
-    with pytest.raises(UserError, match="a block at which a stage can begin"):
-        pool2.run(CASES + "verified", options=case(begins=["transformer.h.77"]))
+def test_dropout_draws_what_it_draws_without_stages(pool2: Pool) -> None:
+    for found in pool2.run(CASES + "dropout", options=case(num_micro=2, recompute=True, begins=["transformer.h.1"])):
+        assert found["gradient"] < 1e-5
+        assert found["loss"] < 1e-5 < 1e-3 < found["effect"]
