@@ -418,16 +418,13 @@ def explain(
 
 
 def simulate_plan(plan: PlanLike, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:
-    """Return one rank's memory over a step of `plan`, moment by moment; the arguments are those of `check`."""
+    """Return one rank's memory over a step of `plan`, of the fullest stage, moment by moment; the arguments are `check`'s."""
     from . import optim
-    from .planner import simulate
-    from .program.plan_text import decisions_of
+    from .planner import simulate_plan as run
 
     plan = as_plan(plan)
-    program = program_of(plan, model, batch, loss_fn)
     chosen = optim.of_plan(plan)
-    return simulate(program, decisions_of(program, plan), chosen.on_fakes, target=plan.cluster.device.kind, timeline=True,
-                    optimizer_cost=chosen)  # fmt: skip
+    return run(plan, program_of(plan, model, batch, loss_fn), chosen, chosen.on_fakes)
 
 
 def init(device: str | None = None) -> None:
@@ -516,6 +513,16 @@ def full_state_dict(model: ParallelModule, *, trainable: bool = False) -> dict[s
     from .runtime import full_state_dict as run
 
     return run(model, trainable=trainable)
+
+
+def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm, over all ranks and stages, is at most `max_norm`; return the norm before.
+
+    See `trainwright.runtime.clip_grad_norm_`; a collective call. torch's own sees one stage's gradients alone.
+    """
+    from .runtime import clip_grad_norm_ as run
+
+    return run(module, max_norm)
 
 
 def sample_activations(model: nn.Module, budget: float = 0.3, **options: Any) -> list[str]:
@@ -615,6 +622,7 @@ __all__ = [
     "UserError",
     "calibrate",
     "check",
+    "clip_grad_norm_",
     "compare",
     "diff",
     "experts",

@@ -207,7 +207,9 @@ def by_size(request: PlanRequest, shapes: Sequence[Any]) -> tuple[Any, list[Shap
 def refuse_stages(request: PlanRequest, what: str) -> None:
     """Raise `UserError` where pipeline stages are asked for beside what they cannot be planned for yet."""
     if as_stages(request.pipeline) is not None:
-        raise UserError(f"a plan without stages is needed for {what}; got pipeline {request.pipeline}; leave one of them out")
+        raise UserError(
+            f"a plan without stages is needed for {what}; got pipeline {request.pipeline}; leave one of them out"
+        )
 
 
 def program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Program:

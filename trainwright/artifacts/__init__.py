@@ -3,7 +3,7 @@
 from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .estimator import Estimator
-from .explanation import Alternative, ExplainedDecision, Explanation
+from .explanation import Alternative, ExplainedCut, ExplainedDecision, Explanation
 from .fitting import FitOn, Fitting
 from .offers import Offer, Offers
 from .packages import is_installed, need, needed
@@ -44,6 +44,7 @@ __all__ = [
     "Device",
     "Difference",
     "Estimator",
+    "ExplainedCut",
     "ExplainedDecision",
     "Explanation",
     "Fit",

@@ -29,7 +29,14 @@ PIPE = "pipe"
 """The name of the mesh axis over which stages lie, always the outermost."""
 DEFAULT_IMBALANCE = 1.25
 """By how much a rank's experts may get more rows than their even share, unless a plan is asked for another number."""
-_SINCE_FIRST = ("expert_imbalance", "optimizer_options", "optimizer_form", "optimizer_groups", "optimizer_owned", "pipeline")
+_SINCE_FIRST = (
+    "expert_imbalance",
+    "optimizer_options",
+    "optimizer_form",
+    "optimizer_groups",
+    "optimizer_owned",
+    "pipeline",
+)
 EDITED = "edited"
 """The status of a plan whose decisions are not its planner's."""
 
@@ -123,7 +130,9 @@ class Pipeline(Record):
                 f"in_flight needs a number for each of {self.num_stages} stages; got {len(self.in_flight)}"
             )
         if any(later > earlier for earlier, later in zip(self.in_flight, self.in_flight[1:])):
-            raise ValueError("in_flight may not rise from a stage to the next, which would wait for one another for ever")
+            raise ValueError(
+                "in_flight may not rise from a stage to the next, which would wait for one another for ever"
+            )
         return self
 
 

@@ -94,7 +94,8 @@ def plan(
     pipeline: Annotated[
         str | None,
         typer.Option(
-            metavar="P|auto", help="Stages of blocks, each on ranks of its own, of which --mesh is the mesh; auto: as many as pay."
+            metavar="P|auto",
+            help="Stages of blocks, each on ranks of its own, of which --mesh is the mesh; auto: as many as pay.",
         ),
     ] = None,
     shapes: Annotated[
@@ -380,7 +381,10 @@ def details(plan: Plan, loaded: Loaded) -> dict[str, Any]:
     """Return what a report shows beside the plan: the simulated step and the explanation."""
     import trainwright as tw
 
+    from ..planner import schedule_of
+
     return {
+        "schedule": schedule_of(plan),
         "simulation": tw.simulate_plan(plan, loaded.model, loaded.batch, loss_fn=loaded.loss_fn),
         "explanation": tw.explain(plan, loaded.model, loaded.batch, loss_fn=loaded.loss_fn),
     }
@@ -395,7 +399,9 @@ def _names(text: str) -> list[str]:
 
 def _solver(name: str) -> str:
     if name.lower() in ("pipeline", "pp"):
-        raise UserError(f"a solver is one of {', '.join(SOLVERS)}; {name!r} is none; stages are asked for by --pipeline auto")
+        raise UserError(
+            f"a solver is one of {', '.join(SOLVERS)}; {name!r} is none; stages are asked for by --pipeline auto"
+        )
     if name in PIPELINE_RECIPES:
         return name
     if name not in SOLVERS:

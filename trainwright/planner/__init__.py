@@ -4,12 +4,15 @@ from .costs.simulate import Simulation, simulate
 from .explain import explain
 from .frontier import frontier
 from .micro_batches import Variants
-from .plan import check, compare, make_plan
+from .pipeline.price import schedule_of
+from .pipeline.recipes import PIPELINE_RECIPES
+from .plan import check, compare, make_plan, simulate_plan
 from .problem.recipes import RECIPES
 from .shapes import Shaped, check_alike, check_shapes, largest, make_plan_for
 from .task import Task
 
 __all__ = [
+    "PIPELINE_RECIPES",
     "RECIPES",
     "Shaped",
     "Simulation",
@@ -24,5 +27,7 @@ __all__ = [
     "largest",
     "make_plan",
     "make_plan_for",
+    "schedule_of",
     "simulate",
+    "simulate_plan",
 ]

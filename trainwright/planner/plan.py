@@ -26,12 +26,12 @@ from ..program.decisions import Decisions
 from ..program.groups import is_routed
 from ..program.plan_text import decisions_of, plan_sections
 from ..program.program import Program
-from ..program.stages import cut
+from ..program.stages import cut, tied
 from .budget import budget_for
 from .costs.costs import OptimizerCost
 from .costs.effects import NO_EFFECT, without_effect
 from .costs.price import Price
-from .costs.simulate import MakeOptimizer, Simulation
+from .costs.simulate import MakeOptimizer, Simulation, simulate, simulate_stage
 from .costs.units import size_text
 from .mesh_search import Found, MeshSearch
 from .micro_batches import fastest_number
@@ -114,7 +114,7 @@ def check(
     """
     task = task_of(plan, program, optimizer_cost, make_optimizer)
     task.budget_bytes = budget_bytes
-    predicted, simulation, where = _as_written(plan, task)
+    predicted, simulation, where = as_written(plan, task)
     budget, usable = task.budget_bytes, task.usable_bytes
     if budget is not None and usable is not None and simulation.peak_bytes > usable:
         more = budget_for(simulation.peak_bytes, task.divisor) - budget
@@ -135,7 +135,7 @@ def check(
     return found if plan.is_edited else found.signed()
 
 
-def _as_written(plan: Plan, task: Task) -> tuple[Predicted, Simulation, str]:
+def as_written(plan: Plan, task: Task) -> tuple[Predicted, Simulation, str]:
     """Return what a plan takes as it stands, the simulation of the rank that holds most, and that rank's stage in words."""
     (place,) = task.places
     decisions = decisions_of(task.program, plan)
@@ -147,12 +147,30 @@ def _as_written(plan: Plan, task: Task) -> tuple[Predicted, Simulation, str]:
     return priced.predicted, priced.simulations[priced.fullest], f", on stage {priced.fullest}"
 
 
+def simulate_plan(
+    plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_optimizer: MakeOptimizer
+) -> Simulation:
+    """Return the memory over a step of one rank, of the fullest stage where there are several."""
+    decisions = decisions_of(program, plan)
+    kind = plan.cluster.device.kind
+    if plan.pipeline is None:
+        return simulate(program, decisions, make_optimizer, target=kind, timeline=True, optimizer_cost=optimizer_cost)
+    stages = cut(program, plan.pipeline.begins)
+    peaks = [stage.peak_bytes for stage in plan.predicted.stages] or [0]
+    return simulate_stage(
+        stages[peaks.index(max(peaks))], decisions, make_optimizer, in_flight=plan.pipeline.in_flight,
+        num_micro_batches=plan.micro_batches, tied=tuple(tied(stages)), target=kind, timeline=True,
+        optimizer_cost=optimizer_cost,
+    )  # fmt: skip
+
+
 def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_optimizer: MakeOptimizer) -> Task:
     """Return the question that `plan` answers, on its own mesh."""
     return Task(
         program, plan.model, plan.inner_cluster, plan.budget_bytes, plan.optimizer, optimizer_cost, make_optimizer,
-        mesh=tuple(plan.inner_mesh.values()), num_stages=plan.num_stages, dtype=plan.dtype, autocast=plan.autocast, literals=plan.literals, loss_fn=plan.loss_fn,
-        offload=plan.offload.tier if plan.offload is not None else "none", imbalance=plan.imbalance,
+        mesh=tuple(plan.inner_mesh.values()), num_stages=plan.num_stages, dtype=plan.dtype, autocast=plan.autocast,
+        literals=plan.literals, loss_fn=plan.loss_fn, offload=plan.offload.tier if plan.offload is not None else "none",
+        imbalance=plan.imbalance,
     )  # fmt: skip
 
 

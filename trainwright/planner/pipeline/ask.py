@@ -19,8 +19,8 @@ def check_task(task: Task) -> None:
     cost = task.optimizer_cost
     if cost.num_passes != 1.0 or task.goes_again or cost.reads == "model":
         raise UserError(
-            f"an optimizer that takes one forward and backward, and each parameter by itself, is needed for stages; {task.optimizer} "
-            "does not; try adamw, or plan without --pipeline"
+            f"an optimizer that takes one forward and backward, and each parameter by itself, is needed for stages; "
+            f"{task.optimizer} does not; try adamw, or plan without --pipeline"
         )
     if task.offload in ("host", "disk"):
         raise UserError(

@@ -102,7 +102,7 @@ def neighbours(cuts: Cuts, num_units: int) -> Iterator[Cuts]:
 def is_possible(cuts: Cuts, num_units: int) -> bool:
     """Whether every stage has a unit at least."""
     edges = (0, *cuts, num_units)
-    return all(first < stop for first, stop in zip(edges, edges[1:]))
+    return all(first < stop for first, stop in itertools.pairwise(edges))
 
 
 def all_cuts(num_units: int, num_stages: int) -> Iterator[Cuts]:
@@ -187,7 +187,7 @@ def nothing_fits_bytes(judge: Judge, starts: Sequence[Cuts]) -> tuple[float, int
         for cuts in starts:
             while True:
                 own = _fullest(table, cuts, in_flight)
-                near = [_fullest(table, other, in_flight) + (other,) for other in neighbours(cuts, len(table.units))]
+                near = [(*_fullest(table, other, in_flight), other) for other in neighbours(cuts, len(table.units))]
                 best = min(best, own)
                 nearer = min(near, default=None)
                 if nearer is None or nearer[0] >= own[0]:

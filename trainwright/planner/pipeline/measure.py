@@ -6,6 +6,7 @@ micro-batch follows several levels at once: the units of a kind take them in tur
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,7 @@ from ...program.blocks import Region, RegionClass
 from ...program.decisions import Decisions
 from ...program.layout import Layout
 from ...program.program import Program, Tensor
-from ...program.stages import boundary_regions
-from ...program.stages import cut
+from ...program.stages import boundary_regions, cut
 from ...rank.execute import Executor
 from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
@@ -55,13 +55,15 @@ class Outline:
     @cached_property
     def regions(self) -> list[list[Region]]:
         edges = [0, *(region.index for region in boundary_regions(self.program).values()), len(self.program.regions)]
-        return [self.program.regions[first:stop] for first, stop in zip(edges, edges[1:])]
+        return [self.program.regions[first:stop] for first, stop in itertools.pairwise(edges)]
 
     @cached_property
     def kinds(self) -> list[int]:
         """Units of the same classes of regions are of one kind."""
         known: dict[tuple[int, ...], int] = {}
-        return [known.setdefault(tuple(region.region_class.index for region in own), len(known)) for own in self.regions]
+        return [
+            known.setdefault(tuple(region.region_class.index for region in own), len(known)) for own in self.regions
+        ]
 
     @cached_property
     def crossing(self) -> list[list[Tensor]]:
@@ -105,6 +107,14 @@ class Measured:
     def staged(self, levels: Sequence[int]) -> Decisions:
         """Return the decisions with a level for each unit."""
         return replace(self.decisions, recomputed=set().union(*(own[k] for own, k in zip(self.keys, levels))))
+
+    def levels_of(self, decisions: Decisions) -> list[int]:
+        """Return the level of each unit that reruns most nearly what `decisions` do."""
+        found = []
+        for levels in self.keys:
+            own = set().union(*levels) & decisions.recomputed
+            found.append(min(range(len(levels)), key=lambda level, own=own, at=levels: (len(at[level] ^ own), level)))
+        return found
 
     def begins(self, cuts: Sequence[int]) -> tuple[str, ...]:
         """Return the names of the boundaries."""
@@ -150,9 +160,7 @@ class _Measuring:
         assert executor is not None
         table = self._table(runs, begin_seconds(executor, self.problem.costs))
         order = self._levels_in_order(runs)
-        table.levels = tuple(
-            tuple(level for level, _ in order[kind]) for kind in range(len(set(self.outline.kinds)))
-        )
+        table.levels = tuple(tuple(level for level, _ in order[kind]) for kind in range(len(set(self.outline.kinds))))
         mapped = [[keys[u][at] for _, at in order[kind]] for u, kind in enumerate(self.outline.kinds)]
         return Measured(table, self.outline, self.plain, mapped)
 

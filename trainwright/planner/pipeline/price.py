@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...artifacts import Cluster, Predicted, StagePrediction
+from ...artifacts import Cluster, Plan, Predicted, StagePrediction
 from ...program.decisions import Decisions
 from ...program.program import Tensor
 from ...program.stages import Stage, tied
@@ -186,7 +186,9 @@ def _predicted(stages: Sequence[StagePrediction], timeline: StepTimeline, num_mi
     at = timeline.busy_s.index(max(timeline.busy_s))
     busy, busy_s = stages[at], timeline.busy_s[at]
     recompute_s = num_micro_batches * busy.recompute_s
-    computing_s = num_micro_batches * (busy.forward_s + busy.backward_s - busy.comm_s - busy.recompute_s) + busy.update_s
+    computing_s = (
+        num_micro_batches * (busy.forward_s + busy.backward_s - busy.comm_s - busy.recompute_s) + busy.update_s
+    )
     comm_s = busy_s - computing_s - recompute_s
     return Predicted(
         step_s=timeline.step_s,
@@ -203,12 +205,15 @@ def _predicted(stages: Sequence[StagePrediction], timeline: StepTimeline, num_mi
     )
 
 
-def timeline_of(predicted: Predicted, num_micro_batches: int, in_flight: Sequence[int], is_gpu: bool) -> StepTimeline:
-    """Return who does what when in a step that was predicted, for a picture."""
+def schedule_of(plan: Plan) -> StepTimeline | None:
+    """Return who does what when in a step of a plan with stages, as it was predicted; None without stages."""
+    predicted = plan.predicted
+    if plan.pipeline is None or not predicted.stages:
+        return None
     stages = [
         StageSeconds(s.forward_s, s.backward_s, s.begin_s, s.reduce_s, s.update_s, s.hand_s, s.return_s)
         for s in predicted.stages
     ]
     sums = [Tied(at, seconds) for stage in predicted.stages for at, seconds in stage.tied]
-    schedule = Schedule(num_micro_batches, tuple(in_flight))
-    return simulated_step(schedule, stages, sums, overlaps=is_gpu, keep_spans=True)
+    schedule = Schedule(plan.micro_batches, plan.pipeline.in_flight)
+    return simulated_step(schedule, stages, sums, overlaps=plan.cluster.device.kind == "gpu", keep_spans=True)

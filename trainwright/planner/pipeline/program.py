@@ -7,8 +7,8 @@
 What a stage takes is linear in these: forwards f, forward and backward t, what a step takes once u (u' behind the last
 backward). With m micro-batches of which w_s are in flight, transfers h and g (there and back), for every stage s
 
-    stages   Z ≥ Σ_{q<s} (t_q + h_q + g_q) + m t_s + u'_0                              the first and the last to come through
-    warm-up  Z ≥ Σ_q t_q + Σ_q (h_q + g_q) + (m - 1) t_s - (w_s - 1) f_s + u'_0        at most w_s forwards before its first backward
+    stages   Z ≥ Σ_{q<s} (t_q + h_q + g_q) + m t_s + u'_0
+    warm-up  Z ≥ Σ_q t_q + Σ_q (h_q + g_q) + (m - 1) t_s - (w_s - 1) f_s + u'_0
     update   Z ≥ Σ_{q<s} (f_q + h_q) + m t_s + u'_s
 
     memory   fixed(s) + w_s Σ_{k, l} kept[k, l] x[s, k, l] ≤ budget
@@ -80,7 +80,9 @@ class Proposal:
     bound_s: float
 
 
-def propose(table: Table, in_flight: Sequence[int], budget_bytes: float, fixed: Mapping[int, int] | None = None) -> Proposal | None:
+def propose(
+    table: Table, in_flight: Sequence[int], budget_bytes: float, fixed: Mapping[int, int] | None = None
+) -> Proposal | None:
     """Return the cuts that minimise the rows; None where the program finds that none fit.
 
     fixed: units at which stages have to begin.
@@ -164,9 +166,7 @@ def _levels(model: Model, grid: _Grid, table: Table, stage: int) -> tuple[Terms,
 class _Grid:
     """The columns that say where each stage begins; what a stage's units add up to is linear in them."""
 
-    def __init__(
-        self, model: Model, num_units: int, num_stages: int, fixed: Mapping[int, int] | None = None
-    ) -> None:
+    def __init__(self, model: Model, num_units: int, num_stages: int, fixed: Mapping[int, int] | None = None) -> None:
         self.num_units, self.num_stages = num_units, num_stages
         self.one = model.column(lower=1.0, upper=1.0)
         self.begins: list[dict[int, int]] = [{0: self.one}]

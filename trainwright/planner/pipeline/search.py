@@ -94,7 +94,9 @@ def _variants(task: Task, num_stages: int) -> Iterator[Task]:
         return
     batch = task.variants.numbers
     most = MICRO_BATCHES_A_STAGE * num_stages
-    wanted = sorted((num for num in batch if 2 <= num <= most), key=lambda num: (abs(math.log(num / (4 * num_stages))), num))
+    wanted = sorted(
+        (num for num in batch if 2 <= num <= most), key=lambda num: (abs(math.log(num / (4 * num_stages))), num)
+    )
     for num in wanted:
         if num == task.program.num_runs:
             yield task
@@ -193,13 +195,17 @@ class _Search:
         self.bound_s = math.inf
         self.unseen: list[str] = []
         self.least: list[tuple[float, int, Case]] = []
-        self.too_few: list[int] = []
         self.was_slower = False
 
     def look_at(self, case: Case) -> None:
         """Find the fastest stages of a case, unless its bound or the time rules it out."""
-        if len(case.outline.regions) < case.num_stages:
-            self.too_few.append(case.num_stages)
+        num_pieces = len(case.outline.regions)
+        if num_pieces < case.num_stages:
+            if self.task.pipeline != "auto":
+                raise UserError(
+                    f"at most {num_pieces} stages are needed, for this model can be cut into no more pieces; got {case.num_stages}; "
+                    f"try one of {', '.join(str(n) for n in self.task.cluster.stage_numbers if n <= num_pieces)}, or none"
+                )
             return
         if self.best is not None and self.task.deadline.has_passed:
             self.unseen.append(_name(case))
@@ -260,10 +266,14 @@ class _Search:
             answer = self._answer(case, measured, staged)
             peaks = [simulation.peak_bytes for simulation in answer.priced.simulations]
             fits = max(peaks) <= case.budget_bytes
+            if not fits:
+                self.least.append((max(peaks), peaks.index(max(peaks)), case))
             if fits and answer.step_s < self._to_beat:
                 self.best = case, answer
                 self._tell(answer)
-            if fits and not any(fit.rerun_s and peak < case.budget_bytes * (1 - CLOSE) for fit, peak in zip(staged.fits, peaks)):
+            if fits and not any(
+                fit.rerun_s and peak < case.budget_bytes * (1 - CLOSE) for fit, peak in zip(staged.fits, peaks)
+            ):
                 return
             _learn(measured, staged, peaks)
             staged = self._chosen(case.judge(measured))
@@ -290,32 +300,29 @@ class _Search:
         gap = max(0.0, 1 - self.bound_s / staged.step_s)
         answer = Answer(None, staged.decisions, simulation, gap, staged.step_s, 0.0)  # type: ignore[arg-type]
         note = (
-            f"the time limit left no time for {', '.join(self.unseen[:4])}{' …' if len(self.unseen) > 4 else ''}",
-        ) if self.unseen else ()
+            (f"the time limit left no time for {', '.join(self.unseen[:4])}{' …' if len(self.unseen) > 4 else ''}",)
+            if self.unseen
+            else ()
+        )
         return Found(case.place, answer, Price(), note, tuple(self.unseen), staged)
 
     def _refusal(self) -> Refusal:
-        if not self.least:
-            few = min(self.too_few, default=2)
-            case = Case(self.task, self.task.cluster, few, ())
-            most = len(case.outline.regions)
-            return UserError(  # type: ignore[return-value]
-                f"at most {most} stages are needed, for this model has {most} pieces to cut between; got {few}; try --pipeline "
-                f"{max((n for n in self.task.cluster.stage_numbers if n <= most), default=1)}"
+        name, budget = self.task.cluster.name, self.task.budget_bytes
+        known = [row for row in self.least if math.isfinite(row[0])]
+        if not known or budget is None:
+            return NoStagesFit(
+                f"stages that fit are needed; {self.solver} found none on {name}; try more stages, smaller micro-batches, or "
+                "fewer pins",
+                math.inf,
             )
-        least, stage, case = min(self.least, key=lambda row: row[0])
-        budget = self.task.budget_bytes
-        assert budget is not None
-        enough = "" if math.isinf(least) else (
-            f"; stage {stage} of {case.num_stages} holds most; about {size_text(budget_for(int(least), self.task.divisor), up=True)} "
-            "would do (an estimate)"
-        )
+        least, stage, case = min(known, key=lambda row: row[0])
+        enough = size_text(budget_for(math.ceil(least), self.task.divisor), up=True)
         return NoStagesFit(
-            f"stages within {size_text(budget)} a device are needed; {self.solver} found none on {self.task.cluster.name} (mesh of a "
-            f"stage {case.place.shape}, {case.num_micro_batches} micro-batches){enough}; try more stages, smaller micro-batches "
-            "or a larger --memory",
+            f"stages within {size_text(budget)} a device are needed; {self.solver} found none on {name} (mesh of a stage "
+            f"{case.place.shape}, {case.num_micro_batches} micro-batches); stage {stage} of {case.num_stages} holds most; about "
+            f"{enough} would do (an estimate), or try more stages or smaller micro-batches",
             least,
-        )  # fmt: skip
+        )
 
 
 def _learn(measured: Measured, staged: Staged, peaks: Sequence[int]) -> None:

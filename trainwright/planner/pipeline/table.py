@@ -12,6 +12,7 @@ reruns for that. A stage is a run of units; with w micro-batches in flight it ho
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ class Table:
     def spans(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
         """Return the units (first, one behind the last) of each stage, where stages 1 … P-1 begin at the units `cuts`."""
         edges = [0, *cuts, len(self.units)]
-        return list(zip(edges, edges[1:]))
+        return list(itertools.pairwise(edges))
 
     def params_of(self, first: int, stop: int) -> set[str]:
         """Return the parameters that a stage holds."""
@@ -230,7 +231,10 @@ class Table:
     def tied(self, cuts: Sequence[int]) -> list[Tied]:
         """Return the sums over stages of tied parameters' gradients: one for all parameters of the same stages."""
         return tied_sums(
-            {name: tuple(sorted({self.stage_at(cuts, at) for at in units})) for name, units in self.tied_params.items()},
+            {
+                name: tuple(sorted({self.stage_at(cuts, at) for at in units}))
+                for name, units in self.tied_params.items()
+            },
             {name: self.params[name].grad_bytes for name in self.tied_params},
             self.hops,
         )
@@ -241,9 +245,7 @@ class Table:
         return bisect.bisect_right(list(cuts), unit)
 
 
-def tied_sums(
-    stages: dict[str, tuple[int, ...]], grad_bytes: dict[str, float], hops: Sequence[Hop]
-) -> list[Tied]:
+def tied_sums(stages: dict[str, tuple[int, ...]], grad_bytes: dict[str, float], hops: Sequence[Hop]) -> list[Tied]:
     """Return, for each set of stages that share parameters, the seconds of the sums of their gradients.
 
     Each parameter's is an all-reduce over the n stages that hold it, as in `hardware.collectives`: 2 (n − 1) α + 2 (n − 1)/n · B/β

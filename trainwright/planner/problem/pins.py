@@ -109,7 +109,9 @@ def _allow_offload(problem: Problem, pin: str, restriction: Restriction) -> None
 def _parse(pin: str) -> tuple[str, str]:
     pattern, _, action = pin.rpartition("=")
     if action.startswith("begin(") or "pipeline" in action:
-        raise UserError(f"a plan with stages is needed for a pin of where one begins; {pin!r} asks for that; add --pipeline")
+        raise UserError(
+            f"a plan with stages is needed for a pin of where one begins; {pin!r} asks for that; add --pipeline"
+        )
     if not pattern or not re.fullmatch(r"(state-)?(keep|offload)|recompute|replicate@\S+|shard\([^()]+\)@\S+", action):
         raise UserError(f"a pin is {_GRAMMAR}; got {pin!r}")
     return pattern, action
