@@ -126,9 +126,8 @@ def price_regions(executor: Executor, costs: CostModel) -> dict[int, RegionSecon
     found: dict[int, RegionSeconds] = defaultdict(RegionSeconds)
     for instruction in instructions:
         own = found[instruction.region if instruction.region >= 0 else last]
-        first = shared.get(instruction.result) if isinstance(instruction, Reshard) else None
-        if first is not None:
-            if first == instruction.result:
+        if isinstance(instruction, Reshard) and instruction.result in shared:
+            if shared[instruction.result] == instruction.result:
                 own.reduce_s += sum(_reshard_s(executor.local, instruction, costs))
             continue
         compute, comm = _instruction_s(executor, instruction, costs)

@@ -113,7 +113,8 @@ class Measured:
         found = []
         for levels in self.keys:
             own = set().union(*levels) & decisions.recomputed
-            found.append(min(range(len(levels)), key=lambda level, own=own, at=levels: (len(at[level] ^ own), level)))
+            apart = [len(level ^ own) for level in levels]
+            found.append(apart.index(min(apart)))
         return found
 
     def begins(self, cuts: Sequence[int]) -> tuple[str, ...]:

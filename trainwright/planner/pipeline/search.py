@@ -203,7 +203,7 @@ class _Search:
         if num_pieces < case.num_stages:
             if self.task.pipeline != "auto":
                 raise UserError(
-                    f"at most {num_pieces} stages are needed, for this model can be cut into no more pieces; got {case.num_stages}; "
+                    f"at most {num_pieces} stages are needed, the pieces that this model can be cut into; got {case.num_stages}; "
                     f"try one of {', '.join(str(n) for n in self.task.cluster.stage_numbers if n <= num_pieces)}, or none"
                 )
             return
