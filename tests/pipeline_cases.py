@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +25,10 @@ from trainwright.rank.execute import Executor
 from trainwright.rank.local import build_local
 from trainwright.rank.reshard import SimulatedCommunicator
 from trainwright.rank.run_state import RunState
+from trainwright.rank.stage_actions import Action
 from trainwright.runtime.module import full_gradients
+from trainwright.runtime.training.train import train_step
+from trainwright.runtime.training.watchdog import Watchdog
 from trainwright.runtime.verification.comparison import gradient_errors
 from trainwright.runtime.verification.reference import unsplit
 from trainwright.runtime.verification.verify import verify
@@ -99,6 +105,8 @@ def plan_with_stages(
     literals = {key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)}
     plan = plan_of(program, decisions, literals)
     corrected = plan.model_copy(update={"micro_batches": num_micro, "corrections": dict(program.corrections)})
+    if num_stages == 1:
+        return corrected
     return staged(corrected, begins, [min(w, num_micro) for w in depths])
 
 
@@ -246,3 +254,38 @@ def dropout(options: dict[str, Any]) -> dict[str, float]:
         module.eval()
         without = module(**plan.shard_batch(batch)).loss
     return {"gradient": max(errors.values()), "loss": abs(float(loss - expected)), "effect": abs(float(loss - without))}
+
+
+def fault(options: dict[str, Any], kind: str, limit_s: float) -> None:
+    """A step in which rank 0 does something wrong: it drops a send, swaps two actions, is far too slow, or dies."""
+    plan = plan_with_stages(**options)
+    model, batch = built(options["name"], options["layers"])
+    module = tw.parallelize(model, plan, seed=3).train()
+    runner = module.steps.planned.runner
+    assert runner is not None
+    link, here = runner.link, dist.get_rank()
+    send = link.send
+
+    def wrong_send(action: Any, tensors: Any) -> Any:
+        if action.micro != 1:
+            return send(action, tensors)
+        if kind == "slow":
+            time.sleep(20 * limit_s)
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+    if here == 0 and kind == "swapped":
+        first, second = (runner.actions.index(Action("send", 0, micro, "activation")) for micro in (0, 1))
+        forward = runner.actions.index(Action("forward", 0, 1))
+        actions = [a for a in runner.actions if a.kind != "forward" or a.micro > 1]
+        place = actions.index(Action("send", 0, 0, "activation"))
+        swapped = [Action("forward", 0, 0), Action("forward", 0, 1), Action("send", 0, 1, "activation")]
+        rest = [a for a in actions[place:] if a != Action("send", 0, 1, "activation")]
+        assert first < forward < second
+        runner.actions = [*actions[:place], *swapped, Action("sent", 0, 1, "activation"), *rest]
+    elif here == 0:
+        link.send = wrong_send  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Watchdog(module.communicator.activity, limit_s):
+        train_step(module, optimizer, plan.shard_batch(batch))

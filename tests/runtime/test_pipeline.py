@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.pool import Pool
+from trainwright.launch import WorkerError
 
 CASES = "tests.pipeline_cases:"
 BAR = 1e-12
@@ -98,13 +99,14 @@ def test_the_users_loop_trains_as_one_process_does(pool2: Pool) -> None:
     assert (first["on_rank_0"], last["on_rank_0"]) == (len(first["names"]), 0)
 
 
-def test_checkpoints_load_under_other_cuts(pool2: Pool, tmp_path: Path) -> None:
+def test_checkpoints_load_under_other_cuts_and_without_stages(pool2: Pool, tmp_path: Path) -> None:
     own = case(begins=["transformer.h.1"])
     others = [case(begins=["transformer.ln_f"], depth="gpipe"), case(begins=["transformer.h.0"], num_micro=2)]
+    others.append(case(num_stages=1, inner=[2], seed=4))
     for found in pool2.run(CASES + "resumed", options=own, folder=str(tmp_path), others=others):
         assert found["step"] == 1
         assert found["plan 0"] == found["uninterrupted"]
-        for other in ("plan 1", "plan 2"):
+        for other in ("plan 1", "plan 2", "plan 3"):
             assert found[other] == pytest.approx(found["uninterrupted"], rel=1e-5)
 
 
@@ -112,3 +114,24 @@ def test_dropout_draws_what_it_draws_without_stages(pool2: Pool) -> None:
     for found in pool2.run(CASES + "dropout", options=case(num_micro=2, recompute=True, begins=["transformer.h.1"])):
         assert found["gradient"] < 1e-5
         assert found["loss"] < 1e-5 < 1e-3 < found["effect"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("dropped", r"rank 1 hung: it has been at step 0 in take activation 1 from rank 0 \([\d,]+ bytes\)"),
+        (
+            "swapped",
+            r"rank 0 hung: .* in sent activation 1 to rank 1 \([\d,]+ bytes\) .*rank 1 hung: .* in take activation 0 from rank 0",
+        ),
+        (
+            "slow",
+            r"rank 0 hung: it has been at step 0 in the forward.*waiting: rank 1 in take activation 1 from rank 0",
+        ),
+        ("killed", r"rank 0 of 2 was ended by SIGKILL"),
+    ],
+    ids=["dropped", "swapped", "slow", "killed"],
+)
+def test_what_goes_wrong_between_stages_is_named(pool2: Pool, kind: str, named: str) -> None:
+    with pytest.raises(WorkerError, match=named):
+        pool2.run(CASES + "fault", timeout_s=100, options=case(begins=["transformer.h.1"]), kind=kind, limit_s=3.0)

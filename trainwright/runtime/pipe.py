@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..artifacts import PIPE, Plan, UserError
-from ..launch import WorkerError
 from ..program.program import Program
 from ..program.stages import Stage, cut, tied
 from ..rank.execute import Executor
@@ -26,10 +25,6 @@ from .communicator import MeshCommunicator
 
 _TAGS = 64
 """More tensors than cross any boundary: each has a tag of its own."""
-
-
-class StageLost(WorkerError):
-    """A transfer between stages did not come to its end."""
 
 
 def check_stages(plan: Plan, replicas: int = 1) -> None:
@@ -111,6 +106,11 @@ class Pipe:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def added(self, own: float) -> float:
+        """Return the sum of every stage's number; a collective call."""
+        total: float = sum(self.gathered(own))
+        return total
+
     def merged(self, own: Mapping[str, Tensor], device: torch.device, keep: bool = True) -> dict[str, Tensor]:
         """Return the tensors of all stages by name, each from the first stage that has it; a collective call.
 
@@ -159,7 +159,7 @@ class PeerLink:
             raise self._lost(action, tensors, error) from None
 
     def wait(self, action: Action, tensors: Sequence[Tensor], works: Any) -> None:
-        """Wait until a transfer is done; `StageLost` where it does not come to its end."""
+        """Wait until a transfer is done; `ConnectionError` where it does not come to its end."""
         if not works:
             return
         peer = self.pipe.ranks[action.peer]
@@ -175,10 +175,10 @@ class PeerLink:
         way = "from" if action.kind in ("take", "post") else "to"
         return f"{action} {way} rank {self.pipe.ranks[action.peer]} ({_num_bytes(tensors):,} bytes)"
 
-    def _lost(self, action: Action, tensors: Sequence[Tensor], error: Exception) -> StageLost:
+    def _lost(self, action: Action, tensors: Sequence[Tensor], error: Exception) -> ConnectionError:
         own, peer = self.pipe.ranks[action.stage], self.pipe.ranks[action.peer]
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return StageLost(
+        return ConnectionError(
             f"rank {own} (stage {action.stage}) needs an answer in {self._what(action, tensors)}; the transfer failed "
             f"({reason}); see what became of rank {peer}, or allow more time"
         )
