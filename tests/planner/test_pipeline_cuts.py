@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -167,7 +168,8 @@ def test_a_step_takes_what_each_stage_and_the_first_micro_batch_take(
     assert all(found.step_s >= m * stage.micro_s + stage.update_s - CLOSE for stage in own)
     longer = [replace(own[0], forward_s=own[0].forward_s * 1.1), *own[1:]]
     assert simulated_step(Schedule(m, depth), longer, overlaps=overlaps).step_s >= found.step_s - CLOSE
-    for one, other in zip(sorted(found.spans, key=lambda s: (s.stage, s.start_s)), sorted(found.spans, key=lambda s: (s.stage, s.start_s))[1:]):  # fmt: skip
+    spans = sorted(found.spans, key=lambda span: (span.stage, span.start_s))
+    for one, other in itertools.pairwise(spans):
         assert one.stage != other.stage or one.end_s <= other.start_s + CLOSE
 
 
