@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -289,3 +290,39 @@ def fault(options: dict[str, Any], kind: str, limit_s: float) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with Watchdog(module.communicator.activity, limit_s):
         train_step(module, optimizer, plan.shard_batch(batch))
+
+
+class Block(torch.nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(width), torch.nn.Linear(width, 9), torch.nn.Linear(9, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def mean_square(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def against_torch(num_micro: int) -> dict[str, float]:
+    """Gradients of two stages, by this package and by torch's own 1F1B over the same two ranks."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(*(Block(6) for _ in range(4))).double()
+    x = torch.randn(8, 3, 6, dtype=torch.float64)
+    here = dist.get_rank()
+    half = copy.deepcopy(model[2 * here : 2 * here + 2])
+    stage = PipelineStage(half, here, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, num_micro, loss_fn=lambda output, target: output.square().mean(), scale_grads=True)
+    schedule.step(x) if here == 0 else schedule.step(target=torch.zeros_like(x))
+    theirs = {name: param.grad for name, param in half.named_parameters()}
+    plan = tw.plan(model, (x,), loss_fn=mean_square, hardware="cpu:1", micro_batches=num_micro, optimizer="sgd")
+    module = tw.parallelize(model, staged(plan, ["2"], [2, 1]), loss_fn=mean_square)
+    module(*module.plan.shard_batch((x,), rows="all")).loss.backward()
+    own = {name: param.grad.full_tensor() for name, param in module.named_parameters()}
+    errors = [float((own[name] - grad).norm() / grad.norm()) for name, grad in theirs.items() if grad is not None]
+    return {"error": max(errors), "num": len(errors), "own": len(own)}

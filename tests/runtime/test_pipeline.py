@@ -135,3 +135,9 @@ def test_dropout_draws_what_it_draws_without_stages(pool2: Pool) -> None:
 def test_what_goes_wrong_between_stages_is_named(pool2: Pool, kind: str, named: str) -> None:
     with pytest.raises(WorkerError, match=named):
         pool2.run(CASES + "fault", timeout_s=100, options=case(begins=["transformer.h.1"]), kind=kind, limit_s=3.0)
+
+
+def test_gradients_are_those_of_torchs_own_schedule(pool2: Pool) -> None:
+    for found in pool2.run(CASES + "against_torch", num_micro=4):
+        assert found["num"] == found["own"] == 12
+        assert found["error"] < BAR
