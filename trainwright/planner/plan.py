@@ -38,7 +38,7 @@ from .micro_batches import fastest_number
 from .model.deadline import Deadline
 from .pipeline.price import hops_of, price_stages
 from .pipeline.recipes import PIPELINE_RECIPES
-from .pipeline.search import NoStagesFit, StagedAnswer, fastest_stages
+from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, fastest_stages
 from .problem.recipes import RECIPES
 from .refusals import NothingFits
 from .search.stages import GAP
@@ -225,10 +225,13 @@ def _search_stages(task: Task, solver: str) -> Found:
         plain = _search_as_asked(replace(task, pipeline=None, deadline=task.deadline.first_part()), solver)
     except NothingFits as refused:
         refusal = refused
+    staged, said, unseen = None, "pipeline stages were looked at: none are faster than none", tuple[str, ...]()
     try:
         staged = fastest_stages(task, solver, math.inf if plain is None else plain.step_s)
-    except (NoStagesFit, UserError):
-        staged = None
+    except NotAllSeen as cut_short:
+        said, unseen = str(cut_short), cut_short.unseen
+    except (NoStagesFit, UserError) as refused_stages:
+        said = f"no pipeline stages: {refused_stages}"
     if staged is not None and plain is not None:
         return replace(staged, answer=staged.answer.bounded(min(staged.answer.bound_s, plain.answer.bound_s)))
     if staged is not None:
@@ -236,7 +239,7 @@ def _search_stages(task: Task, solver: str) -> Found:
     if plain is None:
         assert refusal is not None
         raise refusal
-    return replace(plain, notes=(*plain.notes, "pipeline stages were looked at: none are faster than none"))
+    return replace(plain, notes=(*plain.notes, said), unseen_meshes=(*plain.unseen_meshes, *unseen))
 
 
 def _search_meshes(task: Task, solver: str, cutoff_s: float = math.inf) -> Found | None:

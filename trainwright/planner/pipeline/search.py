@@ -8,8 +8,9 @@ its estimate, or less, the estimate learns that, and the levels are chosen anew,
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -60,6 +61,16 @@ class StagedAnswer:
         return self.priced.predicted.step_s
 
 
+class NotAllSeen(Exception):
+    """Nothing faster was found, and the time left some unseen."""
+
+    def __init__(self, unseen: Sequence[str]) -> None:
+        super().__init__(
+            f"the time limit left no time for {len(unseen)} ways to cut into stages, {unseen[0]} among them"
+        )
+        self.unseen = tuple(unseen)
+
+
 class NoStagesFit(Refusal):
     """No stages fit; `least_bytes` is an estimate of the smallest budget that would do."""
 
@@ -81,27 +92,27 @@ def fastest_stages(task: Task, solver: str = "joint", cutoff_s: float = math.inf
     check_task(task)
     search = _Search(task, solver, cutoff_s)
     for num_stages in numbers_of_stages(task):
-        for variant in _variants(task, num_stages):
-            for shape in _shapes(task, num_stages):
-                search.look_at(Case(variant, task.cluster, num_stages, shape, begin_pins(task, num_stages)))
+        floors = {shape: search.floor_s(num_stages, shape) for shape in _shapes(task, num_stages)}
+        for num, variant in _variants(task, num_stages):
+            for shape, floor_s in floors.items():
+                if search.is_hopeless(floor_s, num_stages, num):
+                    continue
+                if (whole := variant()) is None:
+                    break
+                search.look_at(Case(whole, task.cluster, num_stages, shape, begin_pins(task, num_stages)))
     return search.found()
 
 
-def _variants(task: Task, num_stages: int) -> Iterator[Task]:
-    """The task with each number of micro-batches, those first that are nearest to four a stage."""
-    if task.variants is None:
-        yield task
+def _variants(task: Task, num_stages: int) -> Iterator[tuple[int, Callable[[], Task | None]]]:
+    """Yield each number of micro-batches with what makes its task, those first that are nearest to four a stage."""
+    variants = task.variants
+    if variants is None:
+        yield task.program.num_runs, lambda: task
         return
-    batch = task.variants.numbers
     most = MICRO_BATCHES_A_STAGE * num_stages
-    wanted = sorted(
-        (num for num in batch if 2 <= num <= most), key=lambda num: (abs(math.log(num / (4 * num_stages))), num)
-    )
-    for num in wanted:
-        if num == task.program.num_runs:
-            yield task
-        elif num not in task.variants.refused:
-            yield from task.variants.one(task, num)
+    numbers = [num for num in variants.numbers if 2 <= num <= most and num not in variants.refused]
+    for num in sorted(numbers, key=lambda num: (abs(math.log(num / (4 * num_stages))), num)):
+        yield num, functools.cache(lambda num=num: next(variants.one(task, num), None))
 
 
 def _shapes(task: Task, num_stages: int) -> list[tuple[int, ...]]:
@@ -197,6 +208,22 @@ class _Search:
         self.least: list[tuple[float, int, Case]] = []
         self.was_slower = False
 
+    def floor_s(self, num_stages: int, shape: tuple[int, ...]) -> float:
+        """Return seconds that all micro-batches take together on one stage's ranks at least, however many they are.
+
+        More of them are never faster. 0 where nothing is known that it could rule out.
+        """
+        if math.isinf(self._to_beat) or self.task.variants is None:
+            return 0.0
+        return Case(self.task, self.task.cluster, num_stages, shape).place.solver.lower_bound_s()
+
+    def is_hopeless(self, floor_s: float, num_stages: int, num_micro_batches: int) -> bool:
+        """Whether stages that share `floor_s` however they like are no faster than what is known."""
+        share = num_micro_batches * (1 - (1 - 1 / num_micro_batches) ** num_stages)
+        hopeless = floor_s / share >= self._to_beat * (1 - GAP)
+        self.was_slower |= hopeless
+        return hopeless
+
     def look_at(self, case: Case) -> None:
         """Find the fastest stages of a case, unless its bound or the time rules it out."""
         num_pieces = len(case.outline.regions)
@@ -207,7 +234,7 @@ class _Search:
                     f"try one of {', '.join(str(n) for n in self.task.cluster.stage_numbers if n <= num_pieces)}, or none"
                 )
             return
-        if self.best is not None and self.task.deadline.has_passed:
+        if math.isfinite(self._to_beat) and self.task.deadline.has_passed:
             self.unseen.append(_name(case))
             return
         if case.bound_s >= self._to_beat * (1 - GAP):
@@ -292,6 +319,8 @@ class _Search:
     def found(self) -> Found | None:
         """Return the fastest stages with what is proven of them; None where all are slower; `Refusal` where none fits."""
         if self.best is None:
+            if self.unseen:
+                raise NotAllSeen(self.unseen)
             if self.was_slower:
                 return None
             raise self._refusal()
