@@ -37,7 +37,7 @@ from .artifacts import (
     parse_bytes,
     parse_count,
 )
-from .request import PlanOptions, PlanRequest, by_size, program_of
+from .request import PlanOptions, PlanRequest, by_size, program_of, refuse_stages
 from .training import Trained, train
 
 if TYPE_CHECKING:
@@ -236,6 +236,8 @@ def plan(
         buckets is; for the schedule `lanczos`. Optimizers that take the loss have it anyway.
     micro_batches: into how many parts a step cuts the batch, one after the other, with the whole batch's loss and
         gradients; `"auto"` chooses.
+    pipeline: into how many stages the model's blocks are cut, each on ranks of its own: a number, `"auto"`: as many as are
+        fastest, none among them; `mesh` is then the mesh of one stage, and micro-batches of 1 mean `"auto"` (docs/pipeline.md).
     expert_imbalance: by how much a rank's experts may get more rows than their even share, in any layer, for the peak to hold:
         1.25, `"worst"`, or `"measured:FILE"`, the largest that the metrics file of a run has. Plans that split no experts
         over ranks do not need it.
@@ -360,7 +362,9 @@ def frontier(model: nn.Module, batch: Any, *, num_points: int = 8, **options: Un
     """
     from .planner import frontier as run
 
-    return run(**PlanRequest.of("frontier", model, batch, options).question(), num_points=num_points)
+    request = PlanRequest.of("frontier", model, batch, options)
+    refuse_stages(request, "a frontier")
+    return run(**request.question(), num_points=num_points)
 
 
 def check(
@@ -419,16 +423,13 @@ def explain(
 
 
 def simulate_plan(plan: PlanLike, model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> Simulation:
-    """Return one rank's memory over a step of `plan`, moment by moment; the arguments are those of `check`."""
+    """Return one rank's memory over a step of `plan`, of the fullest stage, moment by moment; the arguments are `check`'s."""
     from . import optim
-    from .planner import simulate
-    from .program.plan_text import decisions_of
+    from .planner import simulate_plan as run
 
     plan = as_plan(plan)
-    program = program_of(plan, model, batch, loss_fn)
     chosen = optim.of_plan(plan)
-    return simulate(program, decisions_of(program, plan), chosen.on_fakes, target=plan.cluster.device.kind, timeline=True,
-                    optimizer_cost=chosen)  # fmt: skip
+    return run(plan, program_of(plan, model, batch, loss_fn), chosen, chosen.on_fakes)
 
 
 def init(device: str | None = None) -> None:
@@ -514,6 +515,16 @@ def full_state_dict(model: ParallelModule, *, trainable: bool = False) -> dict[s
     from .runtime import full_state_dict as run
 
     return run(model, trainable=trainable)
+
+
+def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm, over all ranks and stages, is at most `max_norm`; return the norm before.
+
+    See `trainwright.runtime.clip_grad_norm_`; a collective call. torch's own sees one stage's gradients alone.
+    """
+    from .runtime import clip_grad_norm_ as run
+
+    return run(module, max_norm)
 
 
 def sample_activations(model: nn.Module, budget: float = 0.3, **options: Any) -> list[str]:
@@ -613,6 +624,7 @@ __all__ = [
     "UserError",
     "calibrate",
     "check",
+    "clip_grad_norm_",
     "compare",
     "diff",
     "experts",

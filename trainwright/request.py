@@ -50,6 +50,7 @@ class PlanOptions(TypedDict, total=False):
     time_limit_s: float
     autocast: DtypeLike | None
     micro_batches: int | str
+    pipeline: int | str | None
     model_ref: ModelRef | None
     progress: Callable[[str], None] | None
 
@@ -75,6 +76,7 @@ class PlanRequest:
     time_limit_s: float = 30.0
     autocast: DtypeLike | None = None
     micro_batches: int | str = 1
+    pipeline: int | str | None = None
     model_ref: ModelRef | None = None
     progress: Callable[[str], None] | None = None
 
@@ -107,14 +109,17 @@ class PlanRequest:
         cluster = self.cluster
         chosen = as_chosen(self.optimizer, self.optimizer_options, self.optimizer_form, self.model, cluster.device.kind)
         goes_again = chosen.name if chosen.needs_loss else "keep_graph" if self.keep_graph else None
+        pipeline = as_stages(self.pipeline)
+        micro_batches = "auto" if pipeline is not None and self.micro_batches == 1 else self.micro_batches
         twice = goes_again or (chosen.name if chosen.differentiates_twice else None)
         num_chunks, is_free = _chunks_of(self.loss_chunks, twice)
-        runs = _runs_of(self.micro_batches, goes_again)
+        runs = _runs_of(micro_batches, goes_again)
         program, variants = self._programs(runs, num_chunks or 0)
         return {
             "program": program,
             "variants": variants,
-            "chunked": self._chunked(runs, is_free) if num_chunks is None else None,
+            "pipeline": pipeline,
+            "chunked": self._chunked(runs, is_free) if num_chunks is None and pipeline is None else None,
             "model_ref": self.model_ref or ModelRef(name=type(self.model).__name__),
             "cluster": cluster,
             "budget_bytes": self._budget_bytes(cluster),
@@ -179,11 +184,26 @@ class PlanRequest:
         )
 
 
+def as_stages(pipeline: int | str | None) -> int | str | None:
+    """Return a number of pipeline stages, `auto`, or None for no stages, which 1 means too.
+
+    >>> as_stages("4"), as_stages("auto"), as_stages(1)
+    (4, 'auto', None)
+    """
+    text = "1" if pipeline is None else str(pipeline).strip().lower()
+    if text == "auto":
+        return "auto"
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"a number of pipeline stages is needed, 1 or more, or auto; got {pipeline!r}; try auto")
+    return int(text) if int(text) > 1 else None
+
+
 def by_size(request: PlanRequest, shapes: Sequence[Any]) -> tuple[Any, list[Shaped]]:
     """Return the batch to plan on, and the others as captures of their own; batches of equal shapes count once."""
     from .planner import check_alike, largest
     from .program.micro_batches import shapes_of
 
+    refuse_stages(request, "several shapes")
     if request.micro_batches != 1:
         raise UserError(
             f"one micro-batch is needed to plan for several shapes; got {request.micro_batches}; plan for the largest "
@@ -196,6 +216,14 @@ def by_size(request: PlanRequest, shapes: Sequence[Any]) -> tuple[Any, list[Shap
     at = largest(seen)
     different = [k for k in range(len(seen)) if seen[k] not in (seen[at], *seen[:k])]
     return batches[at], [request.shaped(batches[k], seen[k]) for k in different]
+
+
+def refuse_stages(request: PlanRequest, what: str) -> None:
+    """Raise `UserError` where pipeline stages are asked for beside what they cannot be planned for yet."""
+    if as_stages(request.pipeline) is not None:
+        raise UserError(
+            f"a plan without stages is needed for {what}; got pipeline {request.pipeline}; leave one of them out"
+        )
 
 
 def program_of(plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> Program:

@@ -128,6 +128,7 @@ def train(
     from .growing import GrowthOptions
     from .launch import emit, rank, world_size
     from .runtime.module import parallelize
+    from .runtime.pipe import refuse_stages
     from .scheduling import ScheduleOptions
     from .syncing import SyncOptions, check_replicas
 
@@ -138,6 +139,8 @@ def train(
     for note in notes if rank() == 0 else ():
         emit({"kind": "note", "text": note})
     number = check_replicas(replicas, plan, None if sync is None else max(plan.num_ranks, world_size()), sync)
+    if sync is not None:
+        refuse_stages(plan, "replicas that exchange by a sync method")
     exchange = None if sync is None else SyncOptions(sync, sync_options or {})
     if exchange is not None:
         beside = () if grow_batch is None else ("grow_batch",)
@@ -252,6 +255,7 @@ class Extras:
 
         if self.schedule is not None:
             check_schedule(self.schedule, plan, steps, optimizer or plan.optimizer)
+        self._check_stages(plan, take)
         if self.growth is not None and take is not None:
             raise UserError(
                 "an optimizer that steps on gradients is needed for batches that grow; this one takes the loss itself; take "
@@ -259,6 +263,17 @@ class Extras:
             )
         for batch in self.held_out.batches if self.held_out is not None else ():
             _check_fits(plan, batch)
+
+    def _check_stages(self, plan: Plan, take: Any) -> None:
+        """Refuse what looks at the whole model at once where a plan has pipeline stages."""
+        from .runtime.pipe import refuse_stages
+
+        if take is not None:
+            refuse_stages(plan, "an optimizer that takes the loss itself")
+        if self.growth is not None:
+            refuse_stages(plan, "batches that grow")
+        if self.schedule is not None and self.schedule.name == "lanczos":
+            refuse_stages(plan, "the schedule lanczos")
 
     def schedule_of(self, optimizer: torch.optim.Optimizer, plan: Plan, steps: int) -> Any:
         """Return what the loop calls around each step; None for a constant rate."""
@@ -301,12 +316,19 @@ def held_out(loaded: Loaded, data: Any, every: int | None) -> HeldOut:
     return HeldOut(found, every)
 
 
-def gradient_norms(gradients: list[Tensor]) -> dict[str, float]:
-    """Return the ℓ2 and the ℓ1 norm of all gradients together, by the names that metrics give them; a collective call."""
+def gradient_norms(gradients: list[Tensor], added: Callable[[float], float] = lambda own: own) -> dict[str, float]:
+    """Return the ℓ2 and the ℓ1 norm of all gradients together, by the names that metrics give them; a collective call.
+
+    added: adds a number up over pipeline stages, of which each has gradients of its own.
+    """
     from .numerics.norms import total_norm
     from .scheduling import NORMS
 
-    return {name: float(total_norm(gradients, order)) for order, name in NORMS.items()}
+    def norm(order: int) -> float:
+        own = float(total_norm(gradients, order)) if gradients else 0.0
+        return float(added(own**order) ** (1 / order))
+
+    return {name: norm(order) for order, name in NORMS.items()}
 
 
 def _name_of(optimizer: torch.optim.Optimizer, plan: Plan) -> str:
@@ -456,8 +478,12 @@ def _maker(
     plan: Plan, optimizer: Any, options: Any, form: str | None, loaded: Loaded, loss_fn: LossFn | None
 ) -> tuple[Maker, list[str], Any]:
     """What makes the run's optimizer of a module and a learning rate, what contradicts the plan, and what runs a step."""
+    from .runtime.pipe import refuse_stages
+
     if optimizer is None or isinstance(optimizer, str):
         chosen, notes = optimizer_of(plan, optimizer, options, form, loaded.model)
+        if chosen.record.reads == "model":
+            refuse_stages(plan, f"{chosen.record.name}, whose update of a weight reads the whole model")
         return (lambda module, lr: made(chosen, module, lr)), notes, step_of(chosen, loaded.model, loss_fn)
     if options or form:
         raise UserError(

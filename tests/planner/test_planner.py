@@ -357,7 +357,7 @@ def test_pins_hold():
         ("h.*.mlp.c_fc=shard(z)@cpu", r"there are shard\(b0\)"),
         ("h.*.mlp.c_fc=shard(o)@gpu", "the axes are cpu"),
         ("h.*.mlp.c_fc=split", "a pin is PATTERN"),
-        ("h.*=pipeline", "not supported yet"),
+        ("h.*=begin(1)", "add --pipeline"),
     ],
 )
 def test_pins_that_cannot_be_obeyed(pin, message):

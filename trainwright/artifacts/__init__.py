@@ -3,23 +3,27 @@
 from .cluster import Cluster, Device, Learned, Link, MeshAxis, Overheads, Tier
 from .difference import Difference, diff
 from .estimator import Estimator
-from .explanation import Alternative, BreakEven, ExplainedDecision, Explanation
+from .explanation import Alternative, BreakEven, ExplainedCut, ExplainedDecision, Explanation
 from .fitting import FitOn, Fitting
 from .offers import Offer, Offers
 from .packages import is_installed, need, needed
 from .plan import (
     DEFAULT_IMBALANCE,
     EDITED,
+    PIPE,
+    STAGED_VERSION,
     BatchEntry,
     ModelRef,
     OffloadPlan,
     OpPlan,
     OptimizerGroup,
     ParamPlan,
+    Pipeline,
     Plan,
     Predicted,
     ShapePlan,
     SolverInfo,
+    StagePrediction,
 )
 from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
@@ -31,6 +35,8 @@ from .sizes import parse_bytes, parse_count
 __all__ = [
     "DEFAULT_IMBALANCE",
     "EDITED",
+    "PIPE",
+    "STAGED_VERSION",
     "Alternative",
     "Artifact",
     "BatchEntry",
@@ -41,6 +47,7 @@ __all__ = [
     "Device",
     "Difference",
     "Estimator",
+    "ExplainedCut",
     "ExplainedDecision",
     "Explanation",
     "Fit",
@@ -60,6 +67,7 @@ __all__ = [
     "OptimizerGroup",
     "Overheads",
     "ParamPlan",
+    "Pipeline",
     "Plan",
     "Predicted",
     "Profile",
@@ -71,6 +79,7 @@ __all__ = [
     "SelfCheck",
     "ShapePlan",
     "SolverInfo",
+    "StagePrediction",
     "SweepPoint",
     "Tier",
     "UserError",

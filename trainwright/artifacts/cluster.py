@@ -196,6 +196,44 @@ class Cluster(Artifact):
             )
         return tuple(axes)
 
+    def of_stage(self, num_stages: int) -> Cluster:
+        """Return the devices of one of `num_stages` pipeline stages, which lie over the outermost links.
+
+        `UserError` where the stages would not be alike: stages take whole groups of the outer links, or equal parts of one.
+        """
+        left, links = num_stages, []
+        for link in self.links:
+            shared = math.gcd(left, link.size)
+            if left > 1 and shared not in (left, link.size):
+                break
+            left //= shared
+            links.append(link.model_copy(update={"size": link.size // shared}))
+        if left > 1:
+            raise UserError(
+                f"a number of stages that cuts {self.name} into equal parts is needed; got {num_stages}; try one of "
+                f"{', '.join(map(str, self.stage_numbers))}"
+            )
+        kept = [link for link in links if link.size > 1] or links[-1:]
+        return self if num_stages == 1 else self.model_copy(update={"links": tuple(kept)})
+
+    @property
+    def stage_numbers(self) -> list[int]:
+        """The numbers of pipeline stages above 1 that the devices can be cut into."""
+        found, outer = [], 1
+        for link in self.links:
+            found += [outer * part for part in range(2, link.size + 1) if link.size % part == 0]
+            outer *= link.size
+        return found
+
+    def between_stages(self, num_stages: int) -> tuple[Link, ...]:
+        """Return the link from each stage to the next, over which every device sends to its like."""
+        inner = self.num_devices // num_stages
+        found = []
+        for stage in range(num_stages - 1):
+            here, there = stage * inner, (stage + 1) * inner
+            found.append(next(link for link, stride, _ in self._strides() if here // stride != there // stride))
+        return tuple(found)
+
     def _strides(self) -> list[tuple[Link, int, int]]:
         """Each link of more than one device with its stride and its span, both in devices."""
         rows, span = [], self.num_devices

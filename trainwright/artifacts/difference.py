@@ -26,6 +26,7 @@ _PLAN_SETTINGS = (
     "autocast",
     "optimizer",
     "mesh",
+    "pipeline",
     "micro_batches",
     "corrections",
     "loss_chunks",
@@ -34,7 +35,7 @@ _PLAN_SETTINGS = (
     "torch_version",
 )
 _PLAN_TOTALS = (
-    "step_s", "compute_s", "comm_s", "exposed_comm_s", "recompute_s", "transfer_s", "moved_bytes", "moved_state_bytes",
+    "step_s", "compute_s", "comm_s", "exposed_comm_s", "recompute_s", "transfer_s", "bubble_s", "moved_bytes", "moved_state_bytes",
     "peak_bytes",
 )  # fmt: skip
 
@@ -93,6 +94,8 @@ class Difference(Artifact):
     """Bytes alive at the peak, by category."""
     modules: tuple[ModuleChange, ...] = ()
     """Of profiles: modules that differ, the largest change of memory first."""
+    stages: tuple[NumberChange, ...] = ()
+    """Of plans with stages: what each takes and holds."""
     decisions: tuple[Change, ...] = ()
     """Of plans: layouts, splits and fates that differ, by key."""
     added: tuple[str, ...] = ()
@@ -102,7 +105,7 @@ class Difference(Artifact):
     @property
     def is_empty(self) -> bool:
         """Whether nothing that was compared differs."""
-        changed = any(not total.same() for total in (*self.totals, *self.breakdown))
+        changed = any(not total.same() for total in (*self.totals, *self.breakdown, *self.stages))
         return not (changed or self.settings or self.modules or self.decisions or self.added or self.removed)
 
     def table(self) -> str:
@@ -226,6 +229,7 @@ def _plans(one: Plan, other: Plan, before: str, after: str) -> Difference:
             other.predicted.breakdown.get,
             missing=0,
         ),
+        stages=_stages(one, other),
         decisions=tuple(
             Change(name=key, before=keyed[0][key], after=keyed[1][key])
             for key in keyed[0]
@@ -234,6 +238,26 @@ def _plans(one: Plan, other: Plan, before: str, after: str) -> Difference:
         added=tuple(key for key in keyed[1] if key not in keyed[0]),
         removed=tuple(key for key in keyed[0] if key not in keyed[1]),
     )
+
+
+_STAGE_NUMBERS = ("peak_bytes", "forward_s", "backward_s", "recompute_s", "update_s", "in_flight")
+
+
+def _stages(one: Plan, other: Plan) -> tuple[NumberChange, ...]:
+    """What each stage takes and holds, of plans of which one has stages at least."""
+    found = [_of_stages(plan) for plan in (one, other)]
+    return _numbers(_union(*found), found[0].get, found[1].get)
+
+
+def _of_stages(plan: Plan) -> dict[str, float]:
+    if plan.pipeline is None:
+        return {}
+    rows = zip(plan.pipeline.in_flight, plan.predicted.stages)
+    return {
+        f"stage {number} {name}": depth if name == "in_flight" else getattr(stage, name)
+        for number, (depth, stage) in enumerate(rows)
+        for name in _STAGE_NUMBERS
+    }
 
 
 def _communication(one: Plan, other: Plan) -> tuple[NumberChange, ...]:

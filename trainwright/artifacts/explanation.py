@@ -57,11 +57,25 @@ class BreakEven:
 
 
 @dataclass(frozen=True)
+class ExplainedCut:
+    """Why a stage begins where it does: the next best place, and by how much the step would be longer; reruns chosen anew."""
+
+    stage: int
+    begins: str
+    other: str | None
+    """None: none of those that were tried fits, or there is none."""
+    extra_s: float | None
+    num_tried: int
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The answer of `explain`, as rows and as text."""
 
     plan: Plan
     rows: tuple[ExplainedDecision, ...]
+    cuts: tuple[ExplainedCut, ...] = ()
+    """Where stages begin, of a plan with stages."""
 
     def text(self) -> str:
         """Return the explanation for the terminal: the answer in three lines, then each decision."""

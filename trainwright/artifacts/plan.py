@@ -17,12 +17,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from .cluster import Cluster
 from .record import Artifact, Record, UserError, as_text
 
 FORMAT_VERSION = 1
+STAGED_VERSION = 2
+"""Of plans with pipeline stages, which readers of the first version refuse."""
+PIPE = "pipe"
+"""The name of the mesh axis over which stages lie, always the outermost."""
 DEFAULT_IMBALANCE = 1.25
 """By how much a rank's experts may get more rows than their even share, unless a plan is asked for another number."""
 _SINCE_FIRST = (
@@ -32,6 +36,7 @@ _SINCE_FIRST = (
     "optimizer_form",
     "optimizer_groups",
     "optimizer_owned",
+    "pipeline",
 )
 EDITED = "edited"
 """The status of a plan whose decisions are not its planner's."""
@@ -102,8 +107,78 @@ class OffloadPlan(Record):
     in_flight_bytes: int = Field(ge=0)
 
 
+class Pipeline(Record):
+    """How the blocks of a model are cut into stages, each on ranks of its own, and how deep each stage warms up.
+
+    `begins` names the blocks at which stages 1 … P-1 begin, as in plan keys (`transformer.h.7`). `in_flight` has a number a
+    stage: so many forwards may wait for their backward there, at most. 1F1B warms stage s up by P-s; the number of
+    micro-batches on all stages is GPipe.
+    """
+
+    begins: tuple[str, ...] = Field(min_length=1)
+    in_flight: tuple[Annotated[int, Field(ge=1)], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.begins) + 1
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Pipeline:
+        if len(set(self.begins)) < len(self.begins):
+            raise ValueError("each stage begins at a block of its own")
+        if len(self.in_flight) != self.num_stages:
+            raise ValueError(
+                f"in_flight needs a number for each of {self.num_stages} stages; got {len(self.in_flight)}"
+            )
+        if any(later > earlier for earlier, later in zip(self.in_flight, self.in_flight[1:])):
+            raise ValueError(
+                "in_flight may not rise from a stage to the next, which would wait for one another for ever"
+            )
+        return self
+
+
+class StagePrediction(Record):
+    """What one stage of a pipeline takes. Seconds are of one micro-batch, but for those of once a step."""
+
+    peak_bytes: int
+    peak_at: str = ""
+    breakdown: dict[str, int] = {}
+    """Bytes alive at the stage's peak, by category."""
+    forward_s: float
+    backward_s: float
+    """Reruns included."""
+    recompute_s: float = 0.0
+    """What of `backward_s` is spent on reruns."""
+    comm_s: float = 0.0
+    """What of `forward_s` and `backward_s` is spent on collectives within the stage."""
+    begin_s: float = 0.0
+    """Once a step, before the first forward: gathers that serve all micro-batches."""
+    update_s: float = 0.0
+    """Once a step: the optimizer's step."""
+    reduce_s: float = 0.0
+    """Once a step, after the last backward: sums of gradients over the stage's own ranks."""
+    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+    """Sums of tied parameters' gradients over the stages that read them, this one the first: those stages, and the seconds."""
+    hand_bytes: int = 0
+    """What a rank sends to the next stage for a micro-batch; gradients of most of it come back."""
+    hand_s: float = 0.0
+    return_s: float = 0.0
+    """Seconds in which the gradients of what was handed over come back from the next stage."""
+    comm_bytes: dict[str, int] = {}
+    """Bytes that each rank of the stage contributes per step, by collective."""
+
+    def busy_s(self, num_micro_batches: int) -> float:
+        """Return the seconds of a step in which the stage computes or communicates within itself."""
+        once_s = self.begin_s + self.reduce_s + self.update_s
+        return num_micro_batches * (self.forward_s + self.backward_s) + once_s
+
+
 class Predicted(Record):
-    """What the plan will take per step, by the cost model; the peak is simulated, parameters and states included."""
+    """What the plan will take per step, by the cost model; the peak is simulated, parameters and states included.
+
+    Of a plan with stages, `step_s` is that of the simulated schedule, `peak_bytes` and `breakdown` are those of the fullest
+    stage, and all other seconds and bytes those of the busiest, which waits for `bubble_s`.
+    """
 
     step_s: float
     compute_s: float
@@ -123,6 +198,9 @@ class Predicted(Record):
     """Bytes alive at the peak, by category."""
     comm_bytes: dict[str, int] = {}
     """Bytes that each rank contributes per step, by collective."""
+    bubble_s: float = 0.0
+    """What of a step the busiest stage waits for others."""
+    stages: tuple[StagePrediction, ...] = ()
 
 
 class SolverInfo(Record):
@@ -171,6 +249,8 @@ class Plan(Artifact):
     cluster: Cluster
     budget_bytes: int | None
     mesh: dict[str, int] = Field(min_length=1)
+    """Sizes by axis, the outermost first; `pipe` is one of them where there are stages, and no layout names it."""
+    pipeline: Pipeline | None = None
     offload: OffloadPlan | None = None
     """Where anything is offloaded."""
     micro_batches: int = Field(default=1, ge=1)
@@ -189,12 +269,44 @@ class Plan(Artifact):
     """Whether gradients are reduced together, and parameters gathered ahead of their use."""
     notes: tuple[str, ...] = ()
 
+    @model_validator(mode="after")
+    def _stages_are_whole(self) -> Plan:
+        """The stages, their axis and the version belong together."""
+        pipeline = self.pipeline
+        if pipeline is None:
+            if self.predicted.stages:
+                raise ValueError("predicted stages need a `pipeline`")
+            return self
+        if self.format_version != STAGED_VERSION:
+            raise ValueError(f"a plan with a `pipeline` is of format version {STAGED_VERSION}")
+        if next(iter(self.mesh.items())) != (PIPE, pipeline.num_stages):
+            raise ValueError(f"mesh needs `{PIPE}` of {pipeline.num_stages}, a rank or more a stage, as its first axis")
+        if len(self.mesh) < 2:
+            raise ValueError(f"mesh needs an axis of one stage's ranks beside `{PIPE}`, of size 1 at least")
+        if pipeline.in_flight[0] > self.micro_batches:
+            raise ValueError(f"in_flight is at most the number of micro-batches, {self.micro_batches}")
+        if len(self.predicted.stages) not in (0, pipeline.num_stages):
+            raise ValueError(f"predicted stages need to be {pipeline.num_stages}, one for each")
+        return self
+
     @property
     def num_ranks(self) -> int:
-        product = 1
-        for size in self.mesh.values():
-            product *= size
-        return product
+        return math.prod(self.mesh.values())
+
+    @property
+    def num_stages(self) -> int:
+        """The number of pipeline stages; 1 without a pipeline."""
+        return 1 if self.pipeline is None else self.pipeline.num_stages
+
+    @property
+    def inner_mesh(self) -> dict[str, int]:
+        """The axes of one stage's ranks, which every layout lists; all of the mesh without a pipeline."""
+        return {name: size for name, size in self.mesh.items() if self.pipeline is None or name != PIPE}
+
+    @property
+    def inner_cluster(self) -> Cluster:
+        """The hardware of one stage; all of it without a pipeline."""
+        return self.cluster.of_stage(self.num_stages)
 
     @property
     def imbalance(self) -> float:
@@ -293,6 +405,8 @@ class Plan(Artifact):
     def _render(self) -> str:
         """One line an entry, so that a plan reads well and its difference to another one does too."""
         data = self.model_dump(mode="json", exclude_defaults=False)
+        if self.pipeline is None:  # as the first version has it
+            del data["pipeline"], data["predicted"]["stages"], data["predicted"]["bubble_s"]
         lines = []
         for key, value in data.items():
             if key in ("params", "modules", "batch") and value:
@@ -315,9 +429,10 @@ class Plan(Artifact):
                 f"a plan in JSON is needed; {where} is not JSON (line {error.lineno}: {error.msg})"
             ) from None
         version = data.get("format_version") if isinstance(data, dict) else None
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, STAGED_VERSION):
             raise UserError(
-                f"a plan of format version {FORMAT_VERSION} is needed; {where} has {version!r}; make it again with `plan`"
+                f"a plan of format version {FORMAT_VERSION} or {STAGED_VERSION} is needed; {where} has {version!r}; make it "
+                "again with `plan`"
             )
         for key in ("params", "modules", "batch"):
             if isinstance(data.get(key), dict):

@@ -15,6 +15,7 @@ from ..arguments import as_mesh
 from ..artifacts import DEFAULT_IMBALANCE, Cluster, Plan, Refusal, UserError, parse_bytes
 from ..reports.frontier_figure import frontier_table
 from ..reports.terminal import compare_table
+from ..request import as_stages
 from .errors import FAILED, OK
 from .model import ModelOptions, takes_model
 from .offering import OffersQuestion, PriceOption, SamplesOption, TokensOption, ask_for_offers, write_plans
@@ -35,6 +36,8 @@ from .pricing import (
 if TYPE_CHECKING:
     from ..models.targets import Loaded
 
+PIPELINE_RECIPES = ("even", "balanced", "pipeline-dp", "joint")
+"""What there is beside `--pipeline`."""
 SOLVERS = ("joint", "two-stage", "ddp", "fsdp", "megatron")
 MemoryOption = Annotated[
     str | None, typer.Option(metavar="M", help="Per device, the batch excluded: 40GiB, 512MiB. Default: 90 % of it.")
@@ -95,6 +98,13 @@ def plan(
             help="Head and loss in N chunks of rows, logits never whole; auto: where nothing fits without; free: where faster.",
         ),
     ] = "auto",
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P|auto",
+            help="Stages of blocks, each on ranks of its own, of which --mesh is the mesh; auto: as many as pay.",
+        ),
+    ] = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -132,6 +142,7 @@ def plan(
         "autocast": model.autocast,
         "micro_batches": parse_micro_batches(micro_batches),
         "loss_chunks": int(loss_chunks) if loss_chunks.strip().isdigit() else loss_chunks.strip().lower(),
+        "pipeline": as_stages(pipeline),
         "optimizer_options": parse_options(optimizer_option),
         "optimizer_form": optimizer_form,
         "keep_graph": keep_graph,
@@ -378,7 +389,10 @@ def details(plan: Plan, loaded: Loaded) -> dict[str, Any]:
     """Return what a report shows beside the plan: the simulated step and the explanation."""
     import trainwright as tw
 
+    from ..planner import schedule_of
+
     return {
+        "schedule": schedule_of(plan),
         "simulation": tw.simulate_plan(plan, loaded.model, loaded.batch, loss_fn=loaded.loss_fn),
         "explanation": tw.explain(plan, loaded.model, loaded.batch, loss_fn=loaded.loss_fn),
     }
@@ -393,7 +407,11 @@ def _names(text: str) -> list[str]:
 
 def _solver(name: str) -> str:
     if name.lower() in ("pipeline", "pp"):
-        raise UserError(f"pipeline parallelism is not supported yet; {', '.join(SOLVERS)} are; try joint")
+        raise UserError(
+            f"a solver is one of {', '.join(SOLVERS)}; {name!r} is none; stages are asked for by --pipeline auto"
+        )
+    if name in PIPELINE_RECIPES:
+        return name
     if name not in SOLVERS:
         raise UserError(f"a solver is needed, one of {', '.join(SOLVERS)}; got {name!r}")
     return name

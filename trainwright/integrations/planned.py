@@ -25,6 +25,7 @@ from ..capture.export import as_batch
 from ..runtime import ParallelModule, parallelize, shard_batch
 from ..runtime.batch import global_batch_size
 from ..runtime.checkpoint.training_state import saved_buffers
+from ..runtime.pipe import refuse_stages
 from ..runtime.regions import whole_region
 from ..runtime.weights import reader
 from ..torch_internals.private import flatten, unflatten
@@ -51,6 +52,7 @@ def planned(
     Each rank takes its own part of the batch. Under `torch.no_grad()` outputs are whole tensors on every rank. A module that
     `tw.parallelize` made already is taken as it is.
     """
+    refuse_stages(plan, "this integration (take trainwright train, or a loop of your own)")
     module = (
         model if isinstance(model, ParallelModule) else parallelize(model, plan, weights, loss_fn=loss_fn, seed=seed)
     )

@@ -5,12 +5,15 @@ from .explain import explain
 from .frontier import frontier
 from .loss_chunks import ChunkedLoss
 from .micro_batches import Variants
-from .plan import check, compare, make_plan
+from .pipeline.price import schedule_of
+from .pipeline.recipes import PIPELINE_RECIPES
+from .plan import check, compare, make_plan, simulate_plan
 from .problem.recipes import RECIPES
 from .shapes import Shaped, check_alike, check_shapes, largest, make_plan_for
 from .task import Task
 
 __all__ = [
+    "PIPELINE_RECIPES",
     "RECIPES",
     "ChunkedLoss",
     "Shaped",
@@ -26,5 +29,7 @@ __all__ = [
     "largest",
     "make_plan",
     "make_plan_for",
+    "schedule_of",
     "simulate",
+    "simulate_plan",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..artifacts import Alternative, BreakEven, ExplainedDecision, Explanation, Plan, UserError
+from ..artifacts import Alternative, BreakEven, ExplainedCut, ExplainedDecision, Explanation, Plan, UserError
 from ..profiler.saved import record
 from ..program.decisions import Decisions
 from ..program.groups import is_routed
@@ -18,7 +18,8 @@ from ..program.program import Program, Tensor
 from .costs.costs import OptimizerCost, cost_model
 from .costs.simulate import MakeOptimizer
 from .model.tied import find_tied
-from .plan import task_of
+from .pipeline.explain import explain_cuts
+from .plan import as_written, task_of
 from .problem.build import build_problem
 from .problem.problem import Decision, Problem, Use, Want
 
@@ -36,7 +37,7 @@ def explain(
     an edited plan; without, it is estimated by the sum of its parts.
     """
     device = plan.cluster.device
-    axes = plan.cluster.mesh(tuple(plan.mesh.values()))
+    axes = plan.inner_cluster.mesh(tuple(plan.inner_mesh.values()))
     records = record(program, device.kind)
     costs_at = lambda imbalance: cost_model(program, device, axes, records, optimizer_cost.num_passes, imbalance)  # noqa: E731
     problem = build_problem(program, costs_at(plan.imbalance), optimizer_cost)
@@ -57,7 +58,21 @@ def explain(
     if key is not None and make_optimizer is not None:
         trial = _Trial(plan, program, optimizer_cost, make_optimizer)
         rows = [*map(trial.simulated, rows[:_SIMULATED]), *rows[_SIMULATED:]]
-    return Explanation(plan, tuple(rows))
+    return Explanation(plan, tuple(rows), _cuts(plan, program, decisions, optimizer_cost, make_optimizer))
+
+
+def _cuts(
+    plan: Plan,
+    program: Program,
+    decisions: Decisions,
+    optimizer_cost: OptimizerCost,
+    make_optimizer: MakeOptimizer | None,
+) -> tuple[ExplainedCut, ...]:
+    """Return why stages begin where they do; nothing where there are none."""
+    if plan.pipeline is None or make_optimizer is None:
+        return ()
+    (place,) = task_of(plan, program, optimizer_cost, make_optimizer).places
+    return explain_cuts(plan, place, decisions)
 
 
 _UNEVEN = 2.0
@@ -130,12 +145,11 @@ class _Trial:
         return self.plan.params if is_param else self.plan.modules
 
     def _run(self, row: ExplainedDecision, other: Alternative) -> Alternative:
-        (place,) = self.task.places
         try:
-            simulation = place.simulate(decisions_of(self.program, self._edited(row, other.option)))
+            predicted, _, _ = as_written(self._edited(row, other.option), self.task)
         except UserError as error:
             return replace(other, refused=str(error))
-        return replace(other, step_s=place.price(simulation).step_s, peak_bytes=simulation.peak_bytes)
+        return replace(other, step_s=predicted.step_s, peak_bytes=predicted.peak_bytes)
 
     def _edited(self, row: ExplainedDecision, option: tuple[str, ...]) -> Plan:
         name, field = ("params", "layout") if row.is_param else ("modules", "split")

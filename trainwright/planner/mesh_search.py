@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from .costs.price import Price
 from .meshes import mesh_shapes
@@ -12,6 +13,9 @@ from .model.outcome import Outcome
 from .search.solve import Answer, Infeasible
 from .search.stages import GAP
 from .task import Place, Task
+
+if TYPE_CHECKING:
+    from .pipeline.search import StagedAnswer
 
 _SHARE = 8
 """Other meshes than the first get what it leaves of the time limit, and one part in so many, all together, however long it took."""
@@ -29,6 +33,13 @@ class Found:
     notes: tuple[str, ...] = ()
     unseen_meshes: tuple[str, ...] = ()
     """Meshes that may have a faster answer: nobody searched them, or not to the end."""
+    staged: StagedAnswer | None = None
+    """Pipeline stages, where there are any; `place` is then one stage's."""
+
+    @property
+    def step_s(self) -> float:
+        """The predicted seconds of a step."""
+        return self.price.step_s if self.staged is None else self.staged.step_s
 
 
 class MeshSearch:

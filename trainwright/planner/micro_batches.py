@@ -43,6 +43,12 @@ class Variants:
             elif num not in self.refused and (found := self._task(task, num)) is not None:
                 yield num, found
 
+    def one(self, task: Task, num: int) -> Iterator[Task]:
+        """Yield the task of one number, if that can be."""
+        found = self._task(task, num)
+        if found is not None:
+            yield found
+
     def _task(self, task: Task, num: int) -> Task | None:
         if (num, task.offload) not in self._tasks:
             try:

@@ -10,21 +10,36 @@ from typing import Any
 
 import torch
 
-from ..artifacts import EDITED, OffloadPlan, Plan, Predicted, Refusal, SolverInfo, UserError
+from ..artifacts import (
+    EDITED,
+    PIPE,
+    STAGED_VERSION,
+    OffloadPlan,
+    Pipeline,
+    Plan,
+    Predicted,
+    Refusal,
+    SolverInfo,
+    UserError,
+)
 from ..program.decisions import Decisions
 from ..program.groups import is_routed
 from ..program.plan_text import decisions_of, plan_sections
 from ..program.program import Program
+from ..program.stages import cut, tied
 from .budget import budget_for
 from .costs.costs import OptimizerCost
 from .costs.effects import NO_EFFECT, without_effect
 from .costs.price import Price
-from .costs.simulate import MakeOptimizer, Simulation
+from .costs.simulate import MakeOptimizer, Simulation, simulate, simulate_stage
 from .costs.units import size_text
 from .loss_chunks import whole_or_chunked
 from .mesh_search import Found, MeshSearch
 from .micro_batches import fastest_number
 from .model.deadline import Deadline
+from .pipeline.price import hops_of, price_stages
+from .pipeline.recipes import PIPELINE_RECIPES
+from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, fastest_stages
 from .problem.recipes import RECIPES
 from .refusals import NothingFits
 from .search.stages import GAP
@@ -42,13 +57,11 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
     or pin.
     """
     began = time.perf_counter()
-    if solver == "pipeline":
-        raise UserError(
-            "a solver without pipeline stages is needed; pipeline parallelism is not supported yet; try joint"
-        )
-    if solver not in RECIPES:
-        raise UserError(f"a solver is one of {', '.join(RECIPES)}; got {solver!r}")
     task = Task(**question)
+    known = RECIPES if task.pipeline is None else PIPELINE_RECIPES
+    if solver not in known:
+        stages = " where there are stages" if task.pipeline is not None else ""
+        raise UserError(f"a solver is one of {', '.join(known)}{stages}; got {solver!r}")
     try:
         found = _search(task, solver)
     except NothingFits as refused:
@@ -56,7 +69,7 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
     return as_plan(solver, found, time.perf_counter() - began)
 
 
-def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, Plan | Refusal]:
+def compare(*, solvers: Sequence[str] | None = None, **question: Any) -> dict[str, Plan | Refusal]:
     """Return each solver's plan, or why it has none; `joint`, the last, may take an answer of the others.
 
     The budget that a refusal names is an estimate here: to try one takes searches that only an answer for one solver is worth.
@@ -64,7 +77,7 @@ def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, P
     task = Task(**question)
     results: dict[str, Plan | Refusal] = {}
     found: dict[str, Found] = {}
-    for solver in solvers:
+    for solver in solvers or (RECIPES if task.pipeline is None else PIPELINE_RECIPES):
         began = time.perf_counter()
         try:
             found[solver] = _search(task, solver)
@@ -81,10 +94,13 @@ def compare(*, solvers: Sequence[str] = RECIPES, **question: Any) -> dict[str, P
 def _fastest_of(found: Mapping[str, Found]) -> Found:
     """Return the fastest answer as one of `joint`, with what that has proven; joint's own where it is as fast."""
     joint = found.get("joint")
-    best = min(found.values(), key=lambda item: (item.price.step_s, item is not joint))
+    best = min(found.values(), key=lambda item: (item.step_s, item is not joint))
     if best is joint:
         return best
-    bound_s = best.place.solver.lower_bound_s() if joint is None else joint.answer.bound_s
+    if joint is None:
+        bound_s = best.answer.bound_s if best.staged is not None else best.place.solver.lower_bound_s()
+    else:
+        bound_s = joint.answer.bound_s
     unseen = () if joint is None else joint.unseen_meshes
     return replace(best, answer=best.answer.bounded(bound_s), unseen_meshes=unseen)
 
@@ -99,15 +115,13 @@ def check(
     """
     task = task_of(plan, program, optimizer_cost, make_optimizer)
     task.budget_bytes = budget_bytes
-    (place,) = task.places
-    simulation = place.simulate(decisions_of(program, plan))
-    predicted = _predicted(place.price(simulation), simulation)
+    predicted, simulation, where = as_written(plan, task)
     budget, usable = task.budget_bytes, task.usable_bytes
     if budget is not None and usable is not None and simulation.peak_bytes > usable:
         more = budget_for(simulation.peak_bytes, task.divisor) - budget
         raise Refusal(
             f"a peak of at most {size_text(usable)} is needed; this plan's is "
-            f"{size_text(simulation.peak_bytes)}, at {simulation.peak_at}; a budget of {size_text(more, up=True)} more "
+            f"{size_text(simulation.peak_bytes)}{where}, at {simulation.peak_at}; a budget of {size_text(more, up=True)} more "
             "would do, or recompute more"
         )
     notes = tuple(note for note in plan.notes if not note.startswith(NO_EFFECT))
@@ -122,12 +136,42 @@ def check(
     return found if plan.is_edited else found.signed()
 
 
+def as_written(plan: Plan, task: Task) -> tuple[Predicted, Simulation, str]:
+    """Return what a plan takes as it stands, the simulation of the rank that holds most, and that rank's stage in words."""
+    (place,) = task.places
+    decisions = decisions_of(task.program, plan)
+    if plan.pipeline is None:
+        simulation = place.simulate(decisions)
+        return _predicted(place.price(simulation), simulation), simulation, ""
+    stages = cut(task.program, plan.pipeline.begins)
+    priced = price_stages(place, stages, decisions, plan.pipeline.in_flight, hops_of(plan.cluster, plan.num_stages))
+    return priced.predicted, priced.simulations[priced.fullest], f", on stage {priced.fullest}"
+
+
+def simulate_plan(
+    plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_optimizer: MakeOptimizer
+) -> Simulation:
+    """Return the memory over a step of one rank, of the fullest stage where there are several."""
+    decisions = decisions_of(program, plan)
+    kind = plan.cluster.device.kind
+    if plan.pipeline is None:
+        return simulate(program, decisions, make_optimizer, target=kind, timeline=True, optimizer_cost=optimizer_cost)
+    stages = cut(program, plan.pipeline.begins)
+    peaks = [stage.peak_bytes for stage in plan.predicted.stages] or [0]
+    return simulate_stage(
+        stages[peaks.index(max(peaks))], decisions, make_optimizer, in_flight=plan.pipeline.in_flight,
+        num_micro_batches=plan.micro_batches, tied=tuple(tied(stages)), target=kind, timeline=True,
+        optimizer_cost=optimizer_cost,
+    )  # fmt: skip
+
+
 def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_optimizer: MakeOptimizer) -> Task:
     """Return the question that `plan` answers, on its own mesh."""
     return Task(
-        program, plan.model, plan.cluster, plan.budget_bytes, plan.optimizer, optimizer_cost, make_optimizer,
-        mesh=tuple(plan.mesh.values()), dtype=plan.dtype, autocast=plan.autocast, literals=plan.literals, loss_fn=plan.loss_fn,
-        offload=plan.offload.tier if plan.offload is not None else "none", imbalance=plan.imbalance,
+        program, plan.model, plan.inner_cluster, plan.budget_bytes, plan.optimizer, optimizer_cost, make_optimizer,
+        mesh=tuple(plan.inner_mesh.values()), num_stages=plan.num_stages, dtype=plan.dtype, autocast=plan.autocast,
+        literals=plan.literals, loss_fn=plan.loss_fn, offload=plan.offload.tier if plan.offload is not None else "none",
+        imbalance=plan.imbalance,
     )  # fmt: skip
 
 
@@ -171,11 +215,41 @@ _STOPPED = "the search was stopped by Ctrl-C; this is the best plan found by the
 def _search_as_asked(task: Task, solver: str) -> Found:
     if task.chunked is not None:
         return whole_or_chunked(task, task.chunked, lambda variant: _search_as_asked(variant, solver))
+    if task.pipeline is not None:
+        return _search_stages(task, solver)
     if task.variants is not None:
         return fastest_number(task, task.variants, lambda variant, limit_s: _search_meshes(variant, solver, limit_s))
     found = _search_meshes(task, solver)
     assert found is not None
     return found
+
+
+def _search_stages(task: Task, solver: str) -> Found:
+    """Return the fastest plan with stages; where their number is free, none may be better than any."""
+    if task.pipeline != "auto" or solver != "joint":
+        found = fastest_stages(task, solver)
+        assert found is not None
+        return found
+    plain, refusal = None, None
+    try:
+        plain = _search_as_asked(replace(task, pipeline=None, deadline=task.deadline.first_part()), solver)
+    except NothingFits as refused:
+        refusal = refused
+    staged, said, unseen = None, "pipeline stages were looked at: none are faster than none", tuple[str, ...]()
+    try:
+        staged = fastest_stages(task, solver, math.inf if plain is None else plain.step_s)
+    except NotAllSeen as cut_short:
+        said, unseen = str(cut_short), cut_short.unseen
+    except (NoStagesFit, UserError) as refused_stages:
+        said = f"no pipeline stages: {refused_stages}"
+    if staged is not None and plain is not None:
+        return replace(staged, answer=staged.answer.bounded(min(staged.answer.bound_s, plain.answer.bound_s)))
+    if staged is not None:
+        return staged
+    if plain is None:
+        assert refusal is not None
+        raise refusal
+    return replace(plain, notes=(*plain.notes, said), unseen_meshes=(*plain.unseen_meshes, *unseen))
 
 
 def _search_meshes(task: Task, solver: str, cutoff_s: float = math.inf) -> Found | None:
@@ -196,7 +270,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
     task = place.task
     params, modules, batch = plan_sections(task.program, answer.decisions)
     gap = answer.gap if answer.gap is not None and answer.gap < 1 else None
-    return Plan(
+    plan = Plan(
         model=task.model_ref,
         fingerprint=task.program.fingerprint,
         torch_version=torch.__version__,
@@ -237,7 +311,24 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
             *answer.notes,
             *found.notes,
         ),
-    ).signed()
+    )
+    return (plan if found.staged is None else _with_stages(plan, found.staged)).signed()
+
+
+def _with_stages(plan: Plan, staged: StagedAnswer) -> Plan:
+    """Return the plan of one stage's ranks as that of all stages."""
+    pipeline = Pipeline(begins=staged.begins, in_flight=staged.in_flight)
+    fields = {name: getattr(plan, name) for name in Plan.model_fields}
+    return Plan(
+        **{
+            **fields,
+            "format_version": STAGED_VERSION,
+            "cluster": staged.cluster,
+            "mesh": {PIPE: pipeline.num_stages, **plan.mesh},
+            "pipeline": pipeline,
+            "predicted": staged.priced.predicted,
+        }
+    )
 
 
 def _owned(place: Place, decisions: Decisions) -> tuple[str, ...]:

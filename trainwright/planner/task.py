@@ -33,6 +33,7 @@ from .search.together import search_ways
 if TYPE_CHECKING:
     from .loss_chunks import ChunkedLoss
     from .micro_batches import Variants
+    from .pipeline.measure import Outline
 
 OFFLOADS = ("auto", "host", "disk", "none")
 
@@ -65,6 +66,10 @@ class Task:
     """Whether the loss is differentiated more than once, as an optimizer that takes it with its graph does anyway."""
     chunked: ChunkedLoss | None = None
     """The same step with its loss in chunks, where that is left to the search."""
+    pipeline: int | str | None = None
+    """Into how many stages the blocks are cut: a number, `auto`, or None for no stages."""
+    num_stages: int = 1
+    """So many times the devices of `cluster` take part: it is one stage's."""
     variants: Variants | None = None
     """The same batch in several micro-batches, where their number is to be chosen."""
     progress: Callable[[str], None] | None = None
@@ -122,11 +127,18 @@ class Task:
         return record(self.program, self.cluster.device.kind)
 
     @cached_property
+    def outline(self) -> Outline:
+        """Where the program may be cut into stages."""
+        from .pipeline.measure import Outline
+
+        return Outline(self.program)
+
+    @cached_property
     def num_threads(self) -> int | None:
         """With how many threads a rank will run, where the ranks are processes of this machine."""
         if self.cluster.device.kind != "cpu" or self.cluster.fingerprint != machine.fingerprint():
             return None
-        return threads_each(self.cluster.num_devices)
+        return threads_each(self.cluster.num_devices * self.num_stages)
 
     @property
     def divisor(self) -> int:

@@ -22,6 +22,7 @@ def lift_dtypes(program: Program, dtype: torch.dtype = torch.float64) -> None:
             node.kwargs = _lift(node.kwargs, dtype)
             if _makes_default_floats(node):
                 node.kwargs = {**node.kwargs, "dtype": dtype}
+    program.lifted = dtype
     for tensor in program.tensors:
         if tensor.role == "const" and tensor.value is not None and tensor.value.is_floating_point():
             tensor.value = tensor.value.to(dtype)

@@ -59,9 +59,10 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
             f"{plan.fingerprint} ({plan.model.name}, torch {plan.torch_version}); use the same model, batch shape and library "
             "versions, or plan anew"
         )
-    plan.cluster.mesh(tuple(plan.mesh.values()))  # its sizes are those of the hardware
+    mesh = tuple(plan.inner_mesh.values())
+    plan.inner_cluster.mesh(mesh)  # its sizes are those of the hardware
     refuse_unknown_corrections(plan, [op.key for op in program.ops])
-    decisions = Decisions(tuple(plan.mesh.values()), {}, {}, overlap=plan.overlap, imbalance=plan.imbalance)
+    decisions = Decisions(mesh, {}, {}, overlap=plan.overlap, imbalance=plan.imbalance)
     _read_params(program, plan, decisions)
     _read_modules(program, plan, decisions)
     _read_batch(program, plan, decisions)

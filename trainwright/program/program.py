@@ -127,11 +127,17 @@ class Program:
     """So many runs, each on a micro-batch, make one step."""
     corrections: dict[str, float | str] = field(default_factory=dict)
     """By op, what makes the mean of several runs' losses exact; see `micro_batches`."""
+    lifted: torch.dtype | None = None
+    """The precision that all floating-point tensors have been brought to (`lift`), whatever they were captured in."""
+    given: list[Tensor] = field(default_factory=list)
+    """Of one stage of a step: the results that come from the stage before, in order; see `stages`."""
+    handed: list[Tensor] = field(default_factory=list)
+    """Of one stage of a step: the results that go to the stage behind, in order."""
 
     @property
     def kept_outputs(self) -> list[Tensor | Any]:
-        """What the caller of a training step holds: all outputs, or of several runs the loss alone."""
-        if self.num_runs == 1:
+        """What the caller of a training step holds: all outputs, or of several runs, or stages, the loss alone."""
+        if self.num_runs == 1 and not self.given and not self.handed:
             return self.outputs
         return [found if found is self.loss else None for found in self.outputs]
 

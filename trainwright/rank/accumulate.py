@@ -109,19 +109,35 @@ class Accumulator:
         """
         params = [t for t in sources if t.role == "param" and t.requires_grad and sources[t].requires_grad]
         work = _Work(self, sources, params, parts, state, observer, after_run)
-        loss = _Accumulated.apply(work, *(sources[tensor] for tensor in params))
+        loss = handed_over(work, [sources[tensor] for tensor in params])
         index = self.local.program.captured.loss_index
         return [loss if place == index else found for place, found in enumerate(self.local.outputs)]
 
     def evaluate(self, sources: Sources, parts: Sequence[Sources], state: RunState) -> list[list[Any]]:
         """Return the flat outputs of each micro-batch, without gradients; the mean of the losses is the whole one's."""
         with torch.no_grad():
-            known, factors = self.before(sources, parts, state)
-            known.update({output: sources[self._source(shared)] for output, shared in self.shared.items()})
-            return [
-                self.executor.run({**sources, **part}, replace(state, micro=k, known=known, factors=factors))
-                for k, part in enumerate(parts)
-            ]
+            step = self.open(sources, [], parts, state)
+            return [step.forward(k, part) for k, part in enumerate(parts)]
+
+    def open(
+        self,
+        sources: Sources,
+        params: Sequence[ProgramTensor],
+        parts: Sequence[Sources],
+        state: RunState,
+        observer: Observer | None = None,
+    ) -> OpenStep:
+        """Begin a step whose runs share what `sources` has: gradients add up for `params` alone."""
+        leaves = {tensor: sources[tensor].detach().requires_grad_() for tensor in params}
+        held = {tensor: value.detach() for tensor, value in sources.items() if tensor not in leaves}
+        known, factors = self.before({**held, **leaves}, parts, state)
+        copies: dict[int, Tensor] = {}
+        for output, shared in self.shared.items():
+            tensor = self._source(shared)
+            copies[output] = sources[tensor].detach().requires_grad_(tensor in leaves)
+        if observer is not None:
+            observer.watch([*leaves.values(), *copies.values()], "param")
+        return OpenStep(self, leaves, held, copies, replace(state, known={**known, **copies}, factors=factors))
 
     def _source(self, shared: _Shared) -> ProgramTensor:
         return self.local.values[shared.source].tensor
@@ -221,6 +237,55 @@ def _times(compute: Call, outputs: Sequence[int], factor: float) -> Call:
 
 
 @dataclass(eq=False)
+class OpenStep:
+    """What the runs of one step share: the parameters whose gradients add up, and what is known before."""
+
+    accumulator: Accumulator
+    leaves: dict[ProgramTensor, Tensor]
+    held: dict[ProgramTensor, Tensor]
+    copies: dict[int, Tensor]
+    """Parameters as the readers of all runs see them, by value (`Accumulator.shared`)."""
+    state: RunState
+
+    def forward(self, micro: int, part: Sources) -> list[Any]:
+        """Return the flat outputs of one run, which is given `part` besides."""
+        sources = {**self.held, **self.leaves, **part}
+        return self.accumulator.executor.run(sources, replace(self.state, micro=micro))
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradient of each parameter, and let go of them.
+
+        What is still a partial sum is brought back, one parameter after the other.
+        """
+        owner = self.accumulator
+        for output, shared in owner.shared.items():
+            copy, leaf = self.copies[output], self.leaves.get(owner._source(shared))
+            if leaf is None or copy.grad is None:
+                continue
+            own = shared.route.run(copy.grad)
+            copy.grad = None
+            leaf.grad = own if leaf.grad is None else leaf.grad.add_(own)
+        found = [leaf.grad for leaf in self.leaves.values()]
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        return found
+
+
+class Work(Protocol):
+    """One step that is to be run, forwards and backwards."""
+
+    def run(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the loss, and the gradient of each parameter."""
+        ...
+
+
+def handed_over(work: Work, params: Sequence[Tensor]) -> Tensor:
+    """Run a step; return its loss, whose backward gives `params` the gradients that were found."""
+    loss: Tensor = _Accumulated.apply(work, *params)
+    return loss
+
+
+@dataclass(eq=False)
 class _Work:
     """One step that is to be run."""
 
@@ -234,27 +299,17 @@ class _Work:
 
     def run(self) -> tuple[Tensor, list[Tensor | None]]:
         """Return the loss, and the gradient of each of `params`."""
-        owner = self.accumulator
-        leaves = {tensor: self.sources[tensor].detach().requires_grad_() for tensor in self.params}
-        held = {tensor: value.detach() for tensor, value in self.sources.items() if tensor not in leaves}
-        known, factors = owner.before({**held, **leaves}, self.parts, self.state)
-        copies: dict[int, Tensor] = {}
-        for output, shared in owner.shared.items():
-            tensor = owner._source(shared)
-            copies[output] = self.sources[tensor].detach().requires_grad_(tensor in leaves)
-        if self.observer is not None:
-            self.observer.watch([*leaves.values(), *copies.values()], "param")
+        step = self.accumulator.open(self.sources, self.params, self.parts, self.state, self.observer)
         total: Any = 0.0
         for k, part in enumerate(self.parts):
-            state = replace(self.state, micro=k, known={**known, **copies}, factors=factors)
-            total = total + self._run_one({**held, **leaves, **part}, state)
+            total = total + self._run_one(step, k, part)
             self.after_run()
-        return total, self._gradients(leaves, copies)
+        return total, step.gradients()
 
-    def _run_one(self, sources: Sources, state: RunState) -> Tensor:
+    def _run_one(self, step: OpenStep, k: int, part: Sources) -> Tensor:
         owner, observer = self.accumulator, self.observer
         with torch.enable_grad(), nullcontext() if observer is None else observer.phase("forward"):
-            loss: Tensor = owner.executor.run(sources, state)[owner.local.program.captured.loss_index]
+            loss: Tensor = step.forward(k, part)[owner.local.program.captured.loss_index]
             if observer is not None:
                 observer.mark_forward_end()
         with nullcontext() if observer is None else observer.phase("backward"):
@@ -262,25 +317,10 @@ class _Work:
                 loss.backward(torch.full_like(loss, 1 / owner.num))
         return loss.detach() / owner.num
 
-    def _gradients(self, leaves: Mapping[ProgramTensor, Tensor], copies: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Bring back what is still a partial sum, one parameter after the other, and let go of the leaves."""
-        owner = self.accumulator
-        for output, shared in owner.shared.items():
-            copy, leaf = copies[output], leaves.get(owner._source(shared))
-            if leaf is None or copy.grad is None:
-                continue
-            own = shared.route.run(copy.grad)
-            copy.grad = None
-            leaf.grad = own if leaf.grad is None else leaf.grad.add_(own)
-        found = [leaf.grad for leaf in leaves.values()]
-        for leaf in leaves.values():
-            leaf.grad = None
-        return found
-
 
 class _Accumulated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, work: _Work, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, work: Work, *params: Tensor) -> Tensor:
         loss, ctx.found = work.run()
         return loss
 

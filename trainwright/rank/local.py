@@ -36,11 +36,11 @@ class LocalProgram:
     values: list[Value]
     instructions: list[Instruction]
     sources: dict[Tensor, int]
-    """Value of each parameter, buffer, batch entry and constant."""
+    """Value of each parameter, buffer, batch entry and constant, and of what comes from the stage before."""
     outputs: list[Any]
-    """Value index (or literal) of each flat output."""
-    loss: int
-    """Value of the whole loss."""
+    """Value index (or literal) of each flat output, then of what goes to the stage behind."""
+    loss: int | None
+    """Value of the whole loss; None in a stage that another one's follows."""
 
     def travelling(self) -> set[Tensor]:
         """Return the parameters that one bucket opens and nothing else reads, in a step of one run.
@@ -86,17 +86,20 @@ class _Builder:
 
     def build(self, kept: Sequence[Any]) -> LocalProgram:
         layouts = {**self.decisions.params, **self.decisions.inputs}
+        given = {tensor: self._layout_made(tensor) for tensor in self.program.given}
         for tensor in self.program.tensors:
-            if tensor.role != "op":
-                self.native[tensor] = self._value(tensor.key, tensor, layouts.get(tensor, self.replicated))
+            if tensor.role != "op" or tensor in given:
+                layout = given[tensor] if tensor in given else layouts.get(tensor, self.replicated)
+                self.native[tensor] = self._value(tensor.key, tensor, layout)
         sources = {tensor: value.index for tensor, value in self.native.items()}
         for op in self.program.ops:
             if op.constant:
                 self._constant(op)
             else:
                 self._op(op)
-        loss = self._whole(self.program.loss)
+        loss = self._whole(self.program.loss) if self.program.loss in self.native else None
         outputs = [self._output(found, loss) for found in kept]
+        outputs += [Ref(self.native[tensor].index) for tensor in self.program.handed]
         return LocalProgram(
             self.program,
             self.decisions,
@@ -105,8 +108,16 @@ class _Builder:
             in_buckets(self.instructions, self.values, self.decisions.overlap),
             sources,
             outputs,
-            loss.index,
+            None if loss is None else loss.index,
         )
+
+    def _layout_made(self, tensor: Tensor) -> Layout:
+        """Return the layout in which the op that makes `tensor`, of another stage, leaves it."""
+        op = tensor.producer
+        assert op is not None, "it was made"
+        assert op.region is not None, "constants are not handed on"
+        group, twin = self.program.group_of(op), op.region.region_class.representative.ops[op.position]
+        return group.output_layout(twin, op.outputs.index(tensor), self.decisions.splits[group])
 
     def _value(self, key: str, tensor: Tensor, layout: Layout) -> Value:
         chosen = self.decisions
@@ -208,11 +219,11 @@ class _Builder:
     def _whole(self, tensor: Tensor) -> Value:
         return self._wanted(tensor, self.replicated, self.replicated, -1, f"{tensor.key}.whole")
 
-    def _output(self, found: Any, loss: Value) -> Any:
+    def _output(self, found: Any, loss: Value | None) -> Any:
         if not isinstance(found, Tensor):
             return found
         if found is self.program.loss:
-            return Ref(loss.index)
+            return None if loss is None else Ref(loss.index)
         native = self.native[found]
         if any(at < REPLICATE for at in native.layout):
             return Ref(

@@ -38,7 +38,7 @@ def decision_rows(plan: Plan) -> list[DecisionRow]:
 
 def split_text(plan: Plan, op: OpPlan) -> str:
     """Return which loop each mesh axis splits: `batch@node out@gpu`, or `whole`."""
-    split = [f"{loop}@{axis}" for axis, loop in zip(plan.mesh, op.split) if loop != WHOLE]
+    split = [f"{loop}@{axis}" for axis, loop in zip(plan.inner_mesh, op.split) if loop != WHOLE]
     return " ".join(split) or "whole"
 
 
@@ -56,7 +56,7 @@ def offloaded_bytes(plan: Plan) -> list[tuple[str, int]]:
 
 def layout_text(plan: Plan, param: ParamPlan) -> str:
     """Return a parameter's layout at rest, and what of it is offloaded: `S0@gpu, state offloaded`, or `replicated`."""
-    sharded = [f"{place}@{axis}" for axis, place in zip(plan.mesh, param.layout) if place != "R"]
+    sharded = [f"{place}@{axis}" for axis, place in zip(plan.inner_mesh, param.layout) if place != "R"]
     once = ["gathered once for all readers"] if param.shared else []
     return ", ".join([" ".join(sharded) or "replicated", *once, *_away(param)])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..artifacts import Alternative, BreakEven, ExplainedDecision, Explanation, Plan
 from .decisions import micro_batches_text, offloaded_bytes
 from .splits import layout_meaning, meaning_of
+from .stages import bubble_text
 from .units import format_bytes, format_ratio, format_s
 
 _WHOLE = {"-", "R"}
@@ -12,7 +13,9 @@ _WHOLE = {"-", "R"}
 
 def explanation_text(found: Explanation) -> str:
     """Return the three lines that answer, and two or three for each decision."""
-    return "\n".join([*_answer(found), *(line for row in found.rows for line in ("", *_decision(found.plan, row)))])
+    return "\n".join(
+        [*_answer(found), *_cuts(found), *(line for row in found.rows for line in ("", *_decision(found.plan, row)))]
+    )
 
 
 def decision_reason(plan: Plan, row: ExplainedDecision) -> str:
@@ -42,6 +45,30 @@ def _answer(found: Explanation) -> list[str]:
     ]
 
 
+def _cuts(found: Explanation) -> list[str]:
+    """Where stages begin, and what the next best place would cost."""
+    if found.plan.pipeline is None:
+        return []
+    depths = ", ".join(map(str, found.plan.pipeline.in_flight))
+    lines = [f"stages  {found.plan.num_stages}, with {depths} forwards in flight; {bubble_text(found.plan)}"]
+    for cut in found.cuts:
+        if cut.other is None or cut.extra_s is None:
+            why = (
+                f"none of {cut.num_tried} other places near fits"
+                if cut.num_tried
+                else "there is no other place between its neighbours"
+            )
+        else:
+            more = (
+                "as long"
+                if cut.extra_s == 0
+                else f"{format_s(abs(cut.extra_s))} {'longer' if cut.extra_s > 0 else 'shorter'}"
+            )
+            why = f"next best {cut.other}: a step {more}, with what each stage reruns chosen anew"
+        lines.append(f"        stage {cut.stage} begins at {cut.begins}; {why}")
+    return lines
+
+
 def _shares(plan: Plan) -> str:
     predicted = plan.predicted
     hidden = predicted.comm_s - predicted.exposed_comm_s
@@ -49,6 +76,7 @@ def _shares(plan: Plan) -> str:
         ("compute", predicted.compute_s),
         ("communication that nothing hides", predicted.exposed_comm_s),
         *_paid(plan),
+        ("of waiting for other stages", predicted.bubble_s),
     ]
     told = ", ".join(f"{format_s(value)} {name}" for name, value in parts if value > 0)
     return told + (f"; {format_s(hidden)} of communication runs beside it" if hidden > 0 else "")
@@ -57,7 +85,10 @@ def _shares(plan: Plan) -> str:
 def _paid(plan: Plan) -> list[tuple[str, float]]:
     """The seconds that a step pays to hold less."""
     predicted = plan.predicted
-    return [("recomputation", predicted.recompute_s), ("transfers that nothing hides", predicted.transfer_s)]
+    return [
+        ("recomputation", predicted.recompute_s),
+        ("transfers that nothing hides", predicted.transfer_s),
+    ]
 
 
 def _memory(found: Explanation) -> str:
@@ -121,7 +152,7 @@ def _chosen(plan: Plan, row: ExplainedDecision) -> str:
 
 def _option(plan: Plan, row: ExplainedDecision, option: tuple[str, ...]) -> str:
     """Write an option with its meaning: `b0@gpu (the batch)`."""
-    split = [(name, axis) for name, axis in zip(option, plan.mesh) if name not in _WHOLE]
+    split = [(name, axis) for name, axis in zip(option, plan.inner_mesh) if name not in _WHOLE]
     if not split:
         return "replicated" if row.is_param else "whole on every rank"
     op = row.key.rpartition(":")[2].split("#")[0]

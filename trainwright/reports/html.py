@@ -20,6 +20,14 @@ from .page import Page, Tile, best_mark, folded, grid, notes, table
 from .recipe_figures import measured_figure, peaks_figure, step_times_figure
 from .sections import memory_section, notes_section
 from .splits import legend
+from .stages import (
+    STAGE_HEADERS,
+    ShownSchedule,
+    bubble_text,
+    schedule_figure,
+    stage_memory_figure,
+    stage_rows,
+)
 from .units import format_bytes, format_ratio, format_s
 
 __all__ = ["write_plan"]
@@ -43,12 +51,13 @@ def write_plan(
     explanation: Explanation | None = None,
     frontier: Sequence[Plan] = (),
     files: Sequence[str] = (),
+    schedule: ShownSchedule | None = None,
 ) -> None:
     """Write a plan as a page: prediction, decisions, and of the rest what is given.
 
     simulation: the memory over the step. comparison: the recipes side by side. profile: the modules by size.
     report: predicted against measured. explanation: the reason beside each decision. frontier: time against memory;
-    files: where its plans were written, in order.
+    files: where its plans were written, in order. schedule: who does what when, of a plan with stages.
     """
     mesh = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
     parts = (f"on {plan.cluster.name}", f"mesh {mesh}", *micro_batches_text(plan), plan.optimizer, plan.dtype)
@@ -56,6 +65,7 @@ def write_plan(
     page = Page(plan.model.name, subtitle, _plan_tiles(plan, report))
     if report is not None:
         _measured_section(page, report)
+    _stages_section(page, plan, schedule)
     if simulation is not None and simulation.timeline:
         memory_section(page, simulation.timeline, simulation.peak_bytes, plan.budget_bytes)
     _where_section(page, plan, profile)
@@ -106,6 +116,18 @@ def _offload_tiles(plan: Plan) -> list[Tile]:
 
 
 # Sections
+
+
+def _stages_section(page: Page, plan: Plan, schedule: ShownSchedule | None) -> None:
+    """The stages of a plan that has some: the step as it is simulated, a row a stage, memory against the budget."""
+    if plan.pipeline is None or not plan.predicted.stages:
+        return
+    parts = [] if schedule is None else [page.chart(schedule_figure(schedule), "who does what when")]
+    rows = [[escape(cell) for cell in row] for row in stage_rows(plan)]
+    parts.append(table(STAGE_HEADERS, rows, numbers=range(2, len(STAGE_HEADERS))))
+    parts.append(page.chart(stage_memory_figure(plan), "memory of each stage at its peak, and the budget"))
+    lead = f"What each stage does when; numbers are micro-batches, and what is empty is waiting: {bubble_text(plan)}."
+    page.section("Stages", *parts, lead=lead)
 
 
 def _where_section(page: Page, plan: Plan, profile: Profile | None) -> None:

@@ -45,7 +45,7 @@ def legend(plan: Plan) -> list[tuple[str, str]]:
 
     Axes first, then loops (`b0`), then layouts of parameters (`S1.1/3.12.64`).
     """
-    rows = [(f"@{axis}", _axis_text(plan, place)) for place, axis in enumerate(plan.mesh)]
+    rows = [(f"@{axis}", _axis_text(plan, place)) for place, axis in enumerate(plan.inner_mesh)]
     meanings: dict[str, list[str]] = defaultdict(list)
     for key, op in plan.modules.items():
         for loop in op.split:
@@ -111,8 +111,8 @@ def layout_meaning(place: str) -> str:
 
 
 def _axis_text(plan: Plan, place: int) -> str:
-    size = list(plan.mesh.values())[place]
-    if len(plan.mesh) == 1:
+    size = list(plan.inner_mesh.values())[place]
+    if len(plan.inner_mesh) == 1:
         return f"the only axis of the mesh, {size} ranks"
-    which = "outermost" if place == 0 else "innermost" if place == len(plan.mesh) - 1 else "middle"
+    which = "outermost" if place == 0 else "innermost" if place == len(plan.inner_mesh) - 1 else "middle"
     return f"the {which} axis of the mesh, {size} ranks"

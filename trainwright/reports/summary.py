@@ -51,6 +51,7 @@ def _of_plan(plan: Plan) -> Summary:
     of = "no budget" if budget is None else f"of {format_bytes(budget)}{': does NOT fit' if over else ''}"
     parts = [("compute", predicted.compute_s), ("communication exposed", predicted.exposed_comm_s)]
     parts += [("recomputation", predicted.recompute_s), ("transfers", predicted.transfer_s)]
+    parts += [("waiting for other stages", predicted.bubble_s)]
     spent = ", ".join(f"{name} {format_s(seconds)}" for name, seconds in parts if seconds)
     gap = f", at most {100 * plan.solver.gap:.2g} % from the optimum" if plan.solver.gap else ""
     return f"{plan.model.name} on {plan.cluster.name}", [

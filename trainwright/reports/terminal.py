@@ -10,6 +10,7 @@ from rich.text import Text
 from ..artifacts import Cluster, Plan, Refusal, Report
 from .decisions import DecisionRow, decision_rows, micro_batches_text, offloaded_bytes
 from .splits import legend
+from .stages import STAGE_HEADERS, bubble_text, stage_rows
 from .text import Grid, note_lines, plain_table, rendered, title_line
 from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
@@ -23,7 +24,17 @@ def plan_table(plan: Plan) -> str:
                        plan.optimizer, plan.dtype)  # fmt: skip
     names = [Text(f"{name:6} {text}", style="dim") for name, text in legend(plan)]
     decisions = _decision_table(decision_rows(plan))
-    return rendered(title, _prediction_of(plan), decisions, *names, *note_lines(plan.notes))
+    return rendered(title, _prediction_of(plan), *_stage_table(plan), decisions, *names, *note_lines(plan.notes))
+
+
+def _stage_table(plan: Plan) -> list[Grid | Text]:
+    """The stages, of a plan that has some."""
+    if plan.pipeline is None or not plan.predicted.stages:
+        return []
+    table = plain_table(*STAGE_HEADERS, left=2, drop=("update", "reruns", "busy", "in flight"))
+    for row in stage_rows(plan):
+        table.add_row(*row)
+    return [Text(""), table, Text(bubble_text(plan), style="dim")]
 
 
 def compare_table(plans: Mapping[str, Plan | Refusal]) -> str:
@@ -123,6 +134,7 @@ def _prediction_of(plan: Plan) -> Grid:
     table = plain_table("prediction", "", "", header=False)
     parts = [("compute", predicted.compute_s), ("communication exposed", predicted.exposed_comm_s)]
     parts += [("recomputation", predicted.recompute_s), ("transfers", predicted.transfer_s)]
+    parts += [("waiting for other stages", predicted.bubble_s)]
     spent = ", ".join(f"{name} {format_s(seconds)}" for name, seconds in parts if seconds)
     table.add_row("step", Text(format_s(predicted.step_s), style="bold"), spent)
     budget = f"of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else "no budget"

@@ -38,6 +38,8 @@ def diff_table(found: Difference) -> str:
     if found.breakdown:
         named = [number.model_copy(update={"name": f"{number.name}_bytes"}) for number in found.breakdown]
         parts.append(_numbers_table("at the peak", named))
+    if found.stages:
+        parts.append(_numbers_table("stages", found.stages))
     if found.modules:
         parts += _module_parts(found.modules)
     if found.decisions:

@@ -3,6 +3,7 @@
 from .batch import shard_batch
 from .checkpoint.checkpoint import Checkpointer
 from .checkpoint.export import export_weights
+from .clipping import clip_grad_norm_
 from .module import LossOutput, ParallelModule, full_state_dict, parallelize
 from .sample_gradients import sample_gradients
 from .training.examples import ExampleBatches
@@ -22,6 +23,7 @@ __all__ = [
     "ParallelModule",
     "PlanSampler",
     "SelectedBatches",
+    "clip_grad_norm_",
     "export_weights",
     "full_state_dict",
     "load_full_state_dict",

@@ -25,6 +25,8 @@ class Doing:
     what: str
     since_s: float
     is_collective: bool = False
+    peer: int | None = None
+    """The one rank that is waited for, where it is one."""
 
 
 class Activity:
@@ -50,17 +52,17 @@ class Activity:
         self.recorder: Recorder | None = None
 
     @contextmanager
-    def doing(self, what: str, is_collective: bool = False) -> Iterator[None]:
+    def doing(self, what: str, is_collective: bool = False, peer: int | None = None) -> Iterator[None]:
         """Say what goes on inside the block."""
         before = self.now
-        self.now = Doing(what, time.monotonic(), is_collective)
+        self.now = Doing(what, time.monotonic(), is_collective, peer)
         start_ns = time.time_ns()
         try:
             yield
         finally:
             if self.recorder is not None:
                 self.recorder.did(what, is_collective, start_ns)
-            self.now = Doing(before.what, time.monotonic(), before.is_collective)
+            self.now = Doing(before.what, time.monotonic(), before.is_collective, before.peer)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Say that inside the block all ranks meet for something that is no part of the step, and not counted."""
@@ -77,9 +79,9 @@ class Activity:
             self.recorder.issued(what, num_bytes, work)
 
     @contextmanager
-    def awaiting(self, what: str) -> Iterator[None]:
-        """Say that inside the block this rank waits for a collective, and add up how long."""
-        with self.exchanging(), self.doing(what, is_collective=True):
+    def awaiting(self, what: str, peer: int | None = None) -> Iterator[None]:
+        """Say that inside the block this rank waits for a collective, or for `peer` alone, and add up how long."""
+        with self.exchanging(), self.doing(what, is_collective=True, peer=peer):
             yield
 
     @contextmanager

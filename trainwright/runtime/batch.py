@@ -49,7 +49,7 @@ def shard_batch(
     Raises `UserError` when an entry is missing, unknown to the plan, of another dtype or larger than planned; and when what
     is no tensor differs from what the plan was made with.
     """
-    mesh = tuple(plan.mesh.values())
+    mesh = tuple(plan.inner_mesh.values())
     here = tuple(coords) if coords is not None else coordinates(mesh)
     tensors = check_entries(plan, batch)
     shapes: Shapes = {name: tuple(leaf.shape) for name, leaf in tensors.items()}
@@ -74,7 +74,7 @@ def _are_own(plan: Plan, shapes: Shapes, coords: Sequence[int], rows: str | None
     num, whole = rows_in(plan, shapes), global_batch_size(plan)
     if num >= whole:
         return False
-    most = len(own_rows(plan, (0,) * len(plan.mesh)))
+    most = len(own_rows(plan, (0,) * len(plan.inner_mesh)))
     return most < whole and rows_meant(plan, num, len(own_rows(plan, coords)), most) == "own"
 
 
@@ -91,7 +91,7 @@ def _check_own(plan: Plan, shapes: Shapes, coords: Sequence[int]) -> None:
 
 def own_rows(plan: Plan, coords: Sequence[int]) -> list[int]:
     """Return which rows of a batch of the planned shape the rank at `coords` needs: all, where its entries do not agree."""
-    mesh = tuple(plan.mesh.values())
+    mesh = tuple(plan.inner_mesh.values())
     found: set[tuple[int, ...]] = set()
     size = global_batch_size(plan)
     each = size // plan.micro_batches
@@ -183,7 +183,7 @@ class Cut:
 
     def part(self, name: str, leaf: Tensor, coords: Sequence[int], own: bool) -> Tensor:
         """Return the rank's part of the entry `name`, marked; with `own`, `leaf` may hold this rank's rows alone."""
-        mesh, text = tuple(self.plan.mesh.values()), self._entries[name].layout
+        mesh, text = tuple(self.plan.inner_mesh.values()), self._entries[name].layout
         if own and tuple(leaf.shape) != self.shapes[name]:
             text = tuple("R" if _splits_rows(part) else part for part in text)
             pieces = [leaf]
@@ -197,13 +197,13 @@ class Cut:
 
     def local_shape(self, name: str, coords: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the rank's part of the entry `name`, all micro-batches together."""
-        entry, mesh = self._entries[name], tuple(self.plan.mesh.values())
+        entry, mesh = self._entries[name], tuple(self.plan.inner_mesh.values())
         shape = local_shape(entry.shape, *entry_slots(entry.shape, entry.layout), mesh, coords)
         return (self.num_runs * shape[0], *shape[1:]) if name in self.own else shape
 
     def is_whole(self) -> bool:
         """Whether every rank's part is the whole batch."""
-        sizes = tuple(self.plan.mesh.values())
+        sizes = tuple(self.plan.inner_mesh.values())
         return all(
             part == "R" or size == 1 for entry in self.plan.batch.values() for part, size in zip(entry.layout, sizes)
         )

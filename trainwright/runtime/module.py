@@ -38,6 +38,7 @@ from .communicator import MeshCommunicator, make_mesh
 from .entries import check_entries
 from .host_memory import keep_freed_memory
 from .offload import open_store
+from .pipe import Pipe, check_stages
 from .regions import Region, region_of, whole_region
 from .sharding import AtRest, as_dtensor, as_parameter, storage_of
 from .steps import Capturing, ShapedStep, StepsByShape, batch_like
@@ -80,6 +81,7 @@ def parallelize(
 
     Raises `UserError` when the plan is not this model's, or when the number of ranks is not the plan's.
     """
+    check_stages(plan, replicas)
     _check_ranks(plan, replicas)
     check_same_loss(plan, loss_fn)
     autocast = DTYPES[plan.autocast] if plan.autocast else None
@@ -163,15 +165,21 @@ class ParallelModule(nn.Module):
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         if not gpu:
             keep_freed_memory()
-        self.device_mesh: DeviceMesh = make_mesh(plan.mesh, self.device.type, self.replicas.number)
+        whole = make_mesh(plan.mesh, self.device.type, self.replicas.number)
+        self.pipe = None if plan.pipeline is None else Pipe(plan, program, whole)
+        """This rank's place among the plan's stages; None where it has none."""
+        self.device_mesh: DeviceMesh = whole if self.pipe is None else whole[tuple(plan.inner_mesh)]
+        """The mesh over which parameters are laid out: that of this rank's stage."""
         self.communicator = MeshCommunicator(self.device_mesh)
         store = open_store(plan, self.device)
-        planned = ShapedStep(planned_cut(plan), program, decisions, self.communicator, store, self.device)
+        planned = ShapedStep(planned_cut(plan), program, decisions, self.communicator, store, self.device, self.pipe)
         self.steps = StepsByShape(planned, store, self._complete)
         """The rank's step of every batch shape that has come so far."""
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
+        self.names = [name for name, _ in model.named_parameters()]
+        """The names of all parameters of the model, those of other stages too."""
         self.regions: dict[str, Region] = {}
         """Of every parameter, under its first name: which entries of it this rank holds."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
@@ -200,12 +208,19 @@ class ParallelModule(nn.Module):
         step.read(dict(self.named_parameters()), dict(self.named_buffers()))
 
     def _load(self, model: nn.Module, read: Reader) -> None:
-        """Take this rank's part of every parameter and all buffers, in the order of the model's modules."""
+        """Take this rank's part of every parameter and all buffers, in the order of the model's modules.
+
+        A stage takes those that it reads; what no step reads is the first one's.
+        """
         mesh, coords = self.communicator.mesh, self.communicator.coords
         params = self.steps.planned.local.decisions.params
-        known = {tensor.key: tensor for tensor in self.program.tensors if tensor.role in ("param", "buffer")}
+        known = {t.key: t for t in self.steps.planned.local.program.tensors if t.role in ("param", "buffer")}
+        elsewhere = {t.key for t in self.program.tensors if t.role in ("param", "buffer") and t.key not in known}
         made: dict[str, nn.Parameter | Tensor] = {}
+        is_first = self.pipe is None or self.pipe.index == 0
         for name, original in model.named_parameters():
+            if name in elsewhere or (name not in known and not is_first):
+                continue
             tensor = known.get(name)
             if tensor is None:  # the step never reads it
                 self.regions[name] = whole_region(original.shape)
@@ -219,6 +234,8 @@ class ParallelModule(nn.Module):
             made[name].user_shape = tuple(tensor.shape)  # type: ignore[union-attr]  # a shard may have a dim taken apart
             self._local_shapes[made[name]] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():
+            if name in elsewhere or (name not in known and not is_first):
+                continue
             made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
         names = made | {alias: made[name] for alias, name in self.program.captured.aliases.items() if name in made}
         self._adopt(_tree(names, set(model.state_dict(keep_vars=True))))
@@ -239,17 +256,17 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rank's part of the step on the rank's part of the batch."""
-        if torch.compiler.is_compiling() and self.plan.micro_batches == 1:
+        if torch.compiler.is_compiling() and self.plan.micro_batches == 1 and self.pipe is None:
             from . import compiled
 
             return compiled.forward(self, args, kwargs)
         step, parts, state = self._begin(args, kwargs)
         sources = step.sources(state.rest)
-        if step.accumulator is None:
+        if step.accumulator is None and step.runner is None:
             late = self._late if torch.is_grad_enabled() else None
             return self._end(step, step.executor.run({**sources, **parts[0]}, replace(state, late=late)))
         if torch.is_grad_enabled():
-            return self._count(step, step.accumulator.run(sources, parts, state))
+            return self._count(step, step.trained(parts, state, sources))
         return self._count(step, step.evaluated(parts, state, sources))
 
     @contextmanager
@@ -362,6 +379,7 @@ def full_state_dict(
     """
     found: dict[str, Tensor] = {}
     first_of: dict[int, str] = {}
+    keep = only_rank is None or model.replicas.rank == only_rank
     for name, value in model.state_dict(keep_vars=True).items():
         if trainable and not value.requires_grad:
             continue
@@ -374,9 +392,12 @@ def full_state_dict(
         whole = _user_tensor(model, name, value)
         if only_rank is None:
             found[name] = whole.clone()
-        elif model.replicas.rank == only_rank:
+        elif keep or model.pipe is not None:
             found[name] = whole.to("cpu", copy=True)
-    return found
+    if model.pipe is None:
+        return found
+    merged = model.pipe.merged(found, model.device, keep)
+    return merged if only_rank is None else {name: value.cpu() for name, value in merged.items()}
 
 
 def _user_tensor(model: ParallelModule, name: str, value: Tensor) -> Tensor:
@@ -393,4 +414,4 @@ def full_gradients(model: ParallelModule) -> Mapping[str, Tensor]:
         if param.grad is not None:
             grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
             found[name] = grad.reshape(model._user_shapes.get(name, grad.shape))
-    return found
+    return found if model.pipe is None else model.pipe.merged(found, model.device)

@@ -15,6 +15,7 @@ from ..capture.export import as_batch
 from ..program.micro_batches import capture_step
 from ..torch_internals.private import flatten_batch
 from .module import ParallelModule
+from .pipe import refuse_stages
 from .steps import batch_like
 
 
@@ -38,6 +39,7 @@ def sample_gradients(module: ParallelModule, batch: Any) -> Iterator[dict[str, T
     >>> [found["weight"].full_tensor().tolist() for found in sample_gradients(module, batch)]
     [[[1.0, 2.0]], [[3.0, 4.0]]]
     """
+    refuse_stages(module.plan, "gradients of each example")
     named, rebuild = flatten_batch(as_batch(batch))
     shapes = {name: tuple(leaf.shape) for name, leaf in named if isinstance(leaf, Tensor)}
     own = names_of_batch(shapes)

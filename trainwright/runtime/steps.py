@@ -29,11 +29,13 @@ from ..rank.execute import Executor
 from ..rank.instructions import Ref
 from ..rank.local import LocalProgram, build_local
 from ..rank.offload import OffloadStore
+from ..rank.pipeline import PipelineRunner
 from ..rank.reshard import Route
 from ..rank.run_state import RunState
 from .batch import Cut, Shapes, checked_part, planned_shapes, rows_in
 from .communicator import MeshCommunicator
 from .entries import check_within
+from .pipe import Pipe
 from .sharding import AtRest
 
 MOST_STEPS = 16
@@ -48,22 +50,27 @@ class ShapedStep:
 
     def __init__(
         self, cut: Cut, program: Program, decisions: Decisions, communicator: MeshCommunicator, store: OffloadStore | None,
-        device: torch.device,
+        device: torch.device, pipe: Pipe | None = None,
     ) -> None:  # fmt: skip
-        self.cut, self.program, self.device = cut, program, device
-        self.local: LocalProgram = build_local(program, decisions, communicator)
+        self.cut, self.program, self.device, self.pipe = cut, program, device, pipe
+        stage = None if pipe is None else pipe.stage_of(program)
+        own = program if stage is None else stage.program
+        self.local: LocalProgram = build_local(own, decisions, communicator)
         self.executor = Executor(self.local, store)
-        self.accumulator = Accumulator(self.executor) if program.num_runs > 1 else None
-        self._evaluator: Accumulator | None = None
+        self.runner = (
+            pipe.runner(stage, self.executor, communicator) if pipe is not None and stage is not None else None
+        )
+        self.accumulator = Accumulator(self.executor) if program.num_runs > 1 and pipe is None else None
+        self._evaluator: Accumulator | PipelineRunner | None = None
         self._travelling = self.local.travelling()
-        self._inputs = {tensor.key: tensor for tensor in program.inputs}
-        self._constants = {t: t.value.to(device) for t in program.tensors if t.role == "const"}
+        self._inputs = {tensor.key: tensor for tensor in own.inputs}
+        self._constants = {t: t.value.to(device) for t in own.tensors if t.role == "const"}
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._buffers: dict[ProgramTensor, Tensor] = {}
 
     def read(self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
         """Take the tensors that the step reads, by the model's names."""
-        for tensor in self.program.tensors:
+        for tensor in self.local.program.tensors:
             if tensor.role == "param":
                 self._params[tensor] = params[tensor.key]
             elif tensor.role == "buffer":
@@ -81,25 +88,58 @@ class ShapedStep:
         return sources
 
     def parts(self, part: Mapping[str, Tensor]) -> list[dict[ProgramTensor, Tensor]]:
-        """Return the rank's part of the entries of each micro-batch."""
+        """Return the rank's part of the entries of each micro-batch, of those that its stage reads."""
         found: list[dict[ProgramTensor, Tensor]] = [{} for _ in range(self.cut.num_runs)]
         for name, leaf in checked_part(self.cut, part, self.local.communicator.coords):
+            if name not in self._inputs:
+                continue
             for own, piece in zip(found, self.cut.pieces(name, leaf.to(self.device))):
                 own[self._inputs[name]] = piece
         return found
 
+    def trained(self, parts: list[dict[ProgramTensor, Tensor]], state: RunState, sources: Any) -> list[Any]:
+        """Run a step of several micro-batches, or a stage's part of it: the flat outputs, of which the loss alone is there."""
+        if self.runner is None:
+            assert self.accumulator is not None
+            return self.accumulator.run(sources, parts, state)
+        loss, captured = self.runner.run(sources, parts, state), self.program.captured
+        return [loss if place == captured.loss_index else None for place in range(len(self.program.outputs))]
+
     def evaluated(self, parts: list[dict[ProgramTensor, Tensor]], state: RunState, sources: Any) -> list[Any]:
-        """The outputs of all micro-batches as those of one batch: rows one after the other, whole on every rank."""
-        if self._evaluator is None:
-            everything = build_local(
-                self.program, self.local.decisions, self.local.communicator, all_outputs=True
-            )  # fmt: skip
-            self._evaluator = Accumulator(Executor(everything))
-        local = self._evaluator.local
-        found = self._evaluator.evaluate(sources, parts, state)
+        """The outputs of all micro-batches as those of one batch: rows one after the other, whole on every rank.
+
+        Of a stage, those that it makes, and the loss.
+        """
+        found, local = self._evaluated_runs(parts, state, sources)
         whole = [[_whole(local, place, value) for place, value in zip(local.outputs, flat)] for flat in found]
         size = rows_in(self.cut.plan, self.cut.shapes) // self.cut.num_runs
-        return [_joined(values, size) for values in zip(*whole)]
+        joined = [_joined(values, size) for values in zip(*whole)]
+        return joined if self.runner is None else self._with_the_loss(joined)
+
+    def _evaluated_runs(self, parts: Any, state: RunState, sources: Any) -> tuple[list[list[Any]], LocalProgram]:
+        if self._evaluator is None:
+            local = self.local
+            executor = Executor(build_local(local.program, local.decisions, local.communicator, all_outputs=True))
+            communicator = local.communicator
+            if self.pipe is None or self.runner is None:
+                self._evaluator = Accumulator(executor)
+            else:
+                assert isinstance(communicator, MeshCommunicator)
+                self._evaluator = self.pipe.runner(self.runner.stage, executor, communicator)
+        if isinstance(self._evaluator, Accumulator):
+            return self._evaluator.evaluate(sources, parts, state), self._evaluator.local
+        assert self.pipe is not None
+        actions = self.pipe.forwards(len(parts))
+        return self._evaluator.evaluate(sources, parts, state, actions), self._evaluator.local
+
+    def _with_the_loss(self, joined: list[Any]) -> list[Any]:
+        assert self.runner is not None
+        index, program = self.program.captured.loss_index, self.program
+        own = joined[index]
+        if not isinstance(own, Tensor):
+            own = torch.zeros(program.loss.shape, dtype=program.lifted or program.loss.dtype, device=self.device)
+        joined[index] = self.runner.link.share(own)
+        return joined
 
 
 def _whole(local: LocalProgram, place: Any, value: Any) -> Any:
@@ -175,7 +215,7 @@ class StepsByShape:
         decisions = decisions_at(program, planned.program, planned.local.decisions, inputs)
         communicator = planned.local.communicator
         assert isinstance(communicator, MeshCommunicator)
-        step = ShapedStep(cut, program, decisions, communicator, self.store, planned.device)
+        step = ShapedStep(cut, program, decisions, communicator, self.store, planned.device, planned.pipe)
         self.complete(step)
         shown = ", ".join(f"{name} {list(shape)}" for name, shape in cut.shapes.items())
         self.notice(

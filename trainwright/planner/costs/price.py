@@ -99,6 +99,51 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     return total
 
 
+@dataclass
+class RegionSeconds:
+    """What one region takes: of a micro-batch, and once a step."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """Without reruns."""
+    comm_s: float = 0.0
+    """What of these two is communication."""
+    rerun_s: float = 0.0
+    reduce_s: float = 0.0
+    """Once a step, behind the last backward."""
+
+
+def price_regions(executor: Executor, costs: CostModel) -> dict[int, RegionSeconds]:
+    """Return the seconds of each region of a local program that runs once a micro-batch.
+
+    What a change of layout takes that serves all micro-batches is its region's once a step. Work of no region (the loss that
+    ranks sum) counts as the last one's.
+    """
+    runs = costs.num_runs
+    shared = shared_conversions(executor.local) if runs > 1 else {}
+    instructions = executor.local.instructions
+    last = max(instruction.region for instruction in instructions)
+    found: dict[int, RegionSeconds] = defaultdict(RegionSeconds)
+    for instruction in instructions:
+        own = found[instruction.region if instruction.region >= 0 else last]
+        if isinstance(instruction, Reshard) and instruction.result in shared:
+            if shared[instruction.result] == instruction.result:
+                own.reduce_s += sum(_reshard_s(executor.local, instruction, costs))
+            continue
+        compute, comm = _instruction_s(executor, instruction, costs)
+        own.forward_s += (compute[0] + comm[0]) / runs
+        own.backward_s += (compute[1] + comm[1]) / runs
+        own.comm_s += sum(comm) / runs
+    for region, rerun in executor.reruns.items():
+        found[region if region >= 0 else last].rerun_s += _rerun_s(executor, rerun, costs) / runs
+    return dict(found)
+
+
+def begin_seconds(executor: Executor, costs: CostModel) -> float:
+    """Return what a step of several micro-batches takes before its first forward."""
+    return _weights_s(executor.local, costs) if costs.num_runs > 1 else 0.0
+
+
 def _rerun_s(executor: Executor, rerun: Rerun, costs: CostModel) -> float:
     """Return the seconds that the backward of a region reruns; the parameters that it gathers again join one another."""
     total = 0.0

@@ -28,14 +28,17 @@ from ...profiler.values import KnownValues
 from ...program.decisions import Decisions
 from ...program.layout import local_shape
 from ...program.program import Program, Tensor
+from ...program.stages import Stage
 from ...rank.accumulate import Accumulator
 from ...rank.execute import Executor
 from ...rank.instructions import Compute
 from ...rank.local import LocalProgram, build_local
 from ...rank.offload import CountingStore
 from ...rank.offload_states import StateOffload
+from ...rank.pipeline import NoLink, PipelineRunner
 from ...rank.reshard import SimulatedCommunicator
 from ...rank.run_state import Call, RunState
+from ...rank.stage_actions import Action, stage_actions
 from ...torch_internals.fakes import new_mode
 from ...torch_internals.private import VALUE_NEEDED
 from .costs import OptimizerCost, whole_pieces
@@ -89,6 +92,53 @@ def simulate(
         return _simulate(program, decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts)
 
 
+def simulate_stage(
+    stage: Stage,
+    decisions: Decisions,
+    make_optimizer: MakeOptimizer,
+    *,
+    in_flight: Sequence[int],
+    num_micro_batches: int,
+    tied: Sequence[str] = (),
+    target: Target = "cpu",
+    coords: Sequence[int] | None = None,
+    timeline: bool = False,
+    num_threads: int | None = None,
+    optimizer_cost: OptimizerCost | None = None,
+    counts: Mapping[str, list[int]] | None = None,
+) -> Simulation:
+    """Run one stage of the step of the rank at `coords`, among the ranks of the stage, and follow its memory.
+
+    Its warm-up, its steady state and its end are run with no more micro-batches than show all there is: two more than its
+    depth; what it communicates is counted for all of them. in_flight: the depths of all stages. tied: the parameters that
+    other stages read too. What crosses to other stages is no part of the bytes that are communicated.
+    """
+    of_stage = _OfStage(stage, in_flight, num_micro_batches, tied)
+    with _threads(num_threads):
+        return _simulate(
+            stage.program, decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, of_stage
+        )
+
+
+@dataclass(frozen=True)
+class _OfStage:
+    """How one stage's part of a step is run."""
+
+    stage: Stage
+    in_flight: Sequence[int]
+    num_micro_batches: int
+    tied: Sequence[str]
+
+    @property
+    def num_followed(self) -> int:
+        """How many micro-batches are run: all, or two more than the depth, a steady one of which stands for the others."""
+        return min(self.num_micro_batches, self.in_flight[self.stage.index] + 2)
+
+    def actions(self) -> list[Action]:
+        """Return the actions of the micro-batches that are run."""
+        return stage_actions(self.stage.index, self.num_followed, self.in_flight)
+
+
 def _simulate(
     program: Program,
     decisions: Decisions,
@@ -98,6 +148,7 @@ def _simulate(
     timeline: bool,
     optimizer_cost: OptimizerCost | None,
     counts: Mapping[str, list[int]] | None,
+    of_stage: _OfStage | None = None,
 ) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
     communicator.counts = counts or {}
@@ -108,6 +159,8 @@ def _simulate(
     mode = new_mode()
     with mode:
         sources = _fake_sources(local)
+    for tensor in program.given:
+        del sources[tensor]  # it comes with each micro-batch
     params = [value for tensor, value in sources.items() if tensor.role == "param"]
     tracker = MemoryTracker(target)
     # Calls alike in repeated blocks are followed once. What collectives and fetches bring is allocated, never written.
@@ -132,7 +185,9 @@ def _simulate(
             tracker.keep_timeline = timeline
             communicator.num_bytes.clear()
             communicator.num_calls.clear()
-            if program.num_runs == 1:
+            if of_stage is not None:
+                _stage_step(of_stage, executor, sources, optimizer, tracker, communicator)
+            elif program.num_runs == 1:
                 _step(executor, sources, optimizer, tracker, optimizer_cost)
             else:
                 _accumulated_step(executor, sources, optimizer, tracker, communicator)
@@ -269,6 +324,38 @@ def _accumulated_step(
     with tracker.phase("update"):
         optimizer.step()
     del outputs, loss
+
+
+def _stage_step(
+    of_stage: _OfStage,
+    executor: Executor,
+    sources: Mapping[Tensor, Any],
+    optimizer: torch.optim.Optimizer,
+    tracker: MemoryTracker,
+    communicator: SimulatedCommunicator,
+) -> None:
+    """One stage's part of a step; a forward of the steady state and the backward before it stand for those left out."""
+    seen: list[tuple[Counter[str], Counter[str]]] = []
+
+    def note(action: Action) -> None:
+        if action.kind == "backward":
+            seen.append((communicator.num_bytes.copy(), communicator.num_calls.copy()))
+
+    part = {tensor: value for tensor, value in sources.items() if tensor.role == "input"}
+    rest = {tensor: value for tensor, value in sources.items() if tensor.role != "input"}
+    runner = PipelineRunner(of_stage.stage, executor, of_stage.actions(), NoLink(), of_stage.tied)
+    state = run_state(None, tracker.target)
+    loss = runner.run(rest, [part] * of_stage.num_followed, state, tracker, note)
+    left_out = of_stage.num_micro_batches - of_stage.num_followed
+    if left_out:
+        for counted, before, after in zip((communicator.num_bytes, communicator.num_calls), *seen[:2]):
+            for kind in after:
+                counted[kind] += left_out * (after[kind] - before[kind])
+    with tracker.phase("backward"):
+        loss.backward()
+    with tracker.phase("update"):
+        optimizer.step()
+    del loss
 
 
 def _step(

@@ -2,6 +2,7 @@
 
     PATTERN=shard(LOOP)@AXIS     an op splits its loop, or a parameter its dim (`dim0`), over a mesh axis
     PATTERN=replicate@AXIS       an op splits nothing over the axis; a parameter is whole along it
+    BLOCK=begin(S)               stage S of a pipeline begins at a block; with `--pipeline` alone
     PATTERN=keep                 what the op leaves for the backward is kept
     PATTERN=recompute            it is rederived in every block
     PATTERN=offload              it is kept, off the device
@@ -107,9 +108,9 @@ def _allow_offload(problem: Problem, pin: str, restriction: Restriction) -> None
 
 def _parse(pin: str) -> tuple[str, str]:
     pattern, _, action = pin.rpartition("=")
-    if "pipeline" in action:
+    if action.startswith("begin(") or "pipeline" in action:
         raise UserError(
-            f"a pin of layouts or recomputation is needed; {pin!r} asks for pipeline stages: not supported yet"
+            f"a plan with stages is needed for a pin of where one begins; {pin!r} asks for that; add --pipeline"
         )
     if not pattern or not re.fullmatch(r"(state-)?(keep|offload)|recompute|replicate@\S+|shard\([^()]+\)@\S+", action):
         raise UserError(f"a pin is {_GRAMMAR}; got {pin!r}")

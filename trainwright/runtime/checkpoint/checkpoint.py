@@ -329,9 +329,11 @@ def _name(step: int) -> str:
 
 def _layout(module: ParallelModule) -> dict[str, Any]:
     """What an optimizer's own tensors depend on: the mesh, and how each parameter is cut."""
+    stages = {} if module.plan.pipeline is None else {"begins": list(module.plan.pipeline.begins)}
     return {
         "mesh": list(module.plan.mesh.values()),
         "params": {n: list(p.layout) for n, p in module.plan.params.items()},
+        **stages,
     }
 
 

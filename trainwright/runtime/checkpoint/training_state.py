@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,11 @@ def restore_tensors(
 
     Raises `UserError` when the checkpoint is another model's or optimizer's, or when another layout cannot read it.
     """
-    held = {f"model.{name}" for name, _ in module.named_parameters()} | {f"model.{n}" for n in saved_buffers(module)}
+    held = _of_all_stages(module, [name for name, _ in module.named_parameters()] + list(saved_buffers(module)))
     there = {name for name in stored.names if name.startswith("model.")}
-    if held != there:
-        odd = sorted(held ^ there)[0]
-        has = "lacks" if odd in held else "has"
+    if odd_ones := {f"model.{name}" for name in held} ^ there:
+        odd = sorted(odd_ones)[0]
+        has = "has" if odd in there else "lacks"
         raise UserError(
             f"a checkpoint of this model is needed; {stored.folder} {has} {odd.removeprefix('model.')}; "
             "give the model and the options that it was trained with"
@@ -80,6 +80,8 @@ def restore_tensors(
         offload.forget(optimizer)
     params = dict(module.named_parameters())
     for name, states in settings["state"].items():
+        if name not in params:
+            continue  # another stage's
         restored = {}
         for key, entry in states.items():
             kept = Kept(**entry)
@@ -109,7 +111,10 @@ class Kept:
 
 
 def optimizer_settings(module: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the groups (settings and names of parameters) and what there is of state, as plain values."""
+    """Return the groups (settings and names of parameters) and what there is of state, as plain values.
+
+    Of a plan with stages those of all of them: a collective call then.
+    """
     names = _names(module)
     groups = []
     for group in optimizer.param_groups:
@@ -118,7 +123,29 @@ def optimizer_settings(module: ParallelModule, optimizer: torch.optim.Optimizer)
     state: dict[str, dict[str, Any]] = {}
     for name, key, param, value in _states(module, optimizer, read=False):
         state.setdefault(name, {})[key] = vars(_kept(param, key, value))
-    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
+    found = {"class": type(optimizer).__name__, "groups": groups, "state": state}
+    return found if module.pipe is None else _merged_settings(module.pipe.gathered(found))
+
+
+def _merged_settings(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings of all stages as those of one optimizer; a tied parameter's are the first one's."""
+    whole, *others = stages
+    for other in others:
+        if len(other["groups"]) != len(whole["groups"]):
+            raise UserError(
+                f"an optimizer with the same groups of parameters on every stage is needed for a checkpoint; one has "
+                f"{len(whole['groups'])}, another {len(other['groups'])}; make it from the same rule on all ranks"
+            )
+        for group, further in zip(whole["groups"], other["groups"]):
+            group["params"] = list(dict.fromkeys([*group["params"], *further["params"]]))
+        whole["state"] = {**other["state"], **whole["state"]}
+    return whole
+
+
+def _of_all_stages(module: ParallelModule, names: Sequence[str]) -> set[str]:
+    """Return the names that any stage has."""
+    every = [names] if module.pipe is None else module.pipe.gathered(list(names))
+    return {name for own in every for name in own}
 
 
 def restore_groups(module: ParallelModule, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -127,8 +154,12 @@ def restore_groups(module: ParallelModule, optimizer: torch.optim.Optimizer, sav
     Raises `UserError` when it is another optimizer's, or its parameters were in other groups.
     """
     names = _names(module)
-    found = [[_name_of(names, param) for param in group["params"]] for group in optimizer.param_groups]
-    if saved["class"] != type(optimizer).__name__ or found != [group["params"] for group in saved["groups"]]:
+    own = [[_name_of(names, param) for param in group["params"]] for group in optimizer.param_groups]
+    every = [own] if module.pipe is None else module.pipe.gathered(own)
+    found = [
+        {name for group in groups for name in group} for groups in zip(*every)
+    ]  # of which stage and in which order: no matter
+    if saved["class"] != type(optimizer).__name__ or found != [set(group["params"]) for group in saved["groups"]]:
         raise UserError(
             f"resuming needs the optimizer that wrote the checkpoint, {saved['class']} with {len(saved['groups'])} groups; got "
             f"{type(optimizer).__name__} with {len(found)}; use the same optimizer with the same groups of parameters"

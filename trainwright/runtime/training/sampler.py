@@ -55,7 +55,7 @@ class PlanSampler(Sampler[list[int]]):
         whole: bool = False,
         coords: Sequence[int] | None = None,
     ) -> None:
-        mesh = tuple(plan.mesh.values())
+        mesh = tuple(plan.inner_mesh.values())
         self.order = ExampleOrder(len(dataset), global_batch_size(plan), seed=seed, shuffle=shuffle, last=last)
         check_padding(last, dataset)
         self.num_last = self.order.num_last
@@ -65,7 +65,7 @@ class PlanSampler(Sampler[list[int]]):
         self.rows = own_rows(plan, tuple(coords) if coords is not None else coordinates(mesh))
         if self.whole:
             self.rows = list(range(self.batch_size))
-        self._deals = plan.batch, plan.mesh, plan.micro_batches
+        self._deals = plan.batch, plan.inner_mesh, plan.micro_batches
         remember_sampler(self)
         self.epoch = self._first = 0
         if not self.rows:
@@ -91,7 +91,7 @@ class PlanSampler(Sampler[list[int]]):
 
     def deals_for(self, plan: Plan) -> bool:
         """Return whether these are batches of `plan`."""
-        return self._deals == (plan.batch, plan.mesh, plan.micro_batches)
+        return self._deals == (plan.batch, plan.inner_mesh, plan.micro_batches)
 
     def rows_meant(self, num: int) -> str | None:
         """Return what `num` rows, fewer than a batch has, are: `all` of a short batch, a rank's `own`, or None: not from here."""

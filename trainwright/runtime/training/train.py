@@ -29,7 +29,8 @@ from .watchdog import Watchdog
 
 OnStep = Callable[[dict[str, Any]], None]
 MayUpdate = Callable[[Tensor], bool]
-Norms = Callable[[list[Tensor]], dict[str, float]]
+Norms = Callable[..., dict[str, float]]
+"""From gradients, and of stages what adds a number up over them."""
 NUM_MEASURED = 2
 """Steps whose allocations are followed: all later ones allocate the same."""
 
@@ -161,8 +162,12 @@ def _may_update(
 ) -> bool:
     """Whether the update may be made; what is asked of the gradients is noted on the way."""
     if norms is not None:
-        found = [param.grad for param in module.parameters() if param.grad is not None]
-        told.update(norms(found) if found else {})
+        pipe = module.pipe
+        grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
+        if pipe is not None:
+            told.update(norms([grad for name, grad in grads.items() if pipe.owns(name)], pipe.added))
+        elif grads:
+            told.update(norms(list(grads.values())))
     finite, routing = gates
     return finite.lets_pass(module, step, loss) and routing.lets_pass(module, step)
 

@@ -73,6 +73,7 @@ class Watchdog:
             "beat": self._beat,
             "what": now.what,
             "is_collective": now.is_collective,
+            "peer": now.peer,
             "step": self._activity.step,
             "num_collectives": self._activity.num_collectives,
         }
@@ -142,6 +143,7 @@ def describe_hang(statuses: Mapping[int, Mapping[str, Any]], silent: Sequence[in
     outside = [rank for rank, status in statuses.items() if not status["is_collective"]]
     fewest = min(status["num_collectives"] for status in statuses.values())
     behind = [rank for rank, status in statuses.items() if status["num_collectives"] == fewest]
+    behind = _waited_for(statuses) or behind  # stages differ in their collectives by design
     blamed = list(silent) or outside or behind
     places = [f"at step {statuses[rank]['step']} in {statuses[rank]['what']}" for rank in blamed]
     how = "it does not respond; last heard of {}" if silent else f"it has been {{}} for more than {limit}"
@@ -149,6 +151,25 @@ def describe_hang(statuses: Mapping[int, Mapping[str, Any]], silent: Sequence[in
     waiting = "; ".join(f"rank {r} in {status['what']}" for r, status in statuses.items() if r not in blamed)
     waits = f"; waiting: {waiting}" if waiting else ""
     return f"{who}{waits}; see what keeps it, or allow more time"
+
+
+def _waited_for(statuses: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Follow who waits for whom: the ranks that wait for no single other, or the cycle; none where nobody waits so.
+
+    >>> _waited_for({0: {"peer": 1}, 1: {"peer": 0}, 2: {"peer": 1}})
+    [0, 1]
+    >>> _waited_for({0: {"peer": 1}, 1: {"peer": None}})
+    [1]
+    """
+    found: set[int] = set()
+    for rank in statuses:
+        seen: list[int] = []
+        while rank in statuses and rank not in seen and statuses[rank].get("peer") is not None:
+            seen.append(rank)
+            rank = int(statuses[rank]["peer"])
+        if seen:
+            found |= set(seen[seen.index(rank) :]) if rank in seen else {rank}
+    return sorted(found)
 
 
 def _shared_store() -> dist.TCPStore:

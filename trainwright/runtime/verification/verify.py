@@ -26,6 +26,7 @@ from ...program.micro_batches import capture_step
 from ...program.plan_text import decisions_of
 from ...program.program import Program
 from ..module import DTYPES, ParallelModule, _check_ranks, full_gradients, full_state_dict, plan_batch
+from ..pipe import check_stages
 from ..training.train import Timer, train_step
 from .comparison import (
     FP64_BAR,
@@ -68,6 +69,7 @@ def verify(
     """
     if dtype not in ("float64", "fp32"):
         raise UserError(f"verify runs in float64 or fp32; got {dtype!r}; choose one of these")
+    check_stages(plan)
     _check_ranks(plan)
     found = _Comparison(model_fn, plan, dtype == "float64", make_optimizer, seed).run()
     measured = _measured(plan, model_fn, make_optimizer, seed, peak_of) if make_optimizer else {}
@@ -182,7 +184,7 @@ class _Parallel:
     def step(self) -> Step:
         loss = find_loss(self._output())
         loss.backward()
-        buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        buffers = self._of_all_stages({name: buffer.detach().clone() for name, buffer in self.module.named_buffers()})
         return Step(float(loss.detach()), dict(full_gradients(self.module)), buffers)
 
     def update(self, make_optimizer: MakeOptimizer, gradients: Tensors) -> Tensors:
@@ -190,14 +192,19 @@ class _Parallel:
         make_optimizer(self.module.named_parameters()).step()
         self.module.zero_grad(set_to_none=True)
         whole = full_state_dict(self.module)
-        return {name: whole[name] for name, _ in self.module.named_parameters()}
+        return {name: whole[name] for name in self.module.names}
 
     def evaluate(self) -> Tensors:
         """Return loss and outputs in evaluation, whole."""
         self.module.eval()
         with torch.no_grad():
             found = outputs_of(self._output())
-        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+        return self._of_all_stages(whole)
+
+    def _of_all_stages(self, own: Tensors) -> Tensors:
+        pipe = self.module.pipe
+        return dict(own) if pipe is None else pipe.merged(own, self.module.device)
 
     def _output(self) -> Any:
         return self.module(**self._part) if isinstance(self._part, dict) else self.module(*self._part)

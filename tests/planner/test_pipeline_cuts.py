@@ -1,0 +1,226 @@
+"""Cutting into stages: the search against brute force under the simulation, the proof rows against the optimum, recipes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.planner.pipeline.cuts import (
+    Judge,
+    all_cuts,
+    brute_force,
+    depths,
+    fastest,
+    is_possible,
+    neighbours,
+    nothing_fits_bytes,
+)
+from trainwright.planner.pipeline.events import Schedule, StageSeconds, Tied, one_f_one_b, simulated_step
+from trainwright.planner.pipeline.program import Least, bound_s, propose
+from trainwright.planner.pipeline.recipes import PIPELINE_RECIPES, recipe_cuts
+from trainwright.planner.pipeline.table import Hop, Level, Param, Table, Unit
+
+CLOSE = 1e-9
+
+
+def random_table(seed: int) -> Table:
+    """A model of up to nine units of up to four kinds, with uneven ends, tied ends now and then, links slow or fast."""
+    rng = random.Random(seed)
+    num_stages = rng.choice([2, 3, 4])
+    num_units, num_kinds = rng.randint(num_stages, 9), rng.choice([1, 2])
+    levels: list[tuple[Level, ...]] = []
+    for _ in range(num_kinds):
+        whole = rng.uniform(5, 20)
+        own = [Level(whole)]
+        for _ in range(rng.choice([0, 1, 2])):
+            kept = own[-1].kept_bytes * rng.uniform(0.1, 0.8)
+            own.append(Level(kept, own[-1].rerun_s + rng.uniform(0.05, 0.4), whole - kept))
+        levels.append(tuple(own))
+    levels += [(Level(rng.uniform(1, 4)),), (Level(rng.uniform(1, 4)),)]
+    units = []
+    for place in range(num_units):
+        is_last = place == num_units - 1
+        kind = num_kinds if place == 0 else num_kinds + 1 if is_last else rng.randrange(num_kinds)
+        forward = rng.uniform(0.1, 1) * (rng.choice([1, 4]) if is_last else 1)
+        tied = ("p0",) if is_last and rng.random() < 0.5 else ()
+        crossing = 0.0 if place == 0 else 1.0
+        units.append(
+            Unit(
+                "" if place == 0 else f"b{place}", kind, forward, forward * rng.uniform(1.5, 2.5), (f"p{place}", *tied),
+                reduce_s=rng.uniform(0, 0.1), work_bytes=rng.uniform(0, 5), given_bytes=crossing, returned_bytes=crossing,
+            )
+        )  # fmt: skip
+    params = {f"p{place}": Param(rng.uniform(1, 8), rng.uniform(0, 0.3), 1.0) for place in range(num_units)}
+    hops = tuple(Hop(rng.choice([0, 0.01]), rng.choice([1e3, 10.0, 3.0])) for _ in range(num_stages - 1))
+    num_micro = rng.choice([2, num_stages, 2 * num_stages, 4 * num_stages])
+    return Table(tuple(units), tuple(levels), params, hops, num_micro, overlaps=rng.random() < 0.7)
+
+
+def under_budget(seed: int) -> Judge | None:
+    """A judge with a budget between what must be held and what keeping everything takes."""
+    table = random_table(seed)
+    free = brute_force(Judge(table, math.inf))
+    assert free is not None
+    most = max(fit.peak_bytes for fit in free.fits)
+    least, _ = nothing_fits_bytes(Judge(table, math.inf), [free.cuts])
+    share = random.Random(seed).choice([0.05, 0.2, 0.5, 0.8, 1.1])
+    return Judge(table, least + share * (most - least))
+
+
+def starts_of(judge: Judge) -> list[tuple[int, ...]]:
+    table = judge.table
+    found = [
+        propose(table, depth, judge.budget_bytes) for depth in depths(table.num_stages, table.num_micro_batches)[:2]
+    ]
+    cuts = [one.cuts for one in found if one is not None]
+    recipes = [recipe_cuts(name, judge) for name in PIPELINE_RECIPES if name != "joint"]
+    return cuts + [one for one in recipes if one is not None]
+
+
+def check_against_brute_force(seeds: range) -> int:
+    num = 0
+    for seed in seeds:
+        judge = under_budget(seed)
+        best = brute_force(judge)
+        if best is None:
+            continue
+        found = fastest(judge, starts_of(judge))
+        assert found is not None, seed
+        assert found.step_s == pytest.approx(best.step_s, rel=CLOSE), (seed, found.cuts, best.cuts)
+        num += 1
+    return num
+
+
+def test_the_search_finds_what_brute_force_finds() -> None:
+    assert check_against_brute_force(range(25)) >= 20
+
+
+@pytest.mark.slow
+def test_the_search_finds_what_brute_force_finds_in_all_of_150_cases() -> None:
+    assert check_against_brute_force(range(150)) >= 140
+
+
+def bound_faults(seeds: range) -> tuple[int, list[int]]:
+    """How often a proven bound was compared, and where it was above the fastest of all cuts at its depth."""
+    num, faults = 0, []
+    for seed in seeds:
+        judge = under_budget(seed)
+        table = judge.table
+        for depth in depths(table.num_stages, table.num_micro_batches):
+            found = propose(table, depth, judge.budget_bytes)
+            rows = [judge.judge(cuts, depth) for cuts in all_cuts(len(table.units), table.num_stages)]
+            best = min((row.step_s for row in rows if row is not None), default=None)
+            if found is None:
+                assert best is None, f"seed {seed}: the program finds nothing where something fits"
+            elif best is not None:
+                num += 1
+                faults += [seed] if found.bound_s > best * (1 + 1e-6) else []
+    return num, faults
+
+
+def test_what_the_program_proves_is_never_above_the_optimum() -> None:
+    num, faults = bound_faults(range(12))
+    assert num > 20
+    assert not faults
+
+
+@pytest.mark.slow
+def test_what_the_program_proves_is_never_above_the_optimum_in_many_cases() -> None:
+    num, faults = bound_faults(range(12, 150))
+    assert num > 300
+    assert not faults
+
+
+def test_the_bound_over_all_layouts_is_below_every_cut() -> None:
+    for seed in range(25):
+        table = random_table(seed)
+        m = table.num_micro_batches
+        least = [Least(unit.forward_s, unit.backward_s) for unit in table.units]
+        once = sum(unit.reduce_s for unit in table.units) + sum(param.update_s for param in table.params.values())
+        whole = m * sum(unit.forward_s + unit.backward_s for unit in table.units) + once
+        proven = bound_s(least, whole, table.num_stages, m)
+        best = brute_force(Judge(table, math.inf))
+        assert best is not None
+        assert 0 < proven <= best.step_s * (1 + 1e-6), seed
+
+
+seconds = st.floats(0.05, 2.0)
+stages = st.lists(st.tuples(seconds, seconds, st.floats(0, 1)), min_size=1, max_size=5)
+
+
+@given(stages, st.integers(1, 9), st.integers(0, 2), st.floats(0, 0.5), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_a_step_takes_what_each_stage_and_the_first_micro_batch_take(
+    rows: list[tuple[float, float, float]], m: int, more: int, link_s: float, overlaps: bool
+) -> None:
+    own = [StageSeconds(f, b, update_s=u, hand_s=link_s, return_s=link_s) for f, b, u in rows]
+    own[-1] = replace(own[-1], hand_s=0.0, return_s=0.0)
+    depth = one_f_one_b(len(own), m, more)
+    found = simulated_step(Schedule(m, depth), own, overlaps=overlaps, keep_spans=True)
+    through = sum(stage.micro_s for stage in own) + 2 * (len(own) - 1) * link_s
+    assert found.step_s >= through + own[0].update_s - CLOSE
+    assert all(found.step_s >= m * stage.micro_s + stage.update_s - CLOSE for stage in own)
+    longer = [replace(own[0], forward_s=own[0].forward_s * 1.1), *own[1:]]
+    assert simulated_step(Schedule(m, depth), longer, overlaps=overlaps).step_s >= found.step_s - CLOSE
+    spans = sorted(found.spans, key=lambda span: (span.stage, span.start_s))
+    for one, other in itertools.pairwise(spans):
+        assert one.stage != other.stage or one.end_s <= other.start_s + CLOSE
+
+
+def test_steps_that_are_known_by_hand() -> None:
+    even = [StageSeconds(1.0, 2.0)] * 4
+    assert simulated_step(Schedule(8, one_f_one_b(4, 8)), even).step_s == 33.0  # (m + P - 1) (f + b)
+    assert simulated_step(Schedule(8, (8,) * 4), even).step_s == 33.0  # GPipe waits as much
+    uneven = [StageSeconds(1.0, 1.0), StageSeconds(3.0, 3.0)]
+    assert simulated_step(Schedule(4, (2, 1)), uneven).step_s == 1 + 4 * 6 + 1
+    slow = [StageSeconds(1.0, 1.0, hand_s=0.5, return_s=0.5), StageSeconds(1.0, 1.0)]
+    assert simulated_step(Schedule(1, (1, 1)), slow).step_s == 5.0
+    assert simulated_step(Schedule(1, (1, 1)), slow, overlaps=False).step_s == 5.0
+    tied = simulated_step(Schedule(1, (1, 1)), uneven, [Tied((0, 1), 0.25)])
+    assert tied.step_s == 8.25
+    assert tied.busy_s == [2.25, 6.25]
+
+
+def test_a_transfer_that_nothing_hides_is_its_senders_time() -> None:
+    slow = [StageSeconds(1.0, 1.0, hand_s=1.0, return_s=0.0), StageSeconds(1.0, 1.0)]
+    hidden, paid = (simulated_step(Schedule(8, (3, 1)), slow, overlaps=way).step_s for way in (True, False))
+    assert paid > hidden
+
+
+def test_moves_keep_every_stage_its_block() -> None:
+    assert all(is_possible(cuts, 5) for cuts in neighbours((1, 2, 4), 5))
+    assert not is_possible((2, 2), 5)
+
+
+def test_recipes_cut_as_they_say() -> None:
+    blocks = tuple(
+        Unit(
+            "" if place == 0 else f"b{place}", 1 if 0 < place < 7 else 2 * (place == 7), 1.0 if place < 7 else 4.0, 0.0
+        )
+        for place in range(8)
+    )
+    table = Table(blocks, ((Level(0.0),),) * 3, {}, (Hop(0.0, 1.0),), 4)
+    judge = Judge(table, math.inf)
+    assert recipe_cuts("even", judge) == (4,)  # three of six blocks, and what stands at the ends
+    assert recipe_cuts("balanced", judge) == (5,)  # five units of 1 s before, two and the last of 4 s behind
+    joint = fastest(judge, [(4,)])
+    assert joint is not None
+    assert joint.step_s <= min(judge.judge((4,), joint.in_flight).step_s, judge.judge((5,), joint.in_flight).step_s)
+
+
+def test_a_pinned_stage_stays_where_it_is() -> None:
+    table = random_table(3)
+    for unit in range(1, len(table.units) - table.num_stages + 2):
+        judge = Judge(table, math.inf, {1: unit})
+        found = propose(table, one_f_one_b(table.num_stages, table.num_micro_batches), math.inf, {1: unit})
+        assert found is not None
+        assert found.cuts[0] == unit
+        best = fastest(judge, [found.cuts])
+        assert best is not None
+        assert best.cuts[0] == unit

@@ -1,0 +1,162 @@
+"""Plans with stages from beginning to end: fake runs promise the bytes, check finds the same, edits and pins are obeyed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from trainwright.artifacts import Plan, Refusal, UserError
+from trainwright.planner import schedule_of
+
+
+def built(name: str = "gpt2-tiny", **config: Any) -> dict[str, Any]:
+    model, batch = tw.zoo.build(name, batch_size=8, **config)
+    return {"model": model, "batch": batch}
+
+
+@pytest.fixture(scope="module")
+def model() -> dict[str, Any]:
+    return built(n_layer=4)
+
+
+ASKED: dict[str, Any] = {"hardware": "cpu:2", "mesh": 1, "micro_batches": 4, "pipeline": 2}
+
+
+@pytest.fixture(scope="module")
+def plan(model: dict[str, Any]) -> Plan:
+    return tw.plan(**model, **ASKED)
+
+
+def test_a_plan_with_stages_reads_back_as_it_was_written(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    assert data["format_version"] == 2
+    assert data["mesh"] == {"pipe": 2, "a0": 1}
+    again = Plan.parse(plan.to_json())
+    assert again == plan
+    assert again.digest() == plan.digest() == plan.solver.digest
+    assert plan.num_ranks == 2
+    assert plan.inner_mesh == {"a0": 1}
+
+
+def test_the_peak_is_the_fullest_stage_s_and_check_finds_it_again(plan: Plan, model: dict[str, Any]) -> None:
+    stages = plan.predicted.stages
+    assert len(stages) == 2
+    assert plan.predicted.peak_bytes == max(stage.peak_bytes for stage in stages)
+    checked = tw.check(plan, **model)
+    assert checked.predicted == plan.predicted
+    predicted = plan.predicted
+    told = predicted.compute_s + predicted.exposed_comm_s + predicted.recompute_s + predicted.bubble_s
+    assert told == pytest.approx(predicted.step_s)
+    schedule = schedule_of(plan)
+    assert schedule is not None
+    assert schedule.step_s == pytest.approx(predicted.step_s)
+    assert {span.micro for span in schedule.spans if span.kind == "forward"} == {0, 1, 2, 3}
+
+
+def test_a_budget_is_kept_by_what_each_stage_recomputes(plan: Plan, model: dict[str, Any]) -> None:
+    budget = int(0.9 * plan.predicted.peak_bytes)
+    tight = tw.plan(**model, **ASKED, memory=budget)
+    assert tight.predicted.peak_bytes <= budget
+    assert tight.predicted.step_s >= plan.predicted.step_s
+    assert tight.solver.gap is not None
+    with pytest.raises(Refusal, match=r"stage \d of 2 holds most"):
+        tw.plan(**model, **ASKED, memory=int(0.2 * plan.predicted.peak_bytes))
+
+
+def test_joint_is_never_slower_than_the_recipes(model: dict[str, Any], plan: Plan) -> None:
+    found = tw.compare(**model, **ASKED, memory=int(0.92 * plan.predicted.peak_bytes))
+    assert set(found) == {"even", "balanced", "pipeline-dp", "joint"}
+    joint = found["joint"]
+    assert isinstance(joint, Plan)
+    others = [each for each in found.values() if isinstance(each, Plan)]
+    assert all(joint.predicted.step_s <= other.predicted.step_s for other in others)
+
+
+def test_pins_and_edits_say_where_stages_begin(plan: Plan, model: dict[str, Any]) -> None:
+    pinned = tw.plan(**model, **ASKED, pins="transformer.h.1=begin(1)")
+    assert pinned.pipeline is not None
+    assert pinned.pipeline.begins == ("transformer.h.1",)
+    assert pinned.predicted.step_s >= plan.predicted.step_s * (1 - 1e-9)
+    edited = plan.model_copy(update={"pipeline": pinned.pipeline})
+    checked = tw.check(edited, **model)
+    assert checked.is_edited
+    assert checked.predicted.step_s == pytest.approx(pinned.predicted.step_s, rel=1e-6)
+    wrong = plan.pipeline.model_copy(update={"begins": ("transformer.h.9",)})  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="block at which a stage can begin"):
+        tw.check(plan.model_copy(update={"pipeline": wrong}), **model)
+
+
+def test_explain_says_what_the_next_best_cut_costs(plan: Plan, model: dict[str, Any]) -> None:
+    found = tw.explain(plan, **model, key="transformer.h.0.mlp.c_fc")
+    (cut,) = found.cuts
+    assert plan.pipeline is not None
+    assert cut.begins == plan.pipeline.begins[0]
+    assert cut.other != cut.begins
+    assert cut.extra_s is not None
+    assert cut.extra_s >= -1e-12
+    assert "stage 1 begins at" in found.text()
+
+
+def test_tables_and_diffs_show_stages(plan: Plan, model: dict[str, Any]) -> None:
+    table = plan.table()
+    assert "in flight" in table
+    assert "the busiest stage waits" in table
+    other = tw.plan(**model, **ASKED, pins="transformer.h.1=begin(1)")
+    found = tw.artifacts.diff(plan, other)
+    assert "stage 0 peak_bytes" in [row.name for row in found.stages]
+    assert "stages" in found.table()
+
+
+def test_auto_takes_no_pipeline_where_none_is_better(model: dict[str, Any]) -> None:
+    alone = tw.plan(**model, hardware="cpu:2", micro_batches=4)
+    free = tw.plan(**model, hardware="cpu:2", micro_batches=4, pipeline="auto")
+    assert free.predicted.step_s <= alone.predicted.step_s * (1 + 1e-9)
+    if free.pipeline is None:
+        assert any("none are faster" in note for note in free.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline": 3}, "cuts cpu:2 into equal parts"),
+        ({"pipeline": 0}, "number of pipeline stages"),
+        ({"offload": "disk"}, "offload nothing yet"),
+        ({"optimizer": "sophiah", "micro_batches": 1}, "one forward and backward"),
+        ({"pins": "h.*=recompute"}, "pins of layouts"),
+        ({"pins": "transformer.h.77=begin(1)"}, "names none"),
+        ({"pins": "transformer.h.1=begin(2)"}, "a stage from 1 to 1"),
+        ({"solver": "ddp"}, "even, balanced, pipeline-dp, joint"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_with_what_can(
+    model: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        tw.plan(**model, **{**ASKED, **options})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pipeline": {"begins": ["transformer.h.1"], "in_flight": [1, 2]}}, "may not rise"),
+        ({"pipeline": {"begins": ["transformer.h.1"], "in_flight": [2]}}, "for each of 2 stages"),
+        ({"pipeline": {"begins": ["transformer.h.1"], "in_flight": [9, 1]}}, "number of micro-batches"),
+        ({"mesh": {"a0": 1, "pipe": 2}}, "as its first axis"),
+        ({"format_version": 1}, "format version 2"),
+        ({"format_version": 3}, "format version 1 or 2"),
+    ],
+)
+def test_files_that_contradict_themselves_are_refused(plan: Plan, changes: dict[str, Any], words: str) -> None:
+    data = {**json.loads(plan.to_json()), **changes}
+    with pytest.raises(UserError, match=words):
+        Plan.parse(json.dumps(data))
+
+
+def test_files_without_stages_are_as_before(model: dict[str, Any]) -> None:
+    text = tw.plan(**model, hardware="cpu:1").to_json()
+    assert json.loads(text)["format_version"] == 1
+    assert "pipeline" not in json.loads(text)
+    assert not {"stages", "bubble_s"} & set(json.loads(text)["predicted"])

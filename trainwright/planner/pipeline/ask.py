@@ -1,0 +1,74 @@
+"""What may be asked of stages: their number, pins of where they begin, and what they cannot do yet."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ...artifacts import UserError
+from ...program.stages import boundaries
+
+if TYPE_CHECKING:
+    from ..task import Task
+
+BEGIN = re.compile(r"(?P<block>.+)=begin\((?P<stage>\d+)\)")
+
+
+def check_task(task: Task) -> None:
+    """Raise `UserError` for what stages cannot do, with what can."""
+    cost = task.optimizer_cost
+    if cost.num_passes != 1.0 or task.goes_again or cost.reads == "model":
+        raise UserError(
+            f"an optimizer that takes one forward and backward, and each parameter by itself, is needed for stages; "
+            f"{task.optimizer} does not; try adamw, or plan without --pipeline"
+        )
+    if task.offload in ("host", "disk"):
+        raise UserError(
+            f"stages keep or recompute, and offload nothing yet; --offload {task.offload} asks for that; leave one of the two out"
+        )
+    if task.variants is None and task.program.num_runs < 2:
+        raise UserError("two micro-batches or more are needed for stages; got 1; try --micro-batches auto")
+    for pin in task.pins:
+        if re.search(r"=(keep|recompute|offload|state-keep|state-offload)$", pin):
+            raise UserError(
+                f"pins of layouts, or of where stages begin, are needed beside --pipeline; {pin!r} pins what is kept, which each "
+                "stage chooses; edit the plan and `check` it instead"
+            )
+
+
+def numbers_of_stages(task: Task) -> list[int]:
+    """Return the numbers of stages to look at; `UserError` for one that cannot be."""
+    if task.pipeline == "auto":
+        return task.cluster.stage_numbers
+    num = task.pipeline
+    if not isinstance(num, int) or num < 2:
+        raise UserError(f"a number of stages is needed, 2 or more, or auto; got {num!r}; try auto")
+    task.cluster.of_stage(num)
+    return [num]
+
+
+def begin_pins(task: Task, num_stages: int) -> dict[int, str]:
+    """Return where stages are pinned to begin, by stage; `UserError` for a pin that names no block or no stage.
+
+    `transformer.h.7=begin(1)`: the second stage begins there.
+    """
+    found: dict[int, str] = {}
+    known = boundaries(task.program)
+    for pin in task.pins:
+        match = BEGIN.fullmatch(pin)
+        if match is None:
+            if "=begin" in pin:
+                raise UserError(f"a pin of a stage is BLOCK=begin(STAGE), stages counted from 0; got {pin!r}")
+            continue
+        block, stage = match["block"], int(match["stage"])
+        if block not in known:
+            raise UserError(
+                f"a block at which a stage can begin is needed; {pin!r} names none; there are {', '.join(known[:6])}"
+                f"{', …' if len(known) > 6 else ''}"
+            )
+        if not 1 <= stage < num_stages:
+            raise UserError(
+                f"a stage from 1 to {num_stages - 1} is needed, for stage 0 begins with the step; {pin!r} names {stage}"
+            )
+        found[stage] = block
+    return found

@@ -1,0 +1,201 @@
+"""Where to cut, judged by the simulation: cuts with the least recomputation that fits, and moves of single blocks.
+
+The levels of a stage are chosen for that stage alone: a step never gets longer because one of its stages gets shorter, so the
+fewest seconds of reruns that fit are right for any cuts. What is left to choose is where to cut and how deep to warm up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .events import Schedule, StageSeconds, one_f_one_b, simulated_step
+from .table import Fit, Table
+
+Cuts = tuple[int, ...]
+"""The units at which stages 1 … P-1 begin, in ascending order."""
+DEEPER = (0, 1, 2)
+"""How many forwards more than 1F1B's may be in flight, of what is tried beside GPipe."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Stages with everything chosen."""
+
+    cuts: Cuts
+    in_flight: tuple[int, ...]
+    fits: tuple[Fit, ...]
+    step_s: float
+
+
+@dataclass(eq=False)
+class Judge:
+    """Judges cuts of one table under one budget, each once."""
+
+    table: Table
+    budget_bytes: float
+    fixed: Mapping[int, int] = field(default_factory=dict)
+    """Stages that are pinned to begin at a unit."""
+    num_judged: int = 0
+    _known: dict[tuple[Cuts, tuple[int, ...]], Staged | None] = field(default_factory=dict)
+
+    def allows(self, cuts: Cuts) -> bool:
+        """Whether the pinned stages begin where they are to."""
+        return all(cuts[stage - 1] == unit for stage, unit in self.fixed.items())
+
+    def judge(self, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
+        """Return the cuts with the least recomputation that fits, and the simulated step; None where they do not fit."""
+        key = cuts, in_flight
+        if key not in self._known:
+            self._known[key] = self._judged(cuts, in_flight)
+        return self._known[key]
+
+    def _judged(self, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
+        if not self.allows(cuts):
+            return None
+        fits = []
+        for (first, stop), depth in zip(self.table.spans(cuts), in_flight):
+            fit = self.table.fit(first, stop, depth, self.budget_bytes)
+            if fit is None:
+                return None
+            fits.append(fit)
+        self.num_judged += 1
+        return Staged(cuts, in_flight, tuple(fits), step_s(self.table, cuts, in_flight, fits))
+
+    def moved(self, found: Staged) -> Staged:
+        """Return the cuts that no move of a single block from one stage to another makes faster."""
+        while True:
+            near = [self.judge(cuts, found.in_flight) for cuts in neighbours(found.cuts, len(self.table.units))]
+            best = min((one for one in near if one is not None), key=_order, default=None)
+            if best is None or best.step_s >= found.step_s * (1 - 1e-12):
+                return found
+            found = best
+
+
+def step_s(table: Table, cuts: Cuts, in_flight: tuple[int, ...], fits: Sequence[Fit]) -> float:
+    """Return the simulated seconds of a step."""
+    schedule = Schedule(table.num_micro_batches, in_flight)
+    stages: list[StageSeconds] = table.seconds(cuts, fits)
+    return simulated_step(schedule, stages, table.tied(cuts), overlaps=table.overlaps).step_s
+
+
+def _order(found: Staged) -> tuple[float, Cuts]:
+    return found.step_s, found.cuts
+
+
+def neighbours(cuts: Cuts, num_units: int) -> Iterator[Cuts]:
+    """Yield the cuts with one block moved from a stage to another: all the cuts between the two shift by one.
+
+    >>> sorted(neighbours((2,), 4)), len(list(neighbours((2, 4), 6)))
+    ([(1,), (3,)], 6)
+    """
+    for first in range(len(cuts)):
+        for stop in range(first + 1, len(cuts) + 1):
+            for by in (-1, 1):
+                moved = (*cuts[:first], *(at + by for at in cuts[first:stop]), *cuts[stop:])
+                if is_possible(moved, num_units):
+                    yield moved
+
+
+def is_possible(cuts: Cuts, num_units: int) -> bool:
+    """Whether every stage has a unit at least."""
+    edges = (0, *cuts, num_units)
+    return all(first < stop for first, stop in itertools.pairwise(edges))
+
+
+def all_cuts(num_units: int, num_stages: int) -> Iterator[Cuts]:
+    """Yield every way to cut the units into stages."""
+    yield from itertools.combinations(range(1, num_units), num_stages - 1)
+
+
+def depths(num_stages: int, num_micro_batches: int) -> list[tuple[int, ...]]:
+    """Return the numbers in flight to try: 1F1B's, somewhat deeper ones, and GPipe's.
+
+    >>> depths(2, 8)
+    [(2, 1), (3, 1), (4, 1), (8, 8)]
+    """
+    found = [one_f_one_b(num_stages, num_micro_batches, more) for more in DEEPER]
+    found.append((num_micro_batches,) * num_stages)
+    return list(dict.fromkeys(found))
+
+
+def fastest(judge: Judge, starts: Sequence[Cuts]) -> Staged | None:
+    """Return the fastest stages that moves lead to from `starts`, over all depths; None where nothing was found to fit."""
+    table, best = judge.table, None
+    for in_flight in depths(table.num_stages, table.num_micro_batches):
+        begin = [*starts, *([best.cuts] if best is not None else [])]
+        known = [one for cuts in dict.fromkeys(begin) if (one := judge.judge(cuts, in_flight)) is not None]
+        if not known:
+            known = [one for cuts in begin if (one := _repaired(judge, cuts, in_flight)) is not None]
+        for one in known:
+            found = judge.moved(one)
+            if best is None or found.step_s < best.step_s * (1 - 1e-12):
+                best = found
+    return best
+
+
+def _repaired(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
+    """Return cuts near `cuts` that fit: moves that lower the fullest stage's least bytes, until all fit."""
+    table = judge.table
+    seen = set()
+    while (one := judge.judge(cuts, in_flight)) is None:
+        seen.add(cuts)
+        near = [other for other in neighbours(cuts, len(table.units)) if other not in seen]
+        if not near:
+            return None
+        overs = {other: overflow(judge, other, in_flight) for other in near}
+        best = min(near, key=lambda other: (overs[other], other))
+        if overs[best] >= overflow(judge, cuts, in_flight):
+            return None
+        cuts = best
+    return one
+
+
+def overflow(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> float:
+    """Return by how many bytes the stages exceed the budget, all together, when they recompute all that they can."""
+    total = 0.0
+    for (first, stop), depth in zip(judge.table.spans(cuts), in_flight):
+        total += max(0.0, least_bytes(judge.table, first, stop, depth) - judge.budget_bytes)
+    return total
+
+
+def least_bytes(table: Table, first: int, stop: int, in_flight: int) -> float:
+    """Return the least that a stage can hold."""
+    units = table.units[first:stop]
+    kept = sum(min(level.kept_bytes for level in table.levels[unit.kind]) for unit in units[:-1])
+    last = min(in_flight * level.kept_bytes + level.rederived_bytes for level in table.levels[units[-1].kind])
+    return table.fixed_bytes(first, stop, in_flight) + in_flight * kept + last
+
+
+def brute_force(judge: Judge) -> Staged | None:
+    """Return the fastest stages of all, each looked at: for small tables, and to hold the search against."""
+    table, best = judge.table, None
+    for in_flight in depths(table.num_stages, table.num_micro_batches):
+        for cuts in all_cuts(len(table.units), table.num_stages):
+            found = judge.judge(cuts, in_flight)
+            if found is not None and (best is None or found.step_s < best.step_s):
+                best = found
+    return best
+
+
+def nothing_fits_bytes(judge: Judge, starts: Sequence[Cuts]) -> tuple[float, int]:
+    """Return the least budget that some cuts near `starts` fit, and the stage that binds there."""
+    table, best = judge.table, (math.inf, 0)
+    for in_flight in depths(table.num_stages, table.num_micro_batches)[:1]:
+        for cuts in starts:
+            while True:
+                own = _fullest(table, cuts, in_flight)
+                near = [(*_fullest(table, other, in_flight), other) for other in neighbours(cuts, len(table.units))]
+                best = min(best, own)
+                nearer = min(near, default=None)
+                if nearer is None or nearer[0] >= own[0]:
+                    break
+                cuts = nearer[2]
+    return best
+
+
+def _fullest(table: Table, cuts: Cuts, in_flight: tuple[int, ...]) -> tuple[float, int]:
+    rows = [least_bytes(table, *span, depth) for span, depth in zip(table.spans(cuts), in_flight)]
+    return max(rows), rows.index(max(rows))

@@ -1,0 +1,213 @@
+"""The seconds of a step with pipeline stages: discrete events over the actions that the ranks will carry out.
+
+Each stage carries out its own actions in order. A forward or a backward takes its seconds; `take` waits until what it names
+has arrived, `sent` until what was sent is gone; a transfer begins when both sides are there and its link is free.
+
+    GPU         a transfer goes on beside computation
+    CPU (gloo)  nothing does: the sender's cores copy, so it is its own time that a transfer takes
+
+Behind its last backward a stage sums gradients over its own ranks, then those of tied parameters with the other stages
+that read them, for which all of them wait, and updates. The step is over when the last stage is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from ...rank.stage_actions import Action, action_lists, check_order
+
+Kind = Literal["begin", "forward", "backward", "reduce", "tied", "update", "send"]
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What one stage takes: of a micro-batch, and once a step."""
+
+    forward_s: float
+    backward_s: float
+    """Reruns included."""
+    begin_s: float = 0.0
+    """Once, before the first forward."""
+    reduce_s: float = 0.0
+    """Once, behind the last backward."""
+    update_s: float = 0.0
+    hand_s: float = 0.0
+    """One transfer to the next stage."""
+    return_s: float = 0.0
+    """One transfer back from the next stage."""
+
+    @property
+    def micro_s(self) -> float:
+        """Return the seconds of one micro-batch, transfers left out."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def once_s(self) -> float:
+        """Return what a step takes beside its micro-batches."""
+        return self.begin_s + self.reduce_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Parameters that several stages read: the sum of their gradients."""
+
+    stages: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of a step: how many stages and micro-batches, how many forwards are in flight on each stage."""
+
+    num_micro_batches: int
+    in_flight: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.in_flight)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of time of one stage."""
+
+    stage: int
+    kind: Kind
+    micro: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(eq=False)
+class StepTimeline:
+    """A simulated step: its seconds, and who does what when."""
+
+    step_s: float
+    ends_s: list[float]
+    """When each stage is done."""
+    busy_s: list[float]
+    """What each stage computes or sends by itself; the rest of the step it waits."""
+    spans: list[Span] = field(default_factory=list)
+
+
+def one_f_one_b(num_stages: int, num_micro_batches: int, more: int = 0) -> tuple[int, ...]:
+    """Return how many forwards are in flight on each stage: P-s of stage s, and up to `more` of all but the last.
+
+    >>> one_f_one_b(4, 8), one_f_one_b(4, 8, more=1), one_f_one_b(4, 2)
+    ((4, 3, 2, 1), (5, 4, 3, 1), (2, 2, 2, 1))
+    """
+    last = num_stages - 1
+    return tuple(min(num_micro_batches, num_stages - s + (more if s < last else 0)) for s in range(num_stages))
+
+
+def simulated_step(
+    schedule: Schedule,
+    stages: Sequence[StageSeconds],
+    tied: Sequence[Tied] = (),
+    *,
+    overlaps: bool = True,
+    keep_spans: bool = False,
+) -> StepTimeline:
+    """Return the simulated step.
+
+    overlaps: whether transfers go on beside computation, as they do between GPUs. keep_spans: whether who does what when
+    is kept too, for a picture.
+
+    >>> even = [StageSeconds(1.0, 2.0)] * 2
+    >>> simulated_step(Schedule(4, (2, 1)), even).step_s   # (m + P - 1) (f + b)
+    15.0
+    """
+    run = _Run(schedule, stages, overlaps, keep_spans)
+    for action in ordered(schedule):
+        run.carry_out(action)
+    return run.finished(tied)
+
+
+@lru_cache(maxsize=64)
+def ordered(schedule: Schedule) -> tuple[Action, ...]:
+    """Return all stages' actions in one order in which nothing waits for what comes later."""
+    lists = action_lists(schedule.num_stages, schedule.num_micro_batches, schedule.in_flight)
+    return tuple(check_order(lists))
+
+
+class _Run:
+    """The clocks of all stages and links."""
+
+    def __init__(self, schedule: Schedule, stages: Sequence[StageSeconds], overlaps: bool, keep_spans: bool) -> None:
+        self.stages, self.overlaps, self.keep_spans = stages, overlaps, keep_spans
+        num = schedule.num_stages
+        self.now = [0.0] * num
+        self.busy = [0.0] * num
+        self.spans: list[Span] = []
+        self.posted: dict[tuple[str, int, int], float] = {}
+        """When the side that receives was ready, by what travels, its micro-batch and the stage that it comes from."""
+        self.sending: dict[tuple[str, int, int], float] = {}
+        self.arrived: dict[tuple[str, int, int], float] = {}
+        self.free: dict[tuple[str, int], float] = {}
+        """When the link from a stage has carried what it was given, by what travels."""
+        for stage in range(num):
+            self._work(stage, "begin", -1, stages[stage].begin_s)
+
+    def carry_out(self, action: Action) -> None:
+        stage, micro = action.stage, action.micro
+        match action.kind:
+            case "forward":
+                self._work(stage, "forward", micro, self.stages[stage].forward_s)
+            case "backward":
+                self._work(stage, "backward", micro, self.stages[stage].backward_s)
+            case "post":
+                self.posted[action.what, micro, _origin(action)] = self.now[stage]
+                self._begin(action.what, micro, _origin(action))
+            case "send":
+                self._send(action.what, micro, stage)
+            case "take":
+                self.now[stage] = max(self.now[stage], self.arrived[action.what, micro, _origin(action)])
+            case "sent":
+                self.now[stage] = max(self.now[stage], self.arrived[action.what, micro, stage])
+
+    def _send(self, what: str, micro: int, stage: int) -> None:
+        if not self.overlaps:
+            self._work(stage, "send", micro, self._seconds(what, stage))
+        self.sending[what, micro, stage] = self.now[stage]
+        self._begin(what, micro, stage)
+
+    def _begin(self, what: str, micro: int, stage: int) -> None:
+        """Begin a transfer once both sides are there."""
+        key = what, micro, stage
+        if key not in self.posted or key not in self.sending:
+            return
+        start = max(self.posted[key], self.sending[key], self.free.get((what, stage), 0.0))
+        self.arrived[key] = start + (self._seconds(what, stage) if self.overlaps else 0.0)
+        self.free[what, stage] = self.arrived[key]
+
+    def _seconds(self, what: str, stage: int) -> float:
+        """The seconds of a transfer from `stage`: on to the next one, or gradients back to the one before."""
+        return self.stages[stage].hand_s if what == "activation" else self.stages[stage - 1].return_s
+
+    def _work(self, stage: int, kind: Kind, micro: int, seconds: float) -> None:
+        start = self.now[stage]
+        self.now[stage] = start + seconds
+        self.busy[stage] += seconds
+        if self.keep_spans and seconds > 0:
+            self.spans.append(Span(stage, kind, micro, start, self.now[stage]))
+
+    def finished(self, tied: Sequence[Tied]) -> StepTimeline:
+        """Return the step, with what stages do behind their last backward."""
+        for stage, each in enumerate(self.stages):
+            self._work(stage, "reduce", -1, each.reduce_s)
+        for group in tied:
+            together = max(self.now[stage] for stage in group.stages)
+            for stage in group.stages:
+                self.now[stage] = together
+                self._work(stage, "tied", -1, group.seconds)
+        for stage, each in enumerate(self.stages):
+            self._work(stage, "update", -1, each.update_s)
+        return StepTimeline(max(self.now), self.now, self.busy, self.spans)
+
+
+def _origin(action: Action) -> int:
+    """The stage that what is received comes from."""
+    return action.stage - 1 if action.what == "activation" else action.stage + 1

@@ -1,0 +1,72 @@
+"""Why a plan's stages begin where they do: what each cut would cost elsewhere, while the others stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ...artifacts import ExplainedCut, Plan
+from ...program.decisions import Decisions
+from ..task import Place
+from .cuts import Judge, Staged
+from .measure import Measured, Outline, measure_as_decided
+from .price import hops_of
+
+FURTHEST = 3
+"""So many units to either side of a cut are looked at."""
+
+
+def explain_cuts(plan: Plan, place: Place, decisions: Decisions) -> tuple[ExplainedCut, ...]:
+    """Return, for each stage but the first, the next best place to begin, with the reruns of all stages chosen anew.
+
+    `place` is the task on one stage's ranks.
+    """
+    assert plan.pipeline is not None
+    outline = Outline(place.task.program)
+    hops = hops_of(plan.cluster, plan.num_stages)
+    measured = measure_as_decided(place.problem, outline, decisions, hops, plan.cluster.device.kind)
+    cuts = tuple(outline.names.index(name) + 1 for name in plan.pipeline.begins)
+    _learn(plan, measured, cuts, measured.levels_of(decisions))
+    usable = place.task.usable_bytes
+    judge = Judge(measured.table, math.inf if usable is None else usable)
+    own = judge.judge(cuts, plan.pipeline.in_flight)
+    now_s = plan.predicted.step_s if own is None else own.step_s
+    return tuple(
+        _explained(plan, judge, outline.names, cuts, stage, now_s) for stage in range(1, plan.pipeline.num_stages)
+    )
+
+
+def _learn(plan: Plan, measured: Measured, cuts: tuple[int, ...], levels: Sequence[int]) -> None:
+    """Let the table know what the plan's stages were found to hold."""
+    assert plan.pipeline is not None
+    table = measured.table
+    over: dict[tuple[bool, bool], tuple[float, int, int]] = {}
+    for (first, stop), depth, stage in zip(table.spans(cuts), plan.pipeline.in_flight, plan.predicted.stages):
+        row = stage.peak_bytes - table.peak_bytes(first, stop, depth, levels[first:stop]), first, stop
+        ends = first == 0, stop == len(table.units)
+        over[ends] = max(over.get(ends, row), row)
+    for excess, first, stop in over.values():
+        table.learn(first, stop, excess)
+
+
+def _explained(
+    plan: Plan, judge: Judge, names: Sequence[str], cuts: tuple[int, ...], stage: int, now_s: float
+) -> ExplainedCut:
+    assert plan.pipeline is not None
+    edges = (0, *cuts, len(names) + 1)
+    low, high = edges[stage - 1] + 1, edges[stage + 1] - 1
+    own = cuts[stage - 1]
+    near = [unit for unit in range(max(low, own - FURTHEST), min(high, own + FURTHEST) + 1) if unit != own]
+    found: list[tuple[float, int, Staged]] = []
+    for unit in near:
+        other = judge.judge((*cuts[: stage - 1], unit, *cuts[stage:]), plan.pipeline.in_flight)
+        if other is not None:
+            found.append((other.step_s, unit, other))
+    best = min(found, key=lambda row: row[:2], default=None)
+    return ExplainedCut(
+        stage=stage,
+        begins=plan.pipeline.begins[stage - 1],
+        other=None if best is None else names[best[1] - 1],
+        extra_s=None if best is None else best[0] - now_s,
+        num_tried=len(near),
+    )

@@ -1,0 +1,354 @@
+"""A table of what may be cut, measured for one choice of layouts: seconds by the cost model, kept bytes by fake runs.
+
+A unit's levels rerun more and more of its groups, those first that give back most bytes for a second. One fake forward of a
+micro-batch follows several levels at once: the units of a kind take them in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ...profiler.saved import run_state
+from ...profiler.tracker import MemoryTracker, Target
+from ...profiler.values import KnownValues
+from ...program.blocks import Region, RegionClass
+from ...program.decisions import Decisions
+from ...program.layout import Layout
+from ...program.program import Program, Tensor
+from ...program.stages import boundary_regions, cut
+from ...rank.execute import Executor
+from ...rank.local import build_local
+from ...rank.reshard import SimulatedCommunicator
+from ...torch_internals.fakes import new_mode
+from ..costs.price import RegionSeconds, begin_seconds, price_regions
+from ..costs.simulate import _fake_sources, _fuse_attention
+from ..model.decode import Choice, decisions_from
+from ..problem.problem import Decision, Problem, Use, Want
+from .program import Least
+from .table import Hop, Level, Param, Table, Unit
+
+SHARES = (0.45, 0.8, 1.0)
+"""Of the bytes that reruns can give back, what each level does at least; the first level gives back none."""
+
+Item = Decision | tuple[Use, Want]
+"""A group that is rerun, or an operand that is converted again."""
+
+
+@dataclass(eq=False)
+class Outline:
+    """The units of a program: which regions each has, whatever the layouts."""
+
+    program: Program
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The boundaries, each the beginning of a unit; the first unit begins with the step."""
+        return tuple(boundary_regions(self.program))
+
+    @cached_property
+    def regions(self) -> list[list[Region]]:
+        edges = [0, *(region.index for region in boundary_regions(self.program).values()), len(self.program.regions)]
+        return [self.program.regions[first:stop] for first, stop in itertools.pairwise(edges)]
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Units of the same classes of regions are of one kind."""
+        known: dict[tuple[int, ...], int] = {}
+        return [
+            known.setdefault(tuple(region.region_class.index for region in own), len(known)) for own in self.regions
+        ]
+
+    @cached_property
+    def crossing(self) -> list[list[Tensor]]:
+        """What comes into each unit from those before it; of units and neighbours alike, looked at once."""
+        known: dict[tuple[int, int], list[Tensor]] = {}
+        found: list[list[Tensor]] = [[]]
+        for place, name in enumerate(self.names, start=1):
+            around = self.kinds[place - 1], self.kinds[place]
+            if around not in known:
+                known[around] = cut(self.program, (name,))[1].given
+            found.append(known[around])
+        return found
+
+    def least(self, problem: Problem) -> list[Least]:
+        """Return the arithmetic of each unit under the best split of each of its groups, for one micro-batch."""
+        runs = problem.costs.num_runs
+        forward: dict[RegionClass, float] = defaultdict(float)
+        backward: dict[RegionClass, float] = defaultdict(float)
+        for decision in problem.groups:
+            if decision.region_class is not None:
+                forward[decision.region_class] += min(decision.forward_s) / runs
+                both = min(a + b for a, b in zip(decision.forward_s, decision.backward_s)) / runs
+                backward[decision.region_class] += both - min(decision.forward_s) / runs
+        return [
+            Least(sum(forward[r.region_class] for r in own), sum(backward[r.region_class] for r in own))
+            for own in self.regions
+        ]
+
+
+@dataclass(eq=False)
+class Measured:
+    """A table with what its levels mean for the program."""
+
+    table: Table
+    outline: Outline
+    decisions: Decisions
+    """The layouts, with nothing rerun."""
+    keys: list[list[set[str]]]
+    """Of each unit and each of its levels, the values that are rerun."""
+
+    def staged(self, levels: Sequence[int]) -> Decisions:
+        """Return the decisions with a level for each unit."""
+        return replace(self.decisions, recomputed=set().union(*(own[k] for own, k in zip(self.keys, levels))))
+
+    def levels_of(self, decisions: Decisions) -> list[int]:
+        """Return the level of each unit that reruns most nearly what `decisions` do."""
+        found = []
+        for levels in self.keys:
+            own = set().union(*levels) & decisions.recomputed
+            apart = [len(level ^ own) for level in levels]
+            found.append(apart.index(min(apart)))
+        return found
+
+    def begins(self, cuts: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of the boundaries."""
+        return tuple(self.outline.names[unit - 1] for unit in cuts)
+
+
+def measure(
+    problem: Problem, outline: Outline, options: Mapping[Decision, int], hops: Sequence[Hop], target: Target
+) -> Measured:
+    """Return the table of one choice of layouts."""
+    return _Measuring(problem, outline, dict(options), tuple(hops), target).measured()
+
+
+def measure_as_decided(
+    problem: Problem, outline: Outline, decisions: Decisions, hops: Sequence[Hop], target: Target
+) -> Measured:
+    """Return the table of a plan's layouts, with the options of `problem` that they are where it has them."""
+    options = {}
+    for decision in problem.decisions:
+        own = decisions.splits[decision.group] if decision.group is not None else decisions.params[decision.tied[0]]
+        options[decision] = decision.options.index(own) if own in decision.options else 0
+    return measure(problem, outline, options, hops, target)
+
+
+class _Measuring:
+    def __init__(
+        self, problem: Problem, outline: Outline, options: dict[Decision, int], hops: tuple[Hop, ...], target: Target
+    ) -> None:
+        self.problem, self.outline, self.options, self.hops, self.target = problem, outline, options, hops, target
+        self.plain = decisions_from(problem, Choice(options))
+
+    def measured(self) -> Measured:
+        keys = self._keys()
+        executor, runs = None, []
+        most = max(math.ceil(len(own) / self._num_alike(unit)) for unit, own in enumerate(keys))
+        for turn in range(most):
+            levels = self._turn(keys, turn)
+            decisions = replace(self.plain, recomputed=set().union(*(own[k] for own, k in zip(keys, levels))))
+            executor = Executor(build_local(self.problem.program, decisions, SimulatedCommunicator(decisions.mesh)))
+            kept = self._kept(executor)
+            seconds = price_regions(executor, self.problem.costs)
+            runs.append((levels, kept, self._by_unit(seconds)))
+        assert executor is not None
+        table = self._table(runs, begin_seconds(executor, self.problem.costs))
+        order = self._levels_in_order(runs)
+        table.levels = tuple(tuple(level for level, _ in order[kind]) for kind in range(len(set(self.outline.kinds))))
+        mapped = [[keys[u][at] for _, at in order[kind]] for u, kind in enumerate(self.outline.kinds)]
+        return Measured(table, self.outline, self.plain, mapped)
+
+    # Levels
+
+    def _keys(self) -> list[list[set[str]]]:
+        """Of each unit and each level, the values that are rerun; units that are the only one of their kind have two levels."""
+        alone = {kind for kind, num in Counter(self.outline.kinds).items() if num == 1}
+        by_share = [self._rerun_at(share) for share in SHARES]
+        found: list[list[set[str]]] = []
+        for unit, kind in enumerate(self.outline.kinds):
+            levels = [set[str](), *(keys.get(unit, set()) for keys in by_share[2 if kind in alone else 0 :])]
+            found.append([keys for place, keys in enumerate(levels) if keys not in levels[:place]])
+        return found
+
+    def _rerun_at(self, share: float) -> dict[int, set[str]]:
+        """Return by unit what is rerun where every class of regions gives back `share` of what it can."""
+        items = [item for own in self._items().values() for item in _first(own, share)]
+        reruns = {item: item.count for item in items if isinstance(item, Decision)}
+        converts = {item: item[0].count for item in items if not isinstance(item, Decision)}
+        decisions = decisions_from(self.problem, Choice(self.options, reruns=reruns, converts=converts))
+        found: dict[int, set[str]] = defaultdict(set)
+        for key in decisions.recomputed:
+            found[self._unit_of[key.rpartition(".")[0]]].add(key)
+        return found
+
+    @cached_property
+    def _unit_of(self) -> dict[str, int]:
+        return {op.key: unit for unit, own in enumerate(self.outline.regions) for region in own for op in region.ops}
+
+    def _items(self) -> dict[RegionClass, list[tuple[float, float, Item]]]:
+        """Return by class what may be rerun, as (bytes, seconds, item), what gives back most for a second first."""
+        found: dict[RegionClass, list[tuple[float, float, Item]]] = defaultdict(list)
+        saved: dict[Decision, float] = defaultdict(float)
+        costs = self.problem.costs
+        for stored in self.problem.stored:
+            if not (stored.boundary or stored.held):
+                decision = stored.source.decision
+                native = stored.source.natives[self.options[decision]]
+                saved[decision] += costs.local_bytes(stored.source.tensor, native)
+        for decision in self.problem.groups:
+            if decision.group is not None and decision.group.may_rerun and decision.region_class is not None:
+                option = self.options[decision]
+                size = saved[decision] + decision.inner_bytes[option]
+                if size > 0:
+                    found[decision.region_class].append((size, decision.rerun_s[option], decision))
+        for use, want, native in self._converted():
+            found[use.region_class].append(
+                (costs.local_bytes(use.tensor, want[0]), costs.move_s(use.tensor, native, want[0]), (use, want))
+            )
+        return {own: sorted(items, key=lambda item: item[1] / item[0]) for own, items in found.items()}
+
+    def _converted(self) -> Iterator[tuple[Use, Want, Layout]]:
+        for use in self.problem.uses:
+            native = use.source.natives[self.options[use.source.decision]]
+            asked = {want for demand in use.demands for want in demand.wants[self.options[demand.decision]]}
+            for want in sorted(want for want in asked if want[0] != native):
+                yield use, want, native
+
+    def _num_alike(self, unit: int) -> int:
+        return self.outline.kinds.count(self.outline.kinds[unit])
+
+    def _turn(self, keys: list[list[set[str]]], turn: int) -> list[int]:
+        """Return the level that each unit takes in a run: those of a kind take turns."""
+        seen: Counter[int] = Counter()
+        found = []
+        for unit, kind in enumerate(self.outline.kinds):
+            found.append((seen[kind] + turn * self._num_alike(unit)) % len(keys[unit]))
+            seen[kind] += 1
+        return found
+
+    # Measuring
+
+    def _kept(self, executor: Executor) -> list[float]:
+        """Return what each unit leaves in memory for the backward of one micro-batch."""
+        _fuse_attention(executor, self.target)
+        mode = new_mode()
+        with mode:
+            sources = _fake_sources(executor.local)
+        tracker = MemoryTracker(self.target)
+        live: dict[int, int] = {}
+        with KnownValues(mode, fills_memory=False), tracker, torch.enable_grad():
+            tracker.watch(list(sources.values()), "input")
+            before = tracker.live_bytes
+            run = executor.begin(sources, run_state(None, self.target))
+            for region, start, stop in executor.segments:
+                executor.step(run, region, start, stop)
+                live[region] = tracker.live_bytes
+            outputs = executor.end(run)
+            del run, outputs
+        found = []
+        for own in self.outline.regions:
+            after = max((live[region.index] for region in own if region.index in live), default=before)
+            found.append(float(after - before))
+            before = after
+        return found
+
+    def _by_unit(self, seconds: Mapping[int, RegionSeconds]) -> list[RegionSeconds]:
+        found = []
+        for own in self.outline.regions:
+            parts = [seconds[region.index] for region in own if region.index in seconds]
+            found.append(
+                RegionSeconds(
+                    *(sum(getattr(part, name) for part in parts) for name in RegionSeconds.__dataclass_fields__)
+                )
+            )
+        return found
+
+    def _levels_in_order(
+        self, runs: list[tuple[list[int], list[float], list[RegionSeconds]]]
+    ) -> dict[int, list[tuple[Level, int]]]:
+        """Return each kind's levels that are worth having, with their numbers: more seconds for fewer bytes."""
+        kept: dict[tuple[int, int], float] = {}
+        rerun: dict[tuple[int, int], float] = {}
+        for levels, sizes, seconds in runs:
+            for unit, level in enumerate(levels):
+                key = self.outline.kinds[unit], level
+                kept[key] = max(kept.get(key, 0.0), sizes[unit])
+                rerun[key] = max(rerun.get(key, 0.0), seconds[unit].rerun_s)
+        found: dict[int, list[tuple[Level, int]]] = defaultdict(list)
+        for kind, level in sorted(kept, key=lambda key: (key[0], rerun[key], kept[key])):
+            whole = kept[kind, 0]
+            size = max(0.0, kept[kind, level])
+            if not found[kind] or size < found[kind][-1][0].kept_bytes:
+                found[kind].append((Level(size, rerun[kind, level], max(0.0, whole - size)), level))
+        return found
+
+    def _table(self, runs: list[tuple[list[int], list[float], list[RegionSeconds]]], begin_s: float) -> Table:
+        seconds = runs[0][2]
+        units = tuple(
+            Unit(
+                begins="" if place == 0 else self.outline.names[place - 1],
+                kind=self.outline.kinds[place],
+                forward_s=seconds[place].forward_s,
+                backward_s=seconds[place].backward_s,
+                params=tuple(dict.fromkeys(tensor.key for tensor in _params(own))),
+                begin_s=begin_s if place == len(self.outline.regions) - 1 else 0.0,
+                reduce_s=seconds[place].reduce_s,
+                work_bytes=self._work_bytes(own),
+                given_bytes=sum(local_bytes(self.problem, self.plain, t) for t in self.outline.crossing[place]),
+                returned_bytes=sum(
+                    local_bytes(self.problem, self.plain, t) for t in self.outline.crossing[place] if t.requires_grad
+                ),
+            )
+            for place, own in enumerate(self.outline.regions)
+        )
+        params = {tensor.key: self._param(tensor) for own in self.outline.regions for tensor in _params(own)}
+        overlaps = self.problem.costs.device.kind == "gpu"
+        return Table(units, (), params, self.hops, self.problem.program.num_runs, overlaps)
+
+    def _param(self, tensor: Tensor) -> Param:
+        costs, layout, optimizer = self.problem.costs, self.plain.params[tensor], self.problem.optimizer
+        own = costs.local_bytes(tensor, layout)
+        if not tensor.requires_grad:
+            return Param(own, 0.0)
+        return Param(
+            2 * own + costs.state_bytes(tensor, layout, optimizer), costs.optimizer_s(tensor, layout, optimizer), own
+        )
+
+    def _work_bytes(self, regions: Sequence[Region]) -> float:
+        classes = {region.region_class for region in regions}
+        own = [decision for decision in self.problem.groups if decision.region_class in classes]
+        held = [max(d.transient_bytes[self.options[d]], d.workspace_bytes[self.options[d]]) for d in own]
+        return float(max(held, default=0))
+
+
+def _first(items: list[tuple[float, float, Item]], share: float) -> list[Item]:
+    """Return the first items that give back `share` of all bytes."""
+    total, given, found = sum(size for size, _, _ in items), 0.0, []
+    for size, _, item in items:
+        if given >= share * total:
+            break
+        found.append(item)
+        given += size
+    return found
+
+
+def _params(regions: Sequence[Region]) -> list[Tensor]:
+    return [tensor for region in regions for tensor in region.externals if tensor.role == "param"]
+
+
+def local_bytes(problem: Problem, decisions: Decisions, tensor: Tensor) -> int:
+    """Return the bytes of the fullest rank's part of what an op makes, as it is left by its op."""
+    op = tensor.producer
+    assert op is not None
+    assert op.region is not None
+    region_class = op.region.region_class
+    group, twin = region_class.group_at[op.position], region_class.representative.ops[op.position]
+    layout = group.output_layout(twin, op.outputs.index(tensor), decisions.splits[group])
+    return problem.costs.local_bytes(tensor, layout)

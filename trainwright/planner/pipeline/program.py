@@ -1,0 +1,237 @@
+"""Where to cut, as a small mixed-integer program; and what no cuts, levels or layouts beat.
+
+    z[s, c] ∈ {0, 1}     stage s begins at unit c                    Σ_c z[s, c] = 1,  Σ_c c (z[s+1, c] - z[s, c]) ≥ 1
+    n[s, k]              units of kind k in stage s                  = Σ_c before_k(c) (z[s+1, c] - z[s, c])
+    x[s, k, l] ∈ 0..     of these, those at level l                  Σ_l x[s, k, l] = n[s, k]
+
+What a stage takes is linear in these: forwards f, forward and backward t, what a step takes once u (u' behind the last
+backward). With m micro-batches of which w_s are in flight, transfers h and g (there and back), for every stage s
+
+    stages   Z ≥ Σ_{q<s} (t_q + h_q + g_q) + m t_s + u'_0
+    warm-up  Z ≥ Σ_q t_q + Σ_q (h_q + g_q) + (m - 1) t_s - (w_s - 1) f_s + u'_0
+    update   Z ≥ Σ_{q<s} (f_q + h_q) + m t_s + u'_s
+
+    memory   fixed(s) + w_s Σ_{k, l} kept[k, l] x[s, k, l] ≤ budget
+
+The rows hold for every schedule in which at most w_s forwards of stage s wait for their backward. min Z gives cuts to begin
+from, which the simulation judges. `bound_s` has the same rows over any layouts: every unit takes what its arithmetic takes
+under its best split at least, and all of them together what the best sharding of the whole program takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..model.milp import MIB, Model, Solution
+from .cuts import Cuts
+from .table import Table
+
+STAGES = "stages one behind the other"
+MEMORY = "memory of a stage"
+_MS = 1e3
+"""Seconds are counted in milliseconds, so that coefficients stay near 1."""
+
+Terms = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Least:
+    """What one unit takes of a micro-batch at least, whatever the layouts."""
+
+    forward_s: float
+    backward_s: float
+
+
+def bound_s(least: Sequence[Least], whole_s: float, num_stages: int, num_micro_batches: int) -> float:
+    """Return seconds that no step of so many stages is below, whatever the cuts, depths, levels and layouts.
+
+    least: each unit's least. whole_s: the least seconds of all micro-batches of the whole program on one stage's ranks, with
+    all that is done once a step.
+
+    >>> bound_s([Least(1.0, 2.0)] * 4, 48.0, 2, 4)   # two stages of 6 s, three micro-batches behind the first
+    30.0
+    """
+    model = Model()
+    grid = _Grid(model, len(least), num_stages)
+    m = num_micro_batches
+    rows = _Rows(model, num_stages, m, [m] * num_stages)
+    beyond: Terms = []
+    for stage in range(num_stages):
+        more_f, more_b, once = model.column(), model.column(), model.column()
+        rows.forward[stage] = [*grid.terms(stage, [_MS * each.forward_s for each in least]), (more_f, 1.0)]
+        rows.backward[stage] = [*grid.terms(stage, [_MS * each.backward_s for each in least]), (more_b, 1.0)]
+        rows.behind[stage] = [(once, 1.0)]
+        beyond += [(more_f, float(m)), (more_b, float(m)), (once, 1.0)]
+    sure_s = m * sum(each.forward_s + each.backward_s for each in least)
+    model.row("all stages together", beyond, lower=_MS * max(0.0, whole_s - sure_s))
+    rows.add()
+    found = model.solve(gap=1e-4, time_limit_s=10.0)
+    return max(0.0, round(found.bound / _MS, 9)) if math.isfinite(found.bound) else 0.0
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Cuts that the program prefers, and what its rows say of the best of them under one table and depth."""
+
+    cuts: Cuts
+    bound_s: float
+
+
+def propose(
+    table: Table, in_flight: Sequence[int], budget_bytes: float, fixed: Mapping[int, int] | None = None
+) -> Proposal | None:
+    """Return the cuts that minimise the rows; None where the program finds that none fit.
+
+    fixed: units at which stages have to begin.
+    """
+    model = Model()
+    grid = _Grid(model, len(table.units), table.num_stages, fixed or {})
+    rows = _Rows(model, table.num_stages, table.num_micro_batches, in_flight)
+    own = _first_readers(table)
+    update_s = [sum(table.params[name].update_s for name in names) for names in own]
+    held = [sum(table.params[name].held_bytes for name in names) for names in own]
+    for stage, depth in enumerate(in_flight):
+        reruns, kept = _levels(model, grid, table, stage)
+        rows.forward[stage] += grid.terms(stage, [_MS * unit.forward_s for unit in table.units])
+        rows.backward[stage] += [*grid.terms(stage, [_MS * unit.backward_s for unit in table.units]), *reruns]
+        behind = [unit.reduce_s + each for unit, each in zip(table.units, update_s)]
+        rows.behind[stage] = grid.terms(stage, [_MS * seconds for seconds in behind])
+        if stage:
+            _add_hop(grid, rows, table, stage)
+        static = [(unit.other_bytes + each) / MIB for unit, each in zip(table.units, held)]
+        given = grid.at(stage, [depth * unit.given_bytes / MIB for unit in table.units]) if stage else []
+        room = budget_bytes - _least_work(table, stage)
+        terms = [*grid.terms(stage, static), *given, *((column, depth * size) for column, size in kept)]
+        model.row(MEMORY, terms, upper=room / MIB)
+    rows.add()
+    found = model.solve(gap=1e-4, time_limit_s=5.0)
+    return None if found.values is None else Proposal(grid.cuts(found), max(0.0, found.bound) / _MS)
+
+
+def _add_hop(grid: _Grid, rows: _Rows, table: Table, stage: int) -> None:
+    """The transfers over the boundary at which a stage begins; where nothing overlaps they are the senders' own time."""
+    hop = table.hops[stage - 1]
+    there = grid.at(stage, [_MS * hop.seconds(unit.given_bytes) for unit in table.units])
+    back = grid.at(stage, [_MS * hop.seconds(unit.returned_bytes) for unit in table.units])
+    if table.overlaps:
+        rows.there[stage - 1], rows.back[stage - 1] = there, back
+    else:
+        rows.forward[stage - 1] += there
+        rows.backward[stage] += back
+
+
+def _first_readers(table: Table) -> list[list[str]]:
+    """Of each unit the parameters that no earlier one reads; the first and the last unit are never of one stage."""
+    seen: set[str] = set()
+    found = []
+    for at, unit in enumerate(table.units):
+        is_last = at == len(table.units) - 1
+        own = [
+            name
+            for name in dict.fromkeys(unit.params)
+            if name not in seen or (is_last and table.tied_params.get(name) == (0, at))
+        ]
+        seen.update(own)
+        found.append(own)
+    return found
+
+
+def _least_work(table: Table, stage: int) -> float:
+    """What the rows leave for the working set: what was learned of stages with these ends, and the least of any op."""
+    is_last = stage == table.num_stages - 1
+    work = table.units[-1].work_bytes if is_last else min(unit.work_bytes for unit in table.units)
+    return work + table.excess_bytes.get((stage == 0, is_last), 0.0)
+
+
+def _levels(model: Model, grid: _Grid, table: Table, stage: int) -> tuple[Terms, Terms]:
+    """Add the columns of a stage's levels; return the terms of its reruns in ms, and of what it keeps in MiB."""
+    reruns: Terms = []
+    kept: Terms = []
+    for kind, levels in enumerate(table.levels):
+        members = [float(unit.kind == kind) for unit in table.units]
+        if not any(members):
+            continue
+        columns = [model.column(upper=sum(members), integer=True) for _ in levels]
+        model.row(
+            "levels of all units", [*grid.terms(stage, members), *((column, -1.0) for column in columns)], 0.0, 0.0
+        )
+        reruns += [(column, _MS * level.rerun_s) for column, level in zip(columns, levels)]
+        kept += [(column, level.kept_bytes / MIB) for column, level in zip(columns, levels)]
+    return reruns, kept
+
+
+class _Grid:
+    """The columns that say where each stage begins; what a stage's units add up to is linear in them."""
+
+    def __init__(self, model: Model, num_units: int, num_stages: int, fixed: Mapping[int, int] | None = None) -> None:
+        self.num_units, self.num_stages = num_units, num_stages
+        self.one = model.column(lower=1.0, upper=1.0)
+        self.begins: list[dict[int, int]] = [{0: self.one}]
+        """For each stage, and for what would follow the last: the unit → the column."""
+        for stage in range(1, num_stages):
+            last = num_units - (num_stages - stage)
+            own = (fixed or {}).get(stage)
+            units = range(stage, last + 1) if own is None else [own]
+            columns = {unit: model.column(upper=1.0, integer=True) for unit in units}
+            model.row(STAGES, [(column, 1.0) for column in columns.values()], 1.0, 1.0)
+            self.begins.append(columns)
+        self.begins.append({num_units: self.one})
+        for stage in range(num_stages):
+            model.row(STAGES, self.terms(stage, [1.0] * num_units), lower=1.0)
+
+    def terms(self, stage: int, values: Sequence[float]) -> Terms:
+        """Return what the units of a stage add up to."""
+        before = [0.0, *itertools.accumulate(values)]
+        ahead = [(column, before[unit]) for unit, column in self.begins[stage + 1].items()]
+        return ahead + [(column, -before[unit]) for unit, column in self.begins[stage].items()]
+
+    def at(self, stage: int, values: Sequence[float]) -> Terms:
+        """Return the value of the unit at which a stage begins."""
+        return [(column, values[unit]) for unit, column in self.begins[stage].items()]
+
+    def cuts(self, found: Solution) -> Cuts:
+        assert found.values is not None
+        values = found.values
+        return tuple(max(columns, key=lambda unit: values[columns[unit]]) for columns in self.begins[1:-1])
+
+
+class _Rows:
+    """The terms of each stage, in ms, and the rows over them."""
+
+    def __init__(self, model: Model, num_stages: int, num_micro_batches: int, in_flight: Sequence[int]) -> None:
+        self.model, self.num, self.m, self.in_flight = model, num_stages, num_micro_batches, in_flight
+        self.forward: list[Terms] = [[] for _ in range(num_stages)]
+        self.backward: list[Terms] = [[] for _ in range(num_stages)]
+        self.behind: list[Terms] = [[] for _ in range(num_stages)]
+        self.there: list[Terms] = [[] for _ in range(num_stages)]
+        self.back: list[Terms] = [[] for _ in range(num_stages)]
+
+    def add(self) -> None:
+        """Add the rows, and what is minimised."""
+        model, m, num = self.model, float(self.m), self.num
+        step = model.column(cost=1.0)
+        forward = [self._column(terms) for terms in self.forward]
+        whole = [self._column([*there, *back]) for there, back in zip(self.forward, self.backward)]
+        behind = [self._column(terms) for terms in self.behind]
+        there = [self._column(terms) for terms in self.there]
+        back = [self._column(terms) for terms in self.back]
+        hops = [(column, 1.0) for q in range(num - 1) for column in (there[q], back[q])]
+        for s in range(num):
+            ahead = [(whole[q], 1.0) for q in range(s)]
+            model.row("stages", [*ahead, *hops[: 2 * s], (whole[s], m), (behind[0], 1.0), (step, -1.0)], upper=0.0)
+            early = (forward[s], 1.0 - min(self.in_flight[s], self.m))
+            all_once = [(column, 1.0) for column in whole]
+            model.row(
+                "warm-up", [*all_once, *hops, (whole[s], m - 1), early, (behind[0], 1.0), (step, -1.0)], upper=0.0
+            )
+            first = [(column, 1.0) for q in range(s) for column in (forward[q], there[q])]
+            model.row("update", [*first, (whole[s], m), (behind[s], 1.0), (step, -1.0)], upper=0.0)
+
+    def _column(self, terms: Terms) -> int:
+        """Return a column that equals the terms."""
+        column = self.model.column(lower=0.0)
+        self.model.row("sums", [*terms, (column, -1.0)], 0.0, 0.0)
+        return column

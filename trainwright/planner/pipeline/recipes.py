@@ -1,0 +1,70 @@
+"""The ways that others cut stages, as candidates of the search and rows of a comparison.
+
+even          as many blocks on each stage as on any other; what stands before the first block and behind the last comes on top
+balanced      min max_s t_s with nothing rerun: blind to memory, which then asks for reruns where it may
+pipeline-dp   min max_s t_s with the reruns that memory asks for, by dynamic programming over where the last stage begins
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from .cuts import Cuts, Judge
+from .events import one_f_one_b
+
+PIPELINE_RECIPES = ("even", "balanced", "pipeline-dp", "joint")
+
+
+def recipe_cuts(name: str, judge: Judge) -> Cuts | None:
+    """Return the cuts of a recipe; None where it has none, as too few blocks, or none that fits."""
+    if name == "even":
+        return even(judge)
+    if name == "balanced":
+        return balanced(judge, lambda first, stop, stage: 0.0)
+    depth = one_f_one_b(judge.table.num_stages, judge.table.num_micro_batches)
+
+    def rerun_s(first: int, stop: int, stage: int) -> float:
+        fit = judge.table.fit(first, stop, depth[stage], judge.budget_bytes)
+        return math.inf if fit is None else fit.rerun_s
+
+    return balanced(judge, rerun_s)
+
+
+def even(judge: Judge) -> Cuts | None:
+    """Return stages with equally many blocks, the first ones with one more where that does not divide.
+
+    Blocks are the units of kinds that occur more than once.
+    """
+    table = judge.table
+    num = Counter(unit.kind for unit in table.units)
+    blocks = [at for at, unit in enumerate(table.units) if num[unit.kind] > 1] or list(range(len(table.units)))
+    if len(blocks) < table.num_stages:
+        return None
+    size, more = divmod(len(blocks), table.num_stages)
+    firsts = [stage * size + min(stage, more) for stage in range(1, table.num_stages)]
+    return tuple(blocks[first] for first in firsts)
+
+
+def balanced(judge: Judge, rerun_s: Callable[[int, int, int], float]) -> Cuts | None:
+    """Return the cuts with the least seconds of a micro-batch on the slowest stage; of equal ones, those that come first."""
+    table = judge.table
+    num = len(table.units)
+    before = [0.0]
+    for unit in table.units:
+        before.append(before[-1] + unit.forward_s + unit.backward_s)
+    best: dict[int, tuple[float, Cuts]] = {0: (0.0, ())}
+    for stage in range(table.num_stages):
+        left = table.num_stages - 1 - stage
+        found: dict[int, tuple[float, Cuts]] = {}
+        for first, (most, cuts) in best.items():
+            stops = range(first + 1, num - left + 1) if left else [num]
+            for stop in stops:
+                taken = before[stop] - before[first] + rerun_s(first, stop, stage)
+                if math.isfinite(taken):
+                    row = max(most, taken), (*cuts, stop)
+                    if stop not in found or row < found[stop]:
+                        found[stop] = row
+        best = found
+    return best[num][1][:-1] if num in best else None

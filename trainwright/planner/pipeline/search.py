@@ -1,0 +1,369 @@
+"""How a model is cut into stages: over numbers of stages, meshes of a stage, micro-batches and layouts.
+
+For each of these that its bound does not rule out, layouts come from the solver on one stage's ranks: the fastest ones, and
+those whose parameters take ever less of the budget. Each gives a table (`measure`), cuts to begin from (`program`, `recipes`)
+and the fastest stages that moves lead to (`cuts`). Their stages are then simulated on fake tensors: where one holds more than
+its estimate, or less, the estimate learns that, and the levels are chosen anew, until all stages are within the budget.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ...artifacts import Cluster, Refusal, UserError
+from ...program.decisions import Decisions
+from ...program.stages import cut
+from ..budget import budget_for
+from ..costs.price import Price
+from ..costs.units import size_text
+from ..mesh_search import Found
+from ..meshes import mesh_shapes
+from ..model.decode import read_choice
+from ..problem.problem import Decision
+from ..search.answer import Answer
+from ..search.stages import GAP
+from ..task import Place, Task
+from .ask import begin_pins, check_task, numbers_of_stages
+from .cuts import Judge, Staged, depths, fastest, nothing_fits_bytes
+from .events import one_f_one_b
+from .measure import Measured, Outline, measure
+from .price import PricedStages, hops_of, price_stages
+from .program import bound_s, propose
+from .recipes import PIPELINE_RECIPES, recipe_cuts
+
+SHARES = (0.8, 0.5, 0.3)
+"""Of the budgets of all stages together, what parameters and optimizer states may take in layouts beside the fastest."""
+MAX_CORRECTIONS = 6
+"""How often one table learns from simulations."""
+CLOSE = 0.01
+"""A stage whose peak leaves no more of the budget than this needs no second look."""
+MICRO_BATCHES_A_STAGE = 8
+"""At most so many micro-batches for each stage are looked at where their number is to be chosen."""
+
+
+@dataclass(frozen=True, eq=False)
+class StagedAnswer:
+    """Stages as a plan has them."""
+
+    cluster: Cluster
+    """All of the hardware, not one stage's."""
+    begins: tuple[str, ...]
+    in_flight: tuple[int, ...]
+    decisions: Decisions
+    priced: PricedStages
+
+    @property
+    def step_s(self) -> float:
+        return self.priced.predicted.step_s
+
+
+class NotAllSeen(Exception):
+    """Nothing faster was found, and the time left some unseen."""
+
+    def __init__(self, unseen: Sequence[str]) -> None:
+        super().__init__(
+            f"the time limit left no time for {len(unseen)} ways to cut into stages, {unseen[0]} among them"
+        )
+        self.unseen = tuple(unseen)
+
+
+class NoStagesFit(Refusal):
+    """No stages fit; `least_bytes` is an estimate of the smallest budget that would do."""
+
+    def __init__(self, text: str, least_bytes: float) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
+
+
+def fastest_stages(task: Task, solver: str = "joint", cutoff_s: float = math.inf) -> Found | None:
+    """Return the fastest plan with stages; None where none takes less than `cutoff_s`; `Refusal` where none fits.
+
+    solver: `joint`, or a recipe that cuts its own way: `even`, `balanced`, `pipeline-dp`.
+    """
+    if solver not in PIPELINE_RECIPES:
+        raise UserError(
+            f"a solver that cuts stages is needed, one of {', '.join(PIPELINE_RECIPES)}; got {solver!r}; leave --pipeline out "
+            "for the others"
+        )
+    check_task(task)
+    search = _Search(task, solver, cutoff_s)
+    for num_stages in numbers_of_stages(task):
+        floors = {shape: search.floor_s(num_stages, shape) for shape in _shapes(task, num_stages)}
+        for num, variant in _variants(task, num_stages):
+            for shape, floor_s in floors.items():
+                if search.is_hopeless(floor_s, num_stages, num):
+                    continue
+                if (whole := variant()) is None:
+                    break
+                search.look_at(Case(whole, task.cluster, num_stages, shape, begin_pins(task, num_stages)))
+    return search.found()
+
+
+def _variants(task: Task, num_stages: int) -> Iterator[tuple[int, Callable[[], Task | None]]]:
+    """Yield each number of micro-batches with what makes its task, those first that are nearest to four a stage."""
+    variants = task.variants
+    if variants is None:
+        yield task.program.num_runs, lambda: task
+        return
+    most = MICRO_BATCHES_A_STAGE * num_stages
+    numbers = [num for num in variants.numbers if 2 <= num <= most and num not in variants.refused]
+    for num in sorted(numbers, key=lambda num: (abs(math.log(num / (4 * num_stages))), num)):
+        yield num, functools.cache(lambda num=num: next(variants.one(task, num), None))
+
+
+def _shapes(task: Task, num_stages: int) -> list[tuple[int, ...]]:
+    """The meshes of one stage."""
+    inner = task.cluster.of_stage(num_stages)
+    if task.mesh is not None:
+        inner.mesh(task.mesh)
+        return [task.mesh]
+    return mesh_shapes(inner)[: 1 if task.pins else None]
+
+
+@dataclass(eq=False)
+class Case:
+    """One number of stages and micro-batches on one mesh of a stage."""
+
+    whole: Task
+    cluster: Cluster
+    num_stages: int
+    shape: tuple[int, ...]
+    fixed: Mapping[int, str] = field(default_factory=dict)
+    """Stages that are pinned to begin at a block."""
+
+    @cached_property
+    def task(self) -> Task:
+        """The task on one stage's ranks."""
+        pins = tuple(pin for pin in self.whole.pins if "=begin(" not in pin)
+        inner = self.cluster.of_stage(self.num_stages)
+        found = replace(
+            self.whole, cluster=inner, mesh=self.shape, variants=None, offload="none", pins=pins, pipeline=None,
+            num_stages=self.num_stages,
+        )  # fmt: skip
+        found.records = self.whole.records  # the same program on the same kind of device
+        return found
+
+    @cached_property
+    def place(self) -> Place:
+        (place,) = self.task.places
+        return place
+
+    @cached_property
+    def outline(self) -> Outline:
+        return self.whole.outline
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.task.program.num_runs
+
+    @property
+    def budget_bytes(self) -> float:
+        usable = self.task.usable_bytes
+        return math.inf if usable is None else usable
+
+    @cached_property
+    def bound_s(self) -> float:
+        """What no step with these numbers and this mesh is below."""
+        least = self.outline.least(self.place.problem)
+        return bound_s(least, self.place.solver.lower_bound_s(), self.num_stages, self.num_micro_batches)
+
+    def layouts(self) -> list[Mapping[Decision, int]]:
+        """Return the layouts to look at: the fastest, and those that take less memory at rest."""
+        settings, solver = self.place.settings("joint"), self.place.solver
+        fastest_one = solver.without_memory(settings)
+        if fastest_one is None or fastest_one.values is None:
+            return []
+        first = read_choice(fastest_one.values, solver.plain()[1], None).options
+        found: list[Mapping[Decision, int]] = [first]
+        if math.isfinite(self.budget_bytes):
+            for share in SHARES:
+                other = solver.first_stage(settings, share * self.num_stages * self.budget_bytes, first)
+                if other is not None:
+                    found.append(other)
+        return list({tuple(options.values()): options for options in found}.values())
+
+    def measured(self, options: Mapping[Decision, int]) -> Measured:
+        hops = hops_of(self.cluster, self.num_stages)
+        return measure(self.place.problem, self.outline, options, hops, self.task.cluster.device.kind)
+
+    def judge(self, measured: Measured) -> Judge:
+        """Return what judges cuts, the pinned ones held."""
+        names = measured.outline.names
+        fixed = {stage: names.index(name) + 1 for stage, name in self.fixed.items()}
+        return Judge(measured.table, self.budget_bytes, fixed)
+
+
+class _Search:
+    """Looks at one case after the other for the fastest stages."""
+
+    def __init__(self, task: Task, solver: str, cutoff_s: float) -> None:
+        self.task, self.solver, self.cutoff_s = task, solver, cutoff_s
+        self.best: tuple[Case, StagedAnswer] | None = None
+        self.bound_s = math.inf
+        self.unseen: list[str] = []
+        self.least: list[tuple[float, int, Case]] = []
+        self.was_slower = False
+
+    def floor_s(self, num_stages: int, shape: tuple[int, ...]) -> float:
+        """Return seconds that all micro-batches take together on one stage's ranks at least, however many they are.
+
+        More of them are never faster. 0 where nothing is known that it could rule out.
+        """
+        if math.isinf(self._to_beat) or self.task.variants is None:
+            return 0.0
+        return Case(self.task, self.task.cluster, num_stages, shape).place.solver.lower_bound_s()
+
+    def is_hopeless(self, floor_s: float, num_stages: int, num_micro_batches: int) -> bool:
+        """Whether stages that share `floor_s` however they like are no faster than what is known."""
+        share = num_micro_batches * (1 - (1 - 1 / num_micro_batches) ** num_stages)
+        hopeless = floor_s / share >= self._to_beat * (1 - GAP)
+        self.was_slower |= hopeless
+        return hopeless
+
+    def look_at(self, case: Case) -> None:
+        """Find the fastest stages of a case, unless its bound or the time rules it out."""
+        num_pieces = len(case.outline.regions)
+        if num_pieces < case.num_stages:
+            if self.task.pipeline != "auto":
+                raise UserError(
+                    f"at most {num_pieces} stages are needed, the pieces that this model can be cut into; got {case.num_stages}; "
+                    f"try one of {', '.join(str(n) for n in self.task.cluster.stage_numbers if n <= num_pieces)}, or none"
+                )
+            return
+        if math.isfinite(self._to_beat) and self.task.deadline.has_passed:
+            self.unseen.append(_name(case))
+            return
+        if case.bound_s >= self._to_beat * (1 - GAP):
+            self.was_slower = True
+            return
+        self.bound_s = min(self.bound_s, case.bound_s)
+        found = [row for options in case.layouts() if (row := self._proposal(case, options)) is not None]
+        for measured, staged in sorted(found, key=lambda row: row[1].step_s):
+            if staged.step_s < self._to_beat:
+                self._realise(case, measured, staged)
+            else:
+                self.was_slower = True
+
+    @property
+    def _to_beat(self) -> float:
+        return self.cutoff_s if self.best is None else min(self.cutoff_s, self.best[1].step_s)
+
+    def _proposal(self, case: Case, options: Mapping[Decision, int]) -> tuple[Measured, Staged] | None:
+        """Return the table of some layouts with the stages that are fastest by it."""
+        measured = case.measured(options)
+        judge = case.judge(measured)
+        found = self._chosen(judge)
+        if found is None:
+            starts = self._starts(replace(judge, budget_bytes=math.inf))
+            least, stage = nothing_fits_bytes(judge, starts) if starts else (math.inf, 0)
+            self.least.append((least, stage, case))
+            return None
+        return measured, found
+
+    def _chosen(self, judge: Judge) -> Staged | None:
+        """Return the stages of the solver that was asked for."""
+        table = judge.table
+        if self.solver != "joint":
+            cuts = recipe_cuts(self.solver, judge)
+            return None if cuts is None else judge.judge(cuts, one_f_one_b(table.num_stages, table.num_micro_batches))
+        return fastest(judge, self._starts(judge))
+
+    def _starts(self, judge: Judge) -> list[tuple[int, ...]]:
+        table = judge.table
+        cuts = [recipe_cuts(name, judge) for name in PIPELINE_RECIPES if name != "joint"]
+        for depth in depths(table.num_stages, table.num_micro_batches)[:2]:
+            proposal = propose(table, depth, judge.budget_bytes, judge.fixed)
+            cuts.append(None if proposal is None else proposal.cuts)
+        return [found for found in dict.fromkeys(cuts) if found is not None and judge.allows(found)]
+
+    def _realise(self, case: Case, measured: Measured, staged: Staged | None) -> None:
+        """Simulate stages, let the table learn what they hold, and choose again, until they fit and little is left."""
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+        for _ in range(MAX_CORRECTIONS):
+            if staged is None or staged.step_s >= self._to_beat:
+                return
+            key = (staged.cuts, staged.in_flight, *(fit.levels for fit in staged.fits))
+            if key in seen:
+                return
+            seen.add(key)
+            answer = self._answer(case, measured, staged)
+            peaks = [simulation.peak_bytes for simulation in answer.priced.simulations]
+            fits = max(peaks) <= case.budget_bytes
+            if not fits:
+                self.least.append((max(peaks), peaks.index(max(peaks)), case))
+            if fits and answer.step_s < self._to_beat:
+                self.best = case, answer
+                self._tell(answer)
+            if fits and not any(
+                fit.rerun_s and peak < case.budget_bytes * (1 - CLOSE) for fit, peak in zip(staged.fits, peaks)
+            ):
+                return
+            _learn(measured, staged, peaks)
+            staged = self._chosen(case.judge(measured))
+
+    def _answer(self, case: Case, measured: Measured, staged: Staged) -> StagedAnswer:
+        levels = [level for fit in staged.fits for level in fit.levels]
+        decisions, begins = measured.staged(levels), measured.begins(staged.cuts)
+        stages = cut(case.task.program, begins)
+        hops = hops_of(case.cluster, case.num_stages)
+        priced = price_stages(case.place, stages, decisions, staged.in_flight, hops)
+        return StagedAnswer(case.cluster, begins, staged.in_flight, decisions, priced)
+
+    def _tell(self, answer: StagedAnswer) -> None:
+        self.task.best.seconds = min(self.task.best.seconds, answer.step_s)
+
+    def found(self) -> Found | None:
+        """Return the fastest stages with what is proven of them; None where all are slower; `Refusal` where none fits."""
+        if self.best is None:
+            if self.unseen:
+                raise NotAllSeen(self.unseen)
+            if self.was_slower:
+                return None
+            raise self._refusal()
+        case, staged = self.best
+        simulation = staged.priced.simulations[staged.priced.fullest]
+        gap = max(0.0, 1 - self.bound_s / staged.step_s)
+        answer = Answer(None, staged.decisions, simulation, gap, staged.step_s, 0.0)  # type: ignore[arg-type]
+        note = (
+            (f"the time limit left no time for {', '.join(self.unseen[:4])}{' …' if len(self.unseen) > 4 else ''}",)
+            if self.unseen
+            else ()
+        )
+        return Found(case.place, answer, Price(), note, tuple(self.unseen), staged)
+
+    def _refusal(self) -> Refusal:
+        name, budget = self.task.cluster.name, self.task.budget_bytes
+        known = [row for row in self.least if math.isfinite(row[0])]
+        if not known or budget is None:
+            return NoStagesFit(
+                f"stages that fit are needed; {self.solver} found none on {name}; try more stages, smaller micro-batches, or "
+                "fewer pins",
+                math.inf,
+            )
+        least, stage, case = min(known, key=lambda row: row[0])
+        enough = size_text(budget_for(math.ceil(least), self.task.divisor), up=True)
+        return NoStagesFit(
+            f"stages within {size_text(budget)} a device are needed; {self.solver} found none on {name} (mesh of a stage "
+            f"{case.place.shape}, {case.num_micro_batches} micro-batches); stage {stage} of {case.num_stages} holds most; about "
+            f"{enough} would do (an estimate), or try more stages or smaller micro-batches",
+            least,
+        )
+
+
+def _learn(measured: Measured, staged: Staged, peaks: Sequence[int]) -> None:
+    """Note by how much stages hold more than their estimate, or less: the most of those with the same ends."""
+    table, more = measured.table, dict[tuple[bool, bool], tuple[float, int, int]]()
+    for (first, stop), fit, peak in zip(table.spans(staged.cuts), staged.fits, peaks):
+        ends = first == 0, stop == len(table.units)
+        row = (peak - fit.peak_bytes, first, stop)
+        more[ends] = max(more.get(ends, row), row)
+    for excess, first, stop in more.values():
+        table.learn(first, stop, excess)
+
+
+def _name(case: Case) -> str:
+    return f"{case.num_stages} stages of mesh {case.place.shape} with {case.num_micro_batches} micro-batches"

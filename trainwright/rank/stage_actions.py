@@ -1,0 +1,196 @@
+"""Who does what when in a pipeline: each stage's actions in order, and the proof that they all come to an end.
+
+    forward i, backward i     of micro-batch i, on one stage
+    post i                    ask for what comes: its buffer is there from here on
+    take i                    wait until it is there
+    send i                    hand over; what is sent stays in memory
+    sent i                    wait until the other side has it; its memory goes
+
+The last four move an `activation` to the next stage or its `gradient` back. A stage of depth w runs w forwards, then
+backward and forward in turn: 1F1B with w = P - s on stage s of P, GPipe with w = all micro-batches. A receive is posted one
+computation ahead of its use. One send in each direction is under way, or so many that a stage can run its forwards whose
+next stage is much less deep; then the oldest is waited for. So memory depends on the order of the actions alone, and on no
+transport.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..artifacts import UserError
+
+Kind = Literal["forward", "backward", "post", "take", "send", "sent"]
+What = Literal["activation", "gradient", ""]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a stage does for one micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro: int
+    what: What = ""
+
+    @property
+    def peer(self) -> int:
+        """The stage at the other end of a transfer; the own one where nothing moves."""
+        if not self.what:
+            return self.stage
+        return self.stage + (1 if (self.what == "activation") == (self.kind in ("send", "sent")) else -1)
+
+    def __str__(self) -> str:
+        """Name the action, as in `take activation 3`."""
+        return f"{self.kind} {self.what} {self.micro}" if self.what else f"{self.kind} {self.micro}"
+
+
+def default_in_flight(num_stages: int) -> tuple[int, ...]:
+    """Return 1F1B's depths: as many forwards wait for their backward as there are stages from here on.
+
+    >>> default_in_flight(3)
+    (3, 2, 1)
+    """
+    return tuple(range(num_stages, 0, -1))
+
+
+def action_lists(num_stages: int, num_micro_batches: int, in_flight: Sequence[int]) -> list[list[Action]]:
+    """Return each stage's actions of one step.
+
+    in_flight: for each stage, how many forwards precede its first backward, at most.
+
+    >>> [str(action) for action in action_lists(2, 1, (1, 1))[1]]
+    ['post activation 0', 'take activation 0', 'forward 0', 'backward 0', 'send gradient 0', 'sent gradient 0']
+    """
+    if len(in_flight) != num_stages or min(in_flight) < 1 or num_micro_batches < 1:
+        raise UserError(
+            f"a depth of 1 or more for each of {num_stages} stages, and a micro-batch or more, are needed; got "
+            f"{list(in_flight)} and {num_micro_batches}; try {list(default_in_flight(num_stages))}"
+        )
+    return [stage_actions(stage, num_micro_batches, in_flight) for stage in range(num_stages)]
+
+
+def stage_actions(stage: int, num_micro_batches: int, in_flight: Sequence[int]) -> list[Action]:
+    """Return the actions of one stage, which depend on its own depth and the next one's."""
+    depths = [min(depth, num_micro_batches) for depth in in_flight]
+    deeper = depths[stage] - depths[stage + 1] if stage + 1 < len(depths) else 0
+    return _with_transfers(_computations(stage, num_micro_batches, depths[stage]), len(depths), max(1, deeper - 1))
+
+
+def forward_actions(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """Return the actions of a stage in evaluation: forwards alone."""
+    return _with_transfers([Action("forward", stage, micro) for micro in range(num_micro_batches)], num_stages, 1)
+
+
+def _computations(stage: int, num_micro_batches: int, depth: int) -> list[Action]:
+    found = [Action("forward", stage, micro) for micro in range(depth)]
+    for micro in range(num_micro_batches):
+        found.append(Action("backward", stage, micro))
+        if micro + depth < num_micro_batches:
+            found.append(Action("forward", stage, micro + depth))
+    return found
+
+
+def _with_transfers(computations: Sequence[Action], num_stages: int, num_ahead: int) -> list[Action]:
+    """Weave in what has to arrive for each computation, a post ahead, and what leaves after it.
+
+    num_ahead: so many activations may be on their way to the next stage.
+    """
+    found: list[Action] = []
+    limits = {"activation": num_ahead, "gradient": 1}
+    under_way: dict[str, deque[Action]] = {what: deque() for what in limits}
+    arrivals = [_arrival(action, num_stages) for action in computations]
+    found += [_as("post", arrival) for arrival in arrivals[:1] if arrival]
+    for place, action in enumerate(computations):
+        found += [_as("post", arrival) for arrival in arrivals[place + 1 : place + 2] if arrival]
+        if arrival := arrivals[place]:
+            found.append(arrival)
+        found.append(action)
+        if departure := _departure(action, num_stages):
+            leaving = under_way[departure.what]
+            if len(leaving) == limits[departure.what]:
+                found.append(_as("sent", leaving.popleft()))
+            found.append(departure)
+            leaving.append(departure)
+    return found + [_as("sent", departure) for leaving in under_way.values() for departure in leaving]
+
+
+def _arrival(action: Action, num_stages: int) -> Action | None:
+    """The transfer that a computation waits for."""
+    if action.kind == "forward":
+        return Action("take", action.stage, action.micro, "activation") if action.stage > 0 else None
+    return Action("take", action.stage, action.micro, "gradient") if action.stage < num_stages - 1 else None
+
+
+def _departure(action: Action, num_stages: int) -> Action | None:
+    """The transfer of a computation's results."""
+    if action.kind == "forward":
+        return Action("send", action.stage, action.micro, "activation") if action.stage < num_stages - 1 else None
+    return Action("send", action.stage, action.micro, "gradient") if action.stage > 0 else None
+
+
+def _as(kind: Kind, action: Action) -> Action:
+    return Action(kind, action.stage, action.micro, action.what)
+
+
+def check_order(lists: Sequence[Sequence[Action]]) -> list[Action]:
+    """Return one order of all actions in which nothing waits for what comes later: the proof that all of them end.
+
+    The strictest transport is assumed, in which both sides have to meet: `take` waits for the other side's `send`, `sent` for
+    its `post`. Posts and sends alone wait for nobody. Raises `UserError` that names who waits for whom where there is none.
+
+    >>> check_order([[Action("take", 0, 0, "gradient")], [Action("take", 1, 0, "activation")]])
+    Traceback (most recent call last):
+    trainwright.artifacts.record.UserError: stages that wait for one another never end: stage 0 in take gradient 0 waits for
+    send gradient 0 of stage 1, which is in take activation 0; stage 1 in take activation 0 waits for send activation 0 of
+    stage 0, which is in take gradient 0; try depths (in_flight) that fall from stage to stage
+    """
+    place = [0] * len(lists)
+    done: set[Action] = set()
+    order: list[Action] = []
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(lists):
+            while place[stage] < len(actions) and _may_go_on(actions[place[stage]], done):
+                done.add(actions[place[stage]])
+                order.append(actions[place[stage]])
+                place[stage] += 1
+                moved = True
+    stuck = {s: actions[place[s]] for s, actions in enumerate(lists) if place[s] < len(actions)}
+    if stuck:
+        raise UserError(
+            f"stages that wait for one another never end: {_waits(stuck)}; try depths (in_flight) that fall from stage to stage"
+        )
+    return order
+
+
+def awaited(action: Action) -> Action | None:
+    """Return what has to have been done on the other side before `action` ends; None: it waits for nobody."""
+    if action.kind == "take":
+        return Action("send", action.peer, action.micro, action.what)
+    if action.kind == "sent":
+        return Action("post", action.peer, action.micro, action.what)
+    return None
+
+
+def _may_go_on(action: Action, done: set[Action]) -> bool:
+    wanted = awaited(action)
+    return wanted is None or wanted in done
+
+
+def _waits(stuck: dict[int, Action]) -> str:
+    """Who waits for whom, followed from the first stage that is stuck until one comes again, or has ended."""
+    stage, lines = next(iter(stuck)), list[str]()
+    seen: set[int] = set()
+    while stage in stuck and stage not in seen:
+        seen.add(stage)
+        wanted = awaited(stuck[stage])
+        assert wanted is not None
+        where = f"which is in {stuck[wanted.stage]}" if wanted.stage in stuck else "which has ended without it"
+        lines.append(f"stage {stage} in {stuck[stage]} waits for {wanted.kind} {wanted.what} {wanted.micro} of stage "
+                     f"{wanted.stage}, {where}")  # fmt: skip
+        stage = wanted.stage
+    return "; ".join(lines)

@@ -1,0 +1,205 @@
+"""This rank's place among the stages of a plan, and the link over which tensors move between them.
+
+ranks of stage 0      0 … k − 1            k: the ranks of a stage
+ranks of stage 1      k … 2k − 1           stages are the outermost axis, over the slowest link
+pipe                  c, k + c, 2k + c …   the ranks at one place of all stages, which hand results on to one another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..artifacts import PIPE, Plan, UserError
+from ..program.program import Program
+from ..program.stages import Stage, cut, tied
+from ..rank.execute import Executor
+from ..rank.pipeline import PipelineRunner
+from ..rank.stage_actions import Action, What, action_lists, check_order, forward_actions
+from .communicator import MeshCommunicator
+
+_TAGS = 64
+"""More tensors than cross any boundary: each has a tag of its own."""
+
+
+def check_stages(plan: Plan, replicas: int = 1) -> None:
+    """Refuse what a plan with stages cannot run; nothing of one without."""
+    if plan.pipeline is None:
+        return
+    needed = {
+        "one replica of a plan with pipeline stages": replicas > 1,
+        'overlap "none" in a plan with pipeline stages': plan.overlap != "none",
+        "a plan with pipeline stages that offloads nothing": plan.offload is not None,
+    }
+    for what, is_other in needed.items():
+        if is_other:
+            raise UserError(f"{what} is needed; this one has another; change it, or plan without stages")
+    depths = plan.pipeline.in_flight
+    check_order(action_lists(len(depths), plan.micro_batches, depths))
+
+
+def refuse_stages(plan: Plan, what: str) -> None:
+    """Raise `UserError` where a plan has stages and `what` cannot work with them."""
+    if plan.pipeline is not None:
+        raise UserError(
+            f"a plan without pipeline stages is needed for {what}; this one has {plan.num_stages}; plan without --pipeline"
+        )
+
+
+class Pipe:
+    """This rank's stage. Made on every rank at once: `whole` is the mesh of stages and of each stage's ranks."""
+
+    def __init__(self, plan: Plan, program: Program, whole: DeviceMesh) -> None:
+        assert plan.pipeline is not None
+        self.begins, self.in_flight = plan.pipeline.begins, plan.pipeline.in_flight
+        self.index, self.size = whole.get_local_rank(PIPE), plan.num_stages
+        self.group = whole.get_group(PIPE)
+        self.ranks = dist.get_process_group_ranks(self.group)
+        """The ranks at this place of all stages, in order."""
+        self._lines = whole.mesh.reshape(self.size, -1).T.tolist()
+        self.readers = tied(cut(program, self.begins))
+        """The stages that read each tied parameter."""
+        self._holders = {stages: self._group_over(stages) for stages in sorted(set(self.readers.values()))}
+        self.pairs = self._pairs() if whole.device_type == "cuda" else {}
+
+    def _group_over(self, stages: Sequence[int]) -> Any:
+        """Return the group of this place in some stages, which all ranks make together."""
+        made = [dist.new_group([line[s] for s in stages]) for line in self._lines]
+        return made[self._lines.index(self.ranks)]
+
+    def _pairs(self) -> dict[tuple[int, What], Any]:
+        """Of each boundary and direction, a group of two: transfers of one group run in the order in which they are issued."""
+        ways: tuple[What, ...] = ("activation", "gradient")
+        return {(s, what): self._group_over((s, s + 1)) for s in range(self.size - 1) for what in ways}
+
+    def stage_of(self, program: Program) -> Stage:
+        """Return this rank's stage of a whole program."""
+        return cut(program, self.begins)[self.index]
+
+    def runner(self, stage: Stage, executor: Executor, communicator: MeshCommunicator) -> PipelineRunner:
+        """Return what runs `stage`."""
+        num = stage.program.num_runs
+        actions = action_lists(self.size, num, self.in_flight)[self.index]
+        own = [name for name, stages in self.readers.items() if self.index in stages]
+        return PipelineRunner(stage, executor, actions, PeerLink(self, communicator), own)
+
+    def forwards(self, num: int) -> list[Action]:
+        """Return the actions of this stage in the evaluation of `num` micro-batches."""
+        return forward_actions(self.index, self.size, num)
+
+    def holders(self, parameter: str) -> Any:
+        """Return the group of those that hold a tied parameter at this place."""
+        return self._holders[self.readers[parameter]]
+
+    def owns(self, parameter: str) -> bool:
+        """Tell whether, of the stages that hold `parameter`, this is the one that counts it."""
+        return self.index == min(self.readers.get(parameter, (self.index,)))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return every stage's `value`, at this place; a collective call."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def added(self, own: float) -> float:
+        """Return the sum of every stage's number; a collective call."""
+        total: float = sum(self.gathered(own))
+        return total
+
+    def merged(self, own: Mapping[str, Tensor], device: torch.device, keep: bool = True) -> dict[str, Tensor]:
+        """Return the tensors of all stages by name, each from the first stage that has it; a collective call.
+
+        keep: whether this rank wants them; one tensor after the other is there where it does not.
+        """
+        found: dict[str, Tensor] = {}
+        shapes = self.gathered({name: (tuple(value.shape), value.dtype) for name, value in own.items()})
+        for stage, held in enumerate(shapes):
+            for name, (shape, dtype) in held.items():
+                if any(name in before for before in shapes[:stage]):
+                    continue
+                mine = own[name].detach().to(device).contiguous() if stage == self.index else None
+                value = torch.empty(shape, dtype=dtype, device=device) if mine is None else mine
+                if value.numel():
+                    dist.broadcast(value, self.ranks[stage], group=self.group)
+                if keep:
+                    found[name] = value
+        return found
+
+
+class PeerLink:
+    """Moves tensors between this rank and its like in the neighbouring stages."""
+
+    def __init__(self, pipe: Pipe, communicator: MeshCommunicator) -> None:
+        self.pipe, self.communicator = pipe, communicator
+
+    def post(self, action: Action, tensors: Sequence[Tensor]) -> Any:
+        """Ask for what comes into `tensors`."""
+        return self._each(dist.irecv, action, tensors)
+
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> Any:
+        """Hand `tensors` over, which must stay as they are until `wait` has returned."""
+        self.communicator.activity.sends("send", _num_bytes(tensors))
+        return self._each(dist.isend, action, tensors)
+
+    def _each(self, transfer: Any, action: Action, tensors: Sequence[Tensor]) -> list[Any]:
+        group = self.pipe.pairs.get((min(action.stage, action.peer), action.what), self.pipe.group)
+        first = _TAGS * (2 * action.micro + (action.what == "gradient"))
+        try:
+            return [
+                transfer(tensor, self.pipe.ranks[action.peer], group=group, tag=first + place)
+                for place, tensor in enumerate(tensors)
+                if tensor.numel()
+            ]
+        except RuntimeError as error:
+            raise self._lost(action, tensors, error) from None
+
+    def wait(self, action: Action, tensors: Sequence[Tensor], works: Any) -> None:
+        """Wait until a transfer is done; `ConnectionError` where it does not come to its end."""
+        if not works:
+            return
+        peer = self.pipe.ranks[action.peer]
+        with self.communicator.activity.awaiting(self._what(action, tensors), peer):
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise self._lost(action, tensors, error) from None
+        self.communicator._settle()
+
+    def _what(self, action: Action, tensors: Sequence[Tensor]) -> str:
+        way = "from" if action.kind in ("take", "post") else "to"
+        return f"{action} {way} rank {self.pipe.ranks[action.peer]} ({_num_bytes(tensors):,} bytes)"
+
+    def _lost(self, action: Action, tensors: Sequence[Tensor], error: Exception) -> ConnectionError:
+        own, peer = self.pipe.ranks[action.stage], self.pipe.ranks[action.peer]
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return ConnectionError(
+            f"rank {own} (stage {action.stage}) needs an answer in {self._what(action, tensors)}; the transfer failed "
+            f"({reason}); see what became of rank {peer}, or allow more time"
+        )
+
+    def add_up(self, parameter: str, gradient: Tensor) -> None:
+        """Add up the gradient of a tied parameter, in place, over the stages that read it."""
+        activity, group = self.communicator.activity, self.pipe.holders(parameter)
+        if not gradient.numel():
+            return
+        activity.sends("all_reduce", gradient.numel() * gradient.element_size())
+        with activity.awaiting(f"all_reduce of the tied {parameter} over stages"):
+            dist.all_reduce(gradient, group=group)
+        self.communicator._settle()
+
+    def share(self, value: Tensor) -> Tensor:
+        """Return the last stage's `value`."""
+        with self.communicator.activity.awaiting("the loss of the last stage", self.pipe.ranks[-1]):
+            dist.broadcast(value, self.pipe.ranks[-1], group=self.pipe.group)
+        self.communicator._settle()
+        return value
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
