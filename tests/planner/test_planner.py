@@ -368,8 +368,8 @@ def test_pins_that_cannot_be_obeyed(pin, message):
 def test_unknown_solvers():
     with pytest.raises(UserError, match="a solver is one of"):
         make_plan(**question(tiny_program("gpt2-tiny")), solver="best")
-    with pytest.raises(UserError, match="not supported yet"):
-        make_plan(**question(tiny_program("gpt2-tiny")), solver="pipeline")
+    with pytest.raises(UserError, match="a solver is one of even, balanced, pipeline-dp, joint"):
+        make_plan(**question(tiny_program("gpt2-tiny")), solver="ddp", pipeline=2)
 
 
 def test_explain_names_the_choice_and_the_next_best():

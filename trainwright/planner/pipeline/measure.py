@@ -10,8 +10,9 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...torch_internals.fakes import new_mode
 from ..costs.price import RegionSeconds, begin_seconds, price_regions
-from ..costs.simulate import _fake_sources, _fuse_attention
+from ..costs.simulate import Simulation, _fake_sources, _fuse_attention
 from ..model.decode import Choice, decisions_from
 from ..problem.problem import Decision, Problem, Use, Want
 from .program import Least
@@ -103,6 +104,8 @@ class Measured:
     """The layouts, with nothing rerun."""
     keys: list[list[set[str]]]
     """Of each unit and each of its levels, the values that are rerun."""
+    simulations: dict[Any, Simulation] = field(default_factory=dict)
+    """Of stages under these layouts, by what they look like."""
 
     def staged(self, levels: Sequence[int]) -> Decisions:
         """Return the decisions with a level for each unit."""

@@ -44,10 +44,18 @@ class PricedStages:
 
 
 def price_stages(
-    place: Place, stages: Sequence[Stage], decisions: Decisions, in_flight: Sequence[int], hops: Sequence[Hop]
+    place: Place,
+    stages: Sequence[Stage],
+    decisions: Decisions,
+    in_flight: Sequence[int],
+    hops: Sequence[Hop],
+    known: dict[Any, Simulation] | None = None,
 ) -> PricedStages:
-    """Simulate every stage and price the step. `place` is the task on one stage's ranks."""
-    simulations = simulate_stages(place, stages, decisions, in_flight)
+    """Simulate every stage and price the step. `place` is the task on one stage's ranks.
+
+    known: simulations of stages under the same layouts, to be used and added to.
+    """
+    simulations = simulate_stages(place, stages, decisions, in_flight, {} if known is None else known)
     sums = _tied_sums(place, stages, decisions, hops)
     rows = [_seconds(place, stage, simulation, decisions, hops) for stage, simulation in zip(stages, simulations)]
     schedule = Schedule(place.task.program.num_runs, tuple(in_flight))
@@ -66,11 +74,14 @@ def overlaps(place: Place) -> bool:
 
 
 def simulate_stages(
-    place: Place, stages: Sequence[Stage], decisions: Decisions, in_flight: Sequence[int]
+    place: Place,
+    stages: Sequence[Stage],
+    decisions: Decisions,
+    in_flight: Sequence[int],
+    known: dict[Any, Simulation],
 ) -> list[Simulation]:
-    """Simulate every stage; stages that are alike in all that matters, once."""
+    """Simulate every stage that is not known; stages that are alike in all that matters, once."""
     shared = tied(stages)
-    known: dict[Any, Simulation] = {}
     found = []
     for stage in stages:
         key = _looks(place, stage, decisions, in_flight, shared)
@@ -102,7 +113,8 @@ def _looks(
         for tensor in stage.program.params
     )
     depths = tuple(in_flight[stage.index : stage.index + 2])
-    return (stage.is_first, stage.is_last, depths, len(stage.given), len(stage.handed), repr((regions, params)))
+    given = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*stage.given, *stage.handed))
+    return (stage.is_first, stage.is_last, depths, given, repr((regions, params)))
 
 
 def _values(op: Any) -> list[str]:

@@ -310,7 +310,7 @@ class _Search:
         decisions, begins = measured.staged(levels), measured.begins(staged.cuts)
         stages = cut(case.task.program, begins)
         hops = hops_of(case.cluster, case.num_stages)
-        priced = price_stages(case.place, stages, decisions, staged.in_flight, hops)
+        priced = price_stages(case.place, stages, decisions, staged.in_flight, hops, measured.simulations)
         return StagedAnswer(case.cluster, begins, staged.in_flight, decisions, priced)
 
     def _tell(self, answer: StagedAnswer) -> None:
