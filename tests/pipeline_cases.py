@@ -211,7 +211,7 @@ def peaks(options: dict[str, Any]) -> list[dict[str, int]]:
     from trainwright.planner.costs.simulate import simulate_stage
     from trainwright.program.plan_text import decisions_of
     from trainwright.program.stages import tied
-    from trainwright.runtime.verification.verify import _measured_peaks
+    from trainwright.runtime.verification.verify import _measured
 
     def make(named: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([param for _, param in named], lr=1e-3)
@@ -228,7 +228,7 @@ def peaks(options: dict[str, Any]) -> list[dict[str, int]]:
         num_micro_batches=plan.micro_batches, tied=list(tied(stages)),
         coords=(dist.get_rank() % inner,) if len(plan.inner_mesh) == 1 else None,
     )  # fmt: skip
-    measured, _ = _measured_peaks(plan, *built(options["name"], options["layers"]), None, make, 0)
+    measured = _measured(plan, lambda: built(options["name"], options["layers"]), make, 0, None)["peak_bytes"]
     return [{"simulated": found.peak_bytes, "measured": measured[dist.get_rank()]}]
 
 

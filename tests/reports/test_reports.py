@@ -182,6 +182,15 @@ def test_the_report_tells_whether_it_verified() -> None:
     assert report_table(over).count("EXCEEDED") == 1
 
 
+def test_ranks_of_stages_are_held_against_their_own_peaks() -> None:
+    report = samples.report().model_copy(update={"peak_bytes": (1000, 500)})
+    assert report.predicted_peaks == (report.predicted_peak_bytes,) * 2
+    staged = report.model_copy(update={"rank_peak_bytes": (1000, 400), "predicted_peak_bytes": 1000})
+    first, second = (line for line in report_table(staged).splitlines() if "peak, rank" in line)
+    assert "+0.0 %" in first
+    assert "+25.0 %" in second
+
+
 def test_rows_and_clusters() -> None:
     assert rows_table([]) == "none"
     text = rows_table([{"name": "a", "num_params": 124_000_000}, {"name": "b", "num_params": None}])

@@ -54,6 +54,8 @@ class Report(Artifact):
     bar_evaluation: float | None = None
     passed: bool
     predicted_peak_bytes: int
+    rank_peak_bytes: tuple[int, ...] = ()
+    """Predicted, one per rank, where ranks have programs of their own: stages of a pipeline."""
     peak_bytes: tuple[int, ...]
     """One per rank, over two whole steps with the plan's optimizer, from the allocator's own records."""
     routed_peak_bytes: tuple[int, ...] = ()
@@ -64,6 +66,11 @@ class Report(Artifact):
     step_s: float | None = None
     predicted_step_s: float | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def predicted_peaks(self) -> tuple[int, ...]:
+        """The predicted peak of each rank that was measured."""
+        return self.rank_peak_bytes or (self.predicted_peak_bytes,) * len(self.peak_bytes)
 
     @property
     def differences(self) -> tuple[Difference, ...]:

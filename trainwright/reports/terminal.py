@@ -198,8 +198,8 @@ def _error_table(report: Report) -> Grid:
 
 def _measured_table(report: Report) -> Grid:
     table = plain_table("", "predicted", "measured", "difference", "")
-    for rank, peak in enumerate(report.peak_bytes):
-        predicted, over = report.predicted_peak_bytes, report.budget_bytes is not None and peak > report.budget_bytes
+    for rank, (predicted, peak) in enumerate(zip(report.predicted_peaks, report.peak_bytes)):
+        over = report.budget_bytes is not None and peak > report.budget_bytes
         room = "" if report.budget_bytes is None else f"budget {format_bytes(report.budget_bytes)}"
         room += ": EXCEEDED" if over else ""
         cells = (format_bytes(predicted), format_bytes(peak), format_ratio(peak, predicted))

@@ -77,11 +77,18 @@ def verify(
         num_ranks=plan.num_ranks,
         dtype=dtype,
         predicted_peak_bytes=plan.predicted.peak_bytes,
+        rank_peak_bytes=_stage_peaks(plan),
         budget_bytes=plan.budget_bytes,
         predicted_step_s=plan.predicted.step_s,
         **{"peak_bytes": (), **measured},
         **found,
     )
+
+
+def _stage_peaks(plan: Plan) -> tuple[int, ...]:
+    """Return the predicted peak of each rank's stage; nothing of a plan without stages."""
+    ranks = plan.num_ranks // plan.num_stages
+    return tuple(stage.peak_bytes for stage in plan.predicted.stages for _ in range(ranks))
 
 
 class _Comparison:
