@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..artifacts import Alternative, BreakEven, ExplainedDecision, Explanation, Plan
 from .decisions import micro_batches_text, offloaded_bytes
 from .splits import layout_meaning, meaning_of
@@ -136,12 +138,15 @@ def _decision(plan: Plan, row: ExplainedDecision) -> list[str]:
 
 
 def _even_at(plan: Plan, even: BreakEven) -> str:
-    """Say which split is faster on which side; a factor below 1 cannot be."""
+    """Say which split is faster on which side; a factor below 1, or above the ranks that share the experts, cannot be."""
     below, above = (
-        " ".join(f"{name}@{axis}" for name, axis in zip(split, plan.mesh)) for split in (even.below, even.above)
+        " ".join(f"{name}@{axis}" for name, axis in zip(split, plan.inner_mesh)) for split in (even.below, even.above)
     )
+    most = math.prod(size for name, size in zip(even.below, plan.inner_mesh.values()) if "e" in name.split("+"))
     if even.imbalance < 1.0:
         return f"{above} is faster than {below} however even the routing is, by the sum of their parts"
+    if even.imbalance >= most:
+        return f"{below} is faster than {above} however skewed the routing is, by the sum of their parts"
     share = f"{even.imbalance:.3g} × its even share"
     return f"{below} is faster than {above} while no rank has more than {share}, by the sum of their parts"
 
