@@ -8,6 +8,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import plotly.graph_objects as go
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 
 from tests import report_samples as samples
 from tests.report_samples import MIB
-from trainwright.artifacts import MemoryPoint, ModuleCost, OpPlan, ParamPlan, UserError
+from trainwright.artifacts import BreakEven, MemoryPoint, ModuleCost, OpPlan, ParamPlan, UserError
 from trainwright.reports.decisions import decision_rows
+from trainwright.reports.explanation import explanation_text
 from trainwright.reports.fold import folded_rows
 from trainwright.reports.html import write_plan
 from trainwright.reports.html_profile import write_profile
@@ -447,3 +449,18 @@ def test_the_names_of_splits_are_those_of_the_plan() -> None:
     assert "the batch" in plan_table(samples.plan())
     assert meaning_of("gelu.d1~2") == meaning_of("d1")
     assert meaning_of("n", "conv2d") == "the batch"
+
+
+@pytest.mark.parametrize(
+    ("imbalance", "said"),
+    [
+        (0.9, "f@node is faster than t.0@node e@gpu however even the routing is"),
+        (1.5, "t.0@node e@gpu is faster than f@node while no rank has more than 1.5 × its even share"),
+        (2.0, "t.0@node e@gpu is faster than f@node however skewed the routing is"),
+    ],
+)
+def test_an_imbalance_of_experts_that_cannot_be_is_said_so(imbalance: float, said: str) -> None:
+    """Two ranks share the experts, so none has more than twice its even share."""
+    found = samples.explanation()
+    row = replace(found.rows[0], even_at=BreakEven(imbalance, ("t.0", "e"), ("f",)))
+    assert f"  imbalance  {said}" in explanation_text(replace(found, rows=(row,)))
