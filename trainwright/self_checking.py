@@ -93,12 +93,16 @@ def selfcheck(
     """
     if not minutes > 0:
         raise UserError(f"minutes above 0 are needed for a self-check; got {minutes:g}; leave them out for 10")
+    from .launch.cores import threads_each
+    from .profiler.threads import threads
+
     named = _device_name(device)
     ends_s = time.monotonic() + 60 * minutes
     rows: list[Checked] = []
     for case in cases or (CPU_CASES if device == "cpu" else GPU_CASES):
         progress(f"{case.name}, {len(rows) + 1} of {len(cases) or 10}")
-        row, profiled = _predicted(case, cluster, optimizer)
+        with threads(threads_each(cluster.num_devices)):  # as in the process that measures
+            row, profiled = _predicted(case, cluster, optimizer)
         if time.monotonic() >= ends_s:
             rows.append(row.model_copy(update={"not_measured": f"the {minutes:g} minutes were over"}))
         elif profiled > cluster.device.memory_bytes:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...artifacts import MemoryPoint, UserError
 from ...ops import find
 from ...profiler.saved import run_state
+from ...profiler.threads import threads
 from ...profiler.tracker import MemoryTracker, Target
 from ...profiler.values import KnownValues
 from ...program.decisions import Decisions
@@ -88,7 +89,7 @@ def simulate(
     by that, since the step itself sees one rank's part as if it were whole. counts: by op, the rows of experts that a run had
     (`runtime.routed`); without, those that are planned.
     """
-    with _threads(num_threads):
+    with threads(num_threads):
         return _simulate(program, decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts)
 
 
@@ -114,7 +115,7 @@ def simulate_stage(
     other stages read too. What crosses to other stages is no part of the bytes that are communicated.
     """
     of_stage = _OfStage(stage, in_flight, num_micro_batches, tied)
-    with _threads(num_threads):
+    with threads(num_threads):
         return _simulate(
             stage.program, decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, of_stage
         )
@@ -234,19 +235,6 @@ class _Gathered:
             copies = 2 if each.reads == "tensor" else 1
             step = max(step, copies * math.prod(shapes[0]) * tensor.dtype.itemsize + more - less)
         return cls(max(0, state), max(0, step))
-
-
-@contextmanager
-def _threads(num_threads: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if num_threads is None or num_threads == before:
-        yield
-        return
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _fuse_attention(executor: Executor, target: Target) -> None:
