@@ -213,7 +213,7 @@ _STOPPED = "the search was stopped by Ctrl-C; this is the best plan found by the
 
 
 def _search_as_asked(task: Task, solver: str) -> Found:
-    if task.chunked is not None:
+    if task.chunked is not None and (solver == "joint" or task.chunked.is_free):  # recipes are what others run
         return whole_or_chunked(task, task.chunked, lambda variant: _search_as_asked(variant, solver))
     if task.pipeline is not None:
         return _search_stages(task, solver)
