@@ -27,8 +27,17 @@ ON_FOUR: list[tuple[str, list[int], list[str], int, int]] = [
 ]
 
 
+NOT_OFFERED = pytest.mark.xfail(
+    reason="the classes of this head and its smoothed sum are not offered as a split", strict=True
+)
+
+
 def _slow_but_first(cases: list, num: int) -> list:
-    return [pytest.param(*case, marks=[pytest.mark.slow] if place >= num else []) for place, case in enumerate(cases)]
+    marks = [[pytest.mark.slow] if place >= num else [] for place in range(len(cases))]
+    return [
+        pytest.param(*case, marks=[*each, NOT_OFFERED] if case[0] == "shifted" and ["v"] in case else each)
+        for case, each in zip(cases, marks)
+    ]
 
 
 @pytest.mark.parametrize(("kind", "split", "chunks", "micro_batches"), _slow_but_first(ON_TWO, 3))
