@@ -225,10 +225,8 @@ class SSO(Method):
         if group["target_search"]:
             self.state[group["params"][0]]["target_lr"].fill_(lr)
         surrogate = Surrogate(again, group["params"], targets, sign * _number(value), slope, lr, proximal)
-        return (
-            value.detach().clone(),
-            surrogate,
-        )  # torch's mean of squares leaves a number in the storage of the squares
+        # A copy, for torch's mean of squares leaves its number in the storage of all the squares.
+        return value.detach().clone(), surrogate
 
     def _target_lr(
         self, group: dict[str, Any], value_at: Callable[[float], float], value: Tensor, slope: Tensor
