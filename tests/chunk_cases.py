@@ -42,9 +42,20 @@ def transposed(logits: Tensor, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], weight=weight)
 
 
+def by_token(logits: Tensor, batch: Any) -> Tensor:
+    """The losses of single tokens, each with a weight of its own, added up."""
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    return (losses * torch.arange(1, 25, dtype=logits.dtype, device=logits.device)).sum() / 100.0
+
+
+def divided(logits: Tensor, batch: Any) -> Tensor:
+    """The summed loss, divided."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / 24.0
+
+
 def build(kind: str, device: str = "cpu") -> tuple[Any, ...]:
     """Return a zoo model, or `Head` with one of the losses above, some labels −100; values are the same each time."""
-    if kind not in ("shifted", "transposed"):
+    if kind not in LOSSES:
         model, batch = zoo.build(kind, device=device)
         if device != "meta":
             batch["labels"][:, 3] = -100
@@ -58,11 +69,11 @@ def build(kind: str, device: str = "cpu") -> tuple[Any, ...]:
     return model, batch, LOSSES[kind]
 
 
-LOSSES = {"shifted": shifted, "transposed": transposed}
+LOSSES = {"shifted": shifted, "transposed": transposed, "by_token": by_token, "divided": divided}
 
 
 def program_of(kind: str, chunks: int, micro_batches: int = 1) -> Program:
-    """Return the program of a step whose loss is taken in so many chunks."""
+    """Return the program of a step whose loss is taken in so many chunks, 0: with whole logits."""
     model, batch, *loss_fn = build(kind, device="meta")
     return capture_step(model, batch, loss_fn[0] if loss_fn else None, None, micro_batches, loss_chunks=chunks)
 
@@ -73,7 +84,8 @@ def forced(
     """Verify a plan drawn from the whole space but for the loss's split, in float64; an unknown loop is an error."""
     program = program_of(kind, chunks, micro_batches)
     decisions = random_decisions(program, tuple(mesh), seed)
-    (group,) = [g for c in program.classes for g in c.groups if any(op.name == NAME for op in g.ops)]
+    name = NAME if chunks else "cross_entropy_loss"
+    (group,) = [g for c in program.classes for g in c.groups if any(op.name == name for op in g.ops)]
     names = [loop.name for loop in group.loops]
     decisions.splits[group] = tuple(names.index(name) if name != "-" else -1 for name in split)
     literals = {} if kind in LOSSES else {n: v for n, v in build(kind, "meta")[1].items() if not isinstance(v, Tensor)}

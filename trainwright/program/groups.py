@@ -262,16 +262,40 @@ def _add_pairs(group: Group) -> None:
 
 
 def _refuse_mixed_gradients(group: Group) -> None:
-    """A loop that one output lacks and another has would give the first a gradient that is part whole, part partial."""
-    inside = set(group.ops)
+    """Keep whole the loops that would leave a tensor with a gradient that is part whole, part partial.
+
+    An op that does not run over a split loop hands whole gradients on to its inputs, where those that do leave partial ones.
+    An op whose ranks work together over the loop takes a whole gradient and leaves each rank's share, so what reads nothing
+    but its results, and does not run over the loop again, may be whole.
+    """
     for index, loop in enumerate(group.loops):
-        if loop.whole or loop.reduced:
+        if not loop.whole and not loop.reduced:
+            loop.whole = _mixes_gradients(group, index)
+
+
+def _mixes_gradients(group: Group, index: int) -> bool:
+    inside = set(group.ops)
+    ended: set[Op | None] = set()
+    """The ops that take whole gradients: those that work together over the loop, and what stands behind these alone."""
+    for op in group.ops:
+        names = {name for (at, name, _), own in group.loop_at.items() if at == op.position and own == index}
+        behind = [tensor.producer in ended for tensor in op.inputs if tensor.requires_grad]
+        if any(behind) and (names or not all(behind)):
+            return True
+        if any(behind) or _ends_jointly(op, names):
+            ended.add(op)
             continue
-        for op in group.ops:
-            for place, tensor in enumerate(op.outputs):
-                read = any(consumer not in inside for consumer in tensor.consumers)
-                if read and tensor.requires_grad and group.output_layout(op, place, (index,)) == (REPLICATE,):
-                    loop.whole = True
+        for place, tensor in enumerate(op.outputs):
+            read = any(consumer not in inside for consumer in tensor.consumers)
+            if read and tensor.requires_grad and group.output_layout(op, place, (index,)) == (REPLICATE,):
+                return True
+    return False
+
+
+def _ends_jointly(op: Op, names: set[str]) -> bool:
+    """True if the ranks that split the loops `names` work together in `op`, and none of its outputs has them."""
+    in_outputs = {name for dims in op.signature.outputs for dim in dims for name in dim}
+    return bool(names) and names <= op.signature.joint and not names & in_outputs
 
 
 def _connect(
