@@ -30,14 +30,14 @@ class Region:
     ops: list[Op]
     region_class: RegionClass = field(init=False, repr=False)
     member: int = 0
-    """Index among the members of its class."""
+    """The region's index among the members of its class."""
     externals: list[Tensor] = field(default_factory=list, repr=False)
-    """What it reads from outside, in order of first use; parameters included."""
+    """The tensors that the region reads from outside, parameters included, in order of first use."""
 
 
 @dataclass(eq=False)
 class RegionClass:
-    """Regions alike in everything but their place."""
+    """A class of regions that are equal in everything but their place in the step."""
 
     index: int
     members: list[Region]
@@ -69,7 +69,7 @@ def find_regions(ops: Sequence[Op]) -> list[Region]:
 
 
 def _block_of(path: str, containers: set[str]) -> str | None:
-    """The deepest block that `path` lies in."""
+    """Return the path of the deepest block that contains `path`, or None outside the blocks."""
     found = None
     for prefix, index, _ in _numbered(path):
         if prefix in containers:
@@ -78,7 +78,7 @@ def _block_of(path: str, containers: set[str]) -> str | None:
 
 
 def _numbered(path: str) -> list[tuple[str, str, str]]:
-    """Every numeric part of a path, as (what stands before it, the number, what stands behind it)."""
+    """Return every numeric part of a path, as (the parts before it, the number, the parts after it)."""
     parts = path.split(".")
     return [(".".join(parts[:k]), part, ".".join(parts[k + 1 :])) for k, part in enumerate(parts) if part.isdigit()]
 

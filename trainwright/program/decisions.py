@@ -30,7 +30,7 @@ class Decisions:
     recomputed: set[str] = field(default_factory=set)
     offloaded: set[str] = field(default_factory=set)
     offloaded_states: set[Tensor] = field(default_factory=set)
-    """Parameters whose optimizer states are off the device but for their own update, see `offload_states`."""
+    """The parameters whose optimizer states are on the device during their update alone, see `offload_states`."""
     in_flight_bytes: int = 0
     """Offloaded bytes that may stand on the device while they leave, and again before they are asked for."""
     overlap: Overlap = "none"

@@ -31,7 +31,7 @@ class Tensor:
     dtype: torch.dtype
     requires_grad: bool
     role: str
-    """param, buffer, input, const or op."""
+    """The kind of tensor: param, buffer, input, const or op."""
     dims: list[list[Factor]]
     producer: Op | None = None
     consumers: list[Op] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Tensor:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The factors of all dims, major first. Read only once the program is complete."""
+        """Return the factors of all dims, major first. The program must be complete before the first read."""
         return tuple(
             Slot(dim, factor.size, factor.blocked) for dim, parts in enumerate(self.dims) for factor in leaves(parts)
         )
@@ -67,10 +67,10 @@ class Op:
     outputs: list[Tensor]
     loops: dict[str, list[Factor]]
     constant: bool = False
-    """Depends on no parameter and no batch entry: run whole on every rank."""
+    """True if the op depends on no parameter and no batch entry; every rank then runs it whole."""
     region: Region | None = None
     position: int = -1
-    """Index in its region's ops."""
+    """The op's index among the ops of its region."""
 
     @property
     def kind(self) -> str:
@@ -80,7 +80,7 @@ class Op:
 
     @property
     def writes(self) -> str:
-        """The names of the buffers that it writes; empty for most ops."""
+        """Return the names of the buffers that the op writes; empty for most ops."""
         return str(self.node.meta.get("mutates", ""))
 
     @property
@@ -124,19 +124,19 @@ class Program:
     loss: Tensor
     by_node: dict[fx.Node, Tensor | tuple[Tensor, ...]]
     num_runs: int = 1
-    """So many runs, each on a micro-batch, make one step."""
+    """The number of runs in a step, each on one micro-batch."""
     corrections: dict[str, float | str] = field(default_factory=dict)
-    """By op, what makes the mean of several runs' losses exact; see `micro_batches`."""
+    """The correction of each op, by key, that makes the mean of several runs' losses exact; see `micro_batches`."""
     lifted: torch.dtype | None = None
     """The precision that all floating-point tensors have been brought to (`lift`), whatever they were captured in."""
     given: list[Tensor] = field(default_factory=list)
-    """Of one stage of a step: the results that come from the stage before, in order; see `stages`."""
+    """The results that a pipeline stage receives from the stage before, in order; see `stages`."""
     handed: list[Tensor] = field(default_factory=list)
-    """Of one stage of a step: the results that go to the stage behind, in order."""
+    """The results that a pipeline stage sends to the next stage, in order."""
 
     @property
     def kept_outputs(self) -> list[Tensor | Any]:
-        """What the caller of a training step holds: all outputs, or of several runs, or stages, the loss alone."""
+        """Return the outputs that a training step's caller gets: all, or the loss alone with several runs or stages."""
         if self.num_runs == 1 and not self.given and not self.handed:
             return self.outputs
         return [found if found is self.loss else None for found in self.outputs]
@@ -151,7 +151,7 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of ops, shapes, dtypes and names: equal for equal programs."""
+        """Return a digest of ops, shapes, dtypes and names, which is equal for equal programs."""
         digest = hashlib.sha256()
         for tensor in self.tensors:
             if tensor.role != "op":

@@ -33,12 +33,12 @@ class Stage:
 
     @property
     def given(self) -> list[Tensor]:
-        """The results that come from the stage before, in order."""
+        """Return the results that the stage receives from the stage before, in order."""
         return self.program.given
 
     @property
     def handed(self) -> list[Tensor]:
-        """The results that go to the stage behind, in order; one that was given may be passed on."""
+        """Return the results that the stage sends to the next one, in order; these may include received ones."""
         return self.program.handed
 
     @property
@@ -47,7 +47,7 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+        """Return True for the last stage, which computes the loss."""
         return self.index == self.num_stages - 1
 
 
@@ -119,7 +119,7 @@ def _regions_at(program: Program, begins: Sequence[str]) -> list[Region]:
 
 
 def _free_ops(program: Program) -> set[Op]:
-    """The ops that any stage can run by itself, with the same result."""
+    """Return the ops that any stage can run by itself, with the same result."""
     found: set[Op] = set()
     for op in program.ops:
         alone = all(t.producer in found if t.producer is not None else t.role != "param" for t in op.inputs)
@@ -163,7 +163,7 @@ def _stage_of(op: Op, of_region: dict[int, int]) -> int:
 
 
 def _crossing(program: Program, free: set[Op], of_region: dict[int, int], parts: Sequence[_Part]) -> list[list[Tensor]]:
-    """What enters each stage, and, as the last entry, what leaves the last one: nothing."""
+    """Return the results that enter each stage, then an empty list for those that leave the last stage."""
     crossing: list[list[Tensor]] = [[] for _ in range(len(parts) + 1)]
     for tensor in program.tensors:
         if tensor.producer is None or tensor.producer in free:

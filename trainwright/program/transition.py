@@ -74,7 +74,7 @@ def _next(current: Layout, target: Layout) -> tuple[Kind, int, int, int]:
 
 
 def _can_nest(current: Layout, target: Layout, axis: int) -> bool:
-    """Whether `axis` may cut its target slot now: all outer axes of that slot are in place, no inner one is yet."""
+    """Return True if `axis` may split its target slot now: that slot's outer axes are in place, no inner one is."""
     slot = target[axis]
     held = [a for a in axes_of(current, slot) if a != axis]
     return held == [a for a in axes_of(target, slot) if a < axis]

@@ -50,14 +50,14 @@ class Member:
     trained: bool
     dtype: torch.dtype
     num_bytes: int
-    """Of the gradient before it is reduced."""
+    """The size of the gradient before it is reduced."""
     region: int = 0
     is_new: bool = False
-    """Whether its gradient is always a tensor made for it, which nothing else holds: one that may be reduced in place."""
+    """True if the gradient is always a new tensor that nothing else holds, so that it may be reduced in place."""
 
     @cached_property
     def travel(self) -> Travel:
-        """Return what decides with whom it travels."""
+        """Return the `Travel` that decides which parameters share its collectives."""
         back = self.back.steps if self.trained else ()
         return Travel(self.there.steps, back, self.num_bytes, self.dtype)
 
@@ -75,7 +75,7 @@ class Bucket:
         self.reduction_of = {index: found for found in self.reductions for index in found.members}
 
     def open(self, flights: Flights, rest: Plain, *params: Tensor) -> list[Tensor]:
-        """Return what `close` takes, and issue the gathers."""
+        """Issue the gathers, and return one token per parameter for `close`."""
         flight = flights[self] = Flight(self)
         tokens: dict[int, Tensor] = {}
         if self.trained and torch.is_grad_enabled():
@@ -131,7 +131,7 @@ class Flight:
         return route.run(param) if pending is None else pending.wait()
 
     def put(self, index: int, gradient: Tensor) -> None:
-        """Take in one parameter's gradient; the last one of a buffer sends it on its way."""
+        """Take in one parameter's gradient; the last gradient of a buffer issues its reduction."""
         reduction = self.bucket.reduction_of.get(index)
         if reduction is None:
             self.alone[index] = self.bucket.members[index].back.start(gradient)
@@ -227,7 +227,7 @@ class _Place:
         sizes = local_sizes(route.slots, step.before, mesh, coords)
         self.num_parts, self.start = num_parts, start
         self.shape = local_shape(route.shape, route.slots, route.steps[-1].after, mesh, coords)
-        """What comes out, in the shape of the rank's part."""
+        """The shape of the rank's part of the reduced gradient."""
         self.lead, self.whole, self.tail, self.each = 1, 1, math.prod(sizes), 1
         if num_parts > 1:
             self.lead, self.whole = math.prod(sizes[: step.slot]), sizes[step.slot]
@@ -237,7 +237,7 @@ class _Place:
 
     @property
     def is_in_rows(self) -> bool:
-        """Whether a contiguous gradient is what its rows are, one behind the other."""
+        """True if the memory of a contiguous gradient equals its rows, one after the other."""
         return self.num_parts == 1 or (self.lead == 1 and self.whole == self.num_parts * self.each)
 
     def put(self, flat: Tensor, gradient: Tensor) -> None:
@@ -276,12 +276,12 @@ class _Reduction:
     row: int = 0
     num_bytes: int = 0
     region: int = 0
-    """Of the last member."""
+    """The region of the last member."""
     is_new: bool = False
-    """Whether the one gradient that it takes may itself be the buffer."""
+    """True if the buffer takes a single gradient, which may itself serve as the buffer."""
 
     def takes(self, member: Member) -> bool:
-        """Whether there is room for one more gradient."""
+        """Return True if the buffer has room for one more gradient."""
         return has_room(self.num_bytes, member.num_bytes, member.region == self.region)
 
 

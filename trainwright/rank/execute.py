@@ -69,7 +69,7 @@ class Executor:
         return self.end(run)
 
     def again(self, index: int) -> Call:
-        """Return what the backward runs to rederive what instruction `index` makes."""
+        """Return the call by which the backward recomputes the outputs of instruction `index`."""
         return self.replays.get(index, self.calls[index])
 
     def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:

@@ -45,10 +45,10 @@ class Value:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Numbered:
     index: int
-    """The place in the program."""
+    """The instruction's position in the program."""
     key: str
     path: str
-    """The module that the op belongs to, or the reader of what is resharded."""
+    """Names the module that the op belongs to, or the reader of what is resharded."""
     region: int
     """Index of the region, -1 for what belongs to none (constants, the loss's sum)."""
 
@@ -67,20 +67,20 @@ class Compute(_Numbered):
     axes: tuple[int, ...] = ()
     """Mesh axes that split the op's loops: its random numbers differ along these alone."""
     internal_recomputed: bool = False
-    """Whether the backward reruns the op for what it saves of its own (statistics, masks)."""
+    """True if the backward recomputes what the op saves internally (statistics, masks) by running it again."""
     internal_offloaded: bool = False
-    """Whether what the op saves of its own leaves the device meanwhile."""
+    """True if what the op saves internally is offloaded from the device until the backward."""
     rerun: Callable[..., Any] | None = None
-    """What the backward calls in place of `function`, of an op that writes buffers: it leaves them as they are."""
+    """The backward calls this in place of `function` for an op that writes buffers; it leaves the buffers unchanged."""
 
     @property
     def gives_several(self) -> bool:
-        """Whether the op returns a tuple."""
+        """True if the op returns a tuple or a list."""
         return isinstance(self.op.node.meta["val"], (tuple, list))
 
     @cached_property
     def again(self) -> Compute:
-        """Return the call that makes the outputs anew."""
+        """Return the instruction that recomputes the outputs."""
         return self if self.rerun is None else replace(self, function=self.rerun, rerun=None)
 
 
@@ -93,7 +93,7 @@ class Reshard(_Numbered):
     there: Route
     back: Route
     differentiable: bool
-    """Whether a gradient comes back at all."""
+    """True if the reshard passes a gradient back."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Reshard(_Numbered):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Open(_Numbered):
-    """All parameters of a bucket set out: their gathers are issued, and each gives a token that `Close` takes."""
+    """Issues the gathers of all parameters of a bucket; each parameter gives a token that `Close` takes."""
 
     bucket: Bucket
     params: tuple[int, ...]
@@ -131,11 +131,11 @@ class Open(_Numbered):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Close(_Numbered):
-    """One parameter of a bucket arrives in the layout that is wanted."""
+    """Waits for one parameter of a bucket and returns it in the wanted layout."""
 
     bucket: Bucket
     place: int
-    """Which of the bucket's members it is."""
+    """The parameter's index among the bucket's members."""
     token: int
     result: int
 

@@ -36,11 +36,11 @@ class LocalProgram:
     values: list[Value]
     instructions: list[Instruction]
     sources: dict[Tensor, int]
-    """Value of each parameter, buffer, batch entry and constant, and of what comes from the stage before."""
+    """The value of each parameter, buffer, batch entry and constant, and of each result of the stage before."""
     outputs: list[Any]
-    """Value index (or literal) of each flat output, then of what goes to the stage behind."""
+    """A `Ref` (or literal) for each flat output, then for each result that goes to the next stage."""
     loss: int | None
-    """Value of the whole loss; None in a stage that another one's follows."""
+    """The value of the whole loss; None in a stage that another stage follows."""
 
     def travelling(self) -> set[Tensor]:
         """Return the parameters that one bucket opens and nothing else reads, in a step of one run.
@@ -235,7 +235,7 @@ class _Builder:
 
 
 def _routing(program: Program) -> set[Tensor]:
-    """The tensors that say which expert a row goes to, which are never made anew.
+    """Return the tensors that say which expert a row goes to; these are never recomputed.
 
     Where two experts are as good as equal a rerun may choose the other one, and would exchange other numbers of rows than the
     forward did: all ranks would wait for ever.

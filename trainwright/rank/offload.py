@@ -1,4 +1,4 @@
-"""Saved tensors that leave the device between the forward and the backward.
+"""Offloads saved tensors from the device between the forward and the backward.
 
     forward    a storage that the plan offloads is handed to the store when autograd first saves it; the device's copy
                goes as soon as the forward is done with it and it no longer counts as in flight
@@ -25,7 +25,7 @@ MIN_BYTES = 64
 
 
 class OffloadStore(Protocol):
-    """Where offloaded bytes go. A ticket is the store's own; the space is free again when the ticket dies."""
+    """Holds offloaded bytes. The store defines its tickets; the space is free again when the ticket dies."""
 
     def write(self, data: Tensor) -> Any:
         """Begin to copy the one-dimensional `data`, which stays as it is until `written`, and return a ticket."""
@@ -45,7 +45,7 @@ class CountingStore:
 
     def __init__(self) -> None:
         self.num_bytes = self.num_transfers = 0
-        """Of one direction: what leaves comes back."""
+        """Both count one direction alone: each storage that leaves comes back."""
 
     def write(self, data: Tensor) -> Any:
         self.num_bytes += data.numel() * data.element_size()
@@ -74,7 +74,7 @@ class OffloadedStorage:
     has_left: bool = False
     last_save: int = 0
     waiting: int = 0
-    """How many saved tensors still need the contents."""
+    """The number of saved tensors that still need the contents."""
     buffer: Tensor | None = None
     was_asked: bool = False
 
@@ -84,7 +84,7 @@ class OffloadedStorage:
 
 
 class OffloadRun:
-    """What one forward has offloaded, until its backward has taken it back."""
+    """Tracks the storages that one forward offloads, until its backward has fetched them."""
 
     def __init__(self, store: OffloadStore, in_flight_bytes: int) -> None:
         self.store, self.in_flight_bytes = store, in_flight_bytes
@@ -147,7 +147,7 @@ class OffloadRun:
     # Backward
 
     def fetch(self, item: OffloadedStorage) -> Tensor:
-        """Return the contents of `item`, and send for what will be asked for next."""
+        """Return the contents of `item`, and prefetch the storages that the backward asks for next."""
         self.settle()
         if item.buffer is None:
             self._send_for(item)
@@ -169,7 +169,7 @@ class OffloadRun:
         self.store.read(item.ticket, item.buffer)
 
     def _fetch_ahead(self) -> None:
-        """Send for what left last and was not asked for yet, as long as there is room for it."""
+        """Prefetch the storages that were saved last and not yet asked for, while `in_flight_bytes` allows it."""
         if self._to_come is None:
             items = [item for reference in self._left if (item := reference()) is not None]
             items.sort(key=lambda item: -item.last_save)

@@ -127,7 +127,7 @@ class PipelineRunner:
 
 
 _Place = tuple[What, int]
-"""Of what, of which micro-batch."""
+"""Identifies a transfer: activation or gradient, and the index of the micro-batch."""
 
 
 @dataclass(eq=False)
@@ -145,13 +145,13 @@ class _Step:
     trains: bool = True
     given: dict[int, list[Tensor]] = field(default_factory=dict)
     roots: dict[int, list[Any]] = field(default_factory=dict)
-    """Of each forward whose backward is to come: the loss, or the edges of what was handed over."""
+    """The tensors or edges at which each pending backward begins, by micro-batch; see `_roots`."""
     arriving: dict[_Place, tuple[list[Tensor], Any]] = field(default_factory=dict)
     arrived: dict[_Place, list[Tensor]] = field(default_factory=dict)
     made: dict[_Place, list[Tensor]] = field(default_factory=dict)
     leaving: dict[_Place, tuple[list[Tensor], Any]] = field(default_factory=dict)
     outputs: list[list[Any]] = field(default_factory=list)
-    """Of an evaluation: the flat outputs of each micro-batch."""
+    """The flat outputs of each micro-batch of an evaluation."""
     total: Tensor | None = None
 
     def run(self) -> tuple[Tensor, list[Tensor | None]]:
@@ -242,7 +242,7 @@ class _Step:
                 self.observer.mark_forward_end()
 
     def _roots(self, flat: list[Any]) -> list[Any]:
-        """What the backward begins at: the loss; or edges, which do not keep what was handed over."""
+        """Return the backward's roots: the loss, or gradient edges, which do not keep the sent activations alive."""
         stage = self.runner.stage
         if not stage.is_last:
             handed = zip(stage.handed, flat[self.runner.num_outputs :])

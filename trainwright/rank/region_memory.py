@@ -23,18 +23,18 @@ from .run_state import Call, RunState
 
 
 class Reruns(Protocol):
-    """What a region's memory asks of the executor that it belongs to."""
+    """The interface of an executor that a region's memory uses."""
 
     local: LocalProgram
     released: set[tuple[int, int]]
 
     def again(self, index: int) -> Call:
-        """Return what the backward runs to rederive what instruction `index` makes."""
+        """Return the call by which the backward recomputes the outputs of instruction `index`."""
 
 
 @dataclass(eq=False, slots=True)
 class _Saved:
-    """What autograd holds in place of a saved tensor: the tensor itself, or where to get it from."""
+    """Stands in autograd for a saved tensor; it holds the tensor itself, or refers to where its contents come from."""
 
     tensor: Tensor | None
     memory: RegionMemory | OffloadedStorage | None = None
@@ -51,7 +51,7 @@ class RegionMemory:
     def __init__(self, executor: Reruns, rerun: Rerun, state: RunState, offload: OffloadRun | None = None) -> None:
         self.executor, self.rerun, self.state, self.offload = executor, rerun, state, offload
         self.before: RegionMemory | None = None
-        """Of the region whose backward comes next, if that gathers parameters again."""
+        """The memory of the next region in the backward that gathers parameters again, if there is one."""
         self.sources: dict[int, _Saved] = {}
         self.registry: dict[int, tuple[StorageWeakRef, int]] = {}
         self.waiting: Counter[tuple[int, int]] = Counter()

@@ -60,7 +60,7 @@ def _communicates(instruction: Instruction) -> bool:
 
 
 def _results(local: LocalProgram, region: int) -> dict[int, list[int]]:
-    """The values of `region` that are read elsewhere, by the instruction that makes them."""
+    """Return the values of `region` that are read outside it, by the instruction that makes them."""
     inside = {value: i.index for i in local.instructions if i.region == region for value in i.outputs}
     read = {value for i in local.instructions if i.region != region for value in i.again.inputs}
     read |= {found.value for found in local.outputs if isinstance(found, Ref)}

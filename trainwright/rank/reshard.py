@@ -106,7 +106,7 @@ class Route:
 
     @property
     def moves(self) -> bool:
-        """Whether any rank sends anything."""
+        """Return True if any step communicates; slices do not."""
         return any(step.kind != "slice" for step in self.steps)
 
     def run(self, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Route:
         return x.reshape(lead, before[step.slot], tail), after[step.slot], shape
 
     def _prepare(self, step: Step, x: Tensor) -> tuple[Tensor, Finish]:
-        """What a collective is given, and what makes the step's result of its answer."""
+        """Return the collective's input, and the function that turns its output into the step's result."""
         if step.kind == "all_reduce":
             return x.clone(memory_format=torch.contiguous_format), _as_it_is
         if step.kind == "all_gather":

@@ -25,15 +25,15 @@ class RunState:
     flights: Flights = field(default_factory=dict)
     """The parameters that are under way in this run."""
     rest: Plain = field(default_factory=Plain)
-    """How the parameters that a bucket alone reads are given."""
+    """Converts a bucket's parameters from their form at rest to what a step reads, and their gradients back."""
     sums: dict[int, Pending] = field(default_factory=dict)
     """The sums that were begun ahead, by the instruction that waits for each."""
     late: list[Finish] | None = None
     """Takes what waits for the loss's value, where nobody reads that before the step is done; None: it is waited for."""
     micro: int = 0
-    """Which of the step's micro-batches this is: each draws its own numbers."""
+    """The index of the micro-batch within the step; each micro-batch draws its own random numbers."""
     known: Mapping[int, Any] = field(default_factory=dict)
-    """Values that are there before the run, where a step takes several (`accumulate`)."""
+    """The values that are computed before the run, if a step takes several runs (`accumulate`)."""
     factors: Mapping[int, Any] = field(default_factory=dict)
     """What makes sums over labels a share of the whole batch's mean, by the value that is multiplied."""
 

@@ -53,7 +53,7 @@ def _travels(instructions: Sequence[Instruction], values: list[Value], readers: 
 
 
 def _starts(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """The first instruction of each region, in the order in which regions begin."""
+    """Return the index of each region's first instruction, in the order in which regions begin."""
     starts: dict[int, int] = {}
     for instruction in instructions:
         if instruction.region >= 0:
@@ -85,7 +85,7 @@ def _bucket(travels: Travels, values: list[Value], ahead: bool) -> tuple[Open, d
 
 
 def _readers(instructions: Sequence[Instruction]) -> Readers:
-    """Who reads each value, and as which of its operands."""
+    """Return the instructions that read each value, each with the position of the operand."""
     found: Readers = {}
     for instruction in instructions:
         for place, value in enumerate(instruction.inputs):
@@ -94,7 +94,7 @@ def _readers(instructions: Sequence[Instruction]) -> Readers:
 
 
 def _makes_gradient(instruction: Instruction, place: int) -> bool:
-    """Whether the gradient of an operand is a product, and no view of what other operands' gradients share."""
+    """Return True if the gradient of the operand is a new tensor, which no other operand's gradient shares."""
     return isinstance(instruction, Compute) and find(instruction.op.name).fresh_gradient == place
 
 

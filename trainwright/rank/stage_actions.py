@@ -28,7 +28,7 @@ What = Literal["activation", "gradient", ""]
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a stage does for one micro-batch."""
+    """One step of a stage's schedule, for one micro-batch."""
 
     kind: Kind
     stage: int
@@ -37,7 +37,7 @@ class Action:
 
     @property
     def peer(self) -> int:
-        """The stage at the other end of a transfer; the own one where nothing moves."""
+        """Return the stage at the other end of a transfer, or the action's own stage if it transfers nothing."""
         if not self.what:
             return self.stage
         return self.stage + (1 if (self.what == "activation") == (self.kind in ("send", "sent")) else -1)
@@ -118,14 +118,14 @@ def _with_transfers(computations: Sequence[Action], num_stages: int, num_ahead: 
 
 
 def _arrival(action: Action, num_stages: int) -> Action | None:
-    """The transfer that a computation waits for."""
+    """Return the `take` that a computation waits for, or None if it receives nothing."""
     if action.kind == "forward":
         return Action("take", action.stage, action.micro, "activation") if action.stage > 0 else None
     return Action("take", action.stage, action.micro, "gradient") if action.stage < num_stages - 1 else None
 
 
 def _departure(action: Action, num_stages: int) -> Action | None:
-    """The transfer of a computation's results."""
+    """Return the `send` of a computation's result, or None if the stage sends nothing."""
     if action.kind == "forward":
         return Action("send", action.stage, action.micro, "activation") if action.stage < num_stages - 1 else None
     return Action("send", action.stage, action.micro, "gradient") if action.stage > 0 else None
@@ -182,7 +182,7 @@ def _may_go_on(action: Action, done: set[Action]) -> bool:
 
 
 def _waits(stuck: dict[int, Action]) -> str:
-    """Who waits for whom, followed from the first stage that is stuck until one comes again, or has ended."""
+    """Describe which stage waits for which, from the first stuck stage until a stage repeats or has ended."""
     stage, lines = next(iter(stuck)), list[str]()
     seen: set[int] = set()
     while stage in stuck and stage not in seen:

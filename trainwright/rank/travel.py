@@ -41,7 +41,7 @@ SMALL_BYTES = 64 * 2**10
 """Parameters no larger are gathered together, which takes a copy of each; larger ones go alone, without."""
 
 Kinds = tuple[tuple[str, int], ...]
-"""Collectives with their axes, in order."""
+"""The kinds of collectives with their mesh axes, in order."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Travel:
 
     @property
     def moves(self) -> bool:
-        """Whether any rank sends anything."""
+        """Return True if any step, there or back, communicates."""
         return _sends(self.there) or _sends(self.back)
 
     @property
     def is_whole_sum(self) -> bool:
-        """Whether the parameter is read as it rests and its gradient only summed: all such gradients are one bucket."""
+        """True if reading sends nothing and the gradient is only all-reduced; all such parameters form one bucket."""
         return only_sums(self.back) and not _sends(self.there)
 
     @property
@@ -80,7 +80,7 @@ class Travel:
 
     @property
     def fills_buffer(self) -> bool:
-        """Whether the gradient leaves no room in a buffer for another."""
+        """Return True if the gradient fills a buffer alone."""
         return self.num_bytes >= BUFFER_BYTES
 
 
@@ -89,7 +89,7 @@ def _sends(steps: Sequence[Step]) -> bool:
 
 
 def only_sums(steps: Sequence[Step]) -> bool:
-    """Tell whether what goes these steps stays whole: what it is joined in is reduced in place, and then holds it."""
+    """Tell whether there are steps and all are all-reduces, so that a gradient is reduced in place in its buffer."""
     return bool(steps) and all(step.kind == "all_reduce" for step in steps)
 
 
