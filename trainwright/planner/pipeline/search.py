@@ -1,4 +1,4 @@
-"""How a model is cut into stages: over numbers of stages, meshes of a stage, micro-batches and layouts.
+"""The search for pipeline stages, over numbers of stages, meshes of a stage, micro-batches and layouts.
 
 For each of these that its bound does not rule out, layouts come from the solver on one stage's ranks: the fastest ones, and
 those whose parameters take ever less of the budget. Each gives a table (`measure`), cuts to begin from (`program`, `recipes`)
@@ -36,13 +36,13 @@ from .program import bound_s, propose
 from .recipes import PIPELINE_RECIPES, recipe_cuts
 
 SHARES = (0.8, 0.5, 0.3)
-"""Of the budgets of all stages together, what parameters and optimizer states may take in layouts beside the fastest."""
+"""The shares of all stages' memory budgets that parameters and optimizer states may take in the further layouts."""
 MAX_CORRECTIONS = 6
-"""How often one table learns from simulations."""
+"""The most times that one table learns from simulations."""
 CLOSE = 0.01
 """A stage whose peak leaves no more of the budget than this needs no second look."""
 MICRO_BATCHES_A_STAGE = 8
-"""At most so many micro-batches for each stage are looked at where their number is to be chosen."""
+"""The most micro-batches for each stage that are tried where their number is to be chosen."""
 
 
 @dataclass(frozen=True, eq=False)
