@@ -70,7 +70,7 @@ def _shared(values: np.ndarray, sharding: Sharding, options: dict[Decision, int]
 
 
 def _kept(options: dict[Decision, int], recompute: Recompute) -> Iterator[tuple[Any, int]]:
-    """What may be kept under the chosen options, with the column that counts it."""
+    """Yield what may be kept under the chosen options, with the column that counts its kept instances."""
     for (stored, native), column in recompute.keep.items():
         if stored.source.natives[options[stored.source.decision]] == native:
             yield stored, column

@@ -101,7 +101,7 @@ class _Builder:
         return memory
 
     def _static_bytes(self, decision: Decision, option: int) -> int:
-        """Return the bytes held throughout the step; with micro-batches they include the gradients, which accumulate."""
+        """Return the bytes held throughout the step; with micro-batches they include the accumulated gradients."""
         adds_up = self.adds_up and decision.tied[0].requires_grad
         return decision.rest_bytes[option] * (2 if adds_up else 1) + decision.state_bytes[option]
 
@@ -205,7 +205,7 @@ class _Builder:
         return terms
 
     def _fetched(self, region_class: RegionClass, region: int, position: int) -> Terms:
-        """Return the (negative) terms of offloaded instances that `_passed_terms` counts and this region does not need."""
+        """Return the negative terms of offloaded instances that `_passed_terms` counts but the region does not need."""
         terms: Terms = []
         for stored, found in self.spans.items():
             owner, at = stored.source.decision.region_class, stored.position

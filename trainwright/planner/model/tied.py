@@ -112,7 +112,7 @@ class SharedCopies:
         self._back[tied.reader].append(back)
 
     def _gradient_bytes(self, tied: Tied, native: Layout, want: Want) -> int:
-        """Return the bytes of a gradient sum beyond those the rows count; with micro-batches its place at rest is allocated."""
+        """Return the bytes of a gradient sum beyond those that the rows count already."""
         tensor, costs = tied.source.tensor, self.problem.costs
         if self.problem.program.num_runs == 1:
             return costs.local_bytes(tensor, want[1]) - costs.local_bytes(tensor, native)

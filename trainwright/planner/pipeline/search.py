@@ -167,7 +167,7 @@ class Case:
 
     @cached_property
     def bound_s(self) -> float:
-        """What no step with these numbers and this mesh is below."""
+        """Return a lower bound in seconds of every step with these numbers and this mesh."""
         least = self.outline.least(self.place.problem)
         return bound_s(least, self.place.solver.lower_bound_s(), self.num_stages, self.num_micro_batches)
 
@@ -218,7 +218,7 @@ class _Search:
         return Case(self.task, self.task.cluster, num_stages, shape).place.solver.lower_bound_s()
 
     def is_hopeless(self, floor_s: float, num_stages: int, num_micro_batches: int) -> bool:
-        """Whether stages that share `floor_s` however they like are no faster than what is known."""
+        """True if stages cannot beat the incumbent, however they share `floor_s`."""
         share = num_micro_batches * (1 - (1 - 1 / num_micro_batches) ** num_stages)
         hopeless = floor_s / share >= self._to_beat * (1 - GAP)
         self.was_slower |= hopeless
