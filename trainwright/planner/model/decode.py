@@ -145,7 +145,7 @@ class _Flags:
         self.pinned = {stored.source.tensor for stored in problem.stored if stored.boundary or stored.held}
         self.found: set[str] = set()
         self.largest_bytes = 0
-        """Of what one instance offloads."""
+        """The bytes of the largest value that one instance offloads."""
 
     def offloaded(self) -> set[str]:
         """Return the keys of all values that leave: the first of the instances that are kept, behind those that rerun."""

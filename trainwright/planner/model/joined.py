@@ -110,7 +110,7 @@ class Joined:
 
     @property
     def is_weak(self) -> bool:
-        """True if counted latencies and hidden seconds weaken the relaxation; long programs price the hidden seconds."""
+        """True if counted latencies and hidden seconds weaken the relaxation; long programs price the latter."""
         return self.in_buckets and not self.problem.is_long
 
     def of(self, use: Use, native: Layout, want: Want, times: tuple[float, float]) -> Way:

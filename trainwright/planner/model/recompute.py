@@ -51,7 +51,7 @@ class Recompute:
     resident: dict[int, int] = field(default_factory=dict)
     """The column of the instances that stay on the device, by the column of the kept ones."""
     states: dict[tuple[Decision, int], int] = field(default_factory=dict)
-    """The column of the instances whose optimizer states are offloaded, by parameter and option; see `offload_states`."""
+    """The column of the instances with offloaded optimizer states, by parameter and option; see `offload_states`."""
     states_stay: dict[tuple[Decision, int], int] = field(default_factory=dict)
     state_window: int = -1
     """MiB of offloaded optimizer states that stand on the device at the optimizer's step; −1: none may leave."""

@@ -53,7 +53,7 @@ class Sharding:
     """The columns of the sharding half."""
 
     joined: Joined
-    """The collectives whose latencies parameters share."""
+    """The reshards of parameters by collective, and the latencies that they share."""
     choice: dict[Decision, list[int]] = field(default_factory=dict)
     flow: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
     tied: list[Tied] = field(default_factory=list)

@@ -36,7 +36,7 @@ from .program import Least
 from .table import Hop, Level, Param, Table, Unit
 
 SHARES = (0.45, 0.8, 1.0)
-"""The share of the bytes that recompute can free which each level frees at least; the first level frees none."""
+"""The least share that each level frees of the bytes that recompute can free; a level before these frees none."""
 
 Item = Decision | tuple[Use, Want]
 """A group that is rerun, or an operand that is converted again."""
@@ -68,7 +68,7 @@ class Outline:
 
     @cached_property
     def crossing(self) -> list[list[Tensor]]:
-        """Return the tensors that come into each unit from earlier ones; boundaries between the same kinds are cut once."""
+        """Return the tensors that come into each unit from earlier ones; boundaries between like kinds are cut once."""
         known: dict[tuple[int, int], list[Tensor]] = {}
         found: list[list[Tensor]] = [[]]
         for place, name in enumerate(self.names, start=1):
@@ -171,7 +171,7 @@ class _Measuring:
     # Levels
 
     def _keys(self) -> list[list[set[str]]]:
-        """Return the values rerun by each level of each unit; a unit that is the only one of its kind has two levels."""
+        """Return the values rerun by each level of each unit; a unit that is alone in its kind has two levels."""
         alone = {kind for kind, num in Counter(self.outline.kinds).items() if num == 1}
         by_share = [self._rerun_at(share) for share in SHARES]
         found: list[list[set[str]]] = []

@@ -124,7 +124,7 @@ def _add_hop(grid: _Grid, rows: _Rows, table: Table, stage: int) -> None:
 
 
 def _first_readers(table: Table) -> list[list[str]]:
-    """Return each unit's parameters that no earlier unit reads; the last repeats those that only the first reads too."""
+    """Return each unit's parameters that no earlier unit reads; the last repeats those shared only with the first."""
     seen: set[str] = set()
     found = []
     for at, unit in enumerate(table.units):
@@ -140,7 +140,7 @@ def _first_readers(table: Table) -> list[list[str]]:
 
 
 def _least_work(table: Table, stage: int) -> float:
-    """Return the bytes that the rows reserve: the least working set and the learned excess of such stages."""
+    """Return the bytes that the rows reserve: the least working set, and the excess learned for these ends."""
     is_last = stage == table.num_stages - 1
     work = table.units[-1].work_bytes if is_last else min(unit.work_bytes for unit in table.units)
     return work + table.excess_bytes.get((stage == 0, is_last), 0.0)
