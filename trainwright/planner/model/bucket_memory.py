@@ -38,7 +38,7 @@ class _Part:
     column: int
     mib: float
     is_small: bool = True
-    """Whether it shares a buffer."""
+    """True if the gradient shares a buffer with others."""
 
     @cached_property
     def position(self) -> int:

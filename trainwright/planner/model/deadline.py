@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 LEAST_S = 0.5
-"""Past the deadline, so long may each solve take that is still asked for: it is to come with something."""
+"""Each solve that is still asked for past the deadline may take this long, so that it returns something."""
 
 
 class Deadline:
@@ -28,12 +28,12 @@ class Deadline:
 
     @property
     def has_passed(self) -> bool:
-        """Whether what was found by now is to be taken."""
+        """True if the deadline has passed, so that the search takes the incumbent."""
         return time.perf_counter() >= self._at
 
     @property
     def spent_s(self) -> float:
-        """What has passed since the search began."""
+        """Return the seconds that have passed since the search began."""
         return time.perf_counter() - self._began
 
     def limited(self, seconds: float) -> float:

@@ -31,11 +31,11 @@ class Choice:
     reruns: dict[Decision, int] = field(default_factory=dict)
     converts: dict[tuple[Use, Want], int] = field(default_factory=dict)
     leaves: dict[Stored | Decision | tuple[Use, Want], int] = field(default_factory=dict)
-    """How many instances of what is kept are offloaded: of an output, of a group's internals, of a converted copy."""
+    """The number of kept instances that are offloaded, of an output, of a group's internals or of a converted copy."""
     states: dict[Decision, int] = field(default_factory=dict)
-    """Of how many instances of a parameter the optimizer's states are offloaded."""
+    """The number of instances of a parameter whose optimizer states are offloaded."""
     shared: frozenset[tuple[Source, Want]] = frozenset()
-    """Of which parameters one gathered copy serves the readers of several regions."""
+    """The parameters, with the want, of which one gathered copy serves the readers of several regions."""
 
 
 def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | None) -> Choice:
@@ -59,7 +59,7 @@ def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | N
 
 
 def _shared(values: np.ndarray, sharding: Sharding, options: dict[Decision, int]) -> Iterator[tuple[Source, Want]]:
-    """What one gathered copy serves, of what more than one region reads under the chosen options."""
+    """Yield the wants that one gathered copy serves for more than one region under the chosen options."""
     for tied in sharding.tied:
         native = tied.source.natives[options[tied.source.decision]]
         for want in tied.wants:
@@ -70,7 +70,7 @@ def _shared(values: np.ndarray, sharding: Sharding, options: dict[Decision, int]
 
 
 def _kept(options: dict[Decision, int], recompute: Recompute) -> Iterator[tuple[Any, int]]:
-    """What may be kept under the chosen options, with the column that counts it."""
+    """Yield what may be kept under the chosen options, with the column that counts its kept instances."""
     for (stored, native), column in recompute.keep.items():
         if stored.source.natives[options[stored.source.decision]] == native:
             yield stored, column
@@ -145,7 +145,7 @@ class _Flags:
         self.pinned = {stored.source.tensor for stored in problem.stored if stored.boundary or stored.held}
         self.found: set[str] = set()
         self.largest_bytes = 0
-        """Of what one instance offloads."""
+        """The bytes of the largest value that one instance offloads."""
 
     def offloaded(self) -> set[str]:
         """Return the keys of all values that leave: the first of the instances that are kept, behind those that rerun."""

@@ -1,4 +1,4 @@
-"""What is alive in the forward, group by group, and what changes of layout hold while they are made.
+"""The memory rows of the forward, group by group, and the memory of changes of layout while they are made.
 
     kept        of the regions behind, and of the own one what is there already
     passing     made, still to be read in the forward, and not kept for the backward
@@ -28,7 +28,7 @@ CHANGING = "what a change of layout holds"
 
 
 class Changes:
-    """What the changes of layout of each use hold, as columns in MiB, there and back."""
+    """The memory of each use's changes of layout, there and back, as columns in MiB."""
 
     def __init__(self, model: Model, problem: Problem, sharding: Sharding, buckets: BucketMemory) -> None:
         self.model, self.buckets = model, buckets
@@ -139,7 +139,7 @@ class ForwardMemory:
         return self._column(terms)
 
     def _alive(self, region_class: RegionClass, position: int) -> list[Stored]:
-        """What was made before the group or by it, and is read by it or later."""
+        """Return the outputs that this group or an earlier one makes and that this group or a later one reads."""
         found: dict[Stored, None] = {}
         for use in self.problem.uses:
             stored = self.stored_of.get(use)

@@ -1,4 +1,4 @@
-"""How much of the parameters' communication computation hides, on devices that compute while they communicate.
+"""The share of the parameters' communication that computation hides, on devices that overlap the two.
 
     E ≥ P − ω · C          of the forward and of the backward, each
     seconds  δ · P + (1 − δ) · E    in place of P

@@ -97,7 +97,7 @@ class Joined:
     problem: Problem
     travel: Overlap
     found: dict[tuple[Any, ...], dict[Any, list[tuple[Join, int]]]] = field(default_factory=lambda: defaultdict(dict))
-    """What `write` has yet to write: by collective and by reader, the reshards that may serve it."""
+    """The reshards that `write` has yet to write, by the collective and the reader that they may serve."""
     shareable_s: float = 0.0
     """The most that all latencies would take if none were shared."""
     travelling: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -105,12 +105,12 @@ class Joined:
 
     @property
     def in_buckets(self) -> bool:
-        """Whether parameters travel in buckets, hence share latencies."""
+        """True if parameters travel in buckets, and hence share latencies."""
         return self.travel != "none"
 
     @property
     def is_weak(self) -> bool:
-        """Whether the relaxation is weak: counted latencies and hidden seconds make it so, but long programs price the latter."""
+        """True if counted latencies and hidden seconds weaken the relaxation; long programs price the latter."""
         return self.in_buckets and not self.problem.is_long
 
     def of(self, use: Use, native: Layout, want: Want, times: tuple[float, float]) -> Way:
@@ -149,7 +149,7 @@ class Joined:
 
     @cached_property
     def _last_share(self) -> float:
-        """Of the gradients that stay whole, the share of the last buffer, behind which nothing is left to compute."""
+        """Return the last buffer's share of the gradients that stay whole; nothing is left to compute behind it."""
         return last_buffer_share(sum(decision.count * max(decision.rest_bytes) for decision in self.problem.params))
 
     def again(self, use: Use, native: Layout, want: Want, seconds: float) -> Way:

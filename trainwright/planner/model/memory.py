@@ -101,7 +101,7 @@ class _Builder:
         return memory
 
     def _static_bytes(self, decision: Decision, option: int) -> int:
-        """What is there throughout: with micro-batches the gradients too, which add up where they lie."""
+        """Return the bytes held throughout the step; with micro-batches they include the accumulated gradients."""
         adds_up = self.adds_up and decision.tied[0].requires_grad
         return decision.rest_bytes[option] * (2 if adds_up else 1) + decision.state_bytes[option]
 
@@ -160,7 +160,7 @@ class _Builder:
         return terms
 
     def _rerunning(self, decisions: list[Decision], momentary: Terms) -> Terms:
-        """The more of two: what the last group's backward holds for a moment, and what reruns do right before it."""
+        """Return the larger of what the last group's backward holds for a moment and what the reruns before it hold."""
         given = self._option_terms(decisions[-1], decisions[-1].given_bytes)
         reruns = [self._rerun_terms(decision) for decision in decisions]
         if not any(reruns):
@@ -178,7 +178,7 @@ class _Builder:
         ]
 
     def _own_terms(self, region_class: RegionClass, member: int, position: int) -> Terms:
-        """What the instances of the own class hold: at the last one all that is kept, at the first one its own alone."""
+        """Return the terms of the own class: the last instance counts all that is kept, the first one only its own."""
         terms: Terms = []
         is_last = member == region_class.multiplicity - 1
         for item in self.items[region_class]:
@@ -205,7 +205,7 @@ class _Builder:
         return terms
 
     def _fetched(self, region_class: RegionClass, region: int, position: int) -> Terms:
-        """What `_passed_terms` counts too much: of offloaded instances those alone are there that this region needs."""
+        """Return the negative terms of offloaded instances that `_passed_terms` counts but the region does not need."""
         terms: Terms = []
         for stored, found in self.spans.items():
             owner, at = stored.source.decision.region_class, stored.position
@@ -237,7 +237,7 @@ class _Builder:
         return terms
 
     def _param_gradients(self, region: int) -> Terms:
-        """Of parameters read in this region or behind it: their gradients are there, at rest."""
+        """Return the terms of the gradients, at rest, of parameters that this region or a later one reads."""
         terms: Terms = []
         for decision in self.problem.params:
             if decision.tied[0].requires_grad and not self.adds_up:
@@ -255,7 +255,7 @@ class _Builder:
         ]
 
     def _states_away(self) -> Terms:
-        """Optimizer states that are offloaded: counted as static, and not there."""
+        """Return the (negative) terms of offloaded optimizer states, which the static bytes count."""
         return [
             (column, -decision.leaving_state_bytes[option] / MIB)
             for (decision, option), column in self.recompute.states.items()
@@ -289,7 +289,7 @@ class _Builder:
         )  # fmt: skip
 
     def _step_terms(self) -> list[Terms]:
-        """What is held together while the optimizer steps: one parameter's temporaries, or in lists those of all."""
+        """Return what the optimizer holds at once: one parameter's temporaries, or those of all in its foreach form."""
         each = [self._option_terms(decision, decision.step_bytes) for decision in self.problem.params]
         if self.problem.optimizer.form != "foreach":
             return [terms for terms in each if terms]

@@ -46,7 +46,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Solution:
-    """What one solve found. `values` is None when it found nothing."""
+    """The result of one solve; `values` is None if it found no solution."""
 
     outcome: Outcome
     values: np.ndarray | None

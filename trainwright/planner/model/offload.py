@@ -30,9 +30,9 @@ LEAVES = "what is kept stays or leaves"
 TRANSFERS = "what is offloaded is moved"
 CAPACITY = "the tier holds what is offloaded"
 IN_FLIGHT = 1
-"""Of the largest tensor that leaves, how many may be in flight: the next one waits for it, the computation does not."""
+"""The number of transfers of the largest tensor in flight: the next transfer waits for it, the computation does not."""
 OFFLOAD_EPSILON_S = 1e-9
-"""So that nothing leaves for no reason."""
+"""A small cost per offloaded instance, so that nothing is offloaded without need."""
 
 
 @dataclass(frozen=True)

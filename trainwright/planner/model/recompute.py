@@ -47,11 +47,11 @@ class Recompute:
     convert: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
     rerun: dict[tuple[Decision, int], int] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)
-    """Of a column of kept instances, the column of those that are offloaded meanwhile; see `offload`."""
+    """The column of the offloaded instances, by the column of the kept ones; see `offload`."""
     resident: dict[int, int] = field(default_factory=dict)
-    """Of a column of kept instances, that of those that stay on the device."""
+    """The column of the instances that stay on the device, by the column of the kept ones."""
     states: dict[tuple[Decision, int], int] = field(default_factory=dict)
-    """Of a parameter's option, the column of the instances whose optimizer states are offloaded; see `offload_states`."""
+    """The column of the instances with offloaded optimizer states, by parameter and option; see `offload_states`."""
     states_stay: dict[tuple[Decision, int], int] = field(default_factory=dict)
     state_window: int = -1
     """MiB of offloaded optimizer states that stand on the device at the optimizer's step; −1: none may leave."""

@@ -53,15 +53,15 @@ class Sharding:
     """The columns of the sharding half."""
 
     joined: Joined
-    """Which latencies parameters share."""
+    """The reshards of parameters by collective, and the latencies that they share."""
     choice: dict[Decision, list[int]] = field(default_factory=dict)
     flow: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
     tied: list[Tied] = field(default_factory=list)
     """Parameters that several regions read."""
     shared: dict[tuple[Source, Layout, Want], int] = field(default_factory=dict)
-    """Of these, whether one copy serves all."""
+    """The column, by tied parameter, native layout and want, that is 1 if one copy serves all readers."""
     hidden: Hidden | None = None
-    """What computation hides, where that has a price (`hidden`)."""
+    """The communication that computation hides, where it has a price (`hidden`)."""
 
     def yields(self, source: Source) -> dict[Layout, list[int]]:
         """Return, by native layout, the columns of the options that leave `source` in it."""

@@ -45,7 +45,7 @@ class Tied:
     source: Source
     uses: tuple[Use, ...]
     wants: tuple[Want, ...]
-    """Those that readers of two regions may have."""
+    """The wants that readers of two regions may have."""
     first: Place
     last: Place
     reader: Decision
@@ -82,7 +82,7 @@ def _tied(source: Source, uses: list[Use]) -> Tied:
 
 
 class SharedCopies:
-    """What copies for several readers hold, as columns in MiB, and the rows' terms that count them."""
+    """The memory of copies for several readers, as columns in MiB, and the terms of the rows that count it."""
 
     def __init__(self, model: Model, problem: Problem, sharding: Sharding) -> None:
         self.model, self.problem = model, problem
@@ -112,7 +112,7 @@ class SharedCopies:
         self._back[tied.reader].append(back)
 
     def _gradient_bytes(self, tied: Tied, native: Layout, want: Want) -> int:
-        """What a sum of gradients takes beyond what the rows count for it: with micro-batches there is a place for one at rest."""
+        """Return the bytes of a gradient sum beyond those that the rows count already."""
         tensor, costs = tied.source.tensor, self.problem.costs
         if self.problem.program.num_runs == 1:
             return costs.local_bytes(tensor, want[1]) - costs.local_bytes(tensor, native)

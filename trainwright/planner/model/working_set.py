@@ -1,4 +1,4 @@
-"""What a class of regions holds while the backward of one of its instances runs.
+"""The working set: the memory that a class of regions holds while the backward of one of its instances runs.
 
 What an instance's backward needs is there, kept or rederived: one instance of it at least. Reruns take the first r of M
 instances and the others keep, so of M − r kept ones all are there when the last instance's backward begins, and while
@@ -146,7 +146,7 @@ class _Builder:
         )
 
     def _here(self, kept: Terms, count: int) -> tuple[Terms, Terms]:
-        """The bytes of the instances that stay, and less those of one instance as far as all leave."""
+        """Return the terms of the instances that stay, and the negative terms of one instance's offloaded share."""
         leaves = self.recompute.leaves
         here = [(self.recompute.stays(column), size) for column, size in kept]
         return here, [(leaves[column], -size / count) for column, size in kept if column in leaves]

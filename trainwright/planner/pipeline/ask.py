@@ -1,4 +1,4 @@
-"""What may be asked of stages: their number, pins of where they begin, and what they cannot do yet."""
+"""Checks of a task with pipeline stages: their number, the pins of their first blocks, and what they do not support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where to cut, judged by the simulation: cuts with the least recomputation that fits, and moves of single blocks.
+"""The search for cuts, judged by simulation: cuts with the least recompute that fits, and moves of single blocks.
 
 The levels of a stage are chosen for that stage alone: a step never gets longer because one of its stages gets shorter, so the
 fewest seconds of reruns that fit are right for any cuts. What is left to choose is where to cut and how deep to warm up.
@@ -17,7 +17,7 @@ from .table import Fit, Table
 Cuts = tuple[int, ...]
 """The units at which stages 1 … P-1 begin, in ascending order."""
 DEEPER = (0, 1, 2)
-"""How many forwards more than 1F1B's may be in flight, of what is tried beside GPipe."""
+"""The numbers of forwards in flight beyond 1F1B's that are tried beside GPipe."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Judge:
     _known: dict[tuple[Cuts, tuple[int, ...]], Staged | None] = field(default_factory=dict)
 
     def allows(self, cuts: Cuts) -> bool:
-        """Whether the pinned stages begin where they are to."""
+        """True if every pinned stage begins at its unit."""
         return all(cuts[stage - 1] == unit for stage, unit in self.fixed.items())
 
     def judge(self, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
@@ -100,7 +100,7 @@ def neighbours(cuts: Cuts, num_units: int) -> Iterator[Cuts]:
 
 
 def is_possible(cuts: Cuts, num_units: int) -> bool:
-    """Whether every stage has a unit at least."""
+    """True if every stage has at least one unit."""
     edges = (0, *cuts, num_units)
     return all(first < stop for first, stop in itertools.pairwise(edges))
 

@@ -24,7 +24,7 @@ Kind = Literal["begin", "forward", "backward", "reduce", "tied", "update", "send
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What one stage takes: of a micro-batch, and once a step."""
+    """The seconds of one stage, for each micro-batch and once a step."""
 
     forward_s: float
     backward_s: float
@@ -89,7 +89,7 @@ class StepTimeline:
     ends_s: list[float]
     """When each stage is done."""
     busy_s: list[float]
-    """What each stage computes or sends by itself; the rest of the step it waits."""
+    """The seconds in which each stage computes or sends by itself; the rest of the step is its bubble."""
     spans: list[Span] = field(default_factory=list)
 
 

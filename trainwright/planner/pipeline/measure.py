@@ -36,7 +36,7 @@ from .program import Least
 from .table import Hop, Level, Param, Table, Unit
 
 SHARES = (0.45, 0.8, 1.0)
-"""Of the bytes that reruns can give back, what each level does at least; the first level gives back none."""
+"""The least share that each level frees of the bytes that recompute can free; a level before these frees none."""
 
 Item = Decision | tuple[Use, Want]
 """A group that is rerun, or an operand that is converted again."""
@@ -68,7 +68,7 @@ class Outline:
 
     @cached_property
     def crossing(self) -> list[list[Tensor]]:
-        """What comes into each unit from those before it; of units and neighbours alike, looked at once."""
+        """Return the tensors that come into each unit from earlier ones; boundaries between like kinds are cut once."""
         known: dict[tuple[int, int], list[Tensor]] = {}
         found: list[list[Tensor]] = [[]]
         for place, name in enumerate(self.names, start=1):
@@ -103,9 +103,9 @@ class Measured:
     decisions: Decisions
     """The layouts, with nothing rerun."""
     keys: list[list[set[str]]]
-    """Of each unit and each of its levels, the values that are rerun."""
+    """The values that are rerun, by unit and by its level."""
     simulations: dict[Any, Simulation] = field(default_factory=dict)
-    """Of stages under these layouts, by what they look like."""
+    """The simulations of stages under these layouts, by a key that stages alike share."""
 
     def staged(self, levels: Sequence[int]) -> Decisions:
         """Return the decisions with a level for each unit."""
@@ -171,7 +171,7 @@ class _Measuring:
     # Levels
 
     def _keys(self) -> list[list[set[str]]]:
-        """Of each unit and each level, the values that are rerun; units that are the only one of their kind have two levels."""
+        """Return the values rerun by each level of each unit; a unit that is alone in its kind has two levels."""
         alone = {kind for kind, num in Counter(self.outline.kinds).items() if num == 1}
         by_share = [self._rerun_at(share) for share in SHARES]
         found: list[list[set[str]]] = []

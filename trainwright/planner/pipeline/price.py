@@ -69,7 +69,7 @@ def price_stages(
 
 
 def overlaps(place: Place) -> bool:
-    """Whether transfers go on beside computation: not where the cores that compute are those that send."""
+    """True if transfers overlap computation, as on a GPU; on a CPU the cores that compute also send."""
     return place.task.cluster.device.kind == "gpu"
 
 
@@ -98,7 +98,7 @@ def simulate_stages(
 def _looks(
     place: Place, stage: Stage, decisions: Decisions, in_flight: Sequence[int], shared: dict[str, tuple[int, ...]]
 ) -> Any:
-    """What two stages have to have in common to hold and to take the same."""
+    """Return a key; stages with equal keys take the same bytes and seconds."""
     regions = tuple(
         (
             region.region_class.index,
@@ -193,7 +193,7 @@ def _prediction(
 
 
 def _predicted(stages: Sequence[StagePrediction], timeline: StepTimeline, num_micro_batches: int) -> Predicted:
-    """The whole step: the fullest stage's bytes, the busiest stage's seconds."""
+    """Return the prediction of the whole step: the bytes of the fullest stage and the seconds of the busiest one."""
     fullest = max(stages, key=lambda stage: stage.peak_bytes)
     at = timeline.busy_s.index(max(timeline.busy_s))
     busy, busy_s = stages[at], timeline.busy_s[at]

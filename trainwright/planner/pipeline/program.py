@@ -1,4 +1,4 @@
-"""Where to cut, as a small mixed-integer program; and what no cuts, levels or layouts beat.
+"""A small mixed-integer program that chooses cuts, and a lower bound over all cuts, levels and layouts.
 
     z[s, c] ∈ {0, 1}     stage s begins at unit c                    Σ_c z[s, c] = 1,  Σ_c c (z[s+1, c] - z[s, c]) ≥ 1
     n[s, k]              units of kind k in stage s                  = Σ_c before_k(c) (z[s+1, c] - z[s, c])
@@ -39,7 +39,7 @@ Terms = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Least:
-    """What one unit takes of a micro-batch at least, whatever the layouts."""
+    """The least seconds of one unit for a micro-batch, under any layouts."""
 
     forward_s: float
     backward_s: float
@@ -112,7 +112,7 @@ def propose(
 
 
 def _add_hop(grid: _Grid, rows: _Rows, table: Table, stage: int) -> None:
-    """The transfers over the boundary at which a stage begins; where nothing overlaps they are the senders' own time."""
+    """Add the transfers over a stage's first boundary; without overlap they take the sender's own time."""
     hop = table.hops[stage - 1]
     there = grid.at(stage, [_MS * hop.seconds(unit.given_bytes) for unit in table.units])
     back = grid.at(stage, [_MS * hop.seconds(unit.returned_bytes) for unit in table.units])
@@ -124,7 +124,7 @@ def _add_hop(grid: _Grid, rows: _Rows, table: Table, stage: int) -> None:
 
 
 def _first_readers(table: Table) -> list[list[str]]:
-    """Of each unit the parameters that no earlier one reads; the first and the last unit are never of one stage."""
+    """Return each unit's parameters that no earlier unit reads; the last repeats those shared only with the first."""
     seen: set[str] = set()
     found = []
     for at, unit in enumerate(table.units):
@@ -140,7 +140,7 @@ def _first_readers(table: Table) -> list[list[str]]:
 
 
 def _least_work(table: Table, stage: int) -> float:
-    """What the rows leave for the working set: what was learned of stages with these ends, and the least of any op."""
+    """Return the bytes that the rows reserve: the least working set, and the excess learned for these ends."""
     is_last = stage == table.num_stages - 1
     work = table.units[-1].work_bytes if is_last else min(unit.work_bytes for unit in table.units)
     return work + table.excess_bytes.get((stage == 0, is_last), 0.0)

@@ -1,4 +1,4 @@
-"""How a model is cut into stages: over numbers of stages, meshes of a stage, micro-batches and layouts.
+"""The search for pipeline stages, over numbers of stages, meshes of a stage, micro-batches and layouts.
 
 For each of these that its bound does not rule out, layouts come from the solver on one stage's ranks: the fastest ones, and
 those whose parameters take ever less of the budget. Each gives a table (`measure`), cuts to begin from (`program`, `recipes`)
@@ -36,13 +36,13 @@ from .program import bound_s, propose
 from .recipes import PIPELINE_RECIPES, recipe_cuts
 
 SHARES = (0.8, 0.5, 0.3)
-"""Of the budgets of all stages together, what parameters and optimizer states may take in layouts beside the fastest."""
+"""The shares of all stages' memory budgets that parameters and optimizer states may take in the further layouts."""
 MAX_CORRECTIONS = 6
-"""How often one table learns from simulations."""
+"""The most times that one table learns from simulations."""
 CLOSE = 0.01
 """A stage whose peak leaves no more of the budget than this needs no second look."""
 MICRO_BATCHES_A_STAGE = 8
-"""At most so many micro-batches for each stage are looked at where their number is to be chosen."""
+"""The most micro-batches for each stage that are tried where their number is to be chosen."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ class Case:
 
     @cached_property
     def bound_s(self) -> float:
-        """What no step with these numbers and this mesh is below."""
+        """Return a lower bound in seconds of every step with these numbers and this mesh."""
         least = self.outline.least(self.place.problem)
         return bound_s(least, self.place.solver.lower_bound_s(), self.num_stages, self.num_micro_batches)
 
@@ -218,7 +218,7 @@ class _Search:
         return Case(self.task, self.task.cluster, num_stages, shape).place.solver.lower_bound_s()
 
     def is_hopeless(self, floor_s: float, num_stages: int, num_micro_batches: int) -> bool:
-        """Whether stages that share `floor_s` however they like are no faster than what is known."""
+        """True if stages cannot beat the incumbent, however they share `floor_s`."""
         share = num_micro_batches * (1 - (1 - 1 / num_micro_batches) ** num_stages)
         hopeless = floor_s / share >= self._to_beat * (1 - GAP)
         self.was_slower |= hopeless

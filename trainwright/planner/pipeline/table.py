@@ -21,22 +21,22 @@ from functools import cached_property
 from .events import StageSeconds, Tied
 
 MAX_POINTS = 512
-"""So many ways to trade bytes for seconds are told apart for one run of units."""
+"""The most ways to trade bytes for seconds that are told apart for one run of units."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """What a unit keeps of one micro-batch, and what its backward takes longer for that."""
+    """The bytes that a unit keeps of one micro-batch, and the seconds that its backward reruns in return."""
 
     kept_bytes: float
     rerun_s: float = 0.0
     rederived_bytes: float = 0.0
-    """What stands beside the kept while its backward runs."""
+    """The bytes held beside the kept ones while the unit's backward runs."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What lies between two neighbouring boundaries. Seconds are of one micro-batch, with nothing rerun."""
+    """The ops between two neighbouring boundaries. Seconds are of one micro-batch, without recompute."""
 
     begins: str
     """The name of the boundary at its beginning; empty for the first."""
@@ -51,9 +51,9 @@ class Unit:
     work_bytes: float = 0.0
     """The most that one of its ops holds for a moment."""
     given_bytes: float = 0.0
-    """What crosses the boundary at its beginning, for a micro-batch."""
+    """The bytes that cross the boundary at its beginning, for a micro-batch."""
     returned_bytes: float = 0.0
-    """The gradients of that."""
+    """The bytes of the gradients that cross the same boundary back."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Point:
 
 @dataclass(eq=False)
 class Table:
-    """What may be cut, under one choice of layouts."""
+    """The units that cuts divide into stages, under one choice of layouts."""
 
     units: tuple[Unit, ...]
     levels: tuple[tuple[Level, ...], ...]
@@ -105,9 +105,9 @@ class Table:
     hops: tuple[Hop, ...]
     num_micro_batches: int
     overlaps: bool = True
-    """Whether transfers go on beside computation."""
+    """True if transfers overlap computation."""
     excess_bytes: dict[tuple[bool, bool], float] = field(default_factory=dict)
-    """What a simulation found above the estimate, of stages that hold the first unit, and the last."""
+    """The bytes that simulations found above the estimate, by whether a stage holds the first unit and the last one."""
     _fits: dict[tuple[int, int, int, float], Fit | None] = field(default_factory=dict)
     _frontiers: dict[tuple[tuple[int, int], ...], list[_Point]] = field(default_factory=dict)
 
