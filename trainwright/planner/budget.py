@@ -1,4 +1,4 @@
-"""What of a memory budget a plan may fill, and what it leaves to what no simulation of tensors sees."""
+"""The part of a memory budget that a plan may fill; the rest is reserved for memory that no simulation sees."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ..ops import find
 
 RESERVE_BYTES = 4096
 RESERVE_DIVISOR = 1000
-"""A plan leaves 4 KiB, or a thousandth of the budget where that is more.
+"""A plan leaves 4 KiB free, or a thousandth of the budget where that is more.
 
 Real ranks take up to 2 KB beside the tensors that the simulation follows (scalars that the step makes, states of random
 generators), and the measured peak is to stay under the budget always.
 """
 SCRATCH_DIVISOR = 16
-"""The same where a CPU runs convolutions or recurrent layers: their kernels' scratch was measured 1.6 to 4.5 % above its
-model, so a sixteenth is left."""
+"""A plan leaves a sixteenth of the budget free where a CPU runs convolutions or recurrent layers: the scratch memory of
+their kernels was measured to exceed its model by 1.6 to 4.5 %."""
 
 
 def divisor_for(op_names: Iterable[str], device_kind: str) -> int:

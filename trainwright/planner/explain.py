@@ -1,4 +1,4 @@
-"""`explain`: for every decision of a plan what was chosen, what it costs, what else there was, and what binds."""
+"""Explains a plan: for every decision the option chosen, its cost, and the best alternative; for stages, their cuts."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def _cuts(
 
 
 _UNEVEN = 2.0
-"""Another imbalance than 1, by which it is seen how the time of a split grows with it."""
+"""The second imbalance, beside 1, at which options are priced to see how their seconds grow with it."""
 
 
 def _routed_options(decision: Decision, problem: Problem) -> list[int]:
-    """Return the options whose rows depend on the data."""
+    """Return the options under which the number of a rank's rows depends on the data."""
     group, mesh = decision.group, problem.costs.mesh
     if group is None:
         return []
@@ -88,7 +88,7 @@ def _routed_options(decision: Decision, problem: Problem) -> list[int]:
 
 
 class _BreakEvens:
-    """The imbalances at which the best split of known rows and the best of routed ones take as long."""
+    """Finds the imbalance at which the best option of routed rows takes as long as the best one of known rows."""
 
     def __init__(self, edges: _Edges, problem: Problem, ends: Sequence[Problem]) -> None:
         self.edges = edges
@@ -112,7 +112,7 @@ class _BreakEvens:
         return BreakEven(found[0], _option(decision, found[1]), _option(decision, steady))
 
     def _line(self, decision: Decision, option: int) -> tuple[float, float]:
-        """Return the seconds of an option where routing is even, and what they grow by with each even share more."""
+        """Return an option's seconds under even routing, and by how many they grow for each unit of imbalance."""
         around = self.edges.seconds(decision, option)
         even_s, more_s = (end[decision.key].option_s(option) for end in self.ends)
         return even_s + around, (more_s - even_s) / (_UNEVEN - 1.0)
@@ -123,7 +123,7 @@ class _BreakEvens:
 
 
 _SIMULATED = 6
-"""Other options that are simulated for one answer; each takes as long as `check`, without the capture."""
+"""The number of alternatives that are simulated; each takes as long as `check` without the capture."""
 
 
 class _Trial:
@@ -159,7 +159,7 @@ class _Trial:
 
 
 def _add_chosen(decision: Decision, decisions: Decisions) -> int:
-    """The index of the plan's option; -1 when the plan, edited by hand, has one that the solver does not offer."""
+    """Return the index of the plan's option; -1 where a plan edited by hand has one that the solver does not offer."""
     own = decisions.splits[decision.group] if decision.group is not None else decisions.params[decision.tied[0]]
     return decision.options.index(own) if own in decision.options else -1
 
@@ -177,7 +177,7 @@ def _names(decision: Decision, key: str) -> bool:
 
 
 class _Edges:
-    """The seconds of the layout changes around a decision."""
+    """Computes the seconds of the reshards around a decision."""
 
     def __init__(
         self, problem: Problem, options: dict[Decision, int], shared: Collection[tuple[Tensor, Layout]]
@@ -191,7 +191,7 @@ class _Edges:
                 self.around.setdefault(decision, []).append(use)
 
     def seconds(self, decision: Decision, option: int) -> float:
-        """Return what the edges of `decision` would take under `option`; infinite where one is impossible."""
+        """Return the seconds of the reshards around `decision` under `option`; infinite where one is impossible."""
         return sum(self._use_s(use, decision, option) for use in self.around.get(decision, []))
 
     def _use_s(self, use: Use, changed: Decision, option: int) -> float:
@@ -207,7 +207,10 @@ class _Edges:
         return total
 
     def _num_paid(self, use: Use, native: Layout, want: Want, of: Callable[[Decision], int]) -> int:
-        """How often a want is served for the regions of `use`: where one copy serves all, once for the first use that asks."""
+        """Return how many copies serve a want for the regions of `use`.
+
+        Where one copy serves all uses of tied parameters, the first use that asks pays for it and the others do not.
+        """
         one_copy = native == want[0] or (use.source.tensor, want[0]) in self.shared
         if use not in self.tied or not one_copy:
             return use.count

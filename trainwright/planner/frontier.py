@@ -1,4 +1,4 @@
-"""Time against memory: plans of which none is both slower and larger than another.
+"""Trades time for memory: returns plans of which none is both slower and larger than another.
 
 Budgets are spread evenly in logarithms from the smallest that has a plan to the one beyond which nothing is gained.
 Every answer that was simulated on the way is a point; what another beats in both is left out, so time never rises with
@@ -21,7 +21,7 @@ from .search.solve import Answer
 from .task import Place, Task
 
 SOLVERS = ("joint", "fsdp")
-"""Those that trade time for memory by one budget."""
+"""The solvers that trade time for memory under a budget."""
 
 
 def frontier(*, num_points: int = 8, solver: str = "joint", **question: Any) -> list[Plan]:
@@ -78,7 +78,7 @@ def _points(place: Place, solver: str, num_points: int) -> Iterator[Found]:
 
 
 def _found(place: Place, answer: Answer) -> Found:
-    """A point; what travels ahead must not make it larger than it was found."""
+    """Return the point of `answer`; prefetch is added to it only as far as that does not raise its peak."""
     answer = answer.overlapped(place.simulate, answer.simulation.peak_bytes, place.task.furthest_overlap)
     return Found(place, answer, place.price(answer.simulation))
 

@@ -1,4 +1,4 @@
-"""Whole logits, or a loss in chunks: the second where nothing fits with the first, or where either may be chosen and it is faster.
+"""Chooses whole logits or a loss in chunks: chunks where nothing fits without, or where allowed and faster.
 
 Chunks compute nothing twice, and never make a step faster by themselves: their products are smaller. They take less
 memory, so they are looked at where that binds. A step in chunks has no logits to give, so it is not taken unasked while the
@@ -28,7 +28,7 @@ class ChunkedLoss:
 
     program_of: Callable[[], tuple[Program, Variants | None]]
     is_free: bool
-    """Whether it may be taken where whole logits fit too."""
+    """True if the loss may be taken in chunks even where whole logits fit."""
     _made: tuple[Program, Variants | None] | None = None
 
     def task(self, task: Task) -> Task | None:

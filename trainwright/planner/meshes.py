@@ -1,4 +1,4 @@
-"""Which meshes to lay over a cluster: its own links, each link cut into axes of its own, and links joined to one axis.
+"""Lists the meshes to plan for: the cluster's own links, links cut into several axes, and links joined into one axis.
 
 On one link the order of two axes means nothing, so 2×4 stands for 4×2 too; not so where the last axis has a part of its
 own to play (Megatron), hence `ordered`.
@@ -52,7 +52,10 @@ def factorisations(size: int, ordered: bool = False) -> list[Shape]:
 
 
 def _joined(own: Shape) -> list[Shape]:
-    """All devices in one line, and two links whose border is moved by a factor of two: such an axis has the slower one."""
+    """Return the mesh of one axis, and for two links those with the border between them moved by a factor of two.
+
+    An axis that spans both links has the rate of the slower one.
+    """
     if len(own) < 2:
         return []
     found: list[Shape] = [(math.prod(own),)]

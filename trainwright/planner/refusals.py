@@ -1,4 +1,4 @@
-"""Why there is no plan: what was asked, where memory is fullest, and the ways out that were tried.
+"""Explains why there is no plan: what was asked, where memory is fullest, and the ways out that were tried.
 
 A budget is named as one that does only after a plan was found for it, by the search that asking again would make. Where none
 was found in a few attempts, the largest is named as an estimate.
@@ -25,7 +25,7 @@ _ATTEMPTS = 4
 
 
 class NothingFits(Refusal):
-    """No mesh of `task` has a plan; `failures` says why. `more` is said at the end."""
+    """Raised where no mesh of `task` has a plan. `failures` holds the reason for each mesh; `more` ends the message."""
 
     def __init__(self, task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]], more: str = "") -> None:
         self.task, self.solver, self.failures, self.more = task, solver, failures, more
@@ -33,7 +33,7 @@ class NothingFits(Refusal):
 
     @property
     def least_bytes(self) -> int | None:
-        """The smallest budget that the search knows of, as people are told it; None where no budget is missing."""
+        """Return the smallest budget that the search knows of, rounded as it is shown; None if memory suffices."""
         smallest = _smallest(self.failures)
         if smallest is None or self.task.budget_bytes is None:
             return None
@@ -69,7 +69,7 @@ def _smallest(failures: Sequence[tuple[Place, Infeasible]]) -> tuple[Place, Infe
 
 
 def _text(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]], tried: int | None) -> str:
-    """Say what binds and the ways out; `tried` is a budget for which there is a plan."""
+    """Return the message: where memory binds, and the ways out; `tried` is a budget for which there is a plan."""
     budget, smallest = task.budget_bytes, _smallest(failures)
     if smallest is None and any(failure.outcome is Outcome.STOPPED for _, failure in failures):
         less = ", or try fsdp, which has less to choose" if solver == "joint" else ""
@@ -104,7 +104,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _smaller_batch(task: Task, smallest: Simulation) -> str:
-    """Estimate the batch that would fit: activations shrink with it, the rest does not. Empty where none is clear."""
+    """Return a text that estimates the batch that would fit, assuming that only activations shrink; may be empty."""
     static = sum(smallest.breakdown.get(kind, 0) for kind in ("param", "buffer", "grad", "optimizer"))
     size, usable = batch_size(task), task.usable_bytes
     if size is None or usable is None or static >= usable or smallest.peak_bytes <= static:

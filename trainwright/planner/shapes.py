@@ -1,4 +1,4 @@
-"""One plan for batches of several shapes, within one budget.
+"""Makes one plan for batches of several shapes, within one budget.
 
 Decisions are taken at one shape, the largest, and carried over to the others (`decisions_at`), whose steps are simulated and
 priced. Where shapes cannot be compared (more rows, but shorter) one of the others may hold more: then the search begins
@@ -27,19 +27,19 @@ MOST_TRIES = 4
 
 @dataclass(frozen=True)
 class Shaped:
-    """The same model captured on a batch of other shapes."""
+    """The program of the same model, captured on a batch of other shapes."""
 
     program: Program
     shapes: Shapes
 
     @property
     def text(self) -> str:
-        """The shapes in words."""
+        """Return the shapes as text."""
         return ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
 
 
 def largest(batches: Sequence[Shapes]) -> int:
-    """Return which batch to plan on: the one that is nowhere smaller than another, else the one of most entries.
+    """Return the index of the batch to plan on: the one with the most elements.
 
     >>> largest([{"x": (8, 16)}, {"x": (8, 64)}, {"x": (4, 64)}])
     1

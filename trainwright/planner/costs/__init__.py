@@ -1,1 +1,1 @@
-"""Seconds and bytes of a choice, and of a whole step: by formula, and by simulation."""
+"""The seconds and bytes of an option, by formula, and of a whole step, by simulation."""

@@ -1,4 +1,4 @@
-"""What a decision costs on the cluster: seconds of an op under a split, and of a change of layout.
+"""The costs of an option on a cluster: the seconds of an op under a split, and of a reshard.
 
     op        Σ over its calls of  max(FLOPs · share / rate, bytes · share / bandwidth) + launch
     reshard   Σ over its steps of  hops · α + sent fraction · bytes / β        (`hardware.collectives`)
@@ -32,109 +32,115 @@ from ...torch_internals.fakes import new_mode
 from .update import Updates
 
 LEAST_SHARE = 1 / 256
-"""Optimizer states of a parameter that is smaller than so much of the largest one stay on the device."""
+"""The optimizer states of a parameter smaller than this share of the largest one are never offloaded."""
 
 
 class OptimizerCost(Protocol):
-    """What the planner asks of an optimizer: `trainwright.optim` records answer it."""
+    """The interface of an optimizer that the planner uses; the records of `trainwright.optim` implement it."""
 
     @property
     def form(self) -> str:
-        """How its step runs: `fused`, one pass over memory; `loop`, op after op; `foreach`, so on all parameters at once."""
+        """Return how its step runs.
+
+        `fused` is one pass over memory, `loop` runs its ops parameter after parameter, `foreach` each op on all parameters.
+        """
 
     def with_options(self, form: str | None = None) -> OptimizerCost:
-        """Return its answers in another form."""
+        """Return this record for a step that runs in another form."""
 
     def of(self, key: str) -> OptimizerCost:
-        """Return its answers for one parameter, whose settings may be others."""
+        """Return the record for one parameter, which may have settings of its own."""
 
     def on_fakes(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return what steps on parameters without values as it does."""
+        """Return an optimizer that can step on fake parameters, in the form that runs."""
 
     @property
     def identity(self) -> Any:
-        """What tells it from others, settings included."""
+        """Return a key that differs between optimizers and between their settings."""
 
     @property
     def calls(self) -> float:
-        """The host's work for each parameter beside its kernels, in launches of one."""
+        """Return the host's work for each parameter beside the kernels, in units of one kernel launch."""
 
     @property
     def fused_flops(self) -> float:
-        """Arithmetic of its single pass for each element, as so many FLOPs of a product; 0: less than its memory takes."""
+        """Return the arithmetic of its fused pass for each element, in FLOPs of a product; 0 where memory dominates."""
 
     @property
     def needs_loss(self) -> bool:
-        """Whether its step takes the loss with its graph, which it differentiates itself."""
+        """Return True if its step is given the loss with its autograd graph and differentiates it itself."""
 
     @property
     def differentiates_twice(self) -> bool:
-        """True where its step takes Hessian-vector products, for which the graph of the gradient is kept."""
+        """Return True if its step takes Hessian-vector products, for which the graph of the gradient is kept."""
 
     @property
     def needs_values(self) -> bool:
-        """Whether its step cannot be followed without values."""
+        """Return True if its step depends on the values of tensors, so that it cannot run on fake tensors."""
 
     @property
     def reads(self) -> str:
-        """The largest piece that one updated element depends on: element, block, row, matrix or model."""
+        """Return the largest piece that an element's update reads: element, block, row, matrix, tensor or model."""
 
     @property
     def whole_state(self) -> bool:
-        """Whether the state of a piece that a shard cuts is kept whole on every rank."""
+        """Return True if every rank keeps the whole state of a piece that sharding cuts."""
 
     @property
     def model_copies(self) -> int:
-        """Copies of all parameters that are held at once while it steps."""
+        """Return the number of copies of all parameters that it holds at once during its step."""
 
     @property
     def whole_copies(self) -> int:
-        """Copies that every rank holds whole, however parameters are cut."""
+        """Return the number of copies of all parameters that every rank holds whole, however parameters are sharded."""
 
     @property
     def output_copies(self) -> int:
-        """Whole copies of the model's outputs, themselves included, that are held at once while it steps; 0: none but them."""
+        """Return the number of copies of the model's outputs that it holds whole, themselves included; 0: none."""
 
     @property
     def num_passes(self) -> float:
-        """Forward and backward passes that a step takes on average."""
+        """Return the average number of forward and backward passes in a step."""
 
     @property
     def updates_alone(self) -> bool:
-        """Whether each parameter's update reads nothing of any other."""
+        """Return True if the update of each parameter reads no other parameter."""
 
     def state_bytes(self, shape: Sequence[int], dtype: Any) -> int:
-        """Bytes that it keeps for a parameter of `shape`."""
+        """Return the bytes of state that it keeps for a parameter of `shape`."""
 
     def once_bytes(self) -> int:
-        """Bytes that it keeps once, beside those."""
+        """Return the bytes of state that it keeps once, whatever the number of parameters."""
 
     def held_bytes(self, shape: Sequence[int], dtype: Any, whole: Sequence[int] | None = None) -> int:
-        """Bytes for one parameter, or a part of the `whole`, of what its step holds of all at once."""
+        """Return one parameter's share, in bytes, of what its step holds for all parameters at once.
+
+        whole: the parameter's whole shape where `shape` is that of a shard.
+        """
 
     def step_temporary_bytes(self, shape: Sequence[int], dtype: Any) -> int:
-        """Peak bytes that its step allocates and frees again for one parameter."""
+        """Return the peak bytes that its step allocates and frees again for one parameter."""
 
 
 @dataclass(eq=False)
 class CostModel:
-    """Seconds and bytes on one device of the cluster, laid out as a mesh."""
+    """The seconds and bytes of options on one device of a cluster that is laid out as a mesh."""
 
     device: Device
     axes: tuple[MeshAxis, ...]
     records: Records
     num_passes: float = 1.0
-    """Forward and backward passes to a step: an optimizer may take more than one, and each micro-batch takes its own."""
+    """The forward and backward passes of a step: those that an optimizer takes, for each micro-batch."""
     num_runs: int = 1
-    """Micro-batches to a pass."""
+    """The number of micro-batches that each pass runs."""
     tier: Tier | None = None
-    """Where tensors may be offloaded to; None: nowhere."""
+    """The tier that tensors may be offloaded to; None if there is none."""
     min_offload_bytes: int = MIN_BYTES
-    """What is smaller stays."""
+    """Tensors smaller than this are not offloaded."""
     updates: Updates = field(default_factory=Updates)
-    """What optimizers' steps take."""
+    """Prices the optimizers' steps, and caches them."""
     imbalance: float = DEFAULT_IMBALANCE
-    """By how much the fullest rank may have more rows of experts than its even share."""
+    """The ratio of the rows of experts on the fullest rank to its even share."""
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -145,13 +151,13 @@ class CostModel:
 
     @cached_property
     def links(self) -> tuple[int, ...]:
-        """Of each axis, the first that is laid over a link like its own: what goes along both shares the link."""
+        """Return, for each axis, the first axis over the same kind of link; collectives of both share that link."""
         rates = [(axis.bandwidth_bytes_per_s, axis.latency_s) for axis in self.axes]
         return tuple(rates.index(rate) for rate in rates)
 
     @property
     def _comm_factor(self) -> float:
-        """By how much all communication takes longer than the hardware says, where that was learned."""
+        """Return the learned factor by which communication is slower than the cluster says; 1 if none was learned."""
         return self.device.factors.get("communication", 1.0)
 
     def local_bytes(self, tensor: Tensor, layout: Layout) -> int:
@@ -169,7 +175,7 @@ class CostModel:
         return self._moves[key]
 
     def change_bytes(self, tensor: Tensor, source: Layout, target: Layout) -> int:
-        """Return the most that a change of layout holds beside what it starts from, its result included."""
+        """Return the peak bytes that a reshard holds beside its operand, its result included."""
         if source == target:
             return 0
         key = (tensor.slots, tensor.dtype.itemsize, source, target)
@@ -205,7 +211,7 @@ class CostModel:
         return there, back
 
     def latency_s(self, steps: Sequence[Any], slots: Sequence[Slot]) -> float:
-        """Return what a way takes for a tensor without elements: the latency of its collectives, and of its copies."""
+        """Return the seconds of a reshard of an empty tensor: the latencies of its collectives and copies."""
         return sum(self.step_s(step, slots, 0) for step in steps)
 
     def op_s(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
@@ -236,13 +242,13 @@ class CostModel:
         return share
 
     def forward_bytes(self, group: Group, op: Op, split: Split) -> int:
-        """Return the most that the forward of `op` holds beside what it is given, makes and saves."""
+        """Return the peak bytes that the forward of `op` holds beside its inputs, its outputs and what it saves."""
         own = self._own_record(group, op, split)
         whole = self.records[op].forward_bytes
         return int(whole * self.work_share(group, op, split)) if own is None else own.forward_bytes
 
     def internal_bytes(self, group: Group, op: Op, split: Split) -> int:
-        """Return what `op` saves that is neither an argument nor a result."""
+        """Return the bytes that `op` saves and that are neither inputs nor outputs."""
         own = self._own_record(group, op, split)
         whole = self.records[op].internal_bytes
         return int(whole * self.work_share(group, op, split)) if own is None else own.internal_bytes
@@ -252,7 +258,7 @@ class CostModel:
         return self._inner_of(group, op, split).record if find(op.name).by_running else None
 
     def _byte_shares(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
-        """The local share of the bytes of arguments and outputs together, and of the outputs alone."""
+        """Return the rank's share of the bytes of inputs and outputs together, and of the outputs alone."""
         read = [(tensor, group.input_layout(op, place, split)[0]) for place, tensor in enumerate(op.inputs)]
         written = [(tensor, group.output_layout(op, place, split)) for place, tensor in enumerate(op.outputs)]
         return self._share(read + written), self._share(written)
@@ -262,20 +268,20 @@ class CostModel:
         return sum(self.local_bytes(tensor, layout) for tensor, layout in tensors) / whole if whole else 1.0
 
     def inner_s(self, group: Group, op: Op, split: Split, early: bool | None = None) -> tuple[float, float]:
-        """Return the seconds (forward, backward) that `op` communicates inside itself, where its split makes it.
+        """Return the seconds (forward, backward) of the collectives that the local form of `op` issues under `split`.
 
-        early: whether a sum that it takes of the batch alone begins with the step, and is free; None, where the program is
-        not known yet: as if it did whenever no op stands in the way (`early_sums`).
+        early: whether a sum that reads the batch alone begins with the step, which makes it free. None assumes that it does
+        wherever no op stands in the way (`early_sums`), for a program that is not known yet.
         """
         found = self._inner_of(group, op, split)
         sum_s = 0.0 if (found.may_be_early if early is None else early) else found.sum_s
         return self.num_passes * (found.forward_s + sum_s), self.num_passes * found.backward_s
 
     def backward_bytes(self, group: Group, op: Op, split: Split, share: float) -> int:
-        """Return the most that the backward of `op` holds beside what was saved and what it is given.
+        """Return the peak bytes that the backward of `op` holds beside the saved tensors and the incoming gradients.
 
-        share: that of the rank in the tensors of the op, by which whole kernels scale; one that communicates inside itself
-        has other kernels, and is measured.
+        share: the rank's share of the op's tensors, by which the bytes of the whole op are scaled. An op whose local form
+        communicates runs other kernels, so its bytes are measured instead.
         """
         found = self._inner_of(group, op, split).record
         return int(share * self.records[op].backward_bytes) if found is None else found.backward_bytes
@@ -305,9 +311,9 @@ class CostModel:
         return len(ways) > 1 and ways[1] < ways[0]
 
     def _update_ways(self, tensor: Tensor, layout: Layout, own: OptimizerCost) -> tuple[float, ...]:
-        """The seconds of an update on every rank's part or whole, and, of what is read whole, those of one by its owner.
+        """Return the seconds of an update done by every rank; where whole tensors are read, also done by an owner.
 
-        Owners have as much to do as one another: of each one's work a rank is charged its share.
+        Owners are assumed to have equal work, so a rank is charged its share of each owner's update.
         """
         pieces = whole_pieces(tensor, layout, own.reads)
         shape = self.local_shape(tensor, pieces)
@@ -326,9 +332,9 @@ class CostModel:
         return own.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
 
     def leaving_state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
-        """Return what of these can leave the device between updates: all but counters; 0 where it has to stay.
+        """Return the bytes of these that can be offloaded between updates: all but counters; 0 if they have to stay.
 
-        It has to where parameters are not updated one by one, and where a rank keeps the state of more than its own part.
+        They have to where parameters are not updated one by one, and where a rank keeps the state of more than its shard.
         """
         own = optimizer.of(tensor.key)
         whole = own.whole_state and whole_pieces(tensor, layout, own.reads) != layout
@@ -356,13 +362,13 @@ def cost_model(program: Program, device: Device, axes: tuple[MeshAxis, ...], rec
 
 
 def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:
-    """Return the layout, as little gathered as can be, in which no piece that an optimizer reads is cut."""
+    """Return the layout, gathered no more than needed, in which no piece that an optimizer reads is cut."""
     cut = {"row": 1, "matrix": len(tensor.shape) - 2, "tensor": 0, "model": 0}.get(reads, len(tensor.shape))
     return tuple(REPLICATE if at >= 0 and tensor.slots[at].dim >= cut else at for at in layout)
 
 
 def held_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes that one step of a change of layout takes beside its operand, and those that it leaves.
+    """Return the bytes that one step of a reshard allocates beside its operand, and the bytes of its result.
 
     Parts that are not consecutive in memory are copied before they are sent and after they have come.
     """
@@ -375,47 +381,48 @@ def held_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[
 
 
 class TimedAxes:
-    """An `AxisGroup` that only adds up what its reductions would take."""
+    """An `AxisGroup` that adds up the seconds of its collectives instead of running them."""
 
     def __init__(self, costs: CostModel, axes: Sequence[int], add: Callable[[float], None]) -> None:
         self.costs, self.axes, self.add = costs, tuple(axes), add
         self.size = math.prod(costs.mesh[axis] for axis in axes)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return `tensor` as it is, and note the time of its reduction."""
+        """Return `tensor` as it is, and add the time of its reduction."""
         for axis in self.axes:
             self.add(self.costs.collective_s("all_reduce", axis, tensor.numel() * tensor.element_size()))
         return tensor
 
     def all_to_all(self, flat: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """Return something of the size of what is received, and note the time of the exchange on the fullest rank."""
+        """Return an empty tensor of the size that is received, and add the time of the exchange on the fullest rank."""
         received = flat.new_empty(sum(receive))
         num_bytes = max(flat.numel(), received.numel()) * flat.element_size()
         self.add(self.costs.collective_s("all_to_all", self.axes[0], num_bytes))
         return received
 
     def begin(self, tensor: torch.Tensor) -> Any:
-        """Nothing is begun where it is only timed."""
+        """Raise `NotImplementedError`: a timed group begins no collective."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Inner:
-    """The cost of what an op communicates inside itself."""
+    """The costs of an op whose local form communicates."""
 
     sum_s: float = 0.0
-    """The seconds of a sum of what some operands alone say, which may begin with the step (`ops.local.WithSum`)."""
+    """The seconds of an `ops.local.WithSum`'s sum, which reads only some operands and may begin with the step."""
     may_be_early: bool = False
-    """Whether no op stands in the way of that."""
+    """True if those operands come from the batch alone, so that the sum may begin with the step."""
     forward_s: float = 0.0
-    """The seconds of all else."""
+    """The seconds of the forward's other collectives."""
     backward_s: float = 0.0
     record: OpRecord | None = None
-    """The other costs of its part, by a run; None of an op that does not communicate, which takes its share of the whole."""
+    """The other costs of the rank's part, measured on fake tensors; None for an op that does not communicate, which
+    takes its share of the whole op's costs."""
 
 
 def inner_costs(costs: CostModel, group: Group, op: Op, split: Split) -> Inner:
-    """Run the local form of `op` on fake tensors, if it asks for a group of ranks, and watch it."""
+    """Run the local form of `op` on fake tensors, if it asks for a group of ranks, and return what it takes."""
     with new_mode():
         return _inner_costs(_Probe(costs, group, op, split), op)
 
@@ -456,7 +463,7 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
 
 
 def _summed(function: WithSum, args: Sequence[Any], tensors: Mapping[torch.Tensor, Tensor]) -> list[Tensor]:
-    """The tensors of which a local function takes the sum over ranks."""
+    """Return the operands that the sum of `function` reads."""
     return [tensors[args[place]] for place in function.places if isinstance(args[place], torch.Tensor)]
 
 

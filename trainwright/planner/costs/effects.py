@@ -1,4 +1,4 @@
-"""Which entries of a plan change nothing: what the backward never asks for, copies that nobody makes."""
+"""Finds the entries of a plan that have no effect: values that the backward never reads, copies that nobody makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_NAMED = 6
 
 
 def without_effect(plan: Plan, program: Program, executor: Executor) -> tuple[str, ...]:
-    """Return a note on what `plan` says to no effect; `executor` has run the simulated step."""
+    """Return a note that lists the entries of `plan` without effect; `executor` has run the simulated step."""
     idle = [*_idle_values(plan, program, executor), *_idle_copies(plan, program, executor)]
     if plan.offload is not None and not executor.local.decisions.offloaded and not plan.offloads_states:
         idle.append("offload, since nothing is offloaded")
@@ -33,7 +33,7 @@ def _idle_values(plan: Plan, program: Program, executor: Executor) -> Iterator[s
 
 
 def _recomputed(executor: Executor) -> set[str]:
-    """The keys of values that were let go of, or are made on the way to one."""
+    """Return the keys of values that were released in the forward, and of values that reruns make on the way to one."""
     local = executor.local
     found = {local.values[value].key for value, place in executor.released if place < 0}
     found |= {f"{local.instructions[index].key}.internal" for index, place in executor.released if place >= 0}
@@ -44,7 +44,7 @@ def _recomputed(executor: Executor) -> set[str]:
 
 
 def _offloaded(executor: Executor) -> set[str]:
-    """The keys of values that are there to be offloaded."""
+    """Return the keys of the values that are marked for offloading."""
     local = executor.local
     return {value.key for value in local.values if value.offloaded} | {
         f"{instruction.key}.internal"
@@ -54,7 +54,7 @@ def _offloaded(executor: Executor) -> set[str]:
 
 
 def _idle_copies(plan: Plan, program: Program, executor: Executor) -> Iterator[str]:
-    """The shared layouts that fewer than two regions read a parameter in."""
+    """Yield the parameters with a shared layout in which fewer than two regions read them."""
     local = executor.local
     for tensor, layout in sorted(local.decisions.shared, key=lambda shared: shared[0].key):
         readers = {

@@ -28,20 +28,20 @@ from ...rank.travel import issued_step
 from .costs import CostModel
 
 Seconds = tuple[float, float]
-"""Forward, backward."""
+"""The seconds of the forward and of the backward."""
 
 
 @dataclass(frozen=True)
 class Trip:
-    """The seconds of a reshard, step by step, and which step is issued early."""
+    """The seconds of each step of a reshard, and the index of the step that is issued early."""
 
     steps: tuple[tuple[int | None, float], ...]
-    """Axis (none of a slice, which moves nothing), seconds."""
+    """The axis and the seconds of each step; a slice has no axis, since it communicates nothing."""
     issued: int | None
 
     @property
     def seconds(self) -> float:
-        """Return those of all steps."""
+        """Return the seconds of all steps."""
         return sum(seconds for _, seconds in self.steps)
 
 
@@ -89,7 +89,7 @@ def _axis(step: Step) -> int | None:
 
 
 class Timeline:
-    """The instructions of one training step, replayed on the clocks."""
+    """Replays the instructions of one training step on the clocks."""
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
@@ -132,7 +132,10 @@ class Timeline:
                 clocks.run(compute_s, comm_s, self._all_axes)
 
     def _hand_in(self, clocks: _Clocks, bucket: Bucket, place: int) -> None:
-        """One gradient is there. Members hand in from the last read to the first: the first of a buffer completes it."""
+        """Issue the reduction that the gradient of member `place` completes, if any.
+
+        Gradients arrive in the reverse order of the members, so the first member of a buffer completes it.
+        """
         found, reduction = reductions(bucket, self.costs), bucket.reduction_of.get(place)
         if reduction is None and place in found:
             clocks.issue((bucket, place), found[place])
@@ -141,22 +144,22 @@ class Timeline:
 
     @property
     def _all_axes(self) -> Iterable[int]:
-        """The axes that an op which communicates inside itself may use."""
+        """Return all axes: an op whose local form communicates may use any of them."""
         return range(len(self.costs.axes))
 
 
 class _Clocks:
-    """The clock of computation, and one of each link."""
+    """Holds the clock of computation, and one clock for each link."""
 
     def __init__(self, links: Sequence[int]) -> None:
         self.links = links
         self.compute_s = self.hidden_s = 0.0
         self.comm_s: dict[int, float] = defaultdict(float)
         self.under_way: dict[Any, tuple[float, Trip]] = {}
-        """By what is waited for: when its early step ends, and the whole trip."""
+        """The collectives in flight, by the key that is waited for: when the early step ends, and the whole trip."""
 
     def run(self, compute_s: float, comm_s: float, axes: Iterable[int | None]) -> None:
-        """Compute, then exchange with nothing to hide it."""
+        """Compute, then communicate on `axes` with nothing to hide it."""
         self.compute_s += compute_s
         if comm_s:
             links = {self.links[axis] for axis in axes if axis is not None}

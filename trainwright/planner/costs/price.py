@@ -30,14 +30,14 @@ from .overlap import Timeline, bucket_s, gather
 
 @dataclass
 class Price:
-    """Seconds of one step, and bytes sent by collective."""
+    """The predicted seconds of one step, by what takes them."""
 
     compute_s: float = 0.0
-    """Forward, backward and update."""
+    """The computation of forward, backward and update."""
     comm_s: float = 0.0
-    """Collectives and the copies that they take; reruns do not count here."""
+    """The collectives and the copies around them, without those of reruns."""
     recompute_s: float = 0.0
-    """Reruns, with what they communicate."""
+    """The reruns, with what they communicate."""
     forward_s: float = 0.0
     """The part of compute and communication that runs in the forward, beside which values are offloaded."""
     update_s: float = 0.0
@@ -101,16 +101,16 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
 
 @dataclass
 class RegionSeconds:
-    """What one region takes: of a micro-batch, and once a step."""
+    """The seconds of one region, for each micro-batch and once a step."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """Without reruns."""
+    """The seconds of the backward without reruns."""
     comm_s: float = 0.0
-    """What of these two is communication."""
+    """The part of forward and backward that is communication."""
     rerun_s: float = 0.0
     reduce_s: float = 0.0
-    """Once a step, behind the last backward."""
+    """The seconds, once a step, of what follows the last backward."""
 
 
 def price_regions(executor: Executor, costs: CostModel) -> dict[int, RegionSeconds]:
@@ -140,12 +140,12 @@ def price_regions(executor: Executor, costs: CostModel) -> dict[int, RegionSecon
 
 
 def begin_seconds(executor: Executor, costs: CostModel) -> float:
-    """Return what a step of several micro-batches takes before its first forward."""
+    """Return the seconds that a step of several micro-batches takes before its first forward."""
     return _weights_s(executor.local, costs) if costs.num_runs > 1 else 0.0
 
 
 def _rerun_s(executor: Executor, rerun: Rerun, costs: CostModel) -> float:
-    """Return the seconds that the backward of a region reruns; the parameters that it gathers again join one another."""
+    """Return the seconds of a region's rerun; the parameters of a bucket that it gathers again share one latency."""
     total = 0.0
     for index in rerun.instructions:
         instruction = executor.local.instructions[index].again
@@ -187,7 +187,7 @@ def _weights_s(local: LocalProgram, costs: CostModel) -> float:
 
 
 Seconds = tuple[float, float]
-"""Forward, backward."""
+"""The seconds of the forward and of the backward."""
 
 
 def _instruction_s(executor: Executor, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:

@@ -1,4 +1,4 @@
-"""Running one rank's step of a plan on fake tensors: the peak that a plan promises is this one.
+"""Runs one rank's step of a plan on fake tensors; the peak that a plan promises is the peak of this run.
 
 The local program is the very one that the runtime runs, recomputation included; collectives only give results of the
 right shapes. What is promised is the peak over two whole steps, the first of which begins without optimizer state. That
@@ -45,29 +45,29 @@ from ...torch_internals.private import VALUE_NEEDED
 from .costs import OptimizerCost, whole_pieces
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-"""From parameters under their names to what steps on them."""
+"""Makes the optimizer of the named parameters that it is given."""
 
 
 @dataclass
 class Simulation:
-    """What one rank's step holds and sends."""
+    """The result of simulating one rank's step: what it holds and what it sends."""
 
     peak_bytes: int
     peak_at: str
     breakdown: dict[str, int]
-    """Bytes alive at the peak, by category."""
+    """The bytes that are alive at the peak, by category."""
     comm_bytes: dict[str, int]
-    """Bytes per step, by collective."""
+    """The bytes that a step sends, by kind of collective."""
     comm_calls: dict[str, int]
     num_calls: int
     executor: Executor = field(repr=False)
-    """What ran, for pricing."""
+    """The executor that ran the step, from which the step is priced."""
     timeline: list[MemoryPoint] = field(default_factory=list)
     moved_bytes: int = 0
-    """What is offloaded in a step; as much comes back."""
+    """The bytes that a step offloads; as many come back."""
     num_moved: int = 0
     moved_state_bytes: int = 0
-    """What of the optimizer's states comes back in a step; as much leaves again."""
+    """The bytes of optimizer states that come back in a step; as many leave again."""
 
 
 def simulate(
@@ -123,7 +123,7 @@ def simulate_stage(
 
 @dataclass(frozen=True)
 class _OfStage:
-    """How one stage's part of a step is run."""
+    """Says how one stage's part of a step is run."""
 
     stage: Stage
     in_flight: Sequence[int]
@@ -132,7 +132,10 @@ class _OfStage:
 
     @property
     def num_followed(self) -> int:
-        """How many micro-batches are run: all, or two more than the depth, a steady one of which stands for the others."""
+        """Return the number of micro-batches that are run: all, or two more than the depth.
+
+        One micro-batch of the steady state then stands for those left out.
+        """
         return min(self.num_micro_batches, self.in_flight[self.stage.index] + 2)
 
     def actions(self) -> list[Action]:
@@ -212,7 +215,7 @@ def _simulate(
 
 @dataclass(frozen=True)
 class _Gathered:
-    """What the optimizer keeps and holds beyond the rank's own part, where shards cut the pieces that it reads."""
+    """The bytes that the optimizer keeps or holds beyond those for the rank's shards, where these cut what it reads."""
 
     state_bytes: int = 0
     step_bytes: int = 0
@@ -253,7 +256,7 @@ def _under(call: Call, state: RunState) -> Call:
 
 
 def _fake_sources(local: LocalProgram) -> dict[Tensor, Any]:
-    """The rank's part of every parameter, buffer, batch entry and constant, as a fake tensor."""
+    """Return the rank's part of every parameter, buffer, batch entry and constant as a fake tensor."""
     mesh, coords = local.communicator.mesh, local.communicator.coords
     sources: dict[Tensor, Any] = {}
     for tensor, index in local.sources.items():
@@ -270,7 +273,7 @@ def _hold_while_stepping(optimizer: torch.optim.Optimizer, num_bytes: int) -> No
 
 
 def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
-    """One update with made-up gradients, so that the optimizer's states are there."""
+    """Run one update with made-up gradients, so that the optimizer's states exist."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         param.grad = torch.empty_like(param)
@@ -292,7 +295,7 @@ def _accumulated_step(
     tracker: MemoryTracker,
     communicator: SimulatedCommunicator,
 ) -> None:
-    """The step of several micro-batches: two are followed, since a third one holds and sends what the second does."""
+    """Run the step of several micro-batches: two, since a third one would hold and send what the second does."""
     seen: list[tuple[Counter[str], Counter[str]]] = []
 
     def note() -> None:
@@ -322,7 +325,7 @@ def _stage_step(
     tracker: MemoryTracker,
     communicator: SimulatedCommunicator,
 ) -> None:
-    """One stage's part of a step; a forward of the steady state and the backward before it stand for those left out."""
+    """Run one stage's part of a step; one steady forward and the backward before it stand for those left out."""
     seen: list[tuple[Counter[str], Counter[str]]] = []
 
     def note(action: Action) -> None:
@@ -353,7 +356,7 @@ def _step(
     tracker: MemoryTracker,
     cost: OptimizerCost | None,
 ) -> None:
-    """The reference step: the caller holds the outputs until the update is done.
+    """Run the step whose peak is promised: the caller holds the outputs until the update is done.
 
     A method that takes a Hessian-vector product keeps the graph of the gradient until then; one that differentiates along the
     outputs holds whole copies of them instead of the loss.
@@ -379,9 +382,9 @@ def _step(
 
 
 def _backward_along(outputs: list[Any], program: Program, cost: OptimizerCost) -> list[torch.Tensor]:
-    """Set the gradients along the outputs, and return what the method holds of those, which every rank has whole.
+    """Set the gradients along the outputs, and return the copies of the outputs that every rank holds whole.
 
-    One of its copies is what the backward begins from: of an output that the ranks hold parts of, a part is cut out of it.
+    The backward begins from one of these copies; where an output is split over ranks, from the rank's part cut out of it.
     """
     pairs = [
         (found, value)
@@ -403,7 +406,7 @@ def _backward_along(outputs: list[Any], program: Program, cost: OptimizerCost) -
 def _backward_with_curvature(
     loss: Any, sources: Mapping[Tensor, Any], optimizer: torch.optim.Optimizer, cost: OptimizerCost
 ) -> None:
-    """Set the gradients, after one product with probes and the estimates that it gives were held beside their graph.
+    """Set the gradients after a Hessian-vector product with probes, which is held beside the gradients' graph.
 
     A method that solves a system holds the solver's vectors beside it too.
     """

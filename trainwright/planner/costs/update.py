@@ -1,4 +1,4 @@
-"""What an optimizer's step takes, in the form that runs.
+"""The seconds of an optimizer's step, in the form that runs.
 
 fused      one pass: parameter and gradient are read, parameter and states written     max((3 p + 2 s) / β, arithmetic / rate)
 loop       the kernels of the step itself, followed on a parameter without values; a launch costs less than one that is recorded
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from .costs import OptimizerCost
 
 _UNRECORDED = 0.5
-"""A kernel's launch that no backward will ask for, in launches: 1.6 of 3.5 us on a core of a Zen 4."""
+"""The cost of launching a kernel without autograd, in launches with it: 1.6 of 3.5 us on a core of a Zen 4."""
 _IN_A_LIST = 0.3
-"""The same for one tensor of a list, on a CPU."""
+"""The cost of a `foreach` kernel for one tensor of its list on a CPU, in launches."""
 _ON_A_GPU = 1.0
-"""The work of a GPU's host for one parameter, in launches, where kernels take lists: not measured."""
+"""The work of a GPU's host for one parameter beside the kernels, in launches; an assumption, not a measurement."""
 _IN_PLACE = 1.6
-"""The rate of a pass in place over that of additions into fresh memory, which `bandwidth_bytes_per_s` is, on a CPU."""
+"""The bandwidth of a pass in place on a CPU, over `bandwidth_bytes_per_s`, that of additions into fresh memory."""
 _LINE_BYTES = 64
 _SAMPLES = (1 << 12, 1 << 15, 1 << 18, 1 << 21)
-"""Elements of the parameters that are followed: a step on another number takes its share of the next larger one."""
+"""The sizes of the parameters whose update is simulated; another size is charged its share of the next larger one."""
 
 
 @dataclass(eq=False)
 class Updates:
-    """The times of updates, each kind of parameter followed once."""
+    """Computes the seconds of updates; each kind of parameter is simulated once."""
 
     _calls: dict[Any, tuple[CallCost, ...]] = field(default_factory=dict)
 
@@ -64,7 +64,10 @@ class Updates:
         return max(kernels_s, 0.0) + _calls(optimizer, device) * device.launch_s
 
     def _sample(self, optimizer: OptimizerCost, shape: Sequence[int]) -> tuple[tuple[int, ...], float]:
-        """The shape that is followed, and the share of its work that `shape` has; of matrices their own."""
+        """Return the shape that is simulated, and the share of its work that `shape` has.
+
+        Optimizers that read more than blocks are simulated on the shape itself.
+        """
         num = math.prod(shape)
         if optimizer.reads not in ("element", "block"):
             return tuple(shape), 1.0
@@ -79,7 +82,7 @@ class Updates:
 
 
 def _in_place(device: Device) -> Device:
-    """The device at the rate of updates in place; measured kernels, where there are any, tell the time instead."""
+    """Return the device with the bandwidth of updates in place; measured kernels keep their measured times."""
     faster = _IN_PLACE if device.kind == "cpu" else 1.0
     return device.model_copy(update={"bandwidth_bytes_per_s": faster * device.bandwidth_bytes_per_s})
 
@@ -91,12 +94,12 @@ def _launches(form: str, kind: str) -> float:
 
 
 def _calls(optimizer: OptimizerCost, device: Device) -> float:
-    """Return the host's work for a parameter, in launches: measured on CPUs, where each kernel starts threads of its own."""
+    """Return the host's work for a parameter, in launches; it was measured on CPUs, and is assumed on GPUs."""
     return optimizer.calls if device.kind == "cpu" else _ON_A_GPU
 
 
 class _LineCounter(CallCounter):
-    """Counts calls, of a table's lookups a cache line each: the codes of 8-bit methods are looked up one by one."""
+    """Counts calls, and charges each lookup in a table one cache line: 8-bit methods look their codes up one by one."""
 
     def _on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         super()._on_op(func, args, kwargs, out)
@@ -106,7 +109,7 @@ class _LineCounter(CallCounter):
 
 
 def calls_of(optimizer: OptimizerCost, shape: Sequence[int], dtype: torch.dtype) -> tuple[CallCost, ...]:
-    """Return the kernels of one parameter's second step, for by the first its states are made."""
+    """Return the kernels of one parameter's second step; the first one makes the states."""
     counter, mode = _LineCounter("cpu"), new_mode()
     with mode, KnownValues(mode, fills_memory=False):
         param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype))

@@ -1,1 +1,1 @@
-"""The choices for a model on a mesh, and those that pins and recipes forbid."""
+"""The planning problem of a model on a mesh, and the options that pins and recipes forbid."""

@@ -1,6 +1,6 @@
-"""Writes the planning problem of a program on a mesh down: every option with its seconds and bytes, and who reads what.
+"""Builds the planning problem of a program on a mesh: options with their seconds and bytes, and tensors' readers.
 
-What the problem consists of stands in `problem`.
+`problem` defines the parts of a problem.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .strategies import batch_factor, group_options, param_options
 
 
 def build_problem(program: Program, costs: CostModel, optimizer: OptimizerCost) -> Problem:
-    """Write down every option with what it costs."""
+    """Return the planning problem: every option with its seconds and bytes."""
     return _Builder(program, costs, optimizer).build()
 
 
@@ -29,13 +29,13 @@ class _Builder:
         self.program, self.costs, self.optimizer = program, costs, optimizer
         self.samples = batch_factor(program)
         self.sources: dict[Tensor, Source] = {}
-        """Of representative tensors and first tied parameters."""
+        """The source of each representative's tensor, and of the first of each class of parameters."""
         self.twins: dict[Tensor, Tensor] = {}
-        """Tensor → the representative of its class."""
+        """Maps a tensor to the tensor of its class's representative."""
         self.uses: list[Use] = []
         self.saved: dict[RegionClass, set[Tensor]] = {}
         self.largest_bytes = max((tensor.num_bytes for tensor in program.params if tensor.requires_grad), default=0)
-        """Of a parameter that is trained."""
+        """The bytes of the largest parameter that is trained."""
 
     def build(self) -> Problem:
         groups = [
@@ -84,7 +84,7 @@ class _Builder:
         return decision
 
     def _result_s(self, region_class: RegionClass, group: Group, split: tuple[int, ...]) -> float:
-        """The seconds to sum up the loss, and other results of the model, for the caller."""
+        """Return the seconds in which the loss and other outputs of the model are summed over ranks for the caller."""
         total = 0.0
         for op in group.ops:
             for place, tensor in enumerate(op.outputs):
@@ -99,7 +99,7 @@ class _Builder:
         return total / region_class.multiplicity
 
     def _transient_bytes(self, group: Group, split: tuple[int, ...]) -> int:
-        """The gradient that an op is given and what its backward holds, for the op with most of it."""
+        """Return the bytes of an op's incoming gradients and of what its backward holds, for the op with the most."""
         most = 0
         for op in group.ops:
             if op.requires_grad:
@@ -113,7 +113,7 @@ class _Builder:
         return most
 
     def _add_forward_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
-        """What the group's calls hold for a moment in the forward, and where they are run again for the backward."""
+        """Add the bytes that the group's ops hold temporarily in the forward, and in a rerun for the backward."""
         group, region_class = decision.group, decision.region_class
         assert group is not None
         assert region_class is not None
@@ -130,7 +130,7 @@ class _Builder:
         decision.rerun_bytes.append(max(reruns))
 
     def _add_given_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
-        """The gradients that the group's backward begins with."""
+        """Add the bytes of the gradients at which the group's backward begins."""
         group = decision.group
         assert group is not None
         given = [(t, t.producer) for t in group.outputs() if t.producer is not None and t.requires_grad]
@@ -139,7 +139,7 @@ class _Builder:
         )
 
     def _saved_roots(self, region_class: RegionClass) -> set[Tensor]:
-        """The memory that some backward in the region needs."""
+        """Return the roots of the memory that some backward in the region needs."""
         if region_class not in self.saved:
             records = self.costs.records
             saved = _saved_by(region_class.representative.ops, self.costs)
@@ -208,14 +208,14 @@ class _Builder:
                     self.twins.update(zip(op.outputs, twin.outputs))
 
     def _members_tensors(self, region_class: RegionClass, tensor: Tensor) -> list[Tensor]:
-        """The tensor that each member reads where the representative reads `tensor`."""
+        """Return, for each member of the class, the tensor that it reads where the representative reads `tensor`."""
         place = {external: index for index, external in enumerate(region_class.representative.externals)}
         if tensor not in place:
             return [tensor] * region_class.multiplicity
         return [member.externals[place[tensor]] for member in region_class.members]
 
     def _demands(self, region_class: RegionClass, groups: Sequence[Decision]) -> dict[Tensor, list[Demand]]:
-        """For every tensor that is read across groups in a class, what each group wants of it."""
+        """Return each group's demand on every tensor that the groups of a class read."""
         table: dict[Tensor, list[Demand]] = {}
         for decision in groups:
             group = decision.group
@@ -257,7 +257,7 @@ class _Builder:
             self.uses.append(Use(source, region_class, tuple(members), tensor, inside, demands))
 
     def _stored(self, groups: Sequence[Decision]) -> list[Stored]:
-        """The memory of every group output, with all uses of it and of its views."""
+        """Return the memory of every group's outputs, with the uses of the outputs and of their views."""
         found: dict[Tensor, Stored] = {}
         for decision in groups:
             group = decision.group
@@ -276,7 +276,7 @@ class _Builder:
         return list(found.values())
 
     def _add_rerun_s(self, groups: Sequence[Decision], kept: set[Tensor]) -> None:
-        """Say what running each group again takes; `kept` is never rederived."""
+        """Add the seconds of rerunning each group; the tensors of `kept` are never rematerialised."""
         for decision in groups:
             group, records = decision.group, self.costs.records
             assert group is not None
@@ -299,14 +299,14 @@ class _Builder:
 
 
 def _is_free(tensor: Tensor) -> bool:
-    """Batch entries, buffers, constants: there on every rank, served by slices alone."""
+    """Return True for batch entries, buffers and constants, which every rank can slice from its whole copy."""
     if tensor.role == "op":
         return tensor.producer is not None and tensor.producer.constant
     return tensor.role != "param"
 
 
 def _root(group: Group, tensor: Tensor, costs: CostModel) -> Tensor:
-    """The tensor of the group whose memory `tensor` shares."""
+    """Return the tensor made in the group whose memory `tensor` shares; `tensor` itself if it is no view."""
     inside = set(group.ops)
     while tensor.producer in inside:
         op = tensor.producer
@@ -318,13 +318,13 @@ def _root(group: Group, tensor: Tensor, costs: CostModel) -> Tensor:
 
 
 def _saved_inside(group: Group, costs: CostModel) -> set[Tensor]:
-    """The roots made in the group that the backward of its own ops needs."""
+    """Return the roots of the memory that is made in the group and that the backward of its own ops needs."""
     inside = set(group.ops)
     return {_root(group, tensor, costs) for tensor in _saved_by(group.ops, costs) if tensor.producer in inside}
 
 
 def _saved_by(ops: Iterable[Op], costs: CostModel) -> Iterator[Tensor]:
-    """What the backward of `ops` needs of their arguments and results."""
+    """Yield the inputs and outputs of `ops` that their backwards need."""
     for op in ops:
         yield from (op.inputs[place] for place in costs.records[op].saved_inputs)
         yield from (op.outputs[place] for place in costs.records[op].saved_outputs)

@@ -32,7 +32,7 @@ _GRAMMAR = (
 
 
 def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) -> None:
-    """Narrow `restriction` to the options that obey `pins`; `UserError` for a pin that nothing can obey."""
+    """Narrow `restriction` to the options that obey `pins`; raise `UserError` for a pin that nothing can obey."""
     for pin in pins:
         pattern, action = _parse(pin)
         matched = _matching(problem, pattern, pin)
@@ -138,7 +138,7 @@ def _matching(problem: Problem, pattern: str, pin: str) -> list[Decision]:
 
 
 def _names(decision: Decision) -> set[str]:
-    """The key of a plan, and the names of all its instances."""
+    """Return the names by which a pin may match a decision: its key in a plan, and the keys of all its instances."""
     names = {decision.key, *(tensor.key for tensor in decision.tied)}
     if decision.region_class is not None and decision.group is not None:
         names |= {member.ops[op.position].key for member in decision.region_class.members for op in decision.group.ops}

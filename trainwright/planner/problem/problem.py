@@ -22,12 +22,15 @@ from ...program.program import Program, Tensor
 from ..costs.costs import CostModel, OptimizerCost
 
 Want = tuple[Layout, Layout]
-"""The layout that a reader wants, and that in which the gradient comes back."""
+"""The layout in which a reader wants a tensor, and the layout in which it returns the gradient."""
 
 
 @dataclass(eq=False)
 class Decision:
-    """One choice among `options`. Seconds are those of one instance; there are `count`."""
+    """One choice among `options`, shared by `count` instances.
+
+    Lists have one entry for each option; seconds and bytes are those of one instance.
+    """
 
     index: int
     key: str
@@ -39,26 +42,26 @@ class Decision:
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     inner_comm_s: list[tuple[float, float]] = field(default_factory=list)
-    """What the group's ops communicate inside themselves, forward and backward."""
+    """The seconds of the collectives inside the group's ops, forward and backward."""
     rerun_s: list[float] = field(default_factory=list)
-    """What one instance's forward takes where it runs again: ops that make what is never rederived do not."""
+    """The seconds of a rerun of the forward; ops whose outputs are all kept anyway are not rerun."""
     inner_bytes: list[int] = field(default_factory=list)
-    """What the group saves and nobody outside reads: activations between its ops, statistics, masks."""
+    """The bytes that the group saves and nobody outside reads: activations between its ops, statistics, masks."""
     inner_tensors: list[Tensor] = field(default_factory=list)
-    """The activations among these."""
+    """The activations that `inner_bytes` counts."""
     transient_bytes: list[int] = field(default_factory=list)
-    """What the group's backward holds for a moment, gradients included."""
+    """The peak bytes that one op's backward holds temporarily, incoming gradients included."""
     workspace_bytes: list[int] = field(default_factory=list)
-    """What its forward holds for a moment, beside what it makes and saves."""
+    """The peak bytes that the forward of one of its ops holds temporarily, beside its outputs and what it saves."""
     rerun_bytes: list[int] = field(default_factory=list)
-    """The same with what a rerun reads or makes and no backward needs."""
+    """The same in a rerun, with the tensors that the op reads or makes there and that no backward needs."""
     given_bytes: list[int] = field(default_factory=list)
-    """The gradients of what it leaves to others."""
+    """The bytes of the gradients of the tensors that other groups read."""
     rest_bytes: list[int] = field(default_factory=list)
-    """Parameters: bytes of one instance at rest; its gradient takes as much."""
+    """The bytes of a parameter at rest; its gradient takes as many."""
     state_bytes: list[int] = field(default_factory=list)
     leaving_state_bytes: list[int] = field(default_factory=list)
-    """What of the optimizer's states may leave the device; 0 where they stay."""
+    """The bytes of optimizer states that may be offloaded; 0 where they have to stay."""
     step_bytes: list[int] = field(default_factory=list)
 
     def option_s(self, option: int) -> float:
@@ -68,7 +71,7 @@ class Decision:
 
 @dataclass(eq=False)
 class Source:
-    """A tensor class: the layout that each option of `decision` leaves it in."""
+    """A class of tensors, with the layout in which each option of `decision` makes it."""
 
     tensor: Tensor
     decision: Decision
@@ -81,7 +84,7 @@ class Source:
 
 @dataclass(eq=False)
 class Demand:
-    """What one group wants of a tensor under each of its options, and which of the wanted its backward saves."""
+    """The wants of one group for a tensor under each of its options, and the subset that its backward saves."""
 
     decision: Decision
     position: int
@@ -91,7 +94,7 @@ class Demand:
 
 @dataclass(eq=False)
 class Use:
-    """The readers of one source in the regions `members` of one class."""
+    """The reads of one source by groups in the regions `members` of one class."""
 
     source: Source
     region_class: RegionClass
@@ -99,7 +102,7 @@ class Use:
     tensor: Tensor
     """The tensor as the representative region reads it."""
     inside: bool
-    """Made and read in the same region."""
+    """True if the tensor is made in the region that reads it."""
     demands: list[Demand]
 
     @property
@@ -107,7 +110,10 @@ class Use:
         return len(self.members)
 
     def reaches(self) -> Iterator[tuple[int, int]]:
-        """Yield, for each member, the region where what it reads was made and its own; of what a group makes."""
+        """Yield, for each member, the index of the region that made the tensor and that of the region that reads it.
+
+        The source is a group's, not a parameter.
+        """
         place = None if self.inside else self.region_class.representative.externals.index(self.tensor)
         for member in self.members:
             region = made = self.region_class.members[member]
@@ -121,23 +127,23 @@ class Use:
 
 @dataclass(eq=False)
 class Stored:
-    """The memory behind a group's output."""
+    """The memory that a group's output lives in, with everything that reads it."""
 
     source: Source
     own_saved: bool
-    """The group's own backward needs it, whatever is chosen."""
+    """True if the group's own backward needs it, under every option."""
     held: bool
-    """The caller holds it until the step is over."""
+    """True if the caller holds it until the step is over."""
     uses: list[Use] = field(default_factory=list)
 
     @property
     def boundary(self) -> bool:
-        """Read by another region: never rederived."""
+        """Return True if another region reads it; such memory is never rematerialised."""
         return any(not use.inside for use in self.uses)
 
     @property
     def position(self) -> int:
-        """The group of the region whose backward is the last to need it, natively."""
+        """Return the index of the group whose backward is the last in the region to need it as it was made."""
         assert self.source.decision.group is not None
         own = self.source.decision.group.index
         readers = [d.position for use in self.uses if use.inside for d in use.demands if any(d.saves)]
@@ -145,7 +151,7 @@ class Stored:
 
     @property
     def first_position(self) -> int:
-        """The group of the region whose backward is the first to need it, natively."""
+        """Return the index of the group whose backward is the first in the region to need it as it was made."""
         assert self.source.decision.group is not None
         own = [self.source.decision.group.index] if self.own_saved else []
         readers = [d.position for use in self.uses if use.inside for d in use.demands if any(d.saves)]
@@ -153,12 +159,12 @@ class Stored:
 
 
 FEW_OPS, MANY_OPS = 200, 400
-"""Up to so many a program is simulated in a tenth of a second; of more it is long."""
+"""Programs of at most `FEW_OPS` are simulated in a tenth of a second; above `MANY_OPS` that takes long."""
 
 
 @dataclass(eq=False)
 class Problem:
-    """All that the solver chooses from, for one program on one mesh."""
+    """The decisions of one program on one mesh, and what connects them."""
 
     program: Program
     costs: CostModel
@@ -169,7 +175,7 @@ class Problem:
     uses: list[Use]
     stored: list[Stored]
     static_bytes: int
-    """Buffers: whole on every rank."""
+    """The bytes that no decision changes: buffers, whole on every rank, and what the optimizer keeps once."""
 
     @property
     def decisions(self) -> list[Decision]:
@@ -177,12 +183,12 @@ class Problem:
 
     @property
     def is_quick(self) -> bool:
-        """Whether simulations take so little that the rows may begin too wide."""
+        """Return True if simulations are so quick that the search may begin with memory rows that are too wide."""
         return len(self.program.ops) <= FEW_OPS
 
     @property
     def is_long(self) -> bool:
-        """Whether simulations, and weak relaxations, take so long that they are saved where they can be."""
+        """Return True if simulations and weak relaxations take so long that the search avoids them where it can."""
         return len(self.program.ops) > MANY_OPS
 
     @property

@@ -1,4 +1,4 @@
-"""The textbook ways to train on several devices, as restrictions of the joint problem.
+"""States the textbook ways to train on several devices as restrictions of the joint problem.
 
 ddp         the batch split over all axes, parameters everywhere, everything kept
 fsdp        the batch split over all axes, parameters sharded over all (ZeRO-3), recomputation chosen optimally
@@ -24,24 +24,24 @@ RECIPES = ("ddp", "fsdp", "megatron", "two-stage", "joint")
 
 @dataclass(eq=False)
 class Restriction:
-    """What a recipe leaves to choose."""
+    """The options that a recipe, and pins, leave to choose from."""
 
     allowed: dict[Decision, frozenset[int]] = field(default_factory=dict)
     forbids: Callable[[Use, tuple[int, ...], Want], bool] | None = None
-    """Whether a change of layout is out of the question, as long as there is an answer without it."""
+    """Returns True for a reshard that is forbidden as long as there is an answer without it; None forbids none."""
     recompute: bool = True
     share: bool = True
-    """Whether one gathered copy of a parameter may serve several regions."""
+    """True if one gathered copy of a parameter may serve several regions."""
     offload: bool = False
-    """Whether anything may be offloaded; the textbook's recipes do not."""
+    """True if anything may be offloaded; only `joint` and pins allow it."""
     fates: dict[Decision, str] = field(default_factory=dict)
-    """Pinned groups: whether all instances `keep`, `recompute` or `offload` what they leave; pinned parameters: whether their
-    optimizer states stay on the device (`state-keep`) or not (`state-offload`)."""
+    """The fate of pinned decisions. All instances of a group `keep`, `recompute` or `offload` what they leave for the
+    backward; a parameter's optimizer states stay on the device (`state-keep`) or do not (`state-offload`)."""
     notes: list[str] = field(default_factory=list)
 
 
 def restriction(problem: Problem, recipe: str) -> Restriction:
-    """Return what `recipe` restricts; `joint` and `two-stage` restrict no option."""
+    """Return the restriction of `recipe`; `joint` and `two-stage` restrict no option."""
     if recipe == "ddp":
         return Restriction({**_data_parallel(problem), **_rest(problem, sharded=False)}, recompute=False)
     if recipe == "fsdp":
@@ -52,7 +52,7 @@ def restriction(problem: Problem, recipe: str) -> Restriction:
 
 
 def _data_parallel(problem: Problem) -> dict[Decision, frozenset[int]]:
-    """Every group splits the samples over all axes; one without them is run whole everywhere."""
+    """Return the option of every group that splits the samples over all axes; a group without them runs whole."""
     return {decision: frozenset([_batch_option(problem, decision)]) for decision in problem.groups}
 
 
@@ -63,7 +63,7 @@ def _batch_option(problem: Problem, decision: Decision) -> int:
 
 
 def _rest(problem: Problem, sharded: bool) -> dict[Decision, frozenset[int]]:
-    """Parameters whole on every rank, or in the smallest shards there are."""
+    """Return the options of every parameter that replicate it at rest or, with `sharded`, hold the smallest shards."""
     allowed = {}
     for decision in problem.params:
         sizes = [size if sharded else -size for size in decision.rest_bytes]
@@ -96,14 +96,14 @@ def _megatron(problem: Problem) -> Restriction:
 
 
 def _allow_samples_between(problem: Problem, found: Restriction) -> None:
-    """What stands between two ops that split the samples may split them too, and need not gather them."""
+    """Allow cheap groups to split the samples too, so that those between two ops that split them need no gather."""
     for decision in problem.groups:
         if not _is_busy(problem, decision):
             found.allowed[decision] |= {_batch_option(problem, decision)}
 
 
 def _tensor_parallel(problem: Problem, decision: Decision) -> list[int]:
-    """The options that split the samples over the outer axes, and over the last one what Megatron does; maybe none."""
+    """Return the options that split the samples over the outer axes and follow Megatron over the last, if any."""
     group, last = decision.group, len(problem.mesh) - 1
     assert group is not None
     batch, tokens = batch_loop(group, problem.samples), token_loops(group, problem.program)
@@ -123,7 +123,7 @@ def _is_busy(problem: Problem, decision: Decision) -> bool:
 
 
 def _all_reduces(use: Use, native: tuple[int, ...], want: Want, axis: int) -> bool:
-    """Whether an activation changes its layout along `axis` by all-reduces alone, in both directions."""
+    """Return True if an activation's reshard along `axis` consists of all-reduces alone, forward and backward."""
     if use.source.is_param or not use.tensor.requires_grad:
         return True
     steps = [*transition(native, want[0]), *transition(want[1], gradient_layout(native))]

@@ -1,7 +1,7 @@
-"""The options of every decision: which loops a group may split over each mesh axis, and how a parameter may rest.
+"""Lists the options of every decision: the loops that a group may split, and a parameter's layouts at rest.
 
-Pruned before the solver sees them: a loop shorter than the axis (unless it is the batch), minor factors where the major
-one is long enough, and for matmuls and attention anything that leaves an axis idle.
+Three kinds are pruned before the solver sees them: a loop shorter than the axis (unless it is the batch), minor factors
+where the major one is long enough, and for matmuls and attention every option that leaves an axis idle.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ...program.program import Program, Tensor
 
 
 def batch_factor(program: Program) -> Factor | None:
-    """Return the dimension that most of the program's groups can split: the samples.
+    """Return the factor over samples: the factor of the batch's tensors that most of the program's ops can split.
 
-    Looked for among the dims of the batch's tensors; the leading one where several serve alike.
+    Of several that as many ops can split, it is the leading one; None where no op splits any.
     """
     found: dict[int, Factor] = {}
     rank: dict[int, int] = {}
@@ -81,7 +81,7 @@ def group_options(group: Group, records: Records, mesh: Sequence[int], samples: 
 
 
 def _loops_for(group: Group, axis_size: int, batch: int) -> list[int]:
-    """The loops worth splitting over an axis: of the factors of one loop, the first that is long enough."""
+    """Return the loops worth splitting over an axis: for each loop of an op, its first factor that is long enough."""
     if axis_size == 1:
         return []
     chosen: list[int] = []
@@ -98,7 +98,7 @@ def _loops_for(group: Group, axis_size: int, batch: int) -> list[int]:
 
 
 def _fits(group: Group, split: Split, mesh: Sequence[int], batch: int) -> bool:
-    """Return whether every loop that several axes split is long enough for all of them, and rows are exchanged along one alone."""
+    """Return True if every loop is long enough for all axes that split it, and at most one axis exchanges rows."""
     used = set(itertools.chain.from_iterable(group.pairs.get(loop, (loop,)) for loop in split))
     for index in used - {-1, batch}:
         if group.loops[index].size < math.prod(mesh[axis] for axis in group.axes_of(index, split)):
@@ -124,7 +124,7 @@ def param_options(tensor: Tensor, wanted: Iterable[Layout], mesh: Sequence[int])
 
 
 def _zero_slots(tensor: Tensor, size: int) -> list[int]:
-    """The slots that `size` ranks can share, those that divide evenly first, then the leading ones."""
+    """Return the slots that `size` ranks can split, evenly divisible ones first, then by position."""
     fit = [index for index, slot in enumerate(tensor.slots) if slot.size >= size and not slot.blocked]
     return sorted(fit, key=lambda index: (tensor.slots[index].size % size != 0, index))
 
