@@ -1,4 +1,4 @@
-"""Regions: the repeated blocks of a model, and what stands before, between and behind them.
+"""Cuts a program into regions: the repeated blocks of a model, and what stands before, between and behind them.
 
 A block is an element of a list of modules (`transformer.h.3`). Where the elements of an outer list do nothing but run
 an inner list (the stages of a ResNet), the inner elements are the blocks. Regions with the same ops on the same shapes
@@ -84,7 +84,7 @@ def _numbered(path: str) -> list[tuple[str, str, str]]:
 
 
 def _block_containers(paths: Sequence[str], below: str | None = None) -> set[str]:
-    """The module lists whose elements are blocks, among `paths` that lie under the prefix `below`."""
+    """Return the module lists whose elements are blocks, among `paths` that lie under the prefix `below`."""
     elements: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for path in paths:
         for prefix, index, _ in _numbered(path):

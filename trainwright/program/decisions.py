@@ -20,7 +20,8 @@ OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 class Decisions:
     """The decisions of a plan, in terms of the program.
 
-    `recomputed` holds the keys of values that are not kept, `offloaded` of those that leave the device meanwhile.
+    `recomputed` holds the keys of values that are not kept for the backward, `offloaded` the keys of those that are
+    kept off the device.
     """
 
     mesh: tuple[int, ...]
@@ -32,14 +33,15 @@ class Decisions:
     offloaded_states: set[Tensor] = field(default_factory=set)
     """The parameters whose optimizer states are on the device during their update alone, see `offload_states`."""
     in_flight_bytes: int = 0
-    """Offloaded bytes that may stand on the device while they leave, and again before they are asked for."""
+    """The bytes on their way out that may still be on the device, and the bytes that may be fetched ahead of their use."""
     overlap: Overlap = "none"
     """The distance that parameters travel ahead of their use, see `travel`."""
     imbalance: float = DEFAULT_IMBALANCE
-    """By how much the fullest rank may have more rows of experts than its even share; inf: all that there can be."""
+    """The ratio of the rows of experts on the fullest rank to its even share; inf plans for all rows on one rank."""
     shared: set[tuple[Tensor, Layout]] = field(default_factory=set)
-    """Parameters, with a layout in which one gathered copy serves their readers in all regions; their gradients are summed
-    before they are brought back. A parameter that is read as it rests is always read so."""
+    """The parameters of which one gathered copy serves the readers in all regions, each with the copy's layout. The
+    readers' gradients are summed before they are resharded. A parameter that is read in its layout at rest always has
+    one copy."""
 
 
 def wider(overlap: Overlap) -> Iterator[Overlap]:

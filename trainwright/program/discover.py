@@ -1,14 +1,16 @@
-"""Rules that are found by trying: shards of a small input, and which recombinations of the outputs give the whole one.
+"""Finds the loops of an op without a rule by running it on shards of small inputs and recombining the outputs.
 
-For an op that nobody described, small random tensors stand in for those of the call: dims that are equal stay equal, other
-literals stay as they are. Each way to cut dims of the inputs (others whole) is tried in 2 and 3 uneven parts:
+Small random tensors replace those of the call. Equal dims stay equal, and other arguments keep the call's values. Each
+choice of at most one dim of every input, all of one size, is a candidate. It is cut into 2 and into 3 uneven parts, and
+is a loop if the whole outputs result in one of two ways:
 
-    concatenated   the parts' outputs, one behind the other along a dim, are the whole output: the loop is independent
+    concatenated   the parts' outputs, concatenated along a dim, equal the whole output: the loop is independent
     summed         the parts' outputs add up to the whole output: the loop is reduced
 
-and likewise backwards, for a random gradient of the outputs: the gradients of cut inputs one behind the other, those of
-whole inputs summed, are the whole ones. A loop is one that holds on every draw. An op that draws random numbers, writes its
-inputs or answers twice differently is never tried. What fails on inputs of that size is tried on the call's own.
+The gradients have to recombine as well, for a random gradient of the outputs: those of cut inputs are concatenated,
+those of whole inputs summed. A loop has to hold on every draw. An op that draws random numbers, writes its inputs or
+returns different results for the same inputs is not tried. An op that refuses the small inputs is tried on others, last
+on inputs of the call's own sizes.
 """
 
 from __future__ import annotations
@@ -28,30 +30,31 @@ from ..torch_internals import private
 from .rule_cache import RuleCache
 
 SUM = -1
-"""In place of the dim of an output: the parts are added."""
+"""Stands in place of an output's dim where the parts' outputs are added."""
 _SIZES = (7, 11, 13, 8, 17, 19)
-"""Stand-ins for the distinct sizes of a call: no one a multiple of another, and all cut unevenly by two or three."""
+"""The sizes that replace those of a call: none is a multiple of another, and each is cut unevenly by two or three."""
 _NUM_PARTS = (2, 3)
 _NUM_DRAWS = 2
 _MAX_TRIALS, _MAX_INPUTS = 256, 6
 _MAX_ELEMENTS = 2**18
-"""Of one tensor, where an op takes its own sizes alone."""
+"""An op is not tried on tensors with more elements than this."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One loop: the dim of each input that it runs over (None: whole), and of each output (`SUM`: a partial sum)."""
+    """One loop: the dim of each input that it cuts (None: the input stays whole) and of each output (`SUM`: a partial sum)."""
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
 
 
 def discovered(target: Any, call: Call, differentiated: Sequence[bool]) -> Signature | None:
-    """Return the signature of a call of `target` as trials show it; `None` where nothing can be split, or tried.
+    """Return the signature of a call of `target` with the loops found; `None` where none was found or the op cannot be
+    tried.
 
-    differentiated: which of the tensor arguments a gradient is wanted of. Found loops are kept in the user's cache folder; those
-    taken from there are tried once before they are believed, since an op may be written anew under its name.
+    differentiated: for each tensor argument, whether its gradient is wanted. Found loops are stored in the user's cache
+    folder. Stored loops are tried once before they are used, since the op may have been changed under the same name.
     """
     key = f"{target} {call} {differentiated}"
     if key not in _FOUND:
@@ -60,7 +63,7 @@ def discovered(target: Any, call: Call, differentiated: Sequence[bool]) -> Signa
 
 
 _FOUND: dict[str, Signature | None] = {}
-"""What this process knows already: blocks call the same op the same way many times."""
+"""The signatures that this process has found, by call: repeated blocks call an op in the same way many times."""
 
 
 def _may_be_tried(target: Any, call: Call) -> bool:
@@ -84,7 +87,7 @@ def _tried(target: Any, call: Call, differentiated: tuple[bool, ...]) -> Signatu
 
 
 def _pattern(call: Call) -> str:
-    """All of a call but its sizes: which dims are equal, types, literals."""
+    """Return a text that equals that of another call if they differ in sizes alone: equal dims, dtypes and literals."""
     sizes = {1: 1}
 
     def show(item: Any) -> Any:
@@ -98,7 +101,7 @@ def _pattern(call: Call) -> str:
 
 
 def _first_that_runs(target: Any, call: Call, differentiated: tuple[bool, ...]) -> _Trial | None:
-    """Return the trial with the smallest, simplest inputs that the op takes and answers as it answers the call."""
+    """Return the trial with the smallest inputs that the op accepts, or None if it accepts none."""
     distinct = list(dict.fromkeys(size for spec in call.inputs for size in spec.shape if size != 1))
     small = dict(zip(distinct, itertools.chain(_SIZES, itertools.count(23, 2))))
     multiples = {size: size if size <= 16 else 8 + size % 8 for size in distinct}
@@ -119,7 +122,11 @@ class _Trial:
         self.shapes = [tuple(sizes[size] for size in spec.shape) for spec in call.inputs]
 
     def runs(self) -> bool:
-        """Whether the op answers, twice the same, leaves its inputs and the generator alone, and is as the call's in rank."""
+        """Return True if the op can be tried on these inputs.
+
+        It has to return the same results twice, of the call's numbers of dims, and to change neither its inputs nor the
+        state of the random generator.
+        """
         if any(math.prod(shape) > _MAX_ELEMENTS for shape in self.shapes):
             return False
         inputs = self._draw(0)
@@ -133,7 +140,10 @@ class _Trial:
         return untouched and ranks and all(self._same(a, b) for a, b in zip(first, second))
 
     def holds(self, cut: Cut, num_draws: int = _NUM_DRAWS) -> bool:
-        """Whether parts recombine as `cut` says on so many draws, an empty part among them, forwards and backwards."""
+        """Return True if outputs and gradients recombine as `cut` says, on `num_draws` draws of the inputs.
+
+        Where an output is a partial sum, an empty part is tried too.
+        """
         size = self._size(cut.inputs)
         try:
             for draw, num in itertools.product(range(num_draws), _NUM_PARTS):
@@ -144,7 +154,7 @@ class _Trial:
             return False
 
     def candidates(self) -> Iterator[tuple[int | None, ...]]:
-        """Yield every choice of at most one dim an input, all of one size, larger ones first."""
+        """Yield every choice of at most one dim of each input, all of one size; those that cut most inputs come first."""
         found = []
         for dims in itertools.product(*([None, *range(len(shape))] for shape in self.shapes)):
             sizes = {shape[dim] for shape, dim in zip(self.shapes, dims) if dim is not None}
@@ -153,7 +163,7 @@ class _Trial:
         yield from sorted(found, key=lambda dims: -sum(dim is not None for dim in dims))[:_MAX_TRIALS]
 
     def outputs_of(self, dims: tuple[int | None, ...]) -> tuple[int, ...] | None:
-        """Return how the outputs of two parts make up the whole ones; `None` where they do not."""
+        """Return how the outputs of two parts recombine, for each output a dim or `SUM`; `None` where one does not."""
         size = self._size(dims)
         try:
             inputs = self._draw(0)
@@ -223,7 +233,7 @@ class _Trial:
     def _parts(
         self, inputs: Sequence[Tensor], dims: Sequence[int | None], lengths: Sequence[int]
     ) -> list[list[Tensor]]:
-        """The inputs of every part, as leaves of their own."""
+        """Return the inputs of every part, as leaves of autograd's graph."""
         found, start = [], 0
         for length in lengths:
             part = []
@@ -267,13 +277,16 @@ def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence
 
 
 def _uneven(size: int, num: int) -> list[int]:
-    """As the runtime cuts: equal parts rounded up, the last one shorter, or empty."""
+    """Return the lengths of `num` parts as the runtime cuts them: equal, rounded up, the last ones shorter or empty."""
     each = -(-size // num)
     return [max(0, min(each, size - start)) for start in range(0, each * num, each)]
 
 
 def _search(trial: _Trial) -> list[Cut]:
-    """Return loops that hold, no dim in two of them: those that leave no partial sums and cut most inputs first."""
+    """Return loops that hold, of which no two cut the same dim.
+
+    Loops without partial sums are preferred, then those that cut most inputs.
+    """
     found: list[Cut] = []
     for dims in trial.candidates():
         outputs = trial.outputs_of(dims)
@@ -291,7 +304,7 @@ def _overlap(one: Sequence[int | None], other: Sequence[int | None]) -> bool:
 
 
 def _signature(call: Call, cuts: Sequence[Cut]) -> Signature | None:
-    """Write loops as a signature of the call's own shapes; dims in none of them stay whole."""
+    """Return the signature of the call with these loops; dims that no loop cuts stay whole. None if a loop's sizes differ."""
     builder = SignatureBuilder()
     specs = [*call.inputs, *call.outputs]
     places = list(zip(*((*cut.inputs, *cut.outputs) for cut in cuts)))

@@ -1,4 +1,4 @@
-"""Which ops draw random numbers."""
+"""Tells which ops draw random numbers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def draws(op: Op) -> bool:
 
 
 def needs_state(op: Op) -> bool:
-    """Tell whether an op draws numbers or knows modes."""
+    """Tell whether an op draws random numbers or writes a buffer, so that it needs the state of the run."""
     return draws(op) or bool(op.writes)
 
 
 def argument_place(target: Any, name: str) -> int:
-    """Return where among an op's arguments the one called `name` stands."""
+    """Return the position of the argument called `name` among an op's arguments."""
     return next(place for place, (each, _, _) in enumerate(private.arguments(target)) if each == name)

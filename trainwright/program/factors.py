@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Factor:
-    """An atomic run of a dim. Once identified with others it forwards to them, once split it forwards to its parts."""
+    """An atomic part of a dim. Once identified with another factor it forwards to that one; once split, to its parts."""
 
     __slots__ = ("blocked", "forward", "size")
 
@@ -36,7 +36,7 @@ def leaves(factors: Iterable[Factor]) -> list[Factor]:
 
 
 def _last_identified(factor: Factor) -> Factor:
-    """Follow identifications to their end, and shorten the way: a deep model strings thousands of them together."""
+    """Return the factor at the end of the chain of identifications, and shorten the chain, which deep models make long."""
     passed = []
     while factor.forward is not None and len(factor.forward) == 1:
         passed.append(factor)

@@ -1,4 +1,4 @@
-"""Layouts in factors: per mesh axis a slot of the tensor, replicated, or a partial sum; and one rank's share of them.
+"""Layouts: for each mesh axis a tensor is split along a slot, replicated, or a partial sum; and one rank's part of it.
 
 A *slot* is one factor of one dim of a tensor, counted major first over the whole shape; `Layout` is one entry a mesh
 axis, outermost first: a slot's index, `REPLICATE` or `PARTIAL`. Two axes may split one slot, the outer one first.

@@ -1,4 +1,4 @@
-"""The same program in another precision: a model's own casts and literal dtypes are lifted, so that float64 is float64."""
+"""Rewrites a program to another precision, the model's own casts and literal dtypes included."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lift_dtypes(program: Program, dtype: torch.dtype = torch.float64) -> None:
 
 
 def _makes_default_floats(node: fx.Node) -> bool:
-    """Whether the call makes a tensor out of nothing whose type nobody says: `torch.zeros(3)` is of the default type."""
+    """Return True if the call creates a tensor of torch's default dtype, as `torch.zeros(3)` does."""
     if not isinstance(node.target, private.OpOverload) or "dtype" in node.kwargs or node.all_input_nodes:
         return False
     takes = any(name == "dtype" and keyword_only for name, _, keyword_only in private.arguments(node.target))

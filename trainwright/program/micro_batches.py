@@ -1,18 +1,21 @@
-"""Does a step over micro-batches compute the whole batch's loss, and what has to be put right so that it does?
+"""Finds the corrections with which the mean of K micro-batches' losses equals the loss of the whole batch.
 
-Two captures of one step are compared op by op, the whole batch's and one micro-batch's. Dims whose size differs are the
-batch's; what each tensor is to the whole one follows from the ops' loops:
+Two captures of one step are compared op by op, the whole batch's and one micro-batch's. Dims whose sizes differ are
+batch dims. The ops' loops decide the kind of each tensor:
 
-    same    the same in every micro-batch: depends on no example
-    part    the micro-batch's rows of the whole tensor
+    same    it has the same value in every micro-batch, since it depends on no example
+    part    a micro-batch has its rows of the whole tensor
     mean    the whole value is the mean of the micro-batches' values
 
-A sum over the batch becomes a `mean` once it is multiplied by the number of micro-batches K; a mean over what counts
-differently in each (cross-entropy, whose labels may be left out) by K · its weight / all weights; a literal that holds the
-batch's size is put right by a factor. What is computed from the batch alone, as the number of tokens that a mask leaves,
-and then used in another way than linearly, takes the whole batch's value. The loss has to end as a `mean`, or `same`:
-then loss = Σ_k loss_k / K, and the gradients follow, both exactly. Everything else is refused, with the op that is why:
-batch norm takes statistics of all examples, a contrastive loss compares them with one another.
+Three corrections turn a result into a `mean`. A sum over the batch is multiplied by K. A mean with weights that differ
+between micro-batches (cross-entropy with ignored labels) is multiplied by K · its weight / the sum of all weights. A
+result that depends on a literal with the batch's size is multiplied by the ratio of the two literals. A mean that is
+computed from the batch alone (the number of tokens that a mask leaves) and then used nonlinearly is replaced by the
+whole batch's value.
+
+The loss has to end as a `mean` or `same`; then loss = Σ_k loss_k / K exactly, and so are the gradients. Everything else
+is refused with a message that names the op: batch norm takes statistics of all examples, a contrastive loss compares
+them.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ WEIGHTED = "weighted"
 WHOLE_SUM, WHOLE_MEAN = "whole-sum", "whole-mean"
 """The op's result is replaced by that of the whole batch: the sum, or the mean, of all micro-batches' results."""
 Corrections = dict[str, float | str]
-"""By an op's key: what its result is multiplied by, `weighted`, `whole-sum` or `whole-mean`."""
+"""Maps an op's key to its correction: a factor of its result, `weighted`, `whole-sum` or `whole-mean`."""
 Kind = Literal["same", "part", "mean"]
 
 
 def split_entries(batch: Any, num: int) -> Any:
-    """Return the first of `num` micro-batches of a batch; `UserError` where its size is no multiple of `num`."""
+    """Return the first of `num` micro-batches of a batch; raise `UserError` where its size is no multiple of `num`."""
     named, rebuild = flatten_batch(as_batch(batch))
     own = names_of_batch(shapes_of(batch))
     size = batch_size(batch)
@@ -55,7 +58,7 @@ def split_entries(batch: Any, num: int) -> Any:
 
 
 def batch_size(batch: Any) -> int:
-    """Return how many examples a batch holds."""
+    """Return the number of examples in a batch."""
     return next((shape[0] for shape in shapes_of(batch).values() if shape), 1)
 
 
@@ -81,10 +84,11 @@ def capture_step(
 ) -> Program:
     """Return the program of a step on `batch`, or of one of its `num` micro-batches.
 
-    loss_chunks: 0, or into how many chunks a loss is taken with its head; None: as many as suit the head (`chunk_losses`).
+    loss_chunks: the number of chunks in which a loss and its head are computed; 0 leaves them whole, None takes as many
+    as suit the head (`chunk_losses`).
 
-    corrections: a plan's, whose capture is then the only one; by default they are found by comparing with the program of
-    the `whole` batch, which is captured where it is not at hand.
+    corrections: those of a plan. By default they are found by comparing with the program of the `whole` batch, which is
+    captured if it is not given.
     """
     if num == 1:
         found = cached_capture(model, batch, loss_fn, autocast=autocast, name=step_name(name_on(batch), 1))
@@ -115,7 +119,7 @@ def _chunked(found: Captured, loss_chunks: int | None) -> Captured:
 
 
 def find_corrections(whole: Program, part: Program, num: int) -> Corrections:
-    """Return what makes `num` runs of `part` the step of `whole`; `UserError` where nothing does."""
+    """Return the corrections with which `num` runs of `part` compute the step of `whole`; raise `UserError` where none do."""
     if num == 1:
         return {}
     return _Comparison(whole, part, num).corrections()
@@ -125,9 +129,9 @@ def find_corrections(whole: Program, part: Program, num: int) -> Corrections:
 class _State:
     kind: Kind
     slot: int = -1
-    """Of a part: the factor of the tensor that runs over the batch."""
+    """For a `part`, the slot of the tensor that runs over the batch."""
     from_batch: bool = False
-    """Computed from the batch, buffers and constants alone: known before the step."""
+    """True if the tensor is computed from the batch, buffers and constants alone, so that it is known before the step."""
 
 
 def _moves_only(op: Op) -> bool:
@@ -167,7 +171,7 @@ class _Comparison:
         return self.found
 
     def _match(self) -> None:
-        """Pair the ops of both graphs; one that only moves or repeats rows may be missing where there is one row."""
+        """Pair the ops of both graphs; an op that only moves or repeats rows may be missing in either of them."""
         sources = [[t for t in program.tensors if t.role != "op"] for program in (self.whole, self.part)]
         self.twin.update(zip(*sources))
         rest = list(reversed(self.part.ops))
@@ -218,7 +222,10 @@ class _Comparison:
     # Literals
 
     def _literal_factor(self, op: Op) -> float:
-        """The factor that puts an op's result right whose literal depends on the batch's size; sizes are as they are."""
+        """Return the factor that corrects the result of an op with a literal that depends on the batch's size.
+
+        Sizes need no correction. A literal of another op than a product or quotient is refused.
+        """
         twin = self.twin_of.get(op)
         if twin is None:
             return 1.0
@@ -265,7 +272,7 @@ class _Comparison:
         return [self._made(op, tensor, known) for tensor in op.outputs]
 
     def _made(self, op: Op, tensor: Tensor, known: bool) -> _State:
-        """What is made of tensors that no example enters: rows for the batch are alike, or there are none."""
+        """Return the state of a tensor made without examples: it has no batch dim, or its rows are all equal."""
         twin = self.twin[tensor]
         if tensor.shape == twin.shape:
             return _State("same", from_batch=known)
@@ -276,7 +283,7 @@ class _Comparison:
         raise AssertionError
 
     def _settle(self, op: Op) -> bool:
-        """Take the whole batch's value of the averages that `op` reads, if they are known before the step."""
+        """Replace the means that `op` reads by the whole batch's; return False if these are not known before the step."""
         means = [tensor for tensor in op.inputs if self.states[tensor].kind == "mean"]
         if not all(self.states[tensor].from_batch for tensor in means):
             return False
@@ -327,7 +334,7 @@ class _Comparison:
         return found
 
     def _loop(self, op: Op) -> str:
-        """The loop of `op` that runs over the batch: one and the same in all operands that have rows of it."""
+        """Return the loop of `op` that runs over the batch, which has to be the same in all operands that are parts."""
         loops = set()
         for place, tensor in enumerate(op.inputs):
             state = self.states[tensor]
@@ -353,7 +360,7 @@ class _Comparison:
 
 
 def _literals(ours: Any, theirs: Any, depth: int = 0) -> Iterator[tuple[Any, Any, bool]]:
-    """Yield pairs of corresponding literals of (args, kwargs), and whether they stand in a list, as sizes do."""
+    """Yield pairs of corresponding literals of (args, kwargs), each with True if it stands in a list, as sizes do."""
     if isinstance(ours, torch.fx.Node):
         return
     if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)) and len(ours) == len(theirs):
@@ -371,7 +378,7 @@ def _takes_sizes(op: Op) -> bool:
 
 
 def as_runs(part: Captured, num: int, corrections: Corrections) -> Program:
-    """Return the program of a micro-batch, of which `num` runs make a step; weighted means become sums in its graph."""
+    """Return the program of a micro-batch, `num` runs of which make a step; its weighted means are rewritten to sums."""
     keys = {node.meta["key"] for node in part.graph.nodes if node.op == "call_function"}
     unknown = sorted(corrections.keys() - keys)
     if unknown:
@@ -389,7 +396,8 @@ def as_runs(part: Captured, num: int, corrections: Corrections) -> Program:
 
 
 def candidates(size: int) -> Sequence[int]:
-    """Return the numbers of micro-batches to look at for a batch of `size`, in rising order: its divisors, 12 at most.
+    """Return the numbers of micro-batches to plan for a batch of `size`: its divisors, some left out where there are
+    many.
 
     >>> candidates(12), candidates(7)
     ([1, 2, 3, 4, 6, 12], [1, 7])

@@ -1,9 +1,9 @@
-"""A plan's decisions for the same model captured at other batch shapes.
+"""Carries a plan's decisions over to the same model captured at other batch shapes.
 
-Decisions hold for ops, loops and tensors; which of them are the same in two captures is found by walking both together.
-A dim that has become 1 is a loop no more: its ranks then compute the same, replicated. Whatever is carried over, the
-step is exact, since a local program is exact for any decisions; what is not found costs time, never correctness. Only
-parameters must stand as they do, since they are the same tensors.
+Decisions belong to ops, loops and tensors; walking both captures together pairs those of one with those of the other. A
+dim of size 1 has no loop, so its ranks compute the same, replicated. A step is exact under any decisions, so a decision
+that is not carried over costs time, never correctness. Parameters alone have to keep their layouts, since they are the
+same tensors.
 
     ops        aligned by key, or where the graphs differ (an `expand` to one row is none) by name and module
     factors    planned dim by dim, through the tensors of aligned ops                          (`_Twins`)
@@ -71,7 +71,7 @@ def without_weights(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> nn
 def decisions_at(
     program: Program, planned: Program, decisions: Decisions, inputs: Mapping[str, Sequence[str]]
 ) -> Decisions:
-    """Return what `decisions` of the `planned` program come to for `program`, the same step on a batch of other shapes.
+    """Return the `decisions` of the `planned` program for `program`, which is the same step on a batch of other shapes.
 
     inputs: the layout of each batch entry, as a plan writes it (`entry_layout`).
 
@@ -114,7 +114,7 @@ def _same_layout(layout: Layout, planned: Tensor, tensor: Tensor) -> Layout:
 
 
 class _Twins:
-    """Which op, tensor and factor of the planned program each one of another capture is."""
+    """Pairs the ops, tensors and factors of a capture with those of the planned program."""
 
     def __init__(self, program: Program, planned: Program) -> None:
         self.program, self.planned = program, planned
@@ -122,7 +122,7 @@ class _Twins:
         self.op: dict[Op, Op] = dict(_aligned(program.ops, planned.ops))
         self.sources = {(t.role, t.key): t for t in planned.tensors if t.role != "op"}
         self.factor: dict[Factor, Factor] = {}
-        """Planned factor → the one that it is here; a dim of size 1 has none."""
+        """Maps a planned factor to its twin in this capture; a dim of size 1 has none."""
         for tensor in program.tensors:
             if tensor.role != "op" and (tensor.role, tensor.key) in self.sources:
                 self._meet(tensor, self.sources[(tensor.role, tensor.key)])
@@ -139,7 +139,7 @@ class _Twins:
                 self.factor.update(zip(there, here))
 
     def keys(self, planned: set[str]) -> set[str]:
-        """Return the keys of the values that are, here, those of the planned keys."""
+        """Return the keys of this capture's values that are twins of the planned ones."""
         found = set()
         for op, twin in self.op.items():
             for own, other in _value_keys(op, twin):
@@ -165,7 +165,7 @@ def _value_keys(op: Op, twin: Op) -> Iterator[tuple[str, str]]:
 
 
 def _may_be_rederived(program: Program, op: Op, key: str) -> bool:
-    """Whether what a plan lets go of can be had again in a graph that is not quite the planned one."""
+    """Return True if a value may be recomputed or offloaded in this graph, which differs from the planned one."""
     outputs = [tensor for tensor in op.outputs if tensor.key == key]
     inside = all(consumer.region is op.region for tensor in outputs for consumer in tensor.consumers)
     return inside and not any(tensor in program.outputs for tensor in outputs) and not (outputs and op.kind == "view")

@@ -1,4 +1,4 @@
-"""Every entry of a plan is read or refused: what a hand-edited plan says and nobody would carry out is named here."""
+"""Refuses the entries of a hand-edited plan that nothing would read, with an error that names them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _CORRECTIONS = (WEIGHTED, WHOLE_SUM, WHOLE_MEAN)
 
 
 def refuse_unknown_keys(section: Mapping[str, object], known: Collection[str], name: str) -> None:
-    """Raise `UserError` for an entry of `section` that is none of the program's, with what is like it."""
+    """Raise `UserError` for an entry of `section` that is none of the program's, and suggest similar ones."""
     for key in section:
         if key not in known:
             raise UserError(f"entries of this model are needed under {name}; {key!r} is none; {_instead(key, known)}")
 
 
 def _instead(key: str, known: Collection[str]) -> str:
-    """Say what to write in place of an unknown key: the entry of the same blocks, or those that look alike."""
+    """Return the advice for an unknown key: the entry with the same blocks, or similar entries."""
     same = [own for own in known if _BLOCKS.sub("*", own) == _BLOCKS.sub("*", key)]
     if same:
         return (
@@ -33,7 +33,7 @@ def _instead(key: str, known: Collection[str]) -> str:
 
 
 def near_misses(key: str, known: Collection[str], num: int = 3) -> list[str]:
-    """Return the entries that look like `key`, or hold it, or whose path ends as it does.
+    """Return the entries that contain `key`, are similar to it, or have a path with a similar end.
 
     >>> near_misses("mlp.c_cf", ["transformer.h.{0-1}.mlp.c_fc:linear", "lm_head:linear"])
     ['transformer.h.{0-1}.mlp.c_fc:linear']
@@ -73,7 +73,7 @@ def parse_ranges(text: str, count: int, where: str) -> set[int]:
 
 
 def refuse_other_batch(given: BatchEntry, own: BatchEntry, key: str) -> None:
-    """Raise `UserError` where a plan says another shape or type of a batch entry than the program takes."""
+    """Raise `UserError` where a plan's batch entry has another shape or dtype than the program's."""
     if (given.shape, given.dtype) != (own.shape, own.dtype):
         raise UserError(
             f"the batch that was planned for is needed; {key} is {own.dtype} of shape {list(own.shape)}, and the plan says "
@@ -82,7 +82,7 @@ def refuse_other_batch(given: BatchEntry, own: BatchEntry, key: str) -> None:
 
 
 def refuse_unknown_corrections(plan: Plan, known: Sequence[str]) -> None:
-    """Raise `UserError` for a correction that no micro-batch would be given."""
+    """Raise `UserError` for a correction that no op of a micro-batch would apply."""
     if plan.corrections and plan.micro_batches == 1:
         raise UserError(
             "corrections are for several micro-batches; this plan has one; take `corrections` out, or plan with --micro-batches"

@@ -1,4 +1,4 @@
-"""Between a `Plan`, keyed by module paths with repeated blocks written once, and the `Decisions` of a program."""
+"""Converts between a `Plan`, keyed by module paths with repeated blocks written once, and a program's `Decisions`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plan_entries import parse_ranges, refuse_other_batch, refuse_unknown_corre
 from .program import Op, Program, Tensor
 
 _STATE = "state"
-"""What an optimizer keeps for a parameter, as a plan names it."""
+"""The name, in a plan, of what an optimizer keeps for a parameter."""
 
 
 def plan_sections(
@@ -52,7 +52,7 @@ def _batch_entries(program: Program, decisions: Decisions) -> dict[str, BatchEnt
 
 
 def decisions_of(program: Program, plan: Plan) -> Decisions:
-    """Read a plan's decisions for `program`; `UserError` when the plan is another model's or names what is not there."""
+    """Return a plan's decisions for `program`; raise `UserError` if the plan is another model's or has unknown entries."""
     if plan.fingerprint != program.fingerprint:
         raise UserError(
             f"the model that was planned is needed; this one has fingerprint {program.fingerprint}, the plan's has "
@@ -184,7 +184,7 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 
 def _fates(group: Group) -> Iterator[tuple[str, Op, str]]:
-    """Every value of a group that may be recomputed or offloaded: (its name in a plan, the op, the end of its key)."""
+    """Yield every value of a group that may be recomputed or offloaded: its name in a plan, the op, the end of its key."""
     for op in group.ops:
         prefix = "" if op is group.head else f"{op.key}."
         for index in range(len(op.outputs)):
@@ -262,7 +262,7 @@ def _values(
 
 @dataclass(frozen=True)
 class Entry:
-    """One fate of one value in a plan: under which key, and the keys of the program's values that it names."""
+    """One fate of one value in a plan: the plan's key, and the keys of the program's values that it names."""
 
     key: str
     fate: str

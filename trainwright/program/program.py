@@ -85,9 +85,10 @@ class Op:
 
     @property
     def runs_once(self) -> bool:
-        """Never split and never rerun: it writes memory that outlasts the step, or makes, views or copies such memory.
+        """Return True if the op is never split and never rerun.
 
-        An op whose results do not depend on what it writes (batch normalisation) is split and rerun as any other.
+        Such an op writes memory that outlasts the step, or makes, views or copies such memory. An op whose results do
+        not depend on what it writes (batch normalisation) is split and rerun as any other.
         """
         return bool(self.node.meta.get("touches_written")) and not find(self.name).scratch
 
@@ -113,7 +114,7 @@ class Op:
 
 @dataclass(eq=False)
 class Program:
-    """The whole step. `ops` in order; `classes` are the distinct regions, each with its groups written once."""
+    """The whole step. `ops` are in the order of execution; `classes` are the distinct regions, each with its groups."""
 
     captured: Captured
     tensors: list[Tensor]

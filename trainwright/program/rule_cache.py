@@ -1,4 +1,4 @@
-"""What was found out about ops without a rule, one small JSON file an op and kind of call, in the user's cache folder."""
+"""Stores the loops that were found for ops without a rule: one small JSON file for an op and kind of call."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import torch
 from ..artifacts.cache_directory import cache_folder
 
 FORMAT = 1
-"""Of the files, and of the way in which rules are looked for."""
+"""The version of the files and of the search for loops; older files are ignored."""
 
 
 class RuleCache:
-    """The loops of one op, called in one way. The folder is `$TRAINWRIGHT_CACHE`, else `trainwright` in the user's."""
+    """The stored loops of one op, called in one way.
+
+    Files lie in `$TRAINWRIGHT_CACHE`, by default the folder `trainwright` of the user's cache.
+    """
 
     def __init__(self, schema: str, pattern: str) -> None:
         self._key = [FORMAT, torch.__version__, schema, pattern]
@@ -24,7 +27,7 @@ class RuleCache:
         self.path = cache_folder() / "rules" / f"{digest}.json"
 
     def read(self) -> list[Any] | None:
-        """Return the loops that were found, or `None`."""
+        """Return the stored loops, or `None` if there is no valid file."""
         try:
             data = json.loads(self.path.read_text())
             return list(data["loops"]) if data["key"] == self._key else None
@@ -32,7 +35,7 @@ class RuleCache:
             return None
 
     def write(self, loops: list[Any]) -> None:
-        """Keep `loops`; a folder that cannot be written costs the next search, nothing else."""
+        """Store `loops`. If the folder cannot be written, the next process searches anew."""
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

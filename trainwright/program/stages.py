@@ -1,9 +1,9 @@
-"""A step cut into pipeline stages: consecutive blocks, each stage a program of its own that hands its results on.
+"""Cuts a step into pipeline stages of consecutive regions, each with a program of its own that sends its results on.
 
-A stage begins where a region begins (a block, or what lies between blocks). What crosses is made by one stage and read by
-a later one; it is relayed from neighbour to neighbour, so that no stage talks to any but the next. Ops that need only the
-batch, buffers and constants (masks, rotary tables, shifted labels) are run again in each stage that reads them. Tensors,
-ops, groups, keys and hence decisions stay those of the whole program.
+A stage begins where a region begins (a block, or what lies between blocks). A result that a later stage reads is
+relayed from neighbour to neighbour, so that a stage communicates with the next one and the one before alone. Ops that
+need only the batch, buffers and constants (masks, rotary tables, shifted labels) are run again in each stage that reads
+them. Tensors, ops, groups, keys and hence decisions stay those of the whole program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .program import Op, Program, Tensor
 class Stage:
     """One stage of a step, and its place among the stages.
 
-    `program` has the stage's own tensors, ops and regions; of the whole step's outputs, `None` stands for those of others.
+    `program` has the stage's own tensors, ops and regions; `None` replaces the step's outputs that other stages make.
     """
 
     index: int
@@ -91,7 +91,7 @@ def cut(program: Program, begins: Sequence[str]) -> tuple[Stage, ...]:
 
 
 def tied(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """Return the parameters that several stages read, by name, with those stages: their gradients are to be added up."""
+    """Return the parameters that several stages read, by name, with those stages, whose gradients have to be summed."""
     found: dict[str, list[int]] = {}
     for stage in stages:
         for tensor in stage.program.params:
@@ -130,7 +130,7 @@ def _free_ops(program: Program) -> set[Op]:
 
 @dataclass(frozen=True)
 class _Part:
-    """The ops that a stage runs, its own and free ones, and all tensors that these read."""
+    """The ops that a stage runs, which are its own and free ones, and all tensors that they read."""
 
     ops: set[Op]
     reads: set[Tensor]

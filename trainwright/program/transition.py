@@ -1,4 +1,4 @@
-"""From one layout to another: the collectives that it takes. The planner prices these steps, the runtime carries them out."""
+"""Lists the collectives that lead from one layout to another. The planner prices these steps, the runtime runs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gathe
 
 @dataclass(frozen=True)
 class Step:
-    """One collective (or a slice, which moves nothing) along one mesh axis."""
+    """One collective along one mesh axis, or a slice, which communicates nothing."""
 
     kind: Kind
     axis: int

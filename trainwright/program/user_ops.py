@@ -1,4 +1,4 @@
-"""`register_op`: the loops of an op that the user has made, so that plans may split it."""
+"""Registers the loops of an op that the user has made, so that plans may split it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _from_pattern(name: str, pattern: str, reduced: str, whole: str, once: tuple
 
 
 def _checked(name: str, rule: Rule) -> Rule:
-    """The rule, whose answers are held against the shapes of the call."""
+    """Return `rule` with a check of its signatures against the shapes of the call."""
 
     def signature(call: Call) -> Signature | None:
         found = rule(call)
