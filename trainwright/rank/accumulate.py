@@ -1,12 +1,12 @@
-"""One step as several runs, each on a micro-batch: gradients add up where they lie, and one backward hands them over.
+"""Runs a step in several runs, one for each micro-batch; gradients accumulate, and one backward returns them.
 
-    before    what the whole batch alone decides: how many labels count, averages of masks   (`corrections`)
-    run k     forward and backward of micro-batch k; its graph is gone before the next begins
-    after     gradients of replicated parameters are summed over the ranks, once a step
+    before    values that only the whole batch gives are computed: numbers of labels, means of masks (`corrections`)
+    run k     micro-batch k has its forward and backward; its graph is freed before the next run begins
+    after     the gradients of replicated parameters are summed over the ranks, once a step
 
-The result is the loss of the whole batch; its backward gives every parameter its gradient, times what came in. A change
-of a parameter's layout that moves nothing forward (a replicated parameter, read whole) is made once for all runs, so that
-its gradient, a partial sum, is reduced once. Parameters that are gathered to be read are so in every run.
+The result is the loss of the whole batch; its backward gives every parameter its gradient, times the incoming one. A
+reshard of a parameter that communicates nothing forward (a replicated parameter, read whole) is made once for all runs,
+so that its gradient, a partial sum, is reduced once. Parameters that are gathered to be read are gathered in every run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Sources = Mapping[ProgramTensor, Tensor]
 
 
 class Observer(Protocol):
-    """What may watch the runs from inside: the memory tracker is one."""
+    """Observes the phases and tensors of the runs, as the memory tracker does."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
@@ -44,14 +44,14 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class _Shared:
-    """A parameter as its readers of all runs see it: as it rests, with a gradient that is still to be brought back."""
+    """A parameter as the readers of all runs see it: in its layout at rest, with a gradient that is not reduced yet."""
 
     source: int
     route: Route
 
 
 def shared_conversions(local: LocalProgram) -> dict[int, int]:
-    """Return the changes of parameters' layouts that are made once a step: the value made → the first one alike."""
+    """Return the parameters' reshards that are made once a step: each value made → the first value that equals it."""
     found: dict[int, int] = {}
     first: dict[Any, int] = {}
     for instruction in local.instructions:
@@ -83,7 +83,7 @@ class Accumulator:
                     self._correct(instruction, corrections[key])
 
     def _correct(self, instruction: Compute, correction: float | str) -> None:
-        """Let one op of a run give what it would give over the whole batch, or its share of that."""
+        """Replace the call of one op by one that gives the whole batch's result, or this run's share of it."""
         calls, index = self.executor.calls, instruction.index
         if correction in (WHOLE_SUM, WHOLE_MEAN):
             self.wholes.append(instruction)
@@ -102,10 +102,10 @@ class Accumulator:
         observer: Observer | None = None,
         after_run: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Return the flat outputs of a whole step, of which the loss alone is there; its backward gives the gradients.
+        """Return the flat outputs of a whole step, all None but the loss, whose backward gives the gradients.
 
-        parts: the batch entries of each micro-batch, of the rank's part; fewer than the runs of a step when a few tell all.
-        observer: told of each run's forward and backward. after_run: called after each.
+        parts: the batch entries of each micro-batch, the rank's part of them; a simulation passes fewer than a step
+        has. observer: it is told of each run's forward and backward. after_run: called after each run.
         """
         params = [t for t in sources if t.role == "param" and t.requires_grad and sources[t].requires_grad]
         work = _Work(self, sources, params, parts, state, observer, after_run)
@@ -127,7 +127,7 @@ class Accumulator:
         state: RunState,
         observer: Observer | None = None,
     ) -> OpenStep:
-        """Begin a step whose runs share what `sources` has: gradients add up for `params` alone."""
+        """Begin a step whose runs share the tensors of `sources`; gradients accumulate for `params` alone."""
         leaves = {tensor: sources[tensor].detach().requires_grad_() for tensor in params}
         held = {tensor: value.detach() for tensor, value in sources.items() if tensor not in leaves}
         known, factors = self.before({**held, **leaves}, parts, state)
@@ -147,7 +147,7 @@ class Accumulator:
     def before(
         self, sources: Sources, parts: Sequence[Sources], state: RunState
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return the whole batch's values, and the factors of weighted means, by the value that takes them."""
+        """Return the whole batch's values, by value, and the factors of weighted means, by the value that each multiplies."""
         known: dict[int, Tensor] = {}
         factors: dict[int, Tensor] = {}
         for instruction in self.wholes:
@@ -161,7 +161,7 @@ class Accumulator:
         return known, factors
 
     def _runs_up_to(self, values: Sequence[int], sources: Sources, parts: Sequence[Sources], state: RunState) -> Any:
-        """Yield, for each micro-batch, what has been computed when `values` are there, and nothing else is."""
+        """Yield, for each micro-batch, an environment in which only `values` and what they are made from are computed."""
         needed = set(values)
         instructions: list[Instruction] = []
         for instruction in reversed(self.local.instructions):
@@ -177,7 +177,7 @@ class Accumulator:
             yield env
 
     def _factor(self, instruction: Compute, sources: Sources, parts: Sequence[Sources], state: RunState) -> Tensor:
-        """K over the weight of all micro-batches on all ranks, by which the sum of one becomes its share of the mean."""
+        """Return K / (the weight of all micro-batches on all ranks), which turns a sum into its part of the mean."""
         op = instruction.op
         rule = find(op.name).weight
         assert rule is not None
@@ -194,7 +194,7 @@ class Accumulator:
 
 
 def _filled(tree: Any, env: Mapping[int, Any]) -> Any:
-    """Put the values that are known in place of references to them."""
+    """Replace references to values by the values; one that is not computed becomes None."""
     if isinstance(tree, Ref):
         return env.get(tree.value)
     if isinstance(tree, dict):
@@ -238,7 +238,7 @@ def _times(compute: Call, outputs: Sequence[int], factor: float) -> Call:
 
 @dataclass(eq=False)
 class OpenStep:
-    """What the runs of one step share: the parameters whose gradients add up, and what is known before."""
+    """The tensors that the runs of one step share: parameters, whose gradients accumulate, and values computed before."""
 
     accumulator: Accumulator
     leaves: dict[ProgramTensor, Tensor]
@@ -248,14 +248,14 @@ class OpenStep:
     state: RunState
 
     def forward(self, micro: int, part: Sources) -> list[Any]:
-        """Return the flat outputs of one run, which is given `part` besides."""
+        """Return the flat outputs of the run on the micro-batch `part`."""
         sources = {**self.held, **self.leaves, **part}
         return self.accumulator.executor.run(sources, replace(self.state, micro=micro))
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradient of each parameter, and let go of them.
+        """Return the gradient of each parameter, and release them.
 
-        What is still a partial sum is brought back, one parameter after the other.
+        Gradients that are still partial sums are reduced, one parameter after another.
         """
         owner = self.accumulator
         for output, shared in owner.shared.items():
@@ -272,7 +272,7 @@ class OpenStep:
 
 
 class Work(Protocol):
-    """One step that is to be run, forwards and backwards."""
+    """A step that can be run, forward and backward."""
 
     def run(self) -> tuple[Tensor, list[Tensor | None]]:
         """Return the loss, and the gradient of each parameter."""
@@ -280,14 +280,14 @@ class Work(Protocol):
 
 
 def handed_over(work: Work, params: Sequence[Tensor]) -> Tensor:
-    """Run a step; return its loss, whose backward gives `params` the gradients that were found."""
+    """Run a step and return its loss; the loss's backward gives `params` the gradients that the step computed."""
     loss: Tensor = _Accumulated.apply(work, *params)
     return loss
 
 
 @dataclass(eq=False)
 class _Work:
-    """One step that is to be run."""
+    """One step of an accumulator, ready to be run."""
 
     accumulator: Accumulator
     sources: Sources

@@ -30,7 +30,7 @@ from .travel import Travel, has_room
 
 
 class Plain:
-    """How parameters are stored at rest, which is how a bucket takes them: here, as a step reads them."""
+    """Converts parameters between their form at rest and the tensors that a step reads; here the two are the same."""
 
     def local(self, param: Tensor) -> Tensor:
         """Return the rank's part as a step reads it, outside of autograd."""
@@ -43,7 +43,7 @@ class Plain:
 
 @dataclass(eq=False)
 class Member:
-    """One parameter of a bucket: the ways there and back, and the region that reads it."""
+    """One parameter of a bucket: the routes there and back, and the region that reads it."""
 
     there: Route
     back: Route
@@ -65,7 +65,7 @@ class Member:
 class Bucket:
     """Parameters that travel together, of one region or of several; made once, run every step.
 
-    ahead: whether it opens one region ahead, in the forward and where the backward gathers again.
+    ahead: True if the bucket opens one region ahead, in the forward and where the backward gathers again.
     """
 
     def __init__(self, members: Sequence[Member], ahead: bool) -> None:
@@ -89,7 +89,7 @@ class Bucket:
         return [tokens[index] for index in range(len(params))]
 
     def joined_gathers(self, indices: Sequence[int] | None = None) -> list[tuple[int, ...]]:
-        """Return which of the parameters `indices` (by default all) are gathered by one collective: small ones."""
+        """Return the sets of small parameters, among `indices` (by default all), that one collective gathers."""
         groups: dict[Any, list[int]] = {}
         for index in range(len(self.members)) if indices is None else indices:
             key = self.members[index].travel.gather_key
@@ -112,7 +112,7 @@ class Flight:
         self.alone: dict[int, Pending] = {}
 
     def gather(self, params: Mapping[int, Tensor]) -> None:
-        """Issue the gathers of these parameters, by index, that are not under way."""
+        """Issue the gathers of these parameters, by index, that are not in flight."""
         missing = [index for index in params if index not in self.gathers and self.bucket.members[index].there.moves]
         for joined in self.bucket.joined_gathers(missing):
             parts = [params[index].detach() for index in joined]
@@ -123,7 +123,7 @@ class Flight:
                 self.gathers[index] = self.bucket.members[index].there.start(params[index].detach())
 
     def take(self, index: int, param: Tensor) -> Tensor:
-        """Return a parameter in its wanted layout: wait for it if it is on its way, else fetch it now."""
+        """Return a parameter in its wanted layout: wait for its gather if that is in flight, else gather it now."""
         route = self.bucket.members[index].there
         if not route.steps:
             return param.view_as(param)
@@ -219,7 +219,7 @@ class _Close(torch.autograd.Function):
 
 
 class _Place:
-    """Where one gradient lies in a flat buffer of `num_parts` rows: `length` elements of each, from `start`."""
+    """The place of one gradient in a flat buffer of `num_parts` rows: `length` elements of each, from `start`."""
 
     def __init__(self, route: Route, num_parts: int, start: int) -> None:
         mesh, coords = route.communicator.mesh, route.communicator.coords
@@ -271,7 +271,7 @@ class _Reduction:
     steps: tuple[Step, ...]
     route: Route
     num_parts: int
-    """1 for sums that stay whole; else the ranks that the buffer is scattered over, one row each."""
+    """The number of rows: 1 for sums that stay whole, else one for each rank that the buffer is scattered over."""
     members: dict[int, _Place] = field(default_factory=dict)
     row: int = 0
     num_bytes: int = 0
@@ -309,7 +309,7 @@ def _reductions(members: Sequence[Member]) -> list[_Reduction]:
 
 
 class _Buffer:
-    """One reduction in the making: gradients come in one by one, and leave together."""
+    """The buffer of one reduction: gradients arrive one by one, and are reduced together."""
 
     def __init__(self, reduction: _Reduction, like: Tensor) -> None:
         self.reduction = reduction
@@ -334,7 +334,7 @@ class _Buffer:
         self.flat = None
 
     def wait(self) -> dict[int, Tensor]:
-        """Return the reduced gradients. One that never came counts as zero, so that no other rank waits in vain."""
+        """Return the reduced gradients. A gradient that never came counts as zero, so that no other rank waits in vain."""
         if self.pending is None:
             assert self.flat is not None
             for index in self.missing:

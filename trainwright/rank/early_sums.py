@@ -1,6 +1,6 @@
-"""Sums over ranks of what the batch alone says, begun before the step's own work: how many labels a mean is over.
+"""Begins, before the step's own work, the sums over ranks that read the batch alone, as the number of labels of a mean.
 
-Else all ranks would meet where the loss is computed, and wait there for the slowest, to exchange one number.
+Without this, all ranks would meet at the loss and wait there for the slowest, to exchange one number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from .local import LocalProgram
 from .run_state import RunState
 
 MAX_GROWTH = 4
-"""Values that are made so early, in bytes of the batch entries that they are made from: they live until the loss."""
+"""The bytes of values that may be made early, over those of the batch entries that they are made from.
+
+Such values live until the loss, so they must not be large."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class EarlySum:
 
     instruction: Compute
     first: tuple[int, ...]
-    """The instructions that make what is summed of, in order."""
+    """The instructions that make the sum's operands, in order."""
 
     def begin(self, env: dict[int, Any]) -> Any:
         """Begin the sum, once `first` have been carried out."""
@@ -53,9 +55,9 @@ def early_sums(local: LocalProgram) -> list[EarlySum]:
 
 
 def said_by_the_batch(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether what is summed of these can be begun before anything else, where no rank has to be asked for them.
+    """Tell whether a sum of these tensors can begin before anything else, if no reshard of them communicates.
 
-    A program in which one has to be asked begins no such sum: its price says so (`planner.costs.price`).
+    Where one does, the program begins no such sum, and its price charges the sum (`planner.costs.price`).
     """
     made = _Made(producer=lambda tensor: tensor.producer, tensor=lambda tensor: tensor, may_be_early=_is_early_op)
     return made.first_of(tensors) is not None
@@ -63,15 +65,15 @@ def said_by_the_batch(tensors: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class _Made:
-    """What makes the values of a program: its ops make tensors, or its instructions local values."""
+    """A view of a program's producers: ops that make tensors, or instructions that make local values."""
 
     producer: Callable[[Any], Any]
-    """Returns what makes a value, None for a source."""
+    """Returns the producer of a value; None for a source."""
     tensor: Callable[[Any], Tensor]
     may_be_early: Callable[[Any], bool]
 
     def first_of(self, values: Iterable[Any]) -> list[Any] | None:
-        """Return all that makes `values`; None unless that needs the batch and constants alone, and makes little."""
+        """Return the producers of `values`; None unless they read the batch and constants alone, and make little."""
         queue = list(values)
         makers: list[Any] = []
         given_bytes = made_bytes = 0

@@ -1,6 +1,7 @@
-"""Running a local program: each instruction is bound once to a function, then all are called in order.
+"""Runs a local program: each instruction is bound once to a function, then all are called in order.
 
-`reruns` says which instructions the backward of a region runs again, `region_memory` what autograd holds of the region.
+`reruns` finds the instructions that a region's backward runs again; `region_memory` holds what autograd saves of a
+region.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Run:
 
 
 class Executor:
-    """A local program, made ready to run many times. Without a `store`, what the plan offloads is kept."""
+    """A local program, ready to run many times. Without a `store`, tensors that the plan offloads are kept."""
 
     def __init__(self, local: LocalProgram, store: OffloadStore | None = None) -> None:
         self.local, self.store = local, store
@@ -54,7 +55,7 @@ class Executor:
         if (summing := summing_the_loss(local)) is not None:
             self.calls[summing.index] = late(self.calls[summing.index], summing)
         self.last_offload = max((i.index for i in local.instructions if _offloads(local, i)), default=-1)
-        """The last instruction that makes something to offload; -1: none does."""
+        """The index of the last instruction that makes something to offload; -1 if none does."""
         self.released: set[tuple[int, int]] = set()
         """The saved tensors that autograd gave up because the plan recomputes them, by `_Saved.place`."""
         self.before = gathering_before(self.reruns, self.segments)
@@ -215,7 +216,7 @@ Bound = Callable[[dict[int, Any], RunState], Any]
 
 
 def _bind(instruction: Compute) -> Bound:
-    """Look for the values once: most ops take values first, then constants."""
+    """Return a call that looks its values up; most ops take values first, then constants, which are bound once."""
     function, args, kwargs = instruction.function, instruction.args, instruction.kwargs
     num = next((place for place, arg in enumerate(args) if type(arg) is not Ref), len(args))
     rest = args[num:]
@@ -259,7 +260,7 @@ def _offloads(local: LocalProgram, instruction: Instruction) -> bool:
 
 
 def _segments(instructions: Sequence[Instruction]) -> list[tuple[int, int, int]]:
-    """Runs of consecutive instructions of one region: (region, start, stop)."""
+    """Return the runs of consecutive instructions of one region, as (region, start, stop)."""
     segments: list[tuple[int, int, int]] = []
     for index, instruction in enumerate(instructions):
         if segments and segments[-1][0] == instruction.region:
@@ -270,7 +271,7 @@ def _segments(instructions: Sequence[Instruction]) -> list[tuple[int, int, int]]
 
 
 def _last_uses(local: LocalProgram) -> list[list[int]]:
-    """For each instruction, the values that nobody reads after it."""
+    """Return, for each instruction, the values that nothing reads after it."""
     last: dict[int, int] = {}
     for instruction in local.instructions:
         for value in (*instruction.inputs, *instruction.outputs):

@@ -25,7 +25,7 @@ from .reshard import Route
 
 @dataclass(frozen=True)
 class Ref:
-    """A value in the arguments of an op, or in the outputs of a step."""
+    """Refers to a value, in the arguments of an op or in the outputs of a step."""
 
     value: int
 
@@ -50,7 +50,7 @@ class _Numbered:
     path: str
     """Names the module that the op belongs to, or the reader of what is resharded."""
     region: int
-    """Index of the region, -1 for what belongs to none (constants, the loss's sum)."""
+    """The index of the region; -1 for an instruction of none (constants, the loss's sum)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,13 +59,13 @@ class Compute(_Numbered):
 
     op: Op
     function: Callable[..., Any]
-    """The op itself, or its local form."""
+    """The function that is called: the op itself, or its local form."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     axes: tuple[int, ...] = ()
-    """Mesh axes that split the op's loops: its random numbers differ along these alone."""
+    """The mesh axes that split the op's loops; its random numbers differ along these alone."""
     internal_recomputed: bool = False
     """True if the backward recomputes what the op saves internally (statistics, masks) by running it again."""
     internal_offloaded: bool = False
@@ -75,7 +75,7 @@ class Compute(_Numbered):
 
     @property
     def gives_several(self) -> bool:
-        """True if the op returns a tuple or a list."""
+        """Return True if the op returns a tuple or a list."""
         return isinstance(self.op.node.meta["val"], (tuple, list))
 
     @cached_property
@@ -86,7 +86,7 @@ class Compute(_Numbered):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reshard(_Numbered):
-    """A tensor's change of layout: the route there, and the route back that its gradient takes."""
+    """Changes the layout of a tensor by the route `there`, and that of its gradient by the route `back`."""
 
     source: int
     result: int
@@ -159,13 +159,13 @@ class Close(_Numbered):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Borrow(_Numbered):
-    """A region reads the copy that an earlier region's reshard made of the same parameter.
+    """Hands a region the copy that an earlier region's reshard made of the same parameter.
 
     Its backward reshards the parameter anew, so that the lent copy need not be kept until then.
     """
 
     source: int
-    """The parameter, which has to be there for the backward."""
+    """The parameter at rest, from which the backward makes the copy anew."""
     lent: int
     result: int
     there: Route

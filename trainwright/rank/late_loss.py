@@ -1,6 +1,6 @@
-"""The loss's own sum over the ranks, waited for at the end of the step where its value is not read before.
+"""Waits for the loss's sum over the ranks at the end of the step, where nothing reads the value before.
 
-Else all ranks meet where the forward ends, the faster waiting for the slower, for one number that the backward does not need.
+Without this, all ranks would meet where the forward ends, for one number that the backward does not need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .travel import only_sums
 
 
 def summing_the_loss(local: LocalProgram) -> Reshard | None:
-    """Return the instruction that sums the loss over ranks; None where none does, or where something goes on from the sum."""
+    """Return the instruction that sums the loss over ranks; None where none does, or where an instruction reads the sum."""
     loss = local.outputs[local.program.captured.loss_index]
     if not isinstance(loss, Ref) or any(loss.value in instruction.inputs for instruction in local.instructions):
         return None
@@ -32,7 +32,7 @@ def summing_the_loss(local: LocalProgram) -> Reshard | None:
 
 
 def comes_late(program: Program, steps: Sequence[Step]) -> bool:
-    """Tell whether nothing in a step waits for the loss, which `steps` bring to all ranks: a sum of which no op goes on."""
+    """Tell whether nothing in a step waits for the loss: no op reads it, and `steps` only sum it over ranks."""
     return program.num_runs == 1 and only_sums(steps) and not program.loss.consumers
 
 

@@ -28,7 +28,7 @@ _ANY_REGION = -2
 
 @dataclass(eq=False)
 class LocalProgram:
-    """One rank's step, in order."""
+    """The instructions of one rank's step, in order, with the values that they read and make."""
 
     program: Program
     decisions: Decisions
@@ -45,7 +45,7 @@ class LocalProgram:
     def travelling(self) -> set[Tensor]:
         """Return the parameters that one bucket opens and nothing else reads, in a step of one run.
 
-        A step of several runs gives each of them the rank's parts, whose gradients add up (`accumulate`).
+        A step of several runs has none: its runs share the rank's parts, whose gradients accumulate (`accumulate`).
         """
         if self.program.num_runs > 1:
             return set()
@@ -66,9 +66,9 @@ class LocalProgram:
 def build_local(
     program: Program, decisions: Decisions, communicator: Communicator, all_outputs: bool = False
 ) -> LocalProgram:
-    """Write the local program of the rank that `communicator` stands for; of micro-batches with the loss as its output.
+    """Return the local program of the rank of `communicator`; with micro-batches, its only output is the loss.
 
-    all_outputs: with the others too, for validation.
+    all_outputs: give all outputs, for validation.
     """
     outputs = program.outputs if all_outputs else program.kept_outputs
     return _Builder(program, decisions, communicator).build(outputs)
@@ -203,7 +203,7 @@ class _Builder:
 
     def _reshard(self, held: Value, forward: Layout, gradient: Layout, due: Layout, region: int, key: str,
                  lent: Value | None = None) -> Value:  # fmt: skip
-        """Emit a change of layout; where a copy is `lent`, that is the value, and autograd sums its readers' gradients."""
+        """Emit a reshard; where a copy is `lent`, borrow it, so that autograd sums its readers' gradients."""
         tensor = held.tensor
         there = Route(transition(held.layout, forward), tensor.shape, tensor.slots, self.communicator)
         back = Route(transition(gradient, due), tensor.shape, tensor.slots, self.communicator)

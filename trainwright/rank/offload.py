@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 MIN_BYTES = 64
-"""Scalars and empty parts stay where they are."""
+"""Storages below this stay on the device: scalars and empty parts."""
 
 
 class OffloadStore(Protocol):
@@ -34,10 +34,10 @@ class OffloadStore(Protocol):
         """Wait until the copy is made."""
 
     def read(self, ticket: Any, into: Tensor) -> None:
-        """Begin to bring the contents back."""
+        """Begin to copy the contents back into `into`."""
 
     def arrived(self, ticket: Any) -> None:
-        """Wait until they are there."""
+        """Wait until the contents have arrived."""
 
 
 class CountingStore:
@@ -63,7 +63,7 @@ class CountingStore:
 
 @dataclass(eq=False)
 class OffloadedStorage:
-    """One storage that leaves; those who saved a part of it hold it."""
+    """One offloaded storage; the saved tensors that lie in it hold a reference to it."""
 
     run: OffloadRun
     num_elements: int
@@ -79,7 +79,7 @@ class OffloadedStorage:
     was_asked: bool = False
 
     def fetch(self, place: Any = None) -> Tensor:
-        """Return the contents, one-dimensional; the last of those that wait takes them away."""
+        """Return the contents, one-dimensional; the last reader that waits for them releases them."""
         return self.run.fetch(self)
 
 
@@ -99,7 +99,7 @@ class OffloadRun:
     # Forward
 
     def register(self, tensor: Tensor) -> OffloadedStorage:
-        """Note that the storage of `tensor` is to leave when it is saved."""
+        """Register the storage of `tensor` to be offloaded when autograd saves it."""
         storage = StorageWeakRef(tensor.untyped_storage())
         num_bytes = tensor.untyped_storage().nbytes()
         item = OffloadedStorage(self, num_bytes // tensor.element_size(), tensor.dtype, tensor.device, num_bytes)
@@ -107,14 +107,14 @@ class OffloadRun:
         return item
 
     def find(self, tensor: Tensor) -> OffloadedStorage | None:
-        """Return what is known of the storage of `tensor`, if it is to leave; what is tiny stays."""
+        """Return the entry of the storage of `tensor` if it is to be offloaded; tiny storages are not."""
         storage, item = self._known.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, None))
         if storage is None or item is None or storage.expired() or item.dtype != tensor.dtype:
             return None
         return item if item.num_bytes >= MIN_BYTES else None
 
     def save(self, item: OffloadedStorage, tensor: Tensor) -> None:
-        """Count one who will ask for `item`; the first one, with a part of it in hand, sends it away."""
+        """Count one more saved tensor that lies in `item`; the first one starts the copy off the device."""
         self._num_saves += 1
         item.last_save = self._num_saves
         item.waiting += 1
@@ -130,12 +130,12 @@ class OffloadRun:
             self._finish_oldest()
 
     def settle(self) -> None:
-        """Wait for everything in flight, and let go of it."""
+        """Wait for all copies in flight, and release the device's memory."""
         while self._leaving:
             self._finish_oldest()
 
     def end_forward(self) -> None:
-        """Settle, and forget: from here on those who saved something hold the run, and nothing holds them in turn."""
+        """Settle, and drop the registry: from here on saved tensors refer to the run, and the run refers to none of them."""
         self.settle()
         self._known.clear()
 

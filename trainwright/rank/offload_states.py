@@ -1,15 +1,15 @@
-"""Optimizer states that are off the device but while their own parameter is updated.
+"""Keeps optimizer states off the device except while their own parameter is updated.
 
-    between steps   no byte of them is on the device
-    the step        parameter after parameter: its states come back, it is updated, they leave again; beside that the
-                    states of the parameter before it are on their way out and those of the next one on their way back
+    between steps   none of the states is on the device
+    the step        updates one parameter after another: its states are read back, it is updated, they are written out;
+                    meanwhile the previous parameter's states are being written, and the next one's are being read
 
-Two buffers take turns: into the one that the last parameter's states leave, the next one's are read. So at most two
-parameters' states stand on the device, however slow the store is: a step waits for it. The simulation and the run do
-this alike, each with its own store.
+Two buffers alternate: the next parameter's states are read into the one that the previous parameter's states leave. So
+the states of at most two parameters are on the device, however slow the store is, for which a step waits. The
+simulation and the run share this code, each with its own store.
 
-An optimizer needs nothing but to update each parameter from its own gradient and states (`updates_alone`); it is found at
-its first step by a hook that torch calls before every optimizer's step.
+The optimizer has to update each parameter from its own gradient and states alone (`updates_alone`). It is found at its
+first step, by a hook that torch calls before every optimizer's step.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from ..artifacts import UserError
 from .offload import OffloadStore
 
 _ALIGNMENT = 64
-"""Of the states within a buffer, for any dtype's sake."""
+"""The alignment in bytes of each state within a buffer, which suits every dtype."""
 _NOT_ALONE = {"LBFGS", "SparseAdam"}
-"""Torch's own optimizers whose update is of all parameters together, or of gradients that plans have none of."""
+"""The optimizers of torch that update all parameters together, or take sparse gradients, which plans do not have."""
 State = dict[str, Any]
 Owner = tuple[dict[str, Any], Tensor]
-"""A parameter with the group that it is in."""
+"""A parameter, after the parameter group that it belongs to."""
 
 
 def updates_alone(optimizer: Optimizer) -> bool:
-    """Whether each parameter's update reads nothing of any other: a class says so by an attribute of this name."""
+    """Return True if the update of each parameter reads no other one.
+
+    The class says so by an attribute of this name; torch's own optimizers, but for `_NOT_ALONE`, need none.
+    """
     kind = type(optimizer)
     of_torch = kind.__module__.split(".")[:2] == ["torch", "optim"] and kind.__name__ not in _NOT_ALONE
     return bool(getattr(optimizer, "updates_alone", of_torch))
@@ -45,7 +48,7 @@ def updates_alone(optimizer: Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class _Away:
-    """A state that has left, and what makes the same tensor of its bytes again."""
+    """A state in the store, with all that is needed to make the same tensor from its bytes."""
 
     ticket: Any
     shape: torch.Size
@@ -53,7 +56,7 @@ class _Away:
     dtype: torch.dtype
     device: torch.device
     wrap: Callable[[Tensor], Tensor] | None
-    """Makes a `DTensor` of the rank's part, where it is one."""
+    """Makes the `DTensor` of the rank's part; None for a plain tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +64,7 @@ class _Away:
 
     @property
     def room_bytes(self) -> int:
-        """What it takes of a buffer."""
+        """Return the bytes that the state takes in a buffer."""
         return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def of(self, flat: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ class _Away:
 
 @dataclass(eq=False)
 class _Held:
-    """What one optimizer has off the device: by parameter, its states by name (None: one that stays) in their order."""
+    """The states of one optimizer in the store: by parameter, its states by name, in order; None marks one that stays."""
 
     states: dict[Tensor, dict[str, _Away | None]] = field(default_factory=dict)
 
@@ -81,10 +84,10 @@ class _Held:
 
 
 class StateOffload:
-    """Keeps the optimizer states of `params` in `store`; whatever optimizer updates them, and whenever it is made.
+    """Keeps the optimizer states of `params` in `store`, whichever optimizer updates them, and whenever that is made.
 
-    States that an optimizer is given on the device (`load_state_dict`) leave it with the next update. Raises `UserError`,
-    at the first step, for an optimizer that cannot update parameters one by one.
+    States that `load_state_dict` puts on the device are offloaded by the next update. The first step raises `UserError`
+    for an optimizer that cannot update parameters one by one.
     """
 
     def __init__(self, store: OffloadStore, params: Iterable[Tensor]) -> None:
@@ -101,11 +104,11 @@ class StateOffload:
         weakref.finalize(self, self._hook.remove)
 
     def close(self) -> None:
-        """Leave optimizers to themselves from here on."""
+        """Stop offloading: optimizers step as usual from here on."""
         self._hook.remove()
 
     def whole(self, optimizer: Optimizer, param: Tensor, read: bool = True) -> State:
-        """Return the states of `param` as they would be on the device; without `read` their contents are anything."""
+        """Return the states of `param`, copied to the device; without `read` their contents are undefined."""
         held = self._held.get(optimizer)
         state: State = optimizer.state.get(param, {})
         if held is None or param not in held.states:
@@ -115,13 +118,13 @@ class StateOffload:
         }
 
     def send_off(self, optimizer: Optimizer, param: Tensor) -> None:
-        """Let the states of `param`, if it is one of ours, leave the device; return when they have."""
+        """Offload the states of `param` if it is one of `params`; return when they have been written."""
         if param in self.params:
             held = self._of(optimizer)
             _wait(self.store, _leave(self.store, optimizer, held, param))
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Drop what is off the device of `optimizer`: it has been given other states."""
+        """Drop the stored states of `optimizer`, which has been given others."""
         self._of(optimizer).states.clear()
 
     def _copy(self, away: _Away, read: bool) -> Tensor:
@@ -134,10 +137,10 @@ class StateOffload:
     # An optimizer's step
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let the step begin with our closure and without parameters: all that it does is to call that.
+        """Replace the arguments of the step, so that it has no parameters and does nothing but call a closure of ours.
 
-        So hooks, schedulers and scalers around the step see one step of the optimizer itself, and the user's closure runs
-        where it would.
+        Hooks, schedulers and scalers around the step then see one step of the optimizer itself, and the user's closure
+        runs where it would without us.
         """
         params = {param for group in optimizer.param_groups for param in group["params"]}
         if self._is_stepping or self.params.isdisjoint(params):
@@ -174,7 +177,7 @@ class StateOffload:
 
 
 class _Update:
-    """One step of an optimizer, parameter after parameter."""
+    """One step of an optimizer, which updates one parameter after another."""
 
     def __init__(
         self,
@@ -213,13 +216,16 @@ class _Update:
             self.step(_with_groups(self.optimizer, groups))
 
     def _buffer(self, owners: Sequence[Owner]) -> Tensor | None:
-        """What the states of `owners` come into, one after the other's; none in a first step, which makes them."""
+        """Return a buffer for the states of any one of `owners`; None in a first step, which makes the states."""
         room_bytes = max((self.held.room_bytes(param) for _, param in owners), default=0)
         # Made of a parameter, on its device, and in a simulation as much a fake as it is.
         return _local(owners[0][1]).new_empty(room_bytes, dtype=torch.uint8) if room_bytes else None
 
     def _send_for(self, place: int) -> None:
-        """Read into the buffer which the states before the last ones leave: the store does one after the other."""
+        """Begin to read the states of parameter `place` into its buffer.
+
+        The states that were in that buffer may still be leaving it: the store carries transfers out in order.
+        """
         if place >= len(self.due):
             return
         param, buffer = self.due[place][1], self.buffers[place % 2]
@@ -232,7 +238,7 @@ class _Update:
         self.coming[param] = flats
 
     def _take_back(self, param: Tensor) -> None:
-        """Give the optimizer the states of `param`, in the order that it had them in."""
+        """Wait for the states of `param` and give them to the optimizer, in their original order."""
         flats = self.coming.pop(param)
         states = self.held.states.pop(param, None)
         if states is None:
@@ -250,11 +256,11 @@ class _Update:
 
 
 Sent = tuple[Any, Tensor]
-"""A ticket with what is being copied, which stays until that is done."""
+"""A ticket, with the tensor that is being written, which has to live until that is done."""
 
 
 def _leave(store: OffloadStore, optimizer: Optimizer, held: _Held, param: Tensor) -> list[Sent]:
-    """Take the states of `param` from the optimizer and begin to copy them."""
+    """Remove the states of `param` from the optimizer, and begin to write them to the store."""
     state = optimizer.state.get(param, {})
     sent: list[Sent] = []
     found: dict[str, _Away | None] = {}
@@ -275,14 +281,14 @@ def _leave(store: OffloadStore, optimizer: Optimizer, held: _Held, param: Tensor
 
 
 def _wait(store: OffloadStore, sent: list[Sent]) -> None:
-    """Wait until what was sent is copied, and let go of it."""
+    """Wait until these tensors are written, and release them."""
     for ticket, _ in sent:
         store.written(ticket)
     sent.clear()
 
 
 def _can_leave(value: Any, param: Tensor) -> bool:
-    """A tensor with dims, beside its parameter, that fills the memory it spans; counters and the like stay."""
+    """Return True for a tensor with dims, without gaps, on its parameter's device; counters stay where they are."""
     if not isinstance(value, Tensor):
         return False
     local = _local(value)
@@ -291,7 +297,7 @@ def _can_leave(value: Any, param: Tensor) -> bool:
 
 
 def _wrapper(value: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """What makes a tensor like `value` of this rank's part of it."""
+    """Return the function that makes a `DTensor` like `value` from this rank's part; None for a plain tensor."""
     if not hasattr(value, "to_local"):
         return None
     place = {"run_check": False, "shape": value.shape, "stride": value.stride()}
@@ -303,7 +309,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return the same optimizer, state and all, as if it had other groups."""
+    """Return an optimizer that shares the state of `optimizer` and has other parameter groups."""
     other: Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__, param_groups=groups)
     return other
@@ -320,7 +326,7 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _completed(own: weakref.ref[StateOffload], optimizer: Optimizer, found: dict[str, Any]) -> None:
-    """After `state_dict`: with the states that are off the device, copied back to it."""
+    """Complete the result of `state_dict` with copies of the stored states."""
     offload = own()
     if offload is None:
         return
@@ -331,7 +337,7 @@ def _completed(own: weakref.ref[StateOffload], optimizer: Optimizer, found: dict
 
 
 def _forgotten(own: weakref.ref[StateOffload], optimizer: Optimizer) -> None:
-    """After `load_state_dict`: what had left is no longer the optimizer's."""
+    """Drop the stored states after `load_state_dict`, which has replaced them."""
     offload = own()
     if offload is not None:
         offload.forget(optimizer)

@@ -1,8 +1,8 @@
-"""A local program as straight-line graphs with what communicates between them: what `torch.compile` can work on.
+"""Cuts a local program into straight-line graphs for `torch.compile`, with the other instructions between them.
 
-A piece is a run of consecutive instructions that only compute. Everything else stands between the pieces and runs as
-it always does: collectives, buckets, ops that draw random numbers, and whole regions of which the backward rederives
-something (all of them where something is offloaded), since a compiled graph saves what its own partitioner decides.
+A piece is a run of consecutive instructions that only compute. All other instructions run uncompiled: collectives,
+buckets, ops that draw random numbers, and whole regions whose backward rematerialises something (all regions if
+anything is offloaded), since a compiled graph saves what its own partitioner decides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .instructions import Compute, Instruction, Ref
 
 @dataclass(frozen=True)
 class Piece:
-    """Instructions `start` to `stop` as one function from the values `inputs` to the values `outputs`."""
+    """One graph for the instructions `start` to `stop`, from the values `inputs` to the values `outputs`."""
 
     start: int
     stop: int

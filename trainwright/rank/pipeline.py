@@ -1,9 +1,9 @@
-"""One rank's stage of a pipeline: it carries out its actions, which say when what is made, sent, kept and let go.
+"""Runs one rank's stage of a pipeline by its actions: forwards, backwards and transfers.
 
-A stage shares with steps of several runs all that these share (`accumulate`). What comes from the stage before is a leaf of
-each micro-batch's graph, what goes to the one behind a root of it. Tensors cross in the layout that their maker leaves
-them in, from each rank to its like. Memory is let go by actions, never when the transport is done, so that a simulation
-on fake tensors over `NoLink` holds what a rank holds.
+Gradients accumulate as in a step of several runs (`accumulate`). Tensors from the stage before are leaves of a
+micro-batch's graph, tensors for the next stage are roots of it. They cross in the layout in which they are made, from
+each rank to the rank at the same place in the other stage. Actions release memory, never the end of a transfer, so a
+simulation on fake tensors over `NoLink` holds what a rank holds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .stage_actions import Action, What
 
 
 class Link(Protocol):
-    """What moves tensors between stages."""
+    """Moves tensors between stages."""
 
     def post(self, action: Action, tensors: Sequence[Tensor]) -> Any:
-        """Ask for what comes into `tensors`; return what `wait` takes."""
+        """Begin to receive into `tensors`; return the handle that `wait` takes."""
         ...
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> Any:
-        """Hand `tensors` over; return what `wait` takes."""
+        """Begin to send `tensors`; return the handle that `wait` takes."""
         ...
 
     def wait(self, action: Action, tensors: Sequence[Tensor], works: Any) -> None:
@@ -42,7 +42,7 @@ class Link(Protocol):
         ...
 
     def add_up(self, parameter: str, gradient: Tensor) -> None:
-        """Add up the gradient of a tied parameter, in place, over the stages that read it."""
+        """Sum the gradient of a tied parameter, in place, over the stages that read it."""
         ...
 
     def share(self, value: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Link(Protocol):
 
 
 class NoLink:
-    """Moves nothing: for simulations, in which what is asked for is there."""
+    """Moves nothing; for simulations, in which every transfer is done at once."""
 
     def post(self, action: Action, tensors: Sequence[Tensor]) -> Any:
         """Do nothing."""
@@ -71,9 +71,10 @@ class NoLink:
 
 
 class PipelineRunner:
-    """Runs one rank's stage. `actions`: its step's, for as many micro-batches as `run` is given.
+    """Runs one rank's stage.
 
-    tied: the parameters whose gradients other stages add to.
+    actions: those of a training step with as many micro-batches as `run` is given. tied: the parameters whose gradients
+    other stages add to.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class PipelineRunner:
         places = [found.value for found in self.local.outputs[self.num_outputs :]]
         handed = [self.part_of(tensor, value) for tensor, value in zip(stage.handed, places)]
         self.given = [self.part_of(tensor, self.local.sources[tensor]) for tensor in stage.given]
-        """Shape and dtype of this rank's part of what comes."""
+        """The shape and dtype of this rank's part of each tensor that the stage receives."""
         self.returned = [part for part, tensor in zip(handed, stage.handed) if tensor.requires_grad]
-        """The same of the gradients that come back."""
+        """The shape and dtype of this rank's part of each gradient that comes back."""
 
     def part_of(self, tensor: ProgramTensor, value: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of this rank's part of a tensor, in the layout of `value`."""
@@ -119,7 +120,7 @@ class PipelineRunner:
     def evaluate(
         self, sources: Sources, parts: Sequence[Sources], state: RunState, actions: Sequence[Action]
     ) -> list[list[Any]]:
-        """Return the flat outputs of each micro-batch, those of this stage; `actions`: forwards and their transfers."""
+        """Return this stage's flat outputs for each micro-batch; `actions` are forwards and their transfers."""
         with torch.no_grad():
             work = _Step(self, sources, [], parts, state, actions, trains=False)
             work.carry_out()
@@ -132,7 +133,7 @@ _Place = tuple[What, int]
 
 @dataclass(eq=False)
 class _Step:
-    """One step of a stage, and what there is of the micro-batches under way."""
+    """One step of a stage, with the tensors of the micro-batches in flight."""
 
     runner: PipelineRunner
     sources: Sources
@@ -191,7 +192,7 @@ class _Step:
         return next((value.device for value in self.sources.values()), torch.device("cpu"))
 
     def _loss(self) -> Tensor:
-        """The loss where it is computed; elsewhere room for it."""
+        """Return the loss where it is computed; elsewhere a zero of its shape."""
         if self.total is not None:
             return self.total
         program = self.runner.stage.program

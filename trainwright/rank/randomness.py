@@ -1,7 +1,8 @@
-"""Random ops and modes: masks that depend on a seed and a place, not on which rank draws them.
+"""Runs ops that draw random numbers or depend on training mode, so that every rank and every rerun agrees.
 
-Along mesh axes that split an op's loops the ranks draw different numbers, along all others the same ones, so replicated
-activations stay replicated; and a rerun draws what the first run drew. What a forward writes, it writes in training alone.
+Random numbers depend on the seed, the step and the op's place. Along mesh axes that split an op's loops the ranks draw
+different numbers, along all others the same ones, so replicated activations stay replicated; a rerun draws what the
+first run drew. Buffers are written in training alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .run_state import RunState
 
 WithState = Callable[..., Any]
 _OWN_NAMESPACES = ("aten", "prims", "autograd_functions")
-"""Of ops that say by a tag whether they draw numbers."""
+"""The namespaces of ops whose tags tell whether they draw random numbers."""
 
 
 def derived_seed(*parts: Any) -> int:
@@ -36,9 +37,9 @@ def derived_seed(*parts: Any) -> int:
 
 
 def with_state(instruction: Compute, coords: Sequence[int]) -> WithState | None:
-    """Return the instruction's function with the run's state in front, for ops that draw numbers or know modes.
+    """Return the instruction's function with the run's state as first argument, for ops that need it; None for others.
 
-    An op of the user's may draw numbers and not say so: it runs as one that does.
+    An op of the user's may draw random numbers without saying so, and is run as if it did.
     """
     op, function = instruction.op, instruction.function
     place = (instruction.key, tuple(coords[axis] for axis in instruction.axes))
@@ -73,7 +74,7 @@ def _dropout(place: tuple[Any, ...]) -> WithState:
 
 
 class _Masked(torch.autograd.Function):
-    """`x · mask · scale`, of which the backward needs the mask alone."""
+    """Computes `x · mask · scale`; its backward needs the mask alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -88,7 +89,7 @@ class _Masked(torch.autograd.Function):
 
 
 def _switched(function: WithState, mode: Literal["training", "dropout"], off: tuple[Any, str, Any]) -> WithState:
-    """Give the argument that `off` names (op, name, value) that value where the run has no training, or no dropout."""
+    """Set the argument of `off` (op, name, value) to that value in runs without training, or without dropout."""
     target, name, value = off
     place = argument_place(target, name)
 
@@ -105,7 +106,7 @@ def _plain(function: Callable[..., Any]) -> WithState:
 
 
 def _writing(function: WithState, target: Any) -> WithState:
-    """Write buffers in training alone: in evaluation the op gives back what it would have written, or works on copies."""
+    """Let an op write its buffers in training alone; in evaluation it returns the buffer unchanged, or writes copies."""
     names = [name for name, _, _ in private.arguments(target)]
     returned, written = private.returned_argument(target), private.mutated_arguments(target)
 
@@ -135,7 +136,7 @@ def _drawing(function: Callable[..., Any], place: tuple[Any, ...]) -> WithState:
 
 
 def _under_seed(seed: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `function` with the default generators seeded, and put them back."""
+    """Call `function` with the default generators seeded, and restore their states."""
     devices = sorted({arg.device.index or 0 for arg in args if isinstance(arg, Tensor) and arg.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -1,7 +1,8 @@
-"""What autograd holds while a plan runs: saved tensors that are kept, rederived or fetched back when the backward asks.
+"""Holds autograd's saved tensors while a plan runs: they are kept, rematerialised, or fetched from the offload store.
 
-Autograd hands every tensor that it saves to a hook. One that the plan recomputes is replaced by a note of where it came
-from; when the backward asks for it, the region's pure sub-graph is run once, without autograd, for all that ask.
+Autograd passes every tensor that it saves to a hook. A tensor that the plan recomputes is replaced by a reference to
+its value. When the backward asks for the first one, the region's instructions are rerun once, without autograd, for all
+of them.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class _Saved:
     tensor: Tensor | None
     memory: RegionMemory | OffloadedStorage | None = None
     place: tuple[int, int] = (-1, -1)
-    """(value, -1), or (instruction, index among what it saves); of what was offloaded, (-1, -1)."""
+    """(value, -1), or (instruction, index among what it saves); (-1, -1) if the tensor is not rematerialised."""
     size: Any = None
     stride: Any = None
     offset: int = 0
 
 
 class RegionMemory:
-    """One run of one region: which storages are not kept, and their rederived contents while the backward needs them."""
+    """The memory of one region in one run: stand-ins for what is not kept, and rematerialised tensors in use."""
 
     def __init__(self, executor: Reruns, rerun: Rerun, state: RunState, offload: OffloadRun | None = None) -> None:
         self.executor, self.rerun, self.state, self.offload = executor, rerun, state, offload
@@ -65,13 +66,13 @@ class RegionMemory:
         self.pending = []
 
     def pack(self, tensor: Tensor) -> _Saved:
-        """Called by autograd for every tensor that it saves; decided upon in `end`, when the outputs are known."""
+        """Return a stand-in for a tensor that autograd saves; `end` decides whether it is kept, when the outputs are known."""
         saved = _Saved(tensor)
         self.pending.append(saved)
         return saved
 
     def end(self, env: dict[int, Any]) -> None:
-        """Note the outputs that are not kept, and let go of what can be rederived."""
+        """Register the instruction's outputs that are not kept, and release the saved tensors that can be rematerialised."""
         instruction = self.instruction
         assert instruction is not None
         values = self.executor.local.values
@@ -111,7 +112,7 @@ class RegionMemory:
                     self.offload.register(env[value])
 
     def start_from(self, value: int, tensor: Tensor) -> None:
-        """Note a value from which the sub-graph starts."""
+        """Keep a value from which the region's rerun starts."""
         saved = _Saved(tensor.detach())
         self._send_away(saved)
         self.sources[value] = saved
@@ -126,7 +127,7 @@ class RegionMemory:
             self._send_away(saved)
 
     def _send_away(self, saved: _Saved) -> None:
-        """Let go of a tensor whose storage is offloaded; any other stays."""
+        """Release a saved tensor whose storage is offloaded; keep any other."""
         tensor = saved.tensor
         item = self.offload.find(tensor) if self.offload is not None and tensor is not None else None
         if self.offload is not None and item is not None and tensor is not None:
@@ -143,16 +144,16 @@ class RegionMemory:
         self.executor.released.add(place)
 
     def start_backward_at(self, env: dict[int, Any], values: Sequence[int]) -> None:
-        """Rederive as soon as the backward comes to the region, not when this rank first lacks something.
+        """Rematerialise when the backward reaches the region, not when this rank first needs something.
 
-        All ranks then communicate at the same point, also one whose own part is empty and asks for nothing.
+        All ranks then communicate at the same point, even one whose own part is empty and needs nothing.
         """
         for value in values:
             if env[value].requires_grad:
                 env[value] = _Start.apply(env[value], self)
 
     def rederive_first(self) -> None:
-        """Rederive unless that was done; what the next region gathers again is issued meanwhile."""
+        """Rematerialise unless that was done; the gathers of the next region of the backward are issued before."""
         if self.is_rederived:
             return
         self.gather()
@@ -161,13 +162,13 @@ class RegionMemory:
         self._rederive()
 
     def gather(self) -> None:
-        """Issue the gathers of what is rederived from parameters."""
+        """Issue the gathers of the parameters that this region gathers again."""
         for bucket, starts in () if self.is_rederived else self.rerun.gathers.items():
             params = {index: unpack(self.sources[value]) for index, value in starts.items()}
             self.state.flights[bucket].gather(params)
 
     def fetch(self, place: tuple[int, int]) -> Tensor:
-        """Return a rederived tensor; the last one to ask for it takes it away."""
+        """Return a rematerialised tensor; the last reader that waits for it releases it."""
         if place not in self.found:
             self._rederive()
         tensor = self.found[place]
@@ -177,7 +178,7 @@ class RegionMemory:
         return tensor
 
     def _rederive(self) -> None:
-        """Run the region's sub-graph once; keep what somebody still waits for."""
+        """Rerun the region's instructions, and keep the tensors that saved tensors refer to."""
         self.is_rederived = True
         env: dict[int, Any] = {}
         for index in self.rerun.instructions:
@@ -198,7 +199,7 @@ class RegionMemory:
                     env.pop(value, None)
 
     def _rerun_with_internals(self, instruction: Instruction, env: dict[int, Any]) -> None:
-        """Run one op under autograd to see what it saves."""
+        """Rerun one op under autograd, and keep the internals that it saves."""
         seen: list[Tensor] = []
         values = self.executor.local.values
         inner = dict(env)

@@ -1,4 +1,4 @@
-"""The instructions of a region that its backward runs again, to rematerialise what the plan does not keep."""
+"""Finds the instructions of a region that its backward runs again, to rematerialise what the plan does not keep."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _trace_back(local: LocalProgram, producers: Producers, region: int, rerun: R
 
 
 def _is_view(local: LocalProgram, producers: Producers, value: int, region: int) -> bool:
-    """Whether `value` is a view made inside the region of something that is itself rederived."""
+    """Return True if `value` is a view, made in the region, of a value that is rematerialised."""
     producer = producers.get(value)
     if not isinstance(producer, Compute) or producer.region != region or producer.op.kind != "view":
         return False
@@ -104,7 +104,7 @@ def _is_view(local: LocalProgram, producers: Producers, value: int, region: int)
 
 
 def gathering_before(reruns: Mapping[int, Rerun], segments: Sequence[tuple[int, int, int]]) -> dict[int, int]:
-    """For each region whose backward gathers parameters again ahead, the one before it, whose backward comes next."""
+    """Return, for each region that gathers parameters again ahead, the one before it, whose backward comes next."""
     order = [region for region in dict.fromkeys(region for region, _, _ in segments) if region in reruns]
     gathering = [region for region in order if any(bucket.ahead for bucket in reruns[region].gathers)]
     return dict(zip(gathering[1:], gathering))

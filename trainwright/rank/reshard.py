@@ -1,7 +1,7 @@
-"""Carrying out a change of layout on one rank's part of a tensor, differentiably.
+"""Reshards one rank's part of a tensor, differentiably.
 
-The collectives stand behind `Communicator`: real process groups in the runtime, shapes alone in the planner's
-simulation. Both run this very code, so what is simulated is what happens.
+`Communicator` hides the collectives: real process groups in the runtime, shapes alone in the planner's simulation. Both
+run this code, so the simulation does what a run does.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .travel import issued_step
 
 
 class Pending(Protocol):
-    """Something that is under way."""
+    """A collective, or a chain of them, that has been issued."""
 
     def wait(self) -> Tensor:
-        """Return the result, once it is there."""
+        """Wait for the result and return it."""
 
 
 class Communicator(Protocol):
-    """Collectives along the axes of a mesh, seen from the rank at `coords`."""
+    """Runs collectives along the axes of a mesh, for the rank at `coords`."""
 
     mesh: tuple[int, ...]
     coords: tuple[int, ...]
@@ -38,7 +38,7 @@ class Communicator(Protocol):
         """Return the parts of all ranks of `axis`, stacked in front; all of one shape."""
 
     def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
-        """Return the sum over the ranks of `axis` of the own entry of the leading dim; `parts` may be overwritten."""
+        """Return the sum over the ranks of `axis` of this rank's entry of the leading dim; `parts` may be overwritten."""
 
     def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` in place (`sum` or `max`) over the ranks of `axis` and return it."""
@@ -57,7 +57,7 @@ class Communicator(Protocol):
 
 
 class Axes:
-    """Several mesh axes as one group, for ops that communicate inside themselves."""
+    """Several mesh axes as one group, for ops whose local form communicates."""
 
     def __init__(self, communicator: Communicator, axes: Sequence[int]) -> None:
         self.communicator, self.axes = communicator, tuple(axes)
@@ -82,7 +82,7 @@ class Axes:
 
 
 class _Sum:
-    """A sum over several axes, of which the first is under way; there are as many results as are asked for."""
+    """A sum over several axes, the first of which is in flight; `wait` may be called many times."""
 
     def __init__(self, pending: Pending, others: Sequence[int], communicator: Communicator) -> None:
         self.pending: Pending | None = pending
@@ -99,7 +99,7 @@ class _Sum:
 
 
 class Route:
-    """A way from one layout to another for tensors of one shape; made once, run every step."""
+    """The steps from one layout to another, for tensors of one shape; made once, run every step."""
 
     def __init__(self, steps: Sequence[Step], shape: Sequence[int], slots: Sequence[Slot], communicator: Communicator):
         self.steps, self.shape, self.slots, self.communicator = tuple(steps), tuple(shape), tuple(slots), communicator
@@ -116,7 +116,7 @@ class Route:
         return x
 
     def start(self, x: Tensor) -> Pending:
-        """Begin the way: `wait` gives what `run` would. What comes before and behind the first collective is not hidden."""
+        """Issue the first collective; `wait` returns what `run` would. The steps before and after it are not overlapped."""
         number = 0
         while number < len(self.steps) and self.steps[number].kind == "slice":
             x = self._run_step(self.steps[number], x)
@@ -143,7 +143,7 @@ class Route:
         return finish(getattr(self.communicator, step.kind)(step.axis, sent))
 
     def _parts(self, step: Step, x: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
-        """The operand as (before, along, behind) the slot that changes, the slot's size afterwards, and the result's shape."""
+        """Return the operand as (before, along, after) the slot that changes, the slot's new size, and the result's shape."""
         mesh, coords = self.communicator.mesh, self.communicator.coords
         before = local_sizes(self.slots, step.before, mesh, coords)
         after = local_sizes(self.slots, step.after, mesh, coords)
@@ -169,7 +169,7 @@ class Route:
         return part.reshape(shape)
 
     def before_gather(self, x: Tensor, step: Step | None = None) -> Tensor:
-        """Return what a gather sends (by default that of a way of one step): as many elements on every rank."""
+        """Return the input of a gather, padded to as many elements on every rank; `step` is by default the only one."""
         step = step or self.steps[0]
         x, size, _ = self._parts(step, x)
         each = -(-size // self.communicator.mesh[step.axis])
@@ -178,7 +178,7 @@ class Route:
         return x.contiguous()
 
     def after_gather(self, parts: Tensor, step: Step | None = None) -> Tensor:
-        """Return the tensor whose parts, as `before_gather` gave them on every rank, stand one behind the other."""
+        """Return the whole tensor from the ranks' parts, which `before_gather` made."""
         step = step or self.steps[0]
         size = local_sizes(self.slots, step.after, self.communicator.mesh, self.communicator.coords)[step.slot]
         shape = local_shape(self.shape, self.slots, step.after, self.communicator.mesh, self.communicator.coords)
@@ -217,7 +217,7 @@ Finish = Callable[[Tensor], Tensor]
 
 
 class _Underway:
-    """A way that has begun: what it has come to, or the collective under way, and the step that follows."""
+    """A route that has begun: the tensor so far, or the collective in flight, and the number of the step that follows."""
 
     def __init__(self, x: Tensor | None, pending: Pending | None, finish: Finish, route: Route, number: int) -> None:
         self.x, self.pending, self.finish, self.route, self.number = x, pending, finish, route, number
@@ -240,9 +240,9 @@ def _with(sizes: Sequence[int], at: int, size: int) -> list[int]:
 
 
 class _Reshard(torch.autograd.Function):
-    """A way and the way back of the gradient. What a gradient is to a value, the way back is to the way: it is one itself.
+    """Runs one route forward, and the other on the gradient.
 
-    So a gradient that is differentiated again gets its own gradient, laid out like the value, by the first way.
+    A gradient that is differentiated again gets its own gradient by the forward route.
     """
 
     @staticmethod
@@ -263,10 +263,10 @@ def reshard(x: Tensor, forward: Route, backward: Route) -> Tensor:
 
 
 class Nothing(torch.autograd.Function):
-    """Empty results of given shapes; the gradients of all operands are zero.
+    """Returns empty results of given shapes; the gradients of all operands are zero.
 
-    followed: for each result, whether autograd follows it on the ranks that compute it. One that it does not follow there must
-    not be followed here either: its readers would begin collectives in the backward that no other rank begins.
+    followed: for each result, whether it requires a gradient on the ranks that compute it. If it does not there, it
+    must not here either: its readers would issue collectives in the backward that no other rank issues.
     """
 
     @staticmethod
@@ -294,7 +294,7 @@ class Nothing(torch.autograd.Function):
 
 
 class SimulatedCommunicator:
-    """Collectives that only give results of the right shapes, and count what they would have moved."""
+    """Collectives that only return tensors of the right shapes, and count the bytes that they would move."""
 
     def __init__(self, mesh: Sequence[int], coords: Sequence[int] | None = None) -> None:
         self.mesh = tuple(mesh)
@@ -302,7 +302,7 @@ class SimulatedCommunicator:
         self.num_bytes: Counter[str] = Counter()
         self.num_calls: Counter[str] = Counter()
         self.counts: Mapping[str, list[int]] = {}
-        """The numbers that ops are to count, by key; others count what is planned."""
+        """The rows that ops count, by key; ops that are not listed count the planned ones."""
 
     def _count(self, kind: str, axis: int, tensor: Tensor) -> None:
         if self.mesh[axis] > 1:
@@ -337,7 +337,7 @@ class SimulatedCommunicator:
 
 
 class _Simulated:
-    """A collective under way: it holds what it was given until it is waited for, as a real one does."""
+    """A simulated collective in flight: it holds its input until it is waited for, as a real one does."""
 
     def __init__(self, given: Tensor, result: Tensor) -> None:
         self.given: Tensor | None = given

@@ -1,4 +1,4 @@
-"""What one forward run of a local program is given besides its tensors."""
+"""The state of one run of a local program, beside its tensors."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from .buckets import Flights, Plain
 from .reshard import Pending
 
 Finish = Callable[[], object]
-"""Waits for a loss's value, and puts it where the loss is."""
+"""Waits for the value of a loss, and writes it into the loss."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The modes of one run, and what of it is under way."""
+    """The modes of one run, and its communication in flight."""
 
     seed: int = 0
     step: int = 0
     training: bool = True
     dropout: bool = True
-    """False: as if every dropout probability were zero, for comparisons."""
+    """False if the run treats every dropout probability as zero, for comparisons."""
     flights: Flights = field(default_factory=dict)
-    """The parameters that are under way in this run."""
+    """The buckets in flight in this run."""
     rest: Plain = field(default_factory=Plain)
     """Converts a bucket's parameters from their form at rest to what a step reads, and their gradients back."""
     sums: dict[int, Pending] = field(default_factory=dict)
     """The sums that were begun ahead, by the instruction that waits for each."""
     late: list[Finish] | None = None
-    """Takes what waits for the loss's value, where nobody reads that before the step is done; None: it is waited for."""
+    """Collects the calls that wait for the loss's value at the end of the step; None if the loss is waited for at once."""
     micro: int = 0
     """The index of the micro-batch within the step; each micro-batch draws its own random numbers."""
     known: Mapping[int, Any] = field(default_factory=dict)
     """The values that are computed before the run, if a step takes several runs (`accumulate`)."""
     factors: Mapping[int, Any] = field(default_factory=dict)
-    """What makes sums over labels a share of the whole batch's mean, by the value that is multiplied."""
+    """The factors that turn a micro-batch's sum over labels into its part of the mean, by the value that is multiplied."""
 
     @property
     def draw(self) -> tuple[int, ...]:
-        """Return what the random numbers of this run depend on, besides their place."""
+        """Return the parts of the seed of this run's random numbers, without the op's place."""
         return (self.seed, self.step, self.micro) if self.micro else (self.seed, self.step)
 
 
 Call = Callable[[dict[int, Any], RunState], None]
-"""An instruction made ready to run: it reads its inputs from the values that are there, and adds its outputs."""
+"""An instruction that is bound to run: it reads its inputs from an environment of values, and adds its outputs to it."""

@@ -1,6 +1,7 @@
-"""Parameters' reshards put into buckets: one instruction opens a bucket early, one closes it where each parameter is read.
+"""Puts parameters' reshards into buckets: `Open` issues a bucket early, a `Close` for each parameter stands where it is
+read.
 
-Which reshards share a bucket, and where it opens, is the rule of `travel`.
+`travel` has the rule by which reshards share a bucket, and where the bucket opens.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def in_buckets(instructions: Sequence[Instruction], values: list[Value], overlap
 
 
 def _travels(instructions: Sequence[Instruction], values: list[Value], readers: Readers) -> dict[int | None, Travels]:
-    """Return the parameters' reshards that move anything, in order, by region; by None those that only sum."""
+    """Return the parameters' reshards that communicate, in order, by region; those that only sum stand under None."""
     found: dict[int | None, Travels] = {}
     for instruction in instructions:
         if not isinstance(instruction, Reshard) or instruction.region < 0:

@@ -1,16 +1,16 @@
-"""Who does what when in a pipeline: each stage's actions in order, and the proof that they all come to an end.
+"""Lists the actions of each stage of a pipeline in order, and proves that they do not deadlock.
 
-    forward i, backward i     of micro-batch i, on one stage
-    post i                    ask for what comes: its buffer is there from here on
-    take i                    wait until it is there
-    send i                    hand over; what is sent stays in memory
-    sent i                    wait until the other side has it; its memory goes
+    forward i, backward i     computes micro-batch i on one stage
+    post i                    begins to receive; the buffer is allocated here
+    take i                    waits until the transfer has arrived
+    send i                    begins to send; the tensors stay in memory
+    sent i                    waits until the other side has them, and releases them
 
 The last four move an `activation` to the next stage or its `gradient` back. A stage of depth w runs w forwards, then
-backward and forward in turn: 1F1B with w = P - s on stage s of P, GPipe with w = all micro-batches. A receive is posted one
-computation ahead of its use. One send in each direction is under way, or so many that a stage can run its forwards whose
-next stage is much less deep; then the oldest is waited for. So memory depends on the order of the actions alone, and on no
-transport.
+backward and forward in turn: 1F1B has w = P - s on stage s of P, GPipe w = all micro-batches. A receive is posted one
+computation ahead of its use. At most one send in each direction is in flight; a stage that is deeper than the next one
+by more than two may have more activations in flight. Beyond that the oldest is waited for. So memory depends on the
+order of actions alone, and on no transport.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Action:
 
 
 def default_in_flight(num_stages: int) -> tuple[int, ...]:
-    """Return 1F1B's depths: as many forwards wait for their backward as there are stages from here on.
+    """Return the depths of 1F1B: on each stage, the number of stages from it to the last.
 
     >>> default_in_flight(3)
     (3, 2, 1)
@@ -94,9 +94,9 @@ def _computations(stage: int, num_micro_batches: int, depth: int) -> list[Action
 
 
 def _with_transfers(computations: Sequence[Action], num_stages: int, num_ahead: int) -> list[Action]:
-    """Weave in what has to arrive for each computation, a post ahead, and what leaves after it.
+    """Return the computations with their transfers: receives, posted one computation ahead, and sends.
 
-    num_ahead: so many activations may be on their way to the next stage.
+    num_ahead: the number of activations that may be in flight to the next stage.
     """
     found: list[Action] = []
     limits = {"activation": num_ahead, "gradient": 1}
@@ -136,10 +136,11 @@ def _as(kind: Kind, action: Action) -> Action:
 
 
 def check_order(lists: Sequence[Sequence[Action]]) -> list[Action]:
-    """Return one order of all actions in which nothing waits for what comes later: the proof that all of them end.
+    """Return an order of all actions in which none waits for a later one, which proves that all of them end.
 
-    The strictest transport is assumed, in which both sides have to meet: `take` waits for the other side's `send`, `sent` for
-    its `post`. Posts and sends alone wait for nobody. Raises `UserError` that names who waits for whom where there is none.
+    The strictest transport is assumed, in which both sides meet: `take` waits for the other side's `send`, `sent` for
+    its `post`. Posts and sends wait for nothing. Raises `UserError` that names the stages that wait for one another if
+    there is no order.
 
     >>> check_order([[Action("take", 0, 0, "gradient")], [Action("take", 1, 0, "activation")]])
     Traceback (most recent call last):
@@ -168,7 +169,7 @@ def check_order(lists: Sequence[Sequence[Action]]) -> list[Action]:
 
 
 def awaited(action: Action) -> Action | None:
-    """Return what has to have been done on the other side before `action` ends; None: it waits for nobody."""
+    """Return the action of the other side that `action` waits for; None if it waits for none."""
     if action.kind == "take":
         return Action("send", action.peer, action.micro, action.what)
     if action.kind == "sent":

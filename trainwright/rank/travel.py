@@ -1,7 +1,8 @@
-"""How parameters travel to where they are read, and their gradients back: who shares what, what is early, what is held.
+"""States the rule by which parameters travel to their readers and gradients back: buckets, prefetch, and memory held.
 
-The run (`buckets`, `schedule`), the price (`planner.costs.overlap`) and the solver's rows (`planner.model.joined`, `hidden`,
-`bucket_memory`) all read the rule here. A parameter whose layout changes is a `Travel`; those of a *bucket* set out together:
+The run (`buckets`, `schedule`), the price (`planner.costs.overlap`) and the solver's rows (`planner.model.joined`,
+`hidden`, `bucket_memory`) all read the rule here. A parameter whose layout changes is a `Travel`; those of a *bucket*
+set out together:
 
     overlap    bucket                            gathers are issued           reductions are waited for
     none       each parameter by itself          where it is read             where its gradient is made
@@ -17,8 +18,8 @@ The run (`buckets`, `schedule`), the price (`planner.costs.overlap`) and the sol
     held         a buffer is whole from its first gradient on, and holds its share of all            `held_share`
 
 Each overlap holds more memory than the one before: `buckets` a region's gradients before they are reduced, `ahead` the
-gathered parameters of two regions. Sums that stay whole are reduced in place, in the buffer that then is the gradients: not
-to wait for them holds nothing.
+gathered parameters of two regions. Sums that stay whole are reduced in place, in the buffer that then is the gradients:
+not to wait for them holds nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from ..program.decisions import Overlap
 from ..program.transition import Step
 
 BUFFER_BYTES = 25 * 2**20
-"""A reduction begins when so much has gathered: large enough for the bandwidth, small enough to begin early."""
+"""The size of a buffer: large enough for the bandwidth, small enough that its reduction begins early."""
 
 ENOUGH_BYTES = 4 * 2**20
-"""A buffer that holds so much takes no gradient of another region: beyond it a collective's latency is little."""
+"""A buffer beyond this size takes no gradient of another region, since latency is then a small part of its reduction."""
 
 SMALL_BYTES = 64 * 2**10
-"""Parameters no larger are gathered together, which takes a copy of each; larger ones go alone, without."""
+"""Parameters up to this size are gathered together, which copies each; larger ones are gathered alone, without a copy."""
 
 Kinds = tuple[tuple[str, int], ...]
 """The kinds of collectives with their mesh axes, in order."""
@@ -46,13 +47,13 @@ Kinds = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Travel:
-    """One parameter's way to where it is read, and its gradient's way back."""
+    """The reshard of one parameter to its reader, and that of its gradient back."""
 
     there: tuple[Step, ...]
     back: tuple[Step, ...]
-    """Empty where nothing comes back: the parameter is not trained."""
+    """The steps of the gradient; empty if the parameter is not trained."""
     num_bytes: int
-    """The rank's part where it is read, which is that of the gradient before it is reduced."""
+    """The bytes of the rank's part where it is read, which are those of the gradient before it is reduced."""
     dtype: torch.dtype
 
     @property
@@ -62,18 +63,21 @@ class Travel:
 
     @property
     def is_whole_sum(self) -> bool:
-        """True if reading sends nothing and the gradient is only all-reduced; all such parameters form one bucket."""
+        """Return True if the gradient is only all-reduced and nothing is gathered; all such parameters form one bucket."""
         return only_sums(self.back) and not _sends(self.there)
 
     @property
     def gather_key(self) -> tuple[int, torch.dtype] | None:
-        """What small gathers that are joined within a bucket have in common; None for one that goes alone."""
+        """Return the key that small gathers have in common which one collective joins; None for a gather that goes alone."""
         is_small = [step.kind for step in self.there] == ["all_gather"] and self.num_bytes <= SMALL_BYTES
         return (self.there[0].axis, self.dtype) if is_small else None
 
     @property
     def reduction_key(self) -> tuple[Kinds, torch.dtype] | None:
-        """What gradients that share a buffer have in common: sums along axes, or one scattered sum; None for others."""
+        """Return the key that gradients have in common which share a buffer; None for a gradient that is reduced alone.
+
+        These are sums that stay whole, or those of one reduce-scatter.
+        """
         kinds = tuple((step.kind, step.axis) for step in self.back)
         is_one_scatter = len(kinds) == 1 and kinds[0][0] == "reduce_scatter"
         return (kinds, self.dtype) if only_sums(self.back) or is_one_scatter else None
@@ -94,13 +98,13 @@ def only_sums(steps: Sequence[Step]) -> bool:
 
 
 def issued_step(steps: Sequence[Step]) -> int | None:
-    """Return which step is under way while something else is done: the first collective, if that can be begun early."""
+    """Return the number of the step that is issued early: the first collective, unless that is an all-to-all."""
     number = next((number for number, step in enumerate(steps) if step.kind != "slice"), None)
     return None if number is None or steps[number].kind == "all_to_all" else number
 
 
 def has_room(filled_bytes: float, more_bytes: float, same_region: bool) -> bool:
-    """Tell whether a buffer that holds so much takes one more gradient, of the region of the last one or of another.
+    """Tell whether a buffer with `filled_bytes` takes one more gradient, of the last one's region or of another.
 
     >>> [has_room(5 * 2**20, 2**20, same_region) for same_region in (True, False)]
     [True, False]
@@ -109,7 +113,7 @@ def has_room(filled_bytes: float, more_bytes: float, same_region: bool) -> bool:
 
 
 def shared_buffer_bytes(region_bytes: float) -> float:
-    """Return what a buffer of several regions' gradients takes in, where one region has `region_bytes` of them."""
+    """Return the bytes that a buffer of several regions' gradients holds, where each region has `region_bytes`."""
     return max(1.0, min(BUFFER_BYTES, max(ENOUGH_BYTES, region_bytes)))
 
 
@@ -130,7 +134,7 @@ def regions_ahead(overlap: Overlap) -> int:
 
 
 def opening_region(order: Sequence[int], region: int | None, overlap: Overlap) -> int:
-    """Return the region of `order` where the bucket of `region` sets out; None stands for the sums that stay whole.
+    """Return the region of `order` where the bucket of `region` opens; None stands for the sums that stay whole.
 
     >>> opening_region([4, 7, 9], 9, "ahead"), opening_region([4, 7, 9], 4, "ahead"), opening_region([4, 7, 9], None, "buckets")
     (7, 4, 4)
