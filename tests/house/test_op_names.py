@@ -22,7 +22,6 @@ ALLOWED = {
     "capture/stored.py": "an op of our own, which a stored program has to be given before it is read",
     "program/micro_batches.py": "a product and a quotient are linear in one operand only, which the place decides",
     "integrations/label_counts.py": "the ops through which labels reach a loss, followed backwards in a graph",
-    "profiler/gpu_time.py": "which kind of GPU kernel runs an op, each with a rate of its own",
     "profiler/gpu.py": "functions of torch.nn.functional, which the graph never sees",
     "runtime/verification/reference.py": "functions of torch.nn.functional, which the graph never sees",
 }

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .flops import bytes_moved, flops, is_convolution, is_heavy
 
-aten = torch.ops.aten
+Kind = Literal[
+    "products", "convolutions", "depthwise", "attention", "batch norms", "strided", "reductions", "elementwise"
+]
+"""The kinds of kernels whose speed follows from their sizes in different ways on a GPU (`profiler.gpu_time`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,23 @@ class Kernel:
     name: str
     dims: tuple[int, ...]
     work: int
+
+    @property
+    def kind(self) -> Kind:
+        """Return the kind of the kernel; a kernel of which nothing else is known counts as elementwise.
+
+        >>> [Kernel(name, (), 0).kind for name in ("addmm", "convolution_backward_weight", "_softmax", "clone_strided", "gelu")]
+        ['products', 'convolutions', 'reductions', 'strided', 'elementwise']
+        """
+        if self.name in _PRODUCTS:
+            return "products"
+        if self.name in _BATCH_NORMS:
+            return "batch norms"
+        if self.name.endswith("_strided"):
+            return "strided"
+        if self.name.startswith(_SUMS_OF_ROWS):
+            return "reductions"
+        return next((kind for begin, kind in _MADE_HERE.items() if self.name.startswith(begin)), "elementwise")
 
 
 def kernel_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Kernel:
@@ -145,6 +165,11 @@ def _steps(tensor: Tensor) -> tuple[int, ...]:
 
 
 _WITH_ADDITION = {"addmm": "mm", "baddbmm": "bmm"}
+_PRODUCTS = ("mm", "bmm", *_WITH_ADDITION)
+_BATCH_NORMS = ("native_batch_norm", "native_batch_norm_backward")
+_SUMS_OF_ROWS = ("sum", "mean", "native_layer_norm", "_softmax", "_log_softmax", "native_group_norm")
+_MADE_HERE: dict[str, Kind] = {"convolution": "convolutions", "depthwise": "depthwise", "attention": "attention"}
+"""How the names that `kernel_of` makes begin, and the kind of these kernels."""
 _OVER_ROWS = {"native_layer_norm", "native_layer_norm_backward", "_softmax", "_softmax_backward_data", "_safe_softmax",
               "_log_softmax", "_log_softmax_backward_data"}  # fmt: skip
 _COPIES = {"clone", "copy_", "_to_copy", "_reshape_copy", "contiguous"}

@@ -34,46 +34,46 @@ class OpRule:
 
     name: str
     kind: Kind
-    """heavy: a decision of its own. elementwise: joins the op that feeds it. view: moves no data, decides nothing."""
+    """`heavy` ops have a decision of their own, `elementwise` ones join the op that feeds them, a `view` moves no data."""
     signature: SignatureRule
     localize: LocalRule | None = None
     """Rewrites the call for one rank's part, where the literal arguments or the arithmetic depend on the split."""
     scratch: tuple[int, ...] = ()
-    """Places of arguments that the op writes and that its results do not depend on: a rerun is given copies of them."""
+    """The places of arguments that the op writes and its results do not depend on; a rerun gets copies of them."""
     weight: WeightRule | None = None
-    """Of a mean that does not count all its entries alike; none: means over as many entries weigh the same."""
+    """How a mean weighs its entries; None if means over as many entries weigh the same."""
     differentiable: bool = True
-    """Whether autograd follows its results."""
+    """False if its results have no gradient."""
     linear: bool = False
-    """Whether a mean of its operands gives the mean of its results."""
+    """True if the mean of several operands gives the mean of their results."""
     copies: bool = False
-    """Whether its result is its operand, in memory of its own."""
+    """True if its result is a copy of its operand."""
     uniform: bool = False
-    """Whether its results repeat one value, or an operand, along the dims that its sizes name."""
+    """True if its results repeat one value, or an operand, along the dims that its sizes name."""
     fresh_gradient: int | None = None
     """The operand whose gradient is a tensor made for it, which no other operand's gradient shares."""
     reads_rows: bool = False
-    """Whether it reads of its first operand the rows that it returns, and no others."""
+    """True if it reads from its first operand only the rows that it returns."""
     tensor_parallel: bool = False
-    """Whether Megatron's recipe says how to split it."""
+    """True if Megatron's recipe says how to split it."""
     dropout: tuple[str, Any] | None = None
-    """The argument that switches its dropout off, and its value then."""
+    """The argument that switches its dropout off, with the value that does so."""
     draws_by_dropout: bool = False
-    """Whether it draws random numbers only where that argument has another value."""
+    """True if it draws random numbers only where that argument has another value."""
     masks: bool = False
-    """Whether it is dropout and nothing else: a multiplication by a random mask."""
+    """True if it is dropout and nothing else: a multiplication by a random mask."""
     training: tuple[str, Any] | None = None
-    """The argument that says whether the model trains, and its value in evaluation."""
+    """The argument that says whether the model trains, with its value in evaluation."""
     fused_on_gpu: bool = False
-    """Whether a GPU runs it, dropout included, as one kernel that a CPU lacks."""
+    """True if a GPU runs it, dropout included, as one kernel that a CPU lacks."""
     by_running: bool = False
-    """True where its parts are not as big as its loops' shares say: its local form is run on fakes for its costs."""
+    """True if the size of a part does not follow from its loops' shares: its local form is run on fakes for its costs."""
     cpu_scratch: bool = False
-    """Whether its CPU kernels take scratch memory that varies beyond what is modelled."""
+    """True if its CPU kernels take scratch memory that varies beyond what is modelled."""
 
     @property
     def is_described(self) -> bool:
-        """Whether its loops are known."""
+        """Return True if its loops are known."""
         return self.signature is not unknown_signature
 
 

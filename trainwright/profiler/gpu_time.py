@@ -30,10 +30,10 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 _DEPTH = 96
 _LENGTH = 256
 # Of the bandwidth that plain elementwise kernels reach; fitted to timm and lambda.
-_BATCH_NORM, _BATCH_NORM_PASSES = 0.85, {"native_batch_norm": 1.5, "native_batch_norm_backward": 5 / 3}
+_BATCH_NORM, _BATCH_NORM_PASSES = 0.85, {"forward": 1.5, "backward": 5 / 3}
 _DEPTHWISE, _STRIDED, _SUMMED = 0.4, 0.9, 0.68
-_SUMMING = ("sum", "mean", "native_layer_norm", "_softmax", "_log_softmax", "native_group_norm")
 _HALVES = (torch.float16, torch.bfloat16)
+Direction = Literal["forward", "backward"]
 
 
 def gpu_seconds(device: Device, kernel: Kernel, rate: float, args: tuple[Any, ...], out: Any, func: Any) -> float:
@@ -46,28 +46,34 @@ def gpu_seconds(device: Device, kernel: Kernel, rate: float, args: tuple[Any, ..
     1.2583e-05
     """
     bandwidth = device.bandwidth_bytes_per_s
-    name = kernel.name
-    if name in ("mm", "addmm", "bmm", "baddbmm"):
-        copies = 2 * operand_copies([value for value in args if isinstance(value, Tensor)][-2:])
-        return max(kernel.work / (rate * _filled(device.num_units, kernel)), _bytes(func, args, out) / bandwidth) + (
-            copies / bandwidth
-        )
-    if name.startswith("convolution"):
-        seconds = max(kernel.work / rate, _bytes(func, args, out) / bandwidth)
-        return seconds + _reorder_s(device, name, args, out)
-    if name.startswith("depthwise"):
-        return _bytes(func, args, out) / (_DEPTHWISE * bandwidth)
-    if name.startswith("attention"):
-        return max(_attention_s(device, kernel, rate), _bytes(func, args, out) / bandwidth)
-    if name in _BATCH_NORM_PASSES:
-        return kernel.work * _BATCH_NORM_PASSES[name] / (_BATCH_NORM * bandwidth)
-    if name.endswith("_strided"):
-        return kernel.work / (_STRIDED * bandwidth)
-    return kernel.work / ((_SUMMED if name.startswith(_SUMMING) else 1.0) * bandwidth)
+    match kernel.kind:
+        case "products":
+            copies = 2 * operand_copies([value for value in args if isinstance(value, Tensor)][-2:])
+            product_s = kernel.work / (rate * _filled(device.num_units, kernel))
+            return max(product_s, _bytes(func, args, out) / bandwidth) + copies / bandwidth
+        case "convolutions":
+            seconds = max(kernel.work / rate, _bytes(func, args, out) / bandwidth)
+            return seconds + _reorder_s(device, _direction(kernel), args, out)
+        case "depthwise":
+            return _bytes(func, args, out) / (_DEPTHWISE * bandwidth)
+        case "attention":
+            return max(_attention_s(device, kernel, rate), _bytes(func, args, out) / bandwidth)
+        case "batch norms":
+            return kernel.work * _BATCH_NORM_PASSES[_direction(kernel)] / (_BATCH_NORM * bandwidth)
+        case "strided":
+            return kernel.work / (_STRIDED * bandwidth)
+        case "reductions":
+            return kernel.work / (_SUMMED * bandwidth)
+        case "elementwise":
+            return kernel.work / bandwidth
+
+
+def _direction(kernel: Kernel) -> Direction:
+    return "backward" if "backward" in kernel.name else "forward"
 
 
 def _filled(num_units: int, kernel: Kernel) -> float:
-    """The share of what the units could do that a product of this shape has for them."""
+    """Return the share of the units' rate that a product of this shape reaches."""
     batch, rows, depth, columns = kernel.dims if len(kernel.dims) == 4 else (1, *kernel.dims)
     if min(batch, rows, depth, columns) < 1:
         return 1.0
@@ -80,9 +86,9 @@ def _filled(num_units: int, kernel: Kernel) -> float:
     return best * depth / (depth + _DEPTH)
 
 
-def _reorder_s(device: Device, name: str, args: tuple[Any, ...], out: Any) -> float:
-    """The copies into channels-last and back that tensor cores need."""
-    tensors = [args[0], args[1], args[2], *out[:2]] if "backward" in name else [args[0], args[1], out]
+def _reorder_s(device: Device, direction: Direction, args: tuple[Any, ...], out: Any) -> float:
+    """Return the seconds of the copies into channels-last and back that tensor cores need."""
+    tensors = [args[0], args[1], args[2], *out[:2]] if direction == "backward" else [args[0], args[1], out]
     found = [value for value in tensors if isinstance(value, Tensor) and _is_apart(value)]
     if not found or not device.reorder_bytes_per_s or not _reads_channels_last(device, found[0].dtype):
         return 0.0
@@ -101,8 +107,7 @@ def _is_apart(tensor: Tensor) -> bool:
 
 
 def _attention_s(device: Device, kernel: Kernel, rate: float) -> float:
-    direction: Literal["forward", "backward"] = "backward" if "backward" in kernel.name else "forward"
-    reached = device.attention.get(direction, 0.75)
+    reached = device.attention.get(_direction(kernel), 0.75)
     work = kernel.work / 2 if kernel.name.endswith("_causal") else kernel.work
     length = kernel.dims[2] if len(kernel.dims) > 2 else _LENGTH
     return work / (rate * reached * length / (length + _LENGTH))

@@ -82,7 +82,7 @@ def bilevel(
     packing = replace(given, is_numpy=False)  # both levels are functions of tensors
     y = _lower_start(y0, x)
     problem = Blocks(upper, lower, packing, len(y))
-    need_method(method, Method, "BSVRB(…) or BOREP(…)", "see trainwright.solvers.bilevel")
+    need_method(method, Method, "such as BSVRB(…)", "see trainwright.solvers.bilevel")
     if rtol > 0 and grad_norm is None:
         raise UserError(
             f"grad_norm is needed for rtol; got rtol={rtol} alone; the method's own direction is an estimate whose first size "

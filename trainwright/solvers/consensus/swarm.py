@@ -78,7 +78,7 @@ def begin(
     seed: int | torch.Generator,
 ) -> tuple[Box, torch.Generator, Tensor]:
     """Return the box, the generator and the first particles."""
-    need_method(method, Method, "CBO(…) or ConsensusHopping(…)", "leave it out for CBO()")
+    need_method(method, Method, "such as CBO(…)", "leave it out for CBO()")
     if x0 is not None and not bool(torch.isfinite(torch.as_tensor(x0)).all()):
         raise UserError("a finite x0 is needed; got NaN or infinity in it; start elsewhere")
     num_particles = need_count("num_particles", num_particles, 1)

@@ -80,7 +80,7 @@ def learn(
     (True, 248)
     """
     _check(policy, batch_size, horizon, discount)
-    need_method(method, Method, "REINFORCE(…), NPGIGT(…) or HARPG(…)", "make one with its step")
+    need_method(method, Method, "such as NPGIGT(…)", "make one with its step")
     generator = as_generator(seed, next(policy.parameters()).device)
     baseline = LinearBaseline(discount) if use_baseline else None
     oracle = Estimator(check_env(env), policy, batch_size=batch_size, horizon=horizon, discount=discount,
