@@ -141,6 +141,7 @@ def test_the_ranks_that_torchrun_started_are_used(plan_path: Path, folder: Path)
     assert done.stdout.count("2 steps on 2 ranks") == 1, "one rank speaks"
 
 
+@pytest.mark.slow  # tests/runtime/test_own_model.py starts such a script by torchrun
 def test_the_example_script_trains(plan_path: Path, folder: Path) -> None:
     plan = folder / "example.json"
     assert main(["plan", "zoo:gpt2-tiny", "--hardware", "cpu:2", "-o", str(plan)]) == 0

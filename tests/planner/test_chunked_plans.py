@@ -17,14 +17,19 @@ from trainwright.planner.task import Task
 from trainwright.request import PlanRequest
 
 
+def loaded() -> tuple[Any, Any]:
+    """One block: the head and its loss are most of the step."""
+    return zoo.build("gpt2-tiny", batch_size=4, seq_len=64, n_layer=1, device="meta")
+
+
 def planned(memory: int | None = None, **options: Any) -> Plan:
     question = {"hardware": "cpu:2", "offload": "none", "time_limit_s": 20.0, "memory": memory, **options}
-    return tw.plan(*zoo.build("gpt2-tiny", batch_size=4, seq_len=64, device="meta"), **question)
+    return tw.plan(*loaded(), **question)
 
 
 def least(chunks: int | str) -> int:
     """The smallest budget that has a plan, as far as the search knows."""
-    model, batch = zoo.build("gpt2-tiny", batch_size=4, seq_len=64, device="meta")
+    model, batch = loaded()
     request = PlanRequest.of("plan", model, batch, {"hardware": "cpu:2", "offload": "none", "loss_chunks": chunks})
     task = Task(**request.question())
     (place,) = task.places
@@ -41,8 +46,7 @@ def test_is_taken_where_nothing_fits_without() -> None:
     assert plan.loss_chunks == 8
     assert plan.predicted.peak_bytes <= budget
     assert any("8 chunks" in note for note in plan.notes)
-    program = zoo.build("gpt2-tiny", batch_size=4, seq_len=64, device="meta")
-    assert tw.check(plan, *program).predicted == plan.predicted
+    assert tw.check(plan, *loaded()).predicted == plan.predicted
 
 
 def test_is_not_taken_unasked_where_whole_logits_fit() -> None:

@@ -24,7 +24,7 @@ from trainwright.planner.search.stages import solve_in_stages
 from trainwright.program.program import build_program
 
 MAX_PLANS, MAX_PLANS_TIED = 1000, 4000
-NUM_CASES, NUM_CASES_SHORT = 120, 16
+NUM_CASES, NUM_CASES_BRANCHED, NUM_CASES_SHORT = 120, 16, 8
 STATE_SEEDS = (1, 7, 8)
 TIED_SEEDS = (3, 10)
 
@@ -244,7 +244,7 @@ def test_the_best_of_all_plans_that_may_offload_is_found():
 def test_branch_and_bound_finds_the_best_of_all(monkeypatch):
     """Small models are one MIP; here they are branched on as large ones are."""
     monkeypatch.setattr(stages, "FEW_COLUMNS", 0)
-    assert sum(compare_with_all(seed) > 0 for seed in range(100, 100 + NUM_CASES_SHORT)) >= NUM_CASES_SHORT // 3
+    assert sum(compare_with_all(seed) > 0 for seed in range(100, 100 + NUM_CASES_BRANCHED)) >= NUM_CASES_BRANCHED // 3
 
 
 @pytest.mark.slow

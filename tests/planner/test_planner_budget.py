@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -14,12 +15,17 @@ from trainwright.models import zoo
 from trainwright.planner import compare, make_plan
 
 
+@functools.cache
+def planned(share: float) -> Plan:
+    """A plan within a budget between the smallest plan's peak (0) and the fastest plan's (1)."""
+    low, high = peaks()
+    return make_plan(**question(deep_program(), "2xh100", budget_bytes=int(low + share * (high - low))))
+
+
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_a_budget_that_binds_is_used(share):
-    low, high = peaks()
-    budget = int(low + share * (high - low))
-    plan = make_plan(**question(deep_program(), "2xh100", budget_bytes=budget))
-    assert 0.95 * budget <= plan.predicted.peak_bytes <= budget
+    plan = planned(share)
+    assert 0.95 * plan.budget_bytes <= plan.predicted.peak_bytes <= plan.budget_bytes
     assert plan.solver.gap <= 5e-3
     assert plan.predicted.recompute_s > 0
 
@@ -43,9 +49,7 @@ def test_the_problem_does_not_grow_with_depth():
 
 
 def test_a_plan_can_be_reviewed():
-    low, high = peaks()
-    plan = make_plan(**question(deep_program(), "2xh100", budget_bytes=int(low + 0.3 * (high - low))))
-    lines = plan.to_json().splitlines()
+    lines = planned(0.2).to_json().splitlines()
     assert json.loads("\n".join(lines))
     assert len(lines) < 300
     assert max(map(len, lines)) <= 160, max(lines, key=len)

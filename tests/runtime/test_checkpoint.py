@@ -78,7 +78,7 @@ def test_a_state_that_cannot_be_cut_anew_is_refused(pool2: Pool, tmp_path: Path)
         pool2.run(CASES + "resumes_what_others_saved", plan=planned("gpt2-tiny", "ddp", dropout=False), **question)
 
 
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("keep", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_newest_stay(pool2: Pool, tmp_path: Path, keep: int) -> None:
     plan = planned("llama-tiny", "fsdp")
     left = pool2.run(CASES + "saves_every_step", plan=plan, name="llama-tiny", folder=str(tmp_path), keep=keep)[0]
@@ -152,8 +152,15 @@ def test_what_does_not_fit_the_checkpoint_is_refused(pool2: Pool, tmp_path: Path
         pool2.run(CASES + "another_models", plan=llama, other=gpt2, folder=str(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "checkpoint"])
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gpt2-tiny", "safetensors"),
+        ("llama-tiny", "checkpoint"),
+        pytest.param("gpt2-tiny", "checkpoint", marks=pytest.mark.slow),
+        pytest.param("llama-tiny", "safetensors", marks=pytest.mark.slow),
+    ],
+)
 def test_each_rank_reads_its_own_part_of_the_weights(pool2: Pool, tmp_path: Path, name: str, kind: str) -> None:
     question = {"plan": planned(name, "fsdp"), "name": name, "folder": str(tmp_path), "kind": kind}
     found = pool2.run(CASES + "weights_from_files", **question)
