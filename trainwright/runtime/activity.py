@@ -1,4 +1,4 @@
-"""What this rank is at, and what its collectives have moved: read by the watchdog's thread and by the progress line."""
+"""Tracks what this rank is doing and what its collectives have moved, for the watchdog and the progress line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class Recorder(Protocol):
-    """What may be told of everything that a rank does: a trace of some steps."""
+    """Records everything that a rank does, as the trace of some steps."""
 
     def did(self, what: str, is_collective: bool, start_ns: int) -> None: ...
 
@@ -20,13 +20,13 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class Doing:
-    """One thing that a rank does, since when (monotonic seconds)."""
+    """One activity of a rank, with its start in monotonic seconds."""
 
     what: str
     since_s: float
     is_collective: bool = False
     peer: int | None = None
-    """The one rank that is waited for, where it is one."""
+    """The rank that is waited for, if it is a single one."""
 
 
 class Activity:

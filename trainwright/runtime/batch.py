@@ -138,14 +138,14 @@ def coordinates(mesh: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a global batch of `shapes` is cut: into micro-batches, and those over the ranks."""
+    """The cut of a global batch of `shapes` into micro-batches, and of these over the ranks."""
 
     plan: Plan
     shapes: Shapes
 
     @cached_property
     def num_runs(self) -> int:
-        """Into how many equal micro-batches: as few as keep each within the planned one.
+        """Return the number of equal micro-batches: as few as keep each within the planned one.
 
         A number of rows that has no such divisor, as a prime, ends in micro-batches of one row.
         """
@@ -202,7 +202,7 @@ class Cut:
         return (self.num_runs * shape[0], *shape[1:]) if name in self.own else shape
 
     def is_whole(self) -> bool:
-        """Whether every rank's part is the whole batch."""
+        """Return True if every rank's part is the whole batch."""
         sizes = tuple(self.plan.inner_mesh.values())
         return all(
             part == "R" or size == 1 for entry in self.plan.batch.values() for part, size in zip(entry.layout, sizes)

@@ -22,7 +22,7 @@ from .module import LossOutput, ParallelModule
 
 Wants = Literal["loss", "logits", "targets"]
 LossOf = Callable[[Any, Any], Tensor]
-"""From the whole batch and the model's output to the loss."""
+"""Computes the loss from the whole batch and the model's output."""
 
 
 class _LeftOut(Exception):

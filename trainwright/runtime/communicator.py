@@ -38,7 +38,7 @@ class MeshCommunicator:
         self.routed = Routed()
         self._settles = False
         self._shared: dict[int, SharedMemory | None] = {}
-        """By axis: the memory that its ranks share, if they do."""
+        """The memory that the ranks of an axis share, by axis; None where they share none."""
         if device_mesh.device_type == "cpu":
             self._shared = {axis: shared_memory(group) for axis, group in enumerate(self.groups)}
 
@@ -152,7 +152,7 @@ class MeshCommunicator:
 
 
 class Collective:
-    """One collective under way; `wait` gives its result. It holds what it was given until then."""
+    """One collective in flight, which holds its input until `wait` returns the result."""
 
     def __init__(self, communicator: MeshCommunicator, what: str, work: Any, given: Tensor, result: Tensor,
                  finish: Finish | None) -> None:  # fmt: skip

@@ -47,7 +47,7 @@ from .weights import Reader, reader
 
 @dataclass
 class LossOutput:
-    """What a module returns whose loss is a function of the user's: the loss beside the model's own output."""
+    """The output of a module whose loss is a function of the user's: the loss, and the model's own output."""
 
     loss: Tensor
     output: Any
@@ -155,7 +155,7 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         self.replicas = replicas or replicas_of(1)
-        """Where this rank is among the replicas of the plan."""
+        """This rank's place among the replicas of the plan."""
         own_seed = derived_seed(seed, self.replicas.index) if self.replicas.index else seed
         self.plan, self.seed, self.num_steps = plan, own_seed, 0
         self.use_dropout = True
@@ -181,12 +181,12 @@ class ParallelModule(nn.Module):
         self.names = [name for name, _ in model.named_parameters()]
         """The names of all parameters of the model, those of other stages too."""
         self.regions: dict[str, Region] = {}
-        """Of every parameter, under its first name: which entries of it this rank holds."""
+        """The entries that this rank holds of every parameter, by the parameter's first name."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
         self._complete(planned)
         away = [self._params[tensor] for tensor in decisions.offloaded_states]
         self.offloaded_states = StateOffload(store, away) if store is not None and away else None
-        """What keeps optimizer states off the device, where the plan does."""
+        """Keeps optimizer states off the device; None where the plan does not."""
         if hasattr(model, "config"):
             self.config = model.config
         self.adapter = adapter_of(model)
@@ -194,7 +194,7 @@ class ParallelModule(nn.Module):
 
     @property
     def program(self) -> Program:
-        """The program that this module runs a part of, for batches of the planned shape."""
+        """Return the program of which this module runs a part, for batches of the planned shape."""
         return self.steps.planned.program
 
     def take_other_shapes(self, model: nn.Module, loss_fn: LossFn | None, autocast: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""Where a run keeps what its plan offloads: a file of this rank's own, or the host's memory.
+"""Stores what a plan offloads: in a file of this rank's own, or in the host's memory.
 
     disk   one unnamed file a rank, gone when the process is, however it ends; a thread reads and writes in order
     host   pinned memory, filled and read on streams beside the one that computes; on a CPU, plain copies
@@ -46,7 +46,7 @@ class _Extent:
     num_bytes: int
     pending: Future[None] | None = None
     data: Tensor | None = None
-    """What the pending transfer reads or fills. The thread has its address alone: were it to hold the last reference,
+    """The tensor that the pending transfer reads or fills. The thread has its address alone: if it held the last reference,
     memory would be freed there, at a time of its own, and the allocator's records would miss it."""
 
     def wait(self) -> None:
@@ -79,7 +79,7 @@ class DiskStore:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainwright-offload")
         self._end = 0
         self.free: dict[int, list[int]] = defaultdict(list)
-        """Offsets of pieces that nobody holds, by size."""
+        """The offsets of the file's free pieces, by size."""
 
     def write(self, data: Tensor) -> Any:
         num_bytes = data.numel() * data.element_size()

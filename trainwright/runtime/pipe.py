@@ -73,7 +73,7 @@ class Pipe:
         return made[self._lines.index(self.ranks)]
 
     def _pairs(self) -> dict[tuple[int, What], Any]:
-        """Of each boundary and direction, a group of two: transfers of one group run in the order in which they are issued."""
+        """Return a group of two for each boundary and direction; transfers of one group run in the order of issue."""
         ways: tuple[What, ...] = ("activation", "gradient")
         return {(s, what): self._group_over((s, s + 1)) for s in range(self.size - 1) for what in ways}
 
@@ -132,7 +132,7 @@ class Pipe:
 
 
 class PeerLink:
-    """Moves tensors between this rank and its like in the neighbouring stages."""
+    """Moves tensors between this rank and the ranks at its place in the neighbouring stages."""
 
     def __init__(self, pipe: Pipe, communicator: MeshCommunicator) -> None:
         self.pipe, self.communicator = pipe, communicator

@@ -30,10 +30,10 @@ class Routed:
     ever: bool = False
     """True once anything was counted: on all ranks of a plan, or on none."""
     limit: Limit = Limit.NONE
-    """What becomes of rows beyond those that were planned."""
+    """The treatment of rows beyond those that were planned."""
     num_rows: int = 0
     num_excess: int = 0
-    """Of all calls: rows that this rank computes, and those beyond what was planned."""
+    """The rows of all calls beyond the planned ones; `num_rows` counts all that this rank computes."""
 
     def note(self, key: str, numbers: Sequence[int], rows: Rows) -> None:
         """Take in one call."""
@@ -56,7 +56,7 @@ class Routed:
 
     @contextmanager
     def limited(self, limit: Limit) -> Iterator[None]:
-        """Treat rows beyond the planned ones so, for a while."""
+        """Treat rows beyond the planned ones by `limit` inside the `with` block."""
         before, self.limit = self.limit, limit
         try:
             yield

@@ -21,7 +21,7 @@ from .regions import region_of
 
 @dataclass(frozen=True)
 class Storage:
-    """How one tensor stands on a mesh: the shape that is stored, and torch's placements of it.
+    """The stored form of one tensor on a mesh: its shape, and torch's placements.
 
     A split along an inner factor of a dim (the heads of a fused QKV weight) is no `Shard` of the user's shape; the
     tensor is then stored with that dim taken apart into its factors.
@@ -30,7 +30,7 @@ class Storage:
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
     local_shape: tuple[int, ...]
-    """The rank's part in the user's number of dims, as the step wants it."""
+    """The shape of the rank's part in the user's number of dims, as the step reads it."""
 
 
 def storage_of(
@@ -53,7 +53,7 @@ def storage_of(
 
 
 def _is_plain(slots: Sequence[Slot], at: int, layout: Layout, mesh: Sequence[int]) -> bool:
-    """Whether splitting slot `at` is an ordinary split of its dim: it is the major factor, and divides evenly or alone."""
+    """Return True if splitting slot `at` is an ordinary split of its dim: it is the major factor, and divides evenly or alone."""
     peers = slots_of_dim(slots, slots[at].dim)
     if peers[0] != at or any(other in peers and other != at for other in layout):
         return False
@@ -97,9 +97,9 @@ def as_dtensor(
 
 
 class AtRest(Plain):
-    """How one run's parameters stand between steps: `DTensor`s, of which a step reads the local parts in its own shapes.
+    """Converts one run's parameters between `DTensor`s at rest and the local parts that a step reads.
 
-    shapes: of each parameter's local part, as the step reads it.
+    shapes: the shape of each parameter's local part, as the step reads it.
     """
 
     def __init__(self, shapes: Mapping[torch.Tensor, Sequence[int]]) -> None:

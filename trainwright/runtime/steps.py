@@ -163,7 +163,7 @@ def _joined(values: Sequence[Any], size: int) -> Any:
 
 @dataclass(frozen=True)
 class Capturing:
-    """What a further shape's step is captured from: the model without its weights, and how it was captured for the plan."""
+    """All that is needed to capture a step of another shape: the model without its weights, and the capture's options."""
 
     model: nn.Module
     loss_fn: Any

@@ -39,7 +39,7 @@ INDEX_FILE = ".metadata"
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of one tensor: which entries, and their values, of shape `region.local_shape`."""
+    """A rank's part of one tensor: the region of its entries, and their values, of shape `region.local_shape`."""
 
     region: Region
     part: Tensor

@@ -30,9 +30,9 @@ from .watchdog import Watchdog
 OnStep = Callable[[dict[str, Any]], None]
 MayUpdate = Callable[[Tensor], bool]
 Norms = Callable[..., dict[str, float]]
-"""From gradients, and of stages what adds a number up over them."""
+"""Computes norms from gradients and, with stages, from a function that sums a number over them."""
 NUM_MEASURED = 2
-"""Steps whose allocations are followed: all later ones allocate the same."""
+"""The number of steps whose allocations are followed; all later ones allocate the same."""
 
 
 def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: MayUpdate | None = None
@@ -160,7 +160,7 @@ def _may_update(
     told: dict[str, float],
     loss: Tensor,
 ) -> bool:
-    """Whether the update may be made; what is asked of the gradients is noted on the way."""
+    """Return True if the update may be made; the norms of the gradients are added to `told` before."""
     if norms is not None:
         pipe = module.pipe
         grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
