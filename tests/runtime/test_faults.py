@@ -256,7 +256,7 @@ def _ranks_at_work(
 def test_a_run_whose_ranks_are_killed_has_the_curve_of_one_that_nobody_disturbs(
     plan_path: Path, tmp_path: Path
 ) -> None:
-    soak(plan_path, tmp_path, num_kills=1, num_steps=12, seed=2)
+    soak(plan_path, tmp_path, num_kills=2, num_steps=20, seed=1)
 
 
 @pytest.mark.slow
