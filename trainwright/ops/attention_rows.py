@@ -78,7 +78,8 @@ def causal_rows(
     lead, width = query.shape[:-3], value.shape[-1]
     size = _head_dim(query, value)
     padded = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
-    out: Tensor = _CausalRows.apply(*(x.reshape(-1, *x.shape[-3:]) for x in padded), swap, scale)
+    samples = math.prod(lead)
+    out: Tensor = _CausalRows.apply(*(x.reshape(samples, *x.shape[-3:]) for x in padded), swap, scale)
     return (out[..., :width] if width < size else out).reshape(*lead, *out.shape[1:-1], width)
 
 
