@@ -41,7 +41,10 @@ def attention(call: Call) -> Signature | None:
         return None
     heads = g + r if shared or groups == query.shape[-3] else builder.loop("h", query.shape[-3])
     causal = bool(call.arg(5, "is_causal", False))
-    q = builder.loop("q", query.shape[-2], whole=causal and not _splits_rows(call))
+    refusal = _why_whole(call) if causal else ""
+    if refusal:
+        builder.reasons["q"] = refusal
+    q = builder.loop("q", query.shape[-2], whole=bool(refusal))
     k, d, e = (
         builder.loop(name, size, whole=True)
         for name, size in (("k", key.shape[-2]), ("d", query.shape[-1]), ("e", value.shape[-1]))
@@ -56,9 +59,14 @@ def attention(call: Call) -> Signature | None:
     return builder.build(ins, [(*lead, heads, q, e) for _ in (out,)], joint=along, ordered=along)
 
 
-def _splits_rows(call: Call) -> bool:
-    """Tell whether a rank's rows of causal attention can be computed for themselves."""
+def _why_whole(call: Call) -> str:
+    """Return why a rank's rows of causal attention can't be computed for themselves; empty where they can."""
     query, key = call.inputs[:2]
     heads, groups = query.shape[-3], key.shape[-3]
-    alike = query.shape[:-3] == key.shape[:-3] and (heads == groups or bool(call.kwargs.get("enable_gqa")))
-    return alike and query.shape[-2] == key.shape[-2] and not call.arg(4, "dropout_p", 0.0)
+    if call.arg(4, "dropout_p", 0.0):
+        return "causal attention that drops weights takes all queries; build the model without attention dropout"
+    if query.shape[-2] != key.shape[-2]:
+        return "causal attention of queries that are not as many as the keys takes them all"
+    if query.shape[:-3] != key.shape[:-3] or not (heads == groups or call.kwargs.get("enable_gqa")):
+        return "causal attention whose samples or heads share keys by broadcasting takes all queries"
+    return ""

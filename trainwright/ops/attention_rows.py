@@ -171,9 +171,10 @@ def _by_mask(query: Tensor, key: Tensor, value: Tensor, swap: Swap, scale: float
     lengths = kept, came.shape[-2]
     places = torch.cat([torch.arange(start, start + n, device=query.device) for start, n in zip(swap.starts, lengths)])
     mask = places.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
-    if rows.shape[-2] == 0:
-        return rows.new_empty(*rows.shape[:-1], value.shape[-1]) + 0 * (rows.sum() + key.sum() + value.sum())
-    found = F.scaled_dot_product_attention(rows, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+    if rows.shape[-2]:
+        found = F.scaled_dot_product_attention(rows, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+    else:  # such a rank meets the others all the same, in the backward too
+        found = F.pad(rows, (0, value.shape[-1] - rows.shape[-1])) + 0 * (key.sum() + value.sum())
     own, other = found.split(lengths, -2)
     return torch.cat([own, _Swapped.apply(other, swap.back, swap.there)], -2)
 

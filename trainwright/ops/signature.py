@@ -80,6 +80,8 @@ class Signature:
     """Loops of which a rank's part must be consecutive: of their factors the first alone is split."""
     pairs: tuple[tuple[str, str], ...] = ()
     """Loops that one axis may split together, the op exchanging between its ranks: tensors with the first are cut along that."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why a loop is whole, where that is this very call's doing."""
     discovered: bool = False
     """Found by trying shards of a small input, not written down by anybody."""
     known: bool = True
@@ -92,6 +94,7 @@ class SignatureBuilder:
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.whole: set[str] = set()
+        self.reasons: dict[str, str] = {}
 
     def loop(self, name: str, size: int, whole: bool = False) -> tuple[str, ...]:
         """Return the dim entry of loop `name`; a dim of size 1 runs over nothing."""
@@ -125,6 +128,7 @@ class SignatureBuilder:
             sizes, ins, outs, summed, frozenset(self.whole) & used, frozenset(once),
             averaged=summed if averaged else frozenset(), joint=frozenset(joint) & used,
             pairs=tuple(pair for pair in pairs if used.issuperset(pair)), ordered=frozenset(ordered) & used,
+            reasons=self.reasons,
         )  # fmt: skip
 
 
