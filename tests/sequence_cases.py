@@ -16,6 +16,7 @@ from trainwright.program.micro_batches import capture_step
 from trainwright.program.program import Program
 from trainwright.runtime.verification.verify import verify
 
+
 class Positions(nn.Module):
     """One block whose attention reads places: learned positions, and what `kind` says of who sees whom.
 
@@ -77,7 +78,13 @@ def attention_groups(program: Program) -> list[Group]:
 
 
 def forced(
-    kind: str, mesh: list[int], split: list[str], seed: int, micro_batches: int = 1, recompute: float = 0.5, **settings: Any
+    kind: str,
+    mesh: list[int],
+    split: list[str],
+    seed: int,
+    micro_batches: int = 1,
+    recompute: float = 0.5,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Verify a plan drawn from the whole space but for attention's split, in float64; an unknown loop is an error."""
     program = program_of(kind, micro_batches, **settings)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner.long_contexts [--only WORD]
 
-TFLOP/s count 6 FLOPs a parameter and token (embeddings not), and causal attention's half square; reruns do not count. Seconds of a step are
-the cost model's; nothing here ran on a GPU.
+TFLOP/s count 6 FLOPs a parameter and token (embeddings not), and causal attention's half square; reruns do not count. Seconds of a
+step are the cost model's; nothing here ran on a GPU.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ from .signature import Call, Dims, Signature, SignatureBuilder
 
 
 def _localize(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not args[5:6] == (True,) or not ctx.split("q"):
+    is_causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
+    if not is_causal or not ctx.split("q"):
         return target, args, kwargs
     query, key, value = args[:3]
+    kwargs = {name: value for name, value in kwargs.items() if name in ("scale", "enable_gqa")}
     mirrors = ctx.mirrors_of("q")
     swap = Swap(tuple(mirror.group for mirror in mirrors), (ctx.range_of("q"), *(mirror.range for mirror in mirrors)))
     return partial(causal_rows, swap=swap), (query, key, value), kwargs

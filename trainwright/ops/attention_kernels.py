@@ -95,4 +95,3 @@ def _of_groups(grad: Tensor, groups: int) -> Tensor:
 def _padded(lse: Tensor) -> Tensor:
     """The kernel for fp32 reads rows in whole multiples of 32."""
     return torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
-

@@ -125,7 +125,9 @@ class _CausalRows(torch.autograd.Function):
         sums = torch.zeros_like(key), torch.zeros_like(value)
         of_query = torch.empty_like(query)
         own = Attended(out[:, :, :kept], lse)
-        of_query[:, :, :kept] = _block_backward(grad[:, :, :kept], query[:, :, :kept], key, value, own, first, scale, sums)
+        of_query[:, :, :kept] = _block_backward(
+            grad[:, :, :kept], query[:, :, :kept], key, value, own, first, scale, sums
+        )
         sent, other = swap.there(grad[:, :, kept:]), Attended(other_out, other_lse)
         of_query[:, :, kept:] = swap.back(_block_backward(sent, came, key, value, other, second, scale, sums))
         return of_query, *sums, None, None
@@ -142,9 +144,7 @@ def _block(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float) 
     rows = query.shape[2]
     if 0 in query.shape:
         return Attended(query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(query.shape[:3]))
-    found = [
-        attend(query, key[:, :, keys], value[:, :, keys], causal, scale) for keys, causal in _pieces(start, rows)
-    ]
+    found = [attend(query, key[:, :, keys], value[:, :, keys], causal, scale) for keys, causal in _pieces(start, rows)]
     return found[0] if len(found) == 1 else merged(*found)
 
 
@@ -191,4 +191,3 @@ class _Swapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _Swapped.apply(grads[0], *ctx.ways), None, None
-
