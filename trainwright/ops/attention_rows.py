@@ -158,7 +158,7 @@ def _block_backward(
         own = key[:, :, keys], value[:, :, keys]
         of_query, *others = attend_backward(grad, query, *own, whole, causal, scale)
         for into, other in zip(sums, others):
-            into[:, :, keys] += other
+            into[:, :, keys].add_(other)  # `+=` would write it once more
         total = of_query if total is None else total.add_(of_query)
     return torch.empty_like(query) if total is None else total
 
