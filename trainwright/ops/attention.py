@@ -1,14 +1,34 @@
-"""Fused attention: samples and heads are independent; queries too, unless the mask depends on their position."""
+"""Fused attention: samples and heads are independent, and so are queries, each rank with rows of its own."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+from .attention_rows import Swap, causal_rows
+from .local import LocalContext
 from .registry import rule
 from .signature import Call, Dims, Signature, SignatureBuilder
 
 
-@rule("scaled_dot_product_attention")
+def _localize(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
+    if not is_causal or not ctx.split("q"):
+        return target, args, kwargs
+    query, key, value = args[:3]
+    kwargs = {name: value for name, value in kwargs.items() if name in ("scale", "enable_gqa")}
+    mirrors = ctx.mirrors_of("q")
+    swap = Swap(tuple(mirror.group for mirror in mirrors), (ctx.range_of("q"), *(mirror.range for mirror in mirrors)))
+    return partial(causal_rows, swap=swap), (query, key, value), kwargs
+
+
+@rule("scaled_dot_product_attention", localize=_localize)
 def attention(call: Call) -> Signature | None:
-    """`b* (g r) q d, b* g k d, b* g k e, [b* (g r) q k] -> b* (g r) q e`; keys stay whole."""
+    """`b* (g r) q d, b* g k d, b* g k e, [b* (g r) q k] -> b* (g r) q e`; keys stay whole.
+
+    Under a causal mask a rank's rows see other keys than those of the next: they are cut in consecutive parts, of which the ranks
+    swap halves. They stay whole where weights are dropped, or queries and keys are not as many.
+    """
     query, key, value = call.inputs[:3]
     out = call.outputs[0]
     if len(query.shape) < 3 or len(query.shape) != len(key.shape):
@@ -23,7 +43,10 @@ def attention(call: Call) -> Signature | None:
         return None
     heads = g + r if shared or groups == query.shape[-3] else builder.loop("h", query.shape[-3])
     causal = bool(call.arg(5, "is_causal", False))
-    q = builder.loop("q", query.shape[-2], whole=causal)
+    refusal = _why_whole(call) if causal else ""
+    if refusal:
+        builder.reasons["q"] = refusal
+    q = builder.loop("q", query.shape[-2], whole=bool(refusal))
     k, d, e = (
         builder.loop(name, size, whole=True)
         for name, size in (("k", key.shape[-2]), ("d", query.shape[-1]), ("e", value.shape[-1]))
@@ -34,4 +57,18 @@ def attention(call: Call) -> Signature | None:
         full = (*lead, heads, q, k)
         mask = call.inputs[3].shape
         ins.append(tuple(full[len(full) - len(mask) + i] if n != 1 else () for i, n in enumerate(mask)))
-    return builder.build(ins, [(*lead, heads, q, e) for _ in (out,)])
+    along = ["q"] if causal else []
+    return builder.build(ins, [(*lead, heads, q, e) for _ in (out,)], joint=along, ordered=along)
+
+
+def _why_whole(call: Call) -> str:
+    """Return why a rank's rows of causal attention can't be computed for themselves; empty where they can."""
+    query, key = call.inputs[:2]
+    heads, groups = query.shape[-3], key.shape[-3]
+    if call.arg(4, "dropout_p", 0.0):
+        return "causal attention that drops weights takes all queries; build the model without attention dropout"
+    if query.shape[-2] != key.shape[-2]:
+        return "causal attention of queries that are not as many as the keys takes them all"
+    if query.shape[:-3] != key.shape[:-3] or not (heads == groups or call.kwargs.get("enable_gqa")):
+        return "causal attention whose samples or heads share keys by broadcasting takes all queries"
+    return ""

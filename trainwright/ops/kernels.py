@@ -76,6 +76,15 @@ def kernel_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     return Kernel(f"{name}_strided" if is_apart else name, (num_bytes,), num_bytes)
 
 
+def skips_half(kernel: Kernel) -> bool:
+    """Tell whether it computes half of what its work counts: fused attention leaves out what a causal mask hides.
+
+    >>> skips_half(Kernel("attention_backward_causal", (8, 64, 64, 16), 1)), skips_half(Kernel("mm", (2, 2, 2), 16))
+    (True, False)
+    """
+    return kernel.name.endswith("_causal")
+
+
 def stand_ins(name: str) -> tuple[str, ...]:
     """Return whose measurements tell this kernel's time, best first: its own, then those of its like.
 

@@ -20,6 +20,12 @@ class AxisGroup(Protocol):
     def all_to_all(self, flat: Any, send: list[int], receive: list[int]) -> Any:
         """Send consecutive runs of `flat` (lengths `send`) to the group's ranks; return what they sent. Of one axis alone."""
 
+    def opposite(self, flat: Any, length: int) -> Any:
+        """Send `flat` to the rank as far from the end as this one is from the start; return the `length` numbers it sends.
+
+        Of one axis alone. The rank in the middle of an odd number is its own opposite.
+        """
+
 
 class Rows(NamedTuple):
     """Numbers of rows that depend on the data, as they are planned."""
@@ -62,6 +68,15 @@ class Pair(NamedTuple):
     """Start and stop of each one's part of the second loop."""
 
 
+class Mirror(NamedTuple):
+    """One axis that splits a loop, on the way to the rank that is opposite along all of them."""
+
+    group: AxisGroup
+    """The ranks of the axis."""
+    range: tuple[int, int]
+    """Start and stop of the part of the rank whose rows have come, once those of the axes before have been passed on."""
+
+
 class LocalContext(Protocol):
     """One call seen from one rank."""
 
@@ -88,6 +103,9 @@ class LocalContext(Protocol):
 
     def range_of(self, loop: str) -> tuple[int, int]:
         """Start and stop of this rank's part of `loop`."""
+
+    def mirrors_of(self, loop: str) -> tuple[Mirror, ...]:
+        """The axes that split `loop`, outermost first."""
 
     def pair_of(self, first: str, second: str) -> Pair | None:
         """The ranks of the axis that splits both loops together, if one does."""

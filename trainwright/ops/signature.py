@@ -76,8 +76,12 @@ class Signature:
     """Reduced loops over which the op takes a mean: of parts of equal size, the mean of the means is the whole one."""
     joint: frozenset[str] = field(default_factory=frozenset)
     """Loops whose split makes ranks work together inside the op: no part of it can be computed for itself."""
+    ordered: frozenset[str] = field(default_factory=frozenset)
+    """Loops of which a rank's part must be consecutive: of their factors the first alone is split."""
     pairs: tuple[tuple[str, str], ...] = ()
     """Loops that one axis may split together, the op exchanging between its ranks: tensors with the first are cut along that."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why a loop is whole, where that is this very call's doing."""
     discovered: bool = False
     """Found by trying shards of a small input, not written down by anybody."""
     known: bool = True
@@ -90,6 +94,7 @@ class SignatureBuilder:
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.whole: set[str] = set()
+        self.reasons: dict[str, str] = {}
 
     def loop(self, name: str, size: int, whole: bool = False) -> tuple[str, ...]:
         """Return the dim entry of loop `name`; a dim of size 1 runs over nothing."""
@@ -113,6 +118,7 @@ class SignatureBuilder:
         averaged: bool = False,
         joint: Iterable[str] = (),
         pairs: Iterable[tuple[str, str]] = (),
+        ordered: Iterable[str] = (),
     ) -> Signature:
         ins, outs = tuple(inputs), tuple(outputs)
         used = {name for dims in ins + outs for dim in dims for name in dim}
@@ -121,7 +127,8 @@ class SignatureBuilder:
         return Signature(
             sizes, ins, outs, summed, frozenset(self.whole) & used, frozenset(once),
             averaged=summed if averaged else frozenset(), joint=frozenset(joint) & used,
-            pairs=tuple(pair for pair in pairs if used.issuperset(pair)),
+            pairs=tuple(pair for pair in pairs if used.issuperset(pair)), ordered=frozenset(ordered) & used,
+            reasons=self.reasons,
         )  # fmt: skip
 
 

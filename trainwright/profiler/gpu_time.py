@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..artifacts import Device
 from ..ops.flops import bytes_moved
-from ..ops.kernels import Kernel
+from ..ops.kernels import Kernel, skips_half
 from .kernels.gpu_workspace import operand_copies
 
 # Tile sizes of cuBLAS's kernels, and what the smaller ones reach of the largest: fitted to transformers-bert and timm.
@@ -108,7 +108,7 @@ def _is_apart(tensor: Tensor) -> bool:
 
 def _attention_s(device: Device, kernel: Kernel, rate: float) -> float:
     reached = device.attention.get(_direction(kernel), 0.75)
-    work = kernel.work / 2 if kernel.name.endswith("_causal") else kernel.work
+    work = kernel.work / 2 if skips_half(kernel) else kernel.work
     length = kernel.dims[2] if len(kernel.dims) > 2 else _LENGTH
     return work / (rate * reached * length / (length + _LENGTH))
 

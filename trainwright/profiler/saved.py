@@ -15,7 +15,7 @@ from torch import Tensor as Array
 from ..artifacts import Device
 from ..ops import find
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
-from ..ops.kernels import Kernel, kernel_of
+from ..ops.kernels import Kernel, kernel_of, skips_half
 from ..program.decisions import Decisions
 from ..program.layout import REPLICATE
 from ..program.program import Op, Program, Tensor
@@ -46,7 +46,8 @@ class CallCost:
             if whole_s is not None:
                 return whole_s * (flop_share if self.flops else byte_share)
         rates = device.conv_flops_per_s if self.convolution and device.conv_flops_per_s else device.flops_per_s
-        compute_s = self.flops * flop_share / rate(rates, self.dtype) if self.flops else 0.0
+        skipped = 0.5 if self.kernel is not None and skips_half(self.kernel) else 1.0
+        compute_s = self.flops * skipped * flop_share / rate(rates, self.dtype) if self.flops else 0.0
         return max(compute_s, self.num_bytes * byte_share / device.bandwidth_bytes_per_s) + device.launch_s
 
 

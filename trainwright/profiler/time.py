@@ -10,7 +10,7 @@ from torch import Tensor
 from ..artifacts import Device
 from ..ops.flops import bytes_moved, flops, is_convolution, moves_nothing
 from ..ops.kernel_table import KernelTable
-from ..ops.kernels import kernel_of
+from ..ops.kernels import kernel_of, skips_half
 from .gpu_time import gpu_seconds
 
 _RATE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -47,7 +47,9 @@ def op_seconds(
     heavy, other = flops(func, args, kwargs, out)
     compute_s = 0.0
     if heavy or other:
-        compute_s = heavy / rate(_rates(device, func), dtype or _dtype_of(out) or _dtype_of(args) or torch.float32)
+        skipped = 0.5 if heavy and skips_half(kernel_of(func, args, kwargs, out)) else 1.0
+        reached = rate(_rates(device, func), dtype or _dtype_of(out) or _dtype_of(args) or torch.float32)
+        compute_s = skipped * heavy / reached
     return max(compute_s, bytes_moved(func, args, out) / device.bandwidth_bytes_per_s) + device.launch_s
 
 

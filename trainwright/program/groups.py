@@ -220,7 +220,7 @@ def _find_loops(group: Group) -> None:
                 key = (op.position, name, part)
                 union.add(key)
                 sizes[key] = factor.size
-                if name in op.signature.whole or factor.blocked:
+                if name in op.signature.whole or factor.blocked or (part and name in op.signature.ordered):
                     whole.add(key)
                 if name in op.signature.reduced:
                     reduced.add(key)

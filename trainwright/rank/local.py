@@ -12,8 +12,9 @@ from typing import Any
 import torch.fx as fx
 
 from ..ops import find
-from ..ops.local import Pair, Rows
+from ..ops.local import Mirror, Pair, Rows
 from ..program.decisions import Decisions
+from ..program.factors import leaves
 from ..program.groups import Group, Split
 from ..program.layout import REPLICATE, Layout, local_shape, slot_range
 from ..program.program import Op, Program, Tensor
@@ -234,6 +235,14 @@ class _Builder:
         return Ref(native.index)
 
 
+def consecutive_range(op: Op, loop: str, splits: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return start and stop of a rank's part of a loop whose first factor has these splits, each (parts, index)."""
+    size = op.signature.sizes.get(loop, 1)
+    first = leaves(op.loops[loop])[0].size if loop in op.loops else 1
+    start, stop = slot_range(first, splits)
+    return start * (size // first), stop * (size // first)
+
+
 def _routing(program: Program) -> set[Tensor]:
     """Return the tensors that say which expert a row goes to; these are never recomputed.
 
@@ -356,7 +365,14 @@ class _Context:
 
     def _range_at(self, loop: str, coords: Sequence[int]) -> tuple[int, int]:
         mesh = self.communicator.mesh
-        return slot_range(self.op.signature.sizes.get(loop, 1), [(mesh[a], coords[a]) for a in self._axes([loop])])
+        return consecutive_range(self.op, loop, [(mesh[a], coords[a]) for a in self._axes([loop])])
+
+    def mirrors_of(self, loop: str) -> tuple[Mirror, ...]:
+        mesh, coords, found = self.communicator.mesh, list(self.communicator.coords), []
+        for axis in self._axes([loop]):
+            coords[axis] = mesh[axis] - 1 - coords[axis]
+            found.append(Mirror(Axes(self.communicator, [axis]), self._range_at(loop, coords)))
+        return tuple(found)
 
     def pair_of(self, first: str, second: str) -> Pair | None:
         axes = [axis for axis in self.group.pair_axes(self.chosen) if self.communicator.mesh[axis] > 1]

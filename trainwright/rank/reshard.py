@@ -75,6 +75,14 @@ class Axes:
         (axis,) = self.axes
         return self.communicator.all_to_all(axis, flat, send, receive)
 
+    def opposite(self, flat: Tensor, length: int) -> Tensor:
+        """Exchange `flat` for the `length` numbers of the rank at the mirrored place of the group's one axis."""
+        (axis,) = self.axes
+        size = self.communicator.mesh[axis]
+        there = [place == size - 1 - self.communicator.coords[axis] for place in range(size)]
+        send, receive = ([number if own else 0 for own in there] for number in (flat.numel(), length))
+        return self.communicator.all_to_all(axis, flat, send, receive)
+
     def begin(self, tensor: Tensor) -> Pending:
         """Begin to sum `tensor` over the group; it may be overwritten."""
         first, *others = self.axes

@@ -20,13 +20,14 @@ from ...artifacts import DEFAULT_IMBALANCE, Device, MeshAxis, Tier
 from ...hardware.collectives import Collective, seconds
 from ...ops import find
 from ...ops.expert_limits import Limit
-from ...ops.local import Pair, Rows, WithSum
+from ...ops.local import Mirror, Pair, Rows, WithSum
 from ...profiler.saved import CallCounter, OpRecord, Records, summary
 from ...program.groups import Group, Split
 from ...program.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
 from ...program.program import Op, Program, Tensor
 from ...program.transition import Step, gradient_layout, step_bytes, transition
 from ...rank.early_sums import said_by_the_batch
+from ...rank.local import consecutive_range
 from ...rank.offload import MIN_BYTES
 from ...torch_internals.fakes import new_mode
 from .update import Updates
@@ -255,7 +256,8 @@ class CostModel:
 
     def _own_record(self, group: Group, op: Op, split: Split) -> OpRecord | None:
         """Return the measured costs of the rank's part of `op`, where its size is not the product of its loops' shares."""
-        return self._inner_of(group, op, split).record if find(op.name).by_running else None
+        found = self._inner_of(group, op, split)
+        return found.record if find(op.name).by_running or (found.record is not None and op.signature.ordered) else None
 
     def _byte_shares(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
         """Return the rank's share of the bytes of inputs and outputs together, and of the outputs alone."""
@@ -400,6 +402,13 @@ class TimedAxes:
         self.add(self.costs.collective_s("all_to_all", self.axes[0], num_bytes))
         return received
 
+    def opposite(self, flat: torch.Tensor, length: int) -> torch.Tensor:
+        """Return something of `length`, and note the time of the exchange, in which everything leaves the rank."""
+        received = flat.new_empty(length)
+        num_bytes = max(flat.numel(), length) * flat.element_size() * self.size / max(1, self.size - 1)
+        self.add(self.costs.collective_s("all_to_all", self.axes[0], num_bytes))
+        return received
+
     def begin(self, tensor: torch.Tensor) -> Any:
         """Raise `NotImplementedError`: a timed group begins no collective."""
         raise NotImplementedError
@@ -507,8 +516,15 @@ class _Probe:
         return self._range_at(loop, (0,) * len(self.costs.mesh))
 
     def _range_at(self, loop: str, coords: Sequence[int]) -> tuple[int, int]:
-        splits = [(self.costs.mesh[axis], coords[axis]) for axis in self._axes([loop])]
-        return slot_range(self.op.signature.sizes.get(loop, 1), splits)
+        return consecutive_range(self.op, loop, [(self.costs.mesh[axis], coords[axis]) for axis in self._axes([loop])])
+
+    def mirrors_of(self, loop: str) -> tuple[Mirror, ...]:
+        self.asked = True
+        coords, found = [0] * len(self.costs.mesh), []
+        for axis in self._axes([loop]):
+            coords[axis] = self.costs.mesh[axis] - 1
+            found.append(Mirror(TimedAxes(self.costs, [axis], self._add), self._range_at(loop, coords)))
+        return tuple(found)
 
     def pair_of(self, first: str, second: str) -> Pair | None:
         axes = [axis for axis in self.group.pair_axes(self.chosen) if self.costs.mesh[axis] > 1]

@@ -145,7 +145,7 @@ def _names(decision: Decision) -> set[str]:
     return names
 
 
-def _narrow(problem: Problem, matched: Iterable[Decision], action: str, pin: str, restriction: Restriction) -> None:
+def _narrow(problem: Problem, matched: Sequence[Decision], action: str, pin: str, restriction: Restriction) -> None:
     what, _, axis_name = action.rpartition("@")
     axis = _axis(problem.costs.axes, axis_name, pin)
     wanted = REPLICATE if what == "replicate" else what[6:-1]
@@ -161,7 +161,14 @@ def _narrow(problem: Problem, matched: Iterable[Decision], action: str, pin: str
             obeyed = True
     if not obeyed:
         ways = ", ".join([*(f"shard({name})" for name in sorted(offered)), "replicate"])
-        raise UserError(f"a pin that can be obeyed is needed; {pin!r} cannot; over {axis_name} there are {ways}")
+        why = "".join(f" ({reason})" for reason in sorted(_reasons(matched, str(wanted))))
+        raise UserError(f"a pin that can be obeyed is needed; {pin!r} cannot{why}; over {axis_name} there are {ways}")
+
+
+def _reasons(decisions: Iterable[Decision], loop: str) -> set[str]:
+    """Why ops of these decisions keep the loop of that name whole, where they say."""
+    ops = [op for decision in decisions if decision.group is not None for op in decision.group.ops]
+    return {op.signature.reasons[loop] for op in ops if loop in op.signature.reasons}
 
 
 def _option_name(decision: Decision, option: tuple[int, ...], axis: int) -> str:
