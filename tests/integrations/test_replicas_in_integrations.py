@@ -77,7 +77,7 @@ def test_what_replicas_refuse(tmp_path: Path) -> None:
         PlannedAccelerator(whole, cpu=True, sync="diloco", sync_options={"perod": 3})
     with pytest.raises(tw.UserError, match="a method is needed for sync_options"):
         PlannedAccelerator(whole, cpu=True, sync_options={"period": 3})
-    with pytest.raises(tw.UserError, match="2 processes a replica are needed by this plan .*Accelerate sees 1"):
+    with pytest.raises(tw.UserError, match=r"2 processes a replica are needed by this plan .*Accelerate sees 1"):
         PlannedAccelerator(halves, cpu=True, sync="diloco")
     args = integration_cases.arguments(str(tmp_path), 1, per_device_train_batch_size=3, eval_strategy="no",
                                        load_best_model_at_end=False)  # fmt: skip

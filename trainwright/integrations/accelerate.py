@@ -159,9 +159,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepare an optimizer; with a sync method, it is one whose step exchanges. The model is prepared before, or beside it."""
-        if not getattr(optimizer, "_is_accelerate_prepared", False):
-            if self.replication.chosen is not None:
-                optimizer = self.replication.joined(self.module, optimizer)
+        if self.replication.chosen is not None and not getattr(optimizer, "_is_accelerate_prepared", False):
+            optimizer = self.replication.joined(self.module, optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_data_loader(
@@ -195,8 +194,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         if not self.split_batches or replicas == 1:
             return global_loader(data_loader, self.plan, 1 if self.split_batches else self.plan.num_ranks)
         raise UserError(
-            f"batches of one process are needed where {replicas} replicas take their own; got split_batches=True; leave it out, and "
-            "give the loader the batch of one process"
+            f"batches of one process are needed where {replicas} replicas take their own; got split_batches=True; leave it out, "
+            "and give the loader the batch of one process"
         )
 
     def gather(self, tensor: Any) -> Any:

@@ -1,8 +1,8 @@
 """The engine in one process: any number of workers on a clock that is only counted, over links with latency and bytes/s.
 
     a message      leaves when the sender's link is free, takes bytes / bytes_per_s, arrives latency_s later
-    a collective   begins when its last member is there; all-to-all and all-gather take n − 1 messages of a part each, one
-                   after the other, a broadcast those of a binomial tree, an all-reduce both of its halves
+    a collective   begins when its last member is there; all-to-all and all-gather take n − 1 messages of a part each, in
+                   rounds of one, small ones of many, a broadcast those of a binomial tree, an all-reduce both of its halves
     `Compute`      takes what `compute_s` says of the worker and of how often it has computed
 
 The numbers are those of real ranks to the bit: only who answers differs.
@@ -86,7 +86,7 @@ def simulate(
     ...     return (yield AllReduce(torch.tensor([float(rank)])))
     >>> done = simulate([program(rank) for rank in range(3)], Network(latency_s=0.25), compute_s=[1.0, 1.0, 5.0])
     >>> done.results[0], done.seconds
-    (tensor([3.]), 6.0)
+    (tensor([3.]), 5.5)
     """
     paces = list(compute_s) if isinstance(compute_s, Sequence) else [compute_s] * len(programs)
     if len(paces) != len(programs) or not programs:
@@ -204,8 +204,8 @@ class _Run(Generic[T]):
         worker = self.workers[rank]
         worker.traffic.count("send", tensor)
         latency_s, bytes_per_s = self.network.link(rank, to)
-        call, num_bytes = "exchange" if tag < 0 else "send", tensor.numel() * tensor.element_size()
-        busy_s = self.network.busy_s(call, num_bytes, bytes_per_s, is_idle=worker.free_s < now_s)
+        num_bytes = tensor.numel() * tensor.element_size()
+        busy_s = self.network.busy_s(num_bytes, bytes_per_s, is_idle=worker.free_s < now_s)
         worker.free_s = max(worker.free_s, now_s) + busy_s
         letter = Letter(rank, tensor.clone())
         self._at(worker.free_s + latency_s, lambda at_s: self._arrive(to, tag, letter, at_s))
