@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from ..artifacts import Plan, UserError
 from ..runtime import Checkpointer, ParallelModule, full_state_dict
-from ..torch_internals.private import flatten
 from ..sync import Sync
+from ..torch_internals.private import flatten
 from .planned import check_precision, global_loader, plan_of, planned, skeleton, switch_parameters
 from .replicated import Replication, folder_of, joined_rows, restored, summed, without_sync
 
