@@ -29,7 +29,7 @@ REMARKS = (
     "calls alone: what methods ask for, by itself, of so many bytes a part; seconds of the slowest rank, a median of 5. The link: "
     "latency of those of 8 bytes, bytes on the wire as the interface counted them, tbf's own rate and burst; nothing is fitted to "
     "what takes longer",
-    "one exchange: a step of so many parameters in fp32, ten times as many on a link ten times as fast, sixteen times as many where "
+    "one exchange: a step of so many parameters in fp32, ten times as many on a link ten times as fast, 16 times as many where "
     "they are compressed; seconds of the slowest rank, a median of 6. Link s: by the record's closed form on that link. Simulated "
     "s: as many simulated workers on it. Computing s: processor seconds of the stepping thread in other steps, times ranks over "
     "cores, which no link hides. Off: the sum of link and computing over what was measured, less 1",

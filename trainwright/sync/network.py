@@ -57,17 +57,33 @@ class Network:
         burst = self.burst_bytes if is_idle else 0.0
         return max(0.0, num_bytes * self.wire - burst) / bytes_per_s
 
+    def paid_s(self, paid_s: float, now_s: float, num_bytes: float, bytes_per_s: float) -> float:
+        """Return until when a link's bytes are paid for, with `num_bytes` more from now on: a bucket that a burst fills.
+
+        They have left at that time, or at once where it is past.
+
+        >>> link = Network(0.0, 1000.0, burst_bytes=500)
+        >>> first = link.paid_s(-1.0, 0.0, 300, 1000.0)
+        >>> first, link.paid_s(first, 0.0, 300, 1000.0)  # the second leaves 0.1 s later
+        (-0.2, 0.099...)
+        """
+        return max(paid_s, now_s - self.burst_bytes / bytes_per_s) + num_bytes * self.wire / bytes_per_s
+
     def collective_s(self, calls: Sequence[Call], members: Members, is_idle: bool = True) -> float:
         """Return the seconds of collectives one right after the other.
 
         all_to_all, all_gather: n − 1 parts leave each member, in rounds as of `trade`, each of which waits a latency. broadcast:
         on a binomial tree, whose root sends to ⌈log₂ n⌉ at once, and the first of these to one less, and so on.
         """
-        n = len(members)
-        if n == 1:
+        if len(members) == 1:
             return 0.0
-        latency_s, bytes_per_s = self.slowest(members)
+        latency_s, load, bytes_per_s = self.collective(calls, members)
+        return latency_s + self.busy_s(load, bytes_per_s, is_idle)
+
+    def collective(self, calls: Sequence[Call], members: Members) -> tuple[float, float, float]:
+        """Return what collectives wait for links, the bytes on the busiest of them, and its bytes a second."""
+        n, (latency_s, bytes_per_s) = len(members), self.slowest(members)
         deep = math.ceil(math.log2(n))
         steps = sum(deep if kind == "broadcast" else num_rounds(n - 1, part) for kind, part in calls)
         load = sum(part * (deep * (deep + 1) / 2 if kind == "broadcast" else n - 1) for kind, part in calls)
-        return steps * latency_s + self.busy_s(load, bytes_per_s, is_idle)
+        return steps * latency_s, load, bytes_per_s
