@@ -1,6 +1,7 @@
 """Network namespaces of this machine, joined by a bridge, whose links are limited: a slow network without a second machine.
 
-A worker's own link carries `mbit` megabits a second each way: `tc tbf` on what it sends and on what is sent to it. Needs root.
+A worker's own link carries `mbit` megabits a second each way: `tc tbf` on what it sends and on what is sent to it. TCP is
+`CONTROL`'s, whatever the machine's own is. Needs root.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import subprocess
 from types import TracebackType
 from typing import Self
 
-BURST_BYTES, _QUEUE = 16 * 1024, "400ms"
-"""The bytes that an idle link lets through at once, and the longest that a packet waits for its turn."""
+BURST_BYTES, _QUEUE, CONTROL = 16 * 1024, "400ms", "reno"
+"""The bytes that an idle link lets through at once, and the longest that a packet waits for its turn; how TCP finds its rate."""
 
 
 class Namespaces:
@@ -40,6 +41,7 @@ class Namespaces:
             _run(f"{inside} ip link set lo up")
             _run(f"{inside} ip addr add {self.address(index)}/24 dev eth0")
             _run(f"{inside} ip link set eth0 up")
+            _run(f"{inside} sysctl -qw net.ipv4.tcp_congestion_control={CONTROL}")
             limit = f"root tbf rate {self.mbit}mbit burst {BURST_BYTES} latency {_QUEUE}"
             _run(f"{inside} tc qdisc add dev eth0 {limit}")
             _run(f"tc qdisc add dev {outer} {limit}")

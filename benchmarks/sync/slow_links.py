@@ -19,16 +19,20 @@ import typer
 
 from benchmarks.solvers.record import write
 from benchmarks.sync.namespaces import BURST_BYTES, Namespaces
+from trainwright.sync import Network
 
 ROOT = Path(__file__).parents[2]
 REMARKS = (
     "reached: a held-out loss of 0.25 (at the mean of all parameters, looked at every 10 steps) within 400 steps; one seed",
     "seconds: of the steps on rank 0, what the looks took left out; the machine was shared with other work",
     "KiB sent by all: counted where torch.distributed is called",
-    "predicted s, measured s: of one exchange of 65,792 parameters in fp32 with nothing to compute; median of 6, the slowest "
-    "rank's. Predicted by a Network that `transport` calibrates in a run of its own: messages and collectives alone, of 8 "
-    "to 524,288 bytes; the table of the link says what it found. Simulated s: the same exchange by as many simulated workers on "
-    "that network",
+    "calls alone: what methods ask for, by itself, of so many bytes a part; seconds of the slowest rank, a median of 5. The link: "
+    "latency of those of 8 bytes, bytes on the wire as the interface counted them, tbf's own rate and burst; nothing is fitted to "
+    "what takes longer",
+    "one exchange: a step of so many parameters in fp32, ten times as many on a link ten times as fast, 16 times as many where "
+    "they are compressed; seconds of the slowest rank, a median of 6. Link s: by the record's closed form on that link. Simulated "
+    "s: as many simulated workers on it. Computing s: processor seconds of the stepping thread in other steps, times ranks over "
+    "cores, which no link hides. Off: the sum of link and computing over what was measured, less 1",
 )
 
 
@@ -48,31 +52,26 @@ def run(num_ranks: int, mbit: float, module: str, *arguments: str) -> list[dict[
     return json.loads(line.removeprefix("ROWS "))  # type: ignore[no-any-return]
 
 
-def link(rows: list[dict[str, Any]], mbit: float, num_ranks: int) -> dict[str, Any]:
-    """Fit a link to what `transport` measured: latency from the smallest size, factors from the two largest."""
-    bytes_per_s, n, deep = mbit * 1e6 / 8, num_ranks, math.ceil(math.log2(num_ranks))
-    steps = {"all_to_all": n - 1, "all_gather": n - 1, "broadcast": deep, "neighbours": 1, "message and answer": 2}
-    sent = {"all_to_all": n - 1, "all_gather": n - 1, "broadcast": deep * (deep + 1) / 2, "neighbours": 2}
-    least, most = min(row["bytes"] for row in rows), max(row["bytes"] for row in rows)
-    late = statistics.median(row["seconds"] / steps[row["what"]] for row in rows if row["bytes"] == least)
+def link(rows: list[dict[str, Any]], mbit: float, num_ranks: int) -> tuple[Network, list[dict[str, Any]]]:
+    """The link by itself: latency of the smallest messages, bytes that the interface counted; and how it fits what took longer."""
+    n, least, most = num_ranks, min(row["bytes"] for row in rows), max(row["bytes"] for row in rows)
+    rounds = {"broadcast": math.ceil(math.log2(n)), "message and answer": 2}
+    late = statistics.median(row["seconds"] / rounds.get(row["what"], 1) for row in rows if row["bytes"] == least)
     wire = next(
         row["sent by the busiest"] / (n - 1) / most
         for row in rows
         if (row["what"], row["bytes"]) == ("all_gather", most)
     )
-    found: dict[str, Any] = {"latency_s": late, "bytes_per_s": bytes_per_s, "wire": wire, "burst_bytes": BURST_BYTES}
-    for what in steps:
-        factors = [
-            ((row["seconds"] - steps[what] * late) * bytes_per_s + BURST_BYTES)
-            / (row["bytes"] * sent.get(what, 1) * wire)
-            for row in rows
-            if row["what"] == what and row["bytes"] > 2 * BURST_BYTES
-        ]
-        found[NAMES.get(what, what)] = statistics.mean(factors)
-    return found
+    network = Network(late, mbit * 1e6 / 8, wire=wire, burst_bytes=BURST_BYTES)
+    return network, [{**row, "predicted s": _predicted_s(network, row["what"], row["bytes"], n)} for row in rows]
 
 
-NAMES = {"neighbours": "exchange", "message and answer": "send"}
+def _predicted_s(network: Network, what: str, num_bytes: int, n: int) -> float:
+    if what == "message and answer":
+        return network.message_s(num_bytes) + network.latency_s
+    if what == "neighbours":
+        return network.message_s(num_bytes * min(2, n - 1))
+    return network.collective_s([(what, num_bytes)], tuple(range(n)))
 
 
 def main(
@@ -88,11 +87,13 @@ def main(
         if "digits" in only:
             tables[f"{title}, digits"] = run(number, float(rate), "worker", "digits")
         if "rounds" in only:
-            found = link(run(number, float(rate), "transport"), float(rate), number)
-            tables[f"{title}, the link"] = [found]
-            rows = run(number, float(rate), "worker", "rounds", json.dumps(found))
+            network, calls = link(run(number, float(rate), "transport"), float(rate), number)
+            known = {name: getattr(network, name) for name in ("latency_s", "bytes_per_s", "wire", "burst_bytes")}
+            tables[f"{title}, the link"] = [known]
+            tables[f"{title}, calls alone"] = calls
+            rows = run(number, float(rate), "worker", "rounds", json.dumps(known))
             tables[f"{title}, one exchange"] = rows
-            print(title, found, *rows, sep="\n", flush=True)
+            print(title, known, *calls, *rows, sep="\n", flush=True)
     usual = f"sync-slow-links{'' if only == 'digits,rounds' else '-' + only}"
     write(into or usual, tables, REMARKS, packages=("scikit-learn",))
 

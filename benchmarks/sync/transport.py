@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from trainwright.launch import process_group, rank, world_size
-from trainwright.launch.flat import all_gather_flat
+from trainwright.sync import AllGather, AllToAll, Broadcast, Exchange, Ranks
 
 SIZES, REPEATS = (8, 4096, 65_536, 524_288), 5
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
-def calls(num_bytes: int) -> dict[str, Callable[[], Any]]:
-    """Return the collectives that are measured, by name, on parts or a tensor of so many bytes."""
+def calls(engine: Ranks, num_bytes: int) -> dict[str, Callable[[], Any]]:
+    """Return what is measured, by name, on parts or a tensor of so many bytes, as methods ask for it."""
     n, part = world_size(), torch.zeros(max(1, num_bytes // 4))
-    rows, around = torch.zeros(n * part.numel()), [(rank() + 1) % n, (rank() - 1) % n]
+    around = tuple(sorted({(rank() + 1) % n, (rank() - 1) % n}))
 
     def pair() -> None:
         if rank() == 0:
@@ -33,21 +33,12 @@ def calls(num_bytes: int) -> dict[str, Callable[[], Any]]:
             dist.recv(part, 0)
             dist.send(part[:1].clone(), 0)
 
-    def neighbours() -> None:
-        ops = [dist.P2POp(dist.isend, part, other) for other in around]
-        ops += [dist.P2POp(dist.irecv, torch.empty_like(part), other) for other in around]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-
-    def alltoall() -> None:
-        dist.all_to_all_single(torch.empty_like(rows), rows)
-
     return {
         "message and answer": pair,
-        "all_to_all": alltoall,
-        "all_gather": lambda: all_gather_flat(rows, part),
-        "broadcast": lambda: dist.broadcast(part, 0),
-        "neighbours": neighbours,
+        "all_to_all": lambda: engine.answer(AllToAll(part.expand(n, -1))),
+        "all_gather": lambda: engine.answer(AllGather(part)),
+        "broadcast": lambda: engine.answer(Broadcast(part, 0)),
+        "neighbours": lambda: engine.answer(Exchange(part, around)),
     }
 
 
@@ -71,9 +62,9 @@ def measured(call: Callable[[], Any]) -> tuple[float, float]:
 def main() -> None:
     torch.set_num_threads(1)
     with process_group("cpu"):
-        rows = []
+        rows, engine = [], Ranks()
         for num_bytes in SIZES:
-            for name, call in calls(num_bytes).items():
+            for name, call in calls(engine, num_bytes).items():
                 seconds, sent = measured(call)
                 rows.append({"what": name, "bytes": num_bytes, "seconds": seconds, "sent by the busiest": sent})
         if rank() == 0:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import os
 import statistics
 import sys
 import time
@@ -134,38 +136,54 @@ def _loss_of_mean(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return found
 
 
-def round_seconds(name: str, network: Network, options: dict[str, Any], steps: int = 8) -> dict[str, Any]:
-    """Measure a step that exchanges and computes nothing, beside the seconds that the record predicts, after two steps."""
-    model, optimizer = with_gradients(name)
+def round_seconds(name: str, network: Network, options: dict[str, Any], steps: int = 11) -> dict[str, Any]:
+    """Measure a step that exchanges, beside what the record predicts of the link and what the stepping thread computes.
+
+    Two steps warm up, three are asked for their processor seconds, six for their seconds.
+    """
+    width = width_on(network, name)
+    model, optimizer = with_gradients(name, width)
     joined = sync.create(name, model, optimizer, **options)
-    taken = []
+    first, timed = 2, 5
+    taken, computed = [], []
     for _ in range(steps):
         dist.barrier()
         time.sleep(0.02)  # as long as a link needs to be idle for a burst
-        began_s = time.perf_counter()
-        if joined.record.takes == "closure":
-            joined.step(lambda chunk=0: model(torch.ones(1, 256)).sum())
-        else:
-            joined.step(torch.zeros(()))
-        own = torch.tensor([time.perf_counter() - began_s])
+        began_s, worked_s = time.perf_counter(), time.thread_time()
+        joined.step(torch.zeros(()))
+        own = torch.tensor([time.perf_counter() - began_s, time.thread_time() - worked_s])
         dist.all_reduce(own, dist.ReduceOp.MAX)
-        taken.append(float(own))
-    record, size, first = joined.record, joined.size, 2
+        taken.append(float(own[0]))
+        computed.append(float(own[1]))
+    record, size = joined.record, joined.size
     joined.close()
     later = steps * record.exchange_s(size, network, 0.0, steps) - first * record.exchange_s(size, network, 0.0, first)
-    predicted, measured = later / (steps - first), statistics.median(taken[first:])
+    shared = max(1.0, world_size() / (os.cpu_count() or 1))
+    link_s, own_s, measured = (
+        later / (steps - first),
+        shared * statistics.median(computed[first:timed]),
+        statistics.median(taken[timed:]),
+    )
     return {
         "method": name,
-        "predicted s": predicted,
+        "parameters": size.num_params,
+        "link s": link_s,
         "simulated s": simulated_seconds(name, network, options, world_size(), steps, first) if rank() == 0 else None,
+        "computing s": own_s,
         "measured s": measured,
-        "off": predicted / measured - 1,
+        "off": (link_s + own_s) / measured - 1,
     }
 
 
-def with_gradients(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return 65,792 parameters whose gradients are there, and an optimizer that the method takes."""
-    model = nn.Linear(256, 256)
+def width_on(network: Network, name: str) -> int:
+    """The width of a layer whose exchange takes about as long on any link, and by methods that compress it, up to a bound."""
+    wider = 4 if name in COMPRESSED else 1
+    return min(2560, 2 * round(128 * wider * math.sqrt(network.bytes_per_s / 1.25e6)))
+
+
+def with_gradients(name: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return width · (width + 1) parameters whose gradients are there, and an optimizer that the method takes."""
+    model = nn.Linear(width, width)
     for param in model.parameters():
         nn.init.zeros_(param)
         param.grad = torch.ones_like(param)
@@ -181,7 +199,7 @@ def simulated_seconds(
     pause_s = 0.02
 
     def program() -> Any:
-        model, optimizer = with_gradients(name)
+        model, optimizer = with_gradients(name, width_on(network, name))
         joined = yield from sync.join(name, model, optimizer, **options)
         taken = []
         for _ in range(steps):
@@ -193,15 +211,10 @@ def simulated_seconds(
         return taken
 
     ranks = sync.simulate([program() for _ in range(num_workers)], network, pause_s).results
-    return statistics.mean(max(each) for each in list(zip(*ranks))[first:])
+    return statistics.median(max(each) for each in list(zip(*ranks))[first:])
 
 
-def as_network(link: dict[str, Any]) -> Network:
-    """A network whose links are what `slow_links.link` found."""
-    known = {name: link[name] for name in ("latency_s", "bytes_per_s", "wire", "burst_bytes")}
-    return Network(**known, two_way={name: value for name, value in link.items() if name not in known})
-
-
+COMPRESSED = ("powersgd", "1-bit-adam", "1-bit-lamb")
 ROUNDS: dict[str, dict[str, Any]] = {
     "data-parallel": {},
     "local-sgd": {"period": 1},
@@ -224,7 +237,7 @@ def main(what: str, link: str = "") -> None:
     torch.set_num_threads(1)
     with process_group("cpu"):
         if what == "rounds":
-            rows = [round_seconds(name, as_network(json.loads(link)), options) for name, options in ROUNDS.items()]
+            rows = [round_seconds(name, Network(**json.loads(link)), options) for name, options in ROUNDS.items()]
         else:
             rows = [trained(title, seed=0) for title in METHODS]
             rows += [by_decent_dp(seed=0)] if importlib.util.find_spec("decent_dp") else []

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "hardware": {"hardware", "artifacts", "launch", "ops", "torch_internals"},
     "planner": {"planner", "rank", "program", "capture", "torch_internals", "artifacts", "ops", "profiler", "hardware"},
     "runtime": {"runtime", "rank", "program", "capture", "torch_internals", "artifacts", "ops", "launch", "profiler"},
-    "integrations": {"integrations", "artifacts", "torch_internals", "capture", "program", "launch", "runtime"},
+    "integrations": {"integrations", "artifacts", "torch_internals", "capture", "program", "launch", "runtime", "sync"},
     "reports": {"reports", "artifacts"},
     "numerics": {"numerics"},
     "nn": {"nn", "artifacts"},

@@ -169,8 +169,9 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_example(name: str, *arguments: str) -> str:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / name)]
+def run_example(name: str, *arguments: str, processes: int = 2) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*torchrun, str(ROOT / "examples" / name)]
     done = subprocess.run(
         [sys.executable, *command, *arguments],
         capture_output=True,
@@ -200,6 +201,15 @@ def test_accelerate_runs_a_planned_model(plan_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in run_example("accelerate_loop.py", str(plan_path)).splitlines()]
     assert len(losses) == 8, "two epochs of eight batches, two to an update"
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_accelerate_runs_replicas_of_a_plan(plan_path: Path) -> None:
+    *printed, last = run_example("accelerate_replicas.py", str(plan_path), "diloco", "4", processes=4).splitlines()
+    losses = [float(line.split()[-1]) for line in printed]
+    assert len(losses) == 16, "two epochs of eight batches a replica, told by one process"
+    assert losses[-1] < losses[0]
+    assert last.startswith("diloco: 4 rounds, ")
 
 
 @pytest.mark.slow

@@ -263,10 +263,10 @@ def test_what_the_clock_says() -> None:
 
     network = Network(latency_s=0.5, bytes_per_s=800, links={(2, 0): (1.5, 400)})
     done = simulate([one(rank) for rank in range(3)], network, compute_s=[1.0, 2.0, lambda number: 10.0 + number])
-    # the last is there at 10; two messages of 800 bytes over the slowest link, 1.5 + 2 s each
-    assert done.results[0] == (17.0, 17.0)
-    assert done.results[1] == (17.0, 19.5)  # two messages leave one after the other: 1 s each, and 0.5 s on the way
-    assert done.seconds == 19.5
+    # the last is there at 10; two small messages of 800 bytes over the slowest link, 2 s each, and 1.5 s on the way
+    assert done.results[0] == (15.5, 15.5)
+    assert done.results[1] == (15.5, 18.0)  # two messages leave one after the other: 1 s each, and 0.5 s on the way
+    assert done.seconds == 18.0
 
 
 def test_workers_that_wait_for_ever_are_named() -> None:

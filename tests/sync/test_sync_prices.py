@@ -26,7 +26,7 @@ LINK = Network(latency_s=1e-3, bytes_per_s=1e5)
 COMPUTE_S = 0.01
 
 
-TCP = Network(1e-3, 1e5, wire=1.06, two_way={"all_to_all": 1.6, "exchange": 1.9, "send": 1.1})
+TCP = Network(1e-3, 1e5, wire=1.06)
 
 
 @pytest.mark.parametrize("link", [LINK, TCP], ids=["plain", "tcp"])

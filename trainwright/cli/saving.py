@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from ..artifacts import UserError
+from ..launch import replica_folder
 from .places import check_folder
 
 if TYPE_CHECKING:
@@ -150,11 +151,6 @@ class Saving:
             self._checkpointer.move_to(policy.folder)
             self._checkpointer.save(step)
             self._checkpointer.wait()
-
-
-def replica_folder(index: int) -> str:
-    """Return the name of the folder, in that of the run, which has a replica's checkpoints."""
-    return f"replica-{index}"
 
 
 def newest_of_replicas(folder: Path) -> tuple[int, int] | None:

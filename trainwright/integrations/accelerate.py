@@ -5,12 +5,15 @@ accumulate, backward, clip_grad_norm_          as they are: gradients are the pl
 gather, gather_for_metrics, reduce             nothing to do: every rank sees the whole batch's outputs
 save_state, load_state                         weights and optimizer by `Checkpointer`, the rest by Accelerate
 save_model, get_state_dict, unwrap_model       the whole weights; the user's class, for `save_pretrained`
+
+With `sync`, the processes are replicas of the plan that exchange by a method of `tw.sync`: each takes batches of its own, the
+optimizer's step exchanges, `gather` and its like join what the replicas have, and each saves its own state.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,15 @@ from torch.distributed.tensor import DTensor
 
 from ..artifacts import Plan, UserError
 from ..runtime import Checkpointer, ParallelModule, full_state_dict
+from ..sync import Sync
 from ..torch_internals.private import flatten
-from .planned import check_num_processes, check_precision, global_loader, plan_of, planned, skeleton, switch_parameters
+from .planned import check_precision, global_loader, plan_of, planned, skeleton, switch_parameters
+from .replicated import Replication, folder_of, joined_rows, restored, summed, without_sync
 
 try:
     from accelerate import Accelerator
     from accelerate.data_loader import prepare_data_loader
+    from accelerate.utils import recursively_apply
 except ImportError as error:
     raise ImportError(
         f"accelerate is needed for this integration ({error}); install it: pip install 'trainwright[accelerate]'"
@@ -41,11 +47,13 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
     """Accelerate's `Accelerator` for one planned model.
 
     plan: the plan, or the path of its file. weights, loss_fn, seed: as of `tw.parallelize`; with `loss_fn` the model returns
-    `LossOutput`. Everything else is `Accelerator`'s own; mixed precision, if given, has to be the plan's.
+    `LossOutput`. sync, sync_options: a method by which replicas of the plan exchange (`trainwright sync` lists them), as many
+    as the processes make up. Everything else is `Accelerator`'s own; mixed precision, if given, has to be the plan's.
 
     `prepare` takes the model as it was built (on the CPU, or on the meta device with `weights`), and an optimizer of its
     parameters. A loader's batch size counts as in Accelerate: per process, or over all of them with `split_batches`; over
-    all it is the plan's. Batches of a prepared loader are whole on every rank, and so are outputs under `torch.no_grad()`.
+    all it is the plan's, once for each replica. Batches of a prepared loader are whole on every rank of a replica, and so are
+    outputs under `torch.no_grad()`. Call `finish()` after the last step: between rounds replicas have parameters of their own.
 
     Raises `UserError` where another number of processes, precision, batch or way of sharding is asked for than the plan's.
 
@@ -69,9 +77,12 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         weights: str | os.PathLike[str] | None = None,
         loss_fn: Any = None,
         seed: int | None = None,
+        sync: str | None = None,
+        sync_options: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
         self.plan = plan_of(plan)
+        self.replication = Replication(self.plan, sync, sync_options)
         self._how = {"weights": weights, "loss_fn": loss_fn, "seed": seed}
         self._adopted: ParallelModule | None = None
         self._skeleton: nn.Module | None = None
@@ -84,7 +95,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
                 self.plan, str(keywords["mixed_precision"]), f"mixed_precision={keywords['mixed_precision']!r}"
             )
         super().__init__(**keywords)
-        check_num_processes(self.plan, self.num_processes, "Accelerate")
+        self._how["replicas"] = self.replication.check(self.num_processes, "Accelerate")
         if self.mixed_precision != "no":  # from a configuration file, too
             check_precision(self.plan, self.mixed_precision, f"mixed_precision={self.mixed_precision!r}")
         if str(self.distributed_type).rpartition(".")[2] not in ("NO", "MULTI_CPU", "MULTI_GPU"):
@@ -100,6 +111,19 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         if not found:
             raise UserError("a prepared model is needed; there is none; call accelerator.prepare(model, …) first")
         return found[0]
+
+    @property
+    def sync(self) -> Sync:
+        """The method between replicas, with its bytes and rounds; `UserError` before the optimizer was prepared."""
+        if self.replication.sync is None:
+            raise UserError(
+                "a method between replicas is needed; there is none; give sync= a name, and prepare model and optimizer first"
+            )
+        return self.replication.sync
+
+    def finish(self) -> None:
+        """Give all replicas the same parameters, those to evaluate or keep; a collective call, after the last step."""
+        self.replication.finish()
 
     def adopt(self, module: ParallelModule, like: nn.Module) -> None:
         """Take a planned module as prepared; `like` is the user's model that it was made of, or a `skeleton`."""
@@ -133,20 +157,28 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         """Return the planned model as it is: it is on its device, and computes in the plan's precision."""
         return model if model in self._models else self.prepare(model)
 
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        """Prepare an optimizer; with a sync method, it is one whose step exchanges. The model is prepared before, or beside it."""
+        if self.replication.chosen is not None and not getattr(optimizer, "_is_accelerate_prepared", False):
+            optimizer = self.replication.joined(self.module, optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
+
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Return a loader of global batches, the same on every rank."""
+        """Return a loader of global batches, the same on every rank of a replica; replicas take turns."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             if data_loader not in self._dataloaders:
                 self._dataloaders.append(data_loader)
             return data_loader
-        loader = global_loader(data_loader, self.plan, 1 if self.split_batches else self.num_processes)
+        replicas = self.replication.number
+        loader = self._of_a_replica(data_loader, replicas)
         prepared = prepare_data_loader(
             loader,
             self.device,
-            num_processes=1,
-            process_index=0,
+            num_processes=replicas,
+            process_index=self.replication.index(self.process_index),
+            even_batches=self.even_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=list(self.rng_types) if self.rng_types is not None else None,
             dispatch_batches=False,
@@ -158,24 +190,42 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         self._dataloaders.append(prepared)
         return prepared
 
+    def _of_a_replica(self, data_loader: Any, replicas: int) -> Any:
+        if not self.split_batches or replicas == 1:
+            return global_loader(data_loader, self.plan, 1 if self.split_batches else self.plan.num_ranks)
+        raise UserError(
+            f"batches of one process are needed where {replicas} replicas take their own; got split_batches=True; leave it out, "
+            "and give the loader the batch of one process"
+        )
+
     def gather(self, tensor: Any) -> Any:
-        """Return `tensor`: every rank has the whole batch's."""
-        return tensor
+        """Return `tensor`: every rank has the whole batch's; of replicas, the rows of all, one after the other."""
+        here = self.module.replicas if self.replication.number > 1 else None
+        return tensor if here is None else recursively_apply(lambda each: joined_rows(each, here), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return `input_data`: every rank has the whole batch's, and no example twice."""
+        """Return `input_data`: every rank has the whole batch's, and no example twice; of replicas, those of all."""
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in flatten(input_data)[0]):
+            if self.replication.number > 1:
+                raise UserError(
+                    "tensors are needed to be gathered from replicas; got other objects; make tensors of them, or gather them "
+                    "with torch.distributed over module.replicas.across"
+                )
             return input_data
         return super().gather_for_metrics(
             input_data
         )  # of what was repeated for a full batch, the rows that the last has
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return `tensor` times `scale`: every rank has the whole batch's."""
-        return tensor if scale == 1.0 else _scaled(tensor, scale)
+        """Return `tensor` times `scale`: every rank has the whole batch's; of replicas, the sum or the mean of theirs."""
+        if self.replication.number > 1:
+            here = self.module.replicas
+            scale = scale / here.number if reduction == "mean" else scale
+            tensor = tensor if reduction == "none" else recursively_apply(lambda each: summed(each, here), tensor)
+        return tensor if scale == 1.0 else recursively_apply(lambda each: each * scale, tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Return `tensor`: it has one shape on all ranks."""
+        """Return `tensor`: it has one shape on all ranks of a replica, and `gather` takes replicas' unequal ones."""
         return tensor
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -212,12 +262,19 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
     ) -> None:
         """Load as `Accelerator.load_state` does; a collective call."""
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
-        if not (folder / STATE).is_dir() or self.checkpointer(folder).load_latest() is None:
+        if not (folder / STATE).is_dir() or not self.restored(folder):
             raise UserError(
                 f"a state that PlannedAccelerator.save_state wrote is needed; {folder} has none; save one, or check the path"
             )
         with self._without_model():
             super().load_state(str(folder), load_kwargs, **keywords)
+
+    def restored(self, folder: Any) -> bool:
+        """Restore weights, optimizer and method from a saved state; `False` where it has none; a collective call.
+
+        Of another number of replicas, a new one begins with the state of one that was there.
+        """
+        return restored(self.checkpointer(folder), Path(folder) / STATE, self.module.replicas)
 
     @contextmanager
     def _without_model(self) -> Iterator[None]:
@@ -245,12 +302,19 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
                 f"one prepared optimizer is needed to save or load a state; there are {len(self._optimizers)}; prepare it with the "
                 "model, and put the parameters of several into groups of one"
             )
-        optimizer = self._optimizers[0].optimizer
+        optimizer = without_sync(self._optimizers[0].optimizer)
         if self._checkpointer is None or self._checkpointer.optimizer is not optimizer:
-            self._checkpointer = Checkpointer(Path(folder) / STATE, self.module, optimizer, asynchronous=False, keep=1)
+            self._checkpointer = Checkpointer(
+                self._folder(folder), self.module, optimizer, sync=self.replication.sync, asynchronous=False, keep=1
+            )
         else:
-            self._checkpointer.move_to(Path(folder) / STATE)
+            self._checkpointer.move_to(self._folder(folder))
         return self._checkpointer
+
+    def _folder(self, folder: Any) -> Path:
+        """The folder of weights and optimizer; of replicas, each its own."""
+        here, found = self.module.replicas, Path(folder) / STATE
+        return folder_of(found, here)
 
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
@@ -258,9 +322,3 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         """Write the whole weights under the user's names, as `Accelerator.save_model` does; a collective call."""
         super().save_model(model, save_directory, max_shard_size, safe_serialization)
         self.wait_for_everyone()
-
-
-def _scaled(tree: Any, scale: float) -> Any:
-    from accelerate.utils import recursively_apply
-
-    return recursively_apply(lambda tensor: tensor * scale, tree)

@@ -5,11 +5,14 @@ setup_dataloaders(loader)   whole batches on every rank; a loader's batch size i
 backward, clip_gradients    as they are: gradients are the plan's own
 no_backward_sync            nothing to do: accumulating several backwards is enough
 save, load                  weights and optimizer by `Checkpointer`, into a folder
+
+With `sync`, the processes are replicas of the plan that exchange by a method of `tw.sync`: each takes batches of its own.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from ..artifacts import Plan, UserError
 from ..runtime import Checkpointer, ParallelModule, full_state_dict
-from .planned import check_num_processes, check_precision, global_loader, graft, plan_of, planned, switch_parameters
+from ..sync import Sync
+from .planned import check_precision, global_loader, graft, plan_of, planned, switch_parameters
+from .replicated import Replication, folder_of, restored, without_sync
 
 try:
     from lightning.fabric.strategies import DDPStrategy
@@ -40,7 +45,8 @@ class PlannedStrategy(DDPStrategy):
     """Fabric's strategy for one planned model: `Fabric(strategy=PlannedStrategy(plan), …)`.
 
     plan: the plan, or the path of its file. weights, loss_fn, seed: as of `tw.parallelize`; with `loss_fn` the model returns
-    `LossOutput`. keywords: `DDPStrategy`'s own.
+    `LossOutput`. sync, sync_options: a method by which replicas of the plan exchange (`trainwright sync` lists them), as many
+    as the processes make up; call `finish()` after the last step. keywords: `DDPStrategy`'s own.
 
     `fabric.setup` takes the model as it was built (on the CPU, or on the meta device with `weights` and
     `move_to_device=False`). Precision is the plan's: leave Fabric's out, or say the same. `fabric.save` takes a state with the
@@ -69,18 +75,34 @@ class PlannedStrategy(DDPStrategy):
         weights: str | os.PathLike[str] | None = None,
         loss_fn: Any = None,
         seed: int | None = None,
+        sync: str | None = None,
+        sync_options: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__(**keywords)
         self.plan = plan_of(plan)
+        self.replication = Replication(self.plan, sync, sync_options)
         self._how = {"weights": weights, "loss_fn": loss_fn, "seed": seed}
         self._module: ParallelModule | None = None
         self._backward_sync_control: Any = _NothingToSync()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return what deals the whole dataset to every rank, in the order that `DistributedSampler` draws."""
-        return {"num_replicas": 1, "rank": 0}
+        """Return what deals a dataset to replicas, and all of that to each of their ranks, as `DistributedSampler` draws."""
+        return {"num_replicas": self.replication.number, "rank": self.replication.index(self.global_rank)}
+
+    @property
+    def sync(self) -> Sync:
+        """The method between replicas, with its bytes and rounds; `UserError` before the optimizer was set up."""
+        if self.replication.sync is None:
+            raise UserError(
+                "a method between replicas is needed; there is none; give sync= a name, and set model and optimizer up first"
+            )
+        return self.replication.sync
+
+    def finish(self) -> None:
+        """Give all replicas the same parameters, those to evaluate or keep; a collective call, after the last step."""
+        self.replication.finish()
 
     def setup_environment(self) -> None:
         """Join the process group, and look whether processes and precision are the plan's."""
@@ -88,7 +110,7 @@ class PlannedStrategy(DDPStrategy):
         if precision != "32-true":
             check_precision(self.plan, _PRECISIONS.get(precision, precision) or "no", f"precision={precision!r}")
         super().setup_environment()
-        check_num_processes(self.plan, self.world_size, "Fabric")
+        self._how["replicas"] = self.replication.check(self.world_size, "Fabric")
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leave the module where it is: each rank takes its part of it to its device."""
@@ -106,11 +128,11 @@ class PlannedStrategy(DDPStrategy):
             switch_parameters(optimizer, module, self._module)
         if module is not self._module:
             graft(module, self._module)  # Fabric asks the user's own module for parameters and weights
-        return self._module, optimizers, scheduler
+        return self._module, [self.replication.joined(self._module, each) for each in optimizers], scheduler
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of global batches, the same on every rank."""
-        return global_loader(dataloader, self.plan, self.world_size)
+        """Return a loader of global batches, the same on every rank of a replica."""
+        return global_loader(dataloader, self.plan, self.plan.num_ranks)
 
     def clip_gradients_norm(self, *args: Any, **keywords: Any) -> torch.Tensor:
         """Clip the gradients as one vector over all ranks, and return its norm."""
@@ -145,7 +167,8 @@ class PlannedStrategy(DDPStrategy):
         if not (Path(path) / REST).is_file():
             raise UserError(f"a state that fabric.save wrote is needed; {path} has none; save one, or check the path")
         checkpointer, rest = self._checkpointer(path, state)
-        checkpointer.load_latest()
+        assert self._module is not None
+        restored(checkpointer, Path(path), self._module.replicas)
         found: dict[str, Any] = torch.load(Path(path) / REST, weights_only=True)
         lacking = [name for name in rest if name not in found]
         if lacking and strict:
@@ -168,7 +191,10 @@ class PlannedStrategy(DDPStrategy):
             )
         assert self._module is not None
         rest = {name: each for name, each in state.items() if each not in (*modules, *optimizers)}
-        return Checkpointer(path, self._module, optimizers[0], asynchronous=False, keep=1), rest
+        here, optimizer = self._module.replicas, without_sync(optimizers[0])
+        folder = folder_of(Path(path), here)
+        how: dict[str, Any] = {"sync": self.replication.sync, "asynchronous": False, "keep": 1}
+        return Checkpointer(folder, self._module, optimizer, **how), rest
 
 
 class _NothingToSync(_BackwardSyncControl):

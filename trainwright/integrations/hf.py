@@ -8,6 +8,8 @@ and computes its own part; losses, gradient norms and predictions are those of o
                                planned/step-…/                  weights and optimizer in pieces, each rank its own
                                scheduler.pt, rng_state_R.pth    as the Trainer writes them
                                trainer_state.json               written last: without it a checkpoint is not complete
+
+With `sync`, the processes are replicas of the plan that exchange by a method of `tw.sync`: each takes batches of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from ..runtime import LossOutput
 from .hf_arguments import check_arguments
 from .label_counts import counted_labels, reads_num_items
 from .planned import load_weights, plan_of, planned, skeleton, switch_parameters
+from .replicated import Replication
 
 try:
     from accelerate.utils import GradientAccumulationPlugin
@@ -47,6 +50,11 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     model: as it was built, on the CPU, or on the meta device with `weights`. plan: the plan, or the path of its file;
     `per_device_train_batch_size` times the number of processes is its batch. weights: files of which each rank reads its
     own part, as of `tw.parallelize`. loss_fn: the one that the plan was made with, if the loss is not the model's own.
+
+    sync, sync_options: a method by which replicas of the plan exchange (`trainwright sync` lists them), as many as the
+    processes make up, and whose batches together are those of a step. Losses and metrics in the log are of all replicas, each
+    with its own parameters; all have the same when `train` returns, and `trainer.accelerator.sync` says what was sent. A
+    checkpoint holds every replica's state under `planned/`, its `model.safetensors` replica 0's weights.
 
     Accumulated batches are weighed by their labels, as the Trainer weighs them for this model. `resume_from_checkpoint`
     goes on bit for bit under the same plan. `bf16` has to be said if the plan computes in bf16, and not otherwise.
@@ -77,16 +85,22 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         plan: Plan | str | os.PathLike[str],
         weights: str | os.PathLike[str] | None = None,
         loss_fn: Any = None,
+        sync: str | None = None,
+        sync_options: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
         self.plan = plan_of(plan)
+        self._how = {"sync": sync, "sync_options": sync_options}
+        replication = Replication(self.plan, sync, sync_options)
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         evaluates = keywords.get("eval_dataset") is not None
         _check_keywords(model, keywords)
-        check_arguments(args, self.plan, evaluates)
+        check_arguments(args, self.plan, evaluates, replication)
         assert model is not None
+        if replication.number > 1:
+            args.average_tokens_across_devices = False  # each replica's gradient is a mean of its own labels
         self._skeleton, self._has_loss_fn = skeleton(model), loss_fn is not None
-        module = planned(model, self.plan, weights, loss_fn, args.seed)
+        module = planned(model, self.plan, weights, loss_fn, args.seed, replication.number)
         super().__init__(model, args, *rest, **keywords)
         self._set_signature_columns_if_needed()  # of the user's class
         self._go_over(model, module)
@@ -123,6 +137,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             self.plan,
             dataloader_config=made.dataloader_config,
             gradient_accumulation_plugin=GradientAccumulationPlugin(**made.gradient_state.plugin_kwargs),
+            **self._how,
         )
         self.gather_function = self.accelerator.gather_for_metrics
 
@@ -170,8 +185,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         loss, logits, labels = super().prediction_step(model, filled, prediction_loss_only, ignore_keys)
         if filled is not inputs:
             return None, logits, None
-        # the loop repeats a loss for each example of one process, and it is that of all of them
-        return loss.repeat(self.args.world_size) if loss is not None else None, logits, labels
+        # the loop repeats a loss for each example of one process, and it is that of all of a replica
+        return loss.repeat(self.plan.num_ranks) if loss is not None else None, logits, labels
 
     def _with_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
         missing = {name: entry for name, entry in self.plan.batch.items() if name not in inputs}
@@ -206,7 +221,9 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         """Train as `Trainer.train` does; `resume_from_checkpoint=True` takes the newest checkpoint that is complete."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest_checkpoint()
-        return super().train(resume_from_checkpoint, *rest, **keywords)
+        trained = super().train(resume_from_checkpoint, *rest, **keywords)
+        self.accelerator.finish()
+        return trained
 
     def _newest_checkpoint(self) -> str:
         found = {}
@@ -233,7 +250,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self.accelerator.checkpointer(checkpoint).load_latest()
+        self.accelerator.restored(checkpoint)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as above
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))

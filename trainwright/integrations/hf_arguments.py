@@ -6,7 +6,8 @@ from typing import Any
 
 from ..artifacts import Plan, UserError
 from ..runtime.batch import global_batch_size
-from .planned import check_num_processes, check_precision
+from .planned import check_precision
+from .replicated import Replication
 
 LAID_OUT = "the plan lays the model out; leave it out"
 REFUSED: dict[str, str] = {
@@ -36,13 +37,18 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 SAMPLING = ("random", "sequential")
 
 
-def check_arguments(args: Any, plan: Plan, evaluates: bool) -> None:
+def check_arguments(args: Any, plan: Plan, evaluates: bool, replication: Replication | None = None) -> None:
     """Raise `UserError` for the first of the `TrainingArguments` that a planned model cannot follow."""
     for name, why in REFUSED.items():
         value = getattr(args, name, None)
         if value:
             raise UserError(f"{name} is not for planned models: {why} (got {name}={_shown(value)})")
-    check_num_processes(plan, args.world_size, "TrainingArguments")
+    replicas = (replication or Replication(plan)).check(args.world_size, "TrainingArguments")
+    if replicas > 1 and args.load_best_model_at_end:
+        raise UserError(
+            "one model is needed to choose the best of; replicas differ between rounds (got load_best_model_at_end=True); leave it "
+            "out, and evaluate what the run ends with"
+        )
     check_precision(plan, "bf16" if args.bf16 else "no", f"bf16={args.bf16}")
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in OPTIMIZERS:
@@ -56,23 +62,24 @@ def check_arguments(args: Any, plan: Plan, evaluates: bool) -> None:
             f"batches of one shape, drawn alike on all ranks, are needed: train_sampling_strategy {' or '.join(SAMPLING)}; got "
             f"{sampling}; pad the examples to the planned length"
         )
-    _check_batch_sizes(args, plan, evaluates)
+    _check_batch_sizes(args, plan, evaluates, replicas)
 
 
-def _check_batch_sizes(args: Any, plan: Plan, evaluates: bool) -> None:
-    wanted, found = global_batch_size(plan), args.per_device_train_batch_size
+def _check_batch_sizes(args: Any, plan: Plan, evaluates: bool, replicas: int) -> None:
+    wanted, found = global_batch_size(plan) * replicas, args.per_device_train_batch_size
+    the_plans = "the plan's batch" if replicas == 1 else f"the plan's batch for {replicas} replicas, together"
     if found * args.world_size != wanted:
         each = (
             f"per_device_train_batch_size={wanted // args.world_size}" if wanted % args.world_size == 0 else "another"
         )
         raise UserError(
-            f"the plan's batch of {wanted} is needed, {wanted / args.world_size:g} for each of {args.world_size} processes; got "
-            f"per_device_train_batch_size={found}; set {each}, or plan with --batch-size {found * args.world_size}"
+            f"{the_plans} of {wanted} is needed, {wanted / args.world_size:g} for each of {args.world_size} processes; got "
+            f"per_device_train_batch_size={found}; set {each}, or plan with --batch-size {found * args.world_size // replicas}"
         )
     evaluated = args.per_device_eval_batch_size
     if evaluates and evaluated * args.world_size > wanted:
         raise UserError(
-            f"an evaluation batch of at most the plan's {wanted} is needed; got per_device_eval_batch_size={evaluated} on "
+            f"an evaluation batch of at most {the_plans} of {wanted} is needed; got per_device_eval_batch_size={evaluated} on "
             f"{args.world_size} processes; set per_device_eval_batch_size={max(wanted // args.world_size, 1)}"
         )
 

@@ -46,17 +46,20 @@ def planned(
     weights: str | os.PathLike[str] | None = None,
     loss_fn: Any = None,
     seed: int | None = None,
+    replicas: int = 1,
 ) -> ParallelModule:
-    """Return `model` as `plan` lays it out, called with the whole batch on every rank.
+    """Return `model` as `plan` lays it out, called with the whole batch on every rank, of replicas with the whole of their own.
 
     Each rank takes its own part of the batch. Under `torch.no_grad()` outputs are whole tensors on every rank. A module that
     `tw.parallelize` made already is taken as it is.
     """
     refuse_stages(plan, "this integration (take trainwright train, or a loop of your own)")
     module = (
-        model if isinstance(model, ParallelModule) else parallelize(model, plan, weights, loss_fn=loss_fn, seed=seed)
+        model
+        if isinstance(model, ParallelModule)
+        else parallelize(model, plan, weights, loss_fn=loss_fn, seed=seed, replicas=replicas)
     )
-    same = SameBatches(module.device)
+    same = SameBatches(module.device, module.replicas.inside, module.replicas.size)
 
     def take_part(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         batch = as_batch(kwargs if kwargs else args)
@@ -242,10 +245,19 @@ def check_precision(plan: Plan, asked: str | None, argument: str) -> None:
     )
 
 
-def check_num_processes(plan: Plan, found: int, by: str) -> None:
-    """Raise `UserError` unless `by`, the library around, sees as many processes as the plan has ranks."""
-    if found != plan.num_ranks:
+def check_num_processes(plan: Plan, found: int, by: str, replicated: bool = False) -> int:
+    """Return how many replicas of the plan the processes make that `by`, the library around, sees.
+
+    Raises `UserError` unless there are as many as the plan has ranks; `replicated`: or some times as many.
+    """
+    if replicated and found % plan.num_ranks:
+        raise UserError(
+            f"{plan.num_ranks} processes a replica are needed by this plan (mesh {plan.mesh}); {by} sees {found}; start the script "
+            f"with torchrun --nproc-per-node {plan.num_ranks * max(2, -(-found // plan.num_ranks))}, or make another plan"
+        )
+    if not replicated and found != plan.num_ranks:
         raise UserError(
             f"{plan.num_ranks} processes are needed by this plan (mesh {plan.mesh}); {by} sees {found}; start the script with "
-            f"torchrun --nproc-per-node {plan.num_ranks}, or plan for {found}"
+            f"torchrun --nproc-per-node {plan.num_ranks}, or plan for {found}; for replicas of the plan give sync="
         )
+    return found // plan.num_ranks

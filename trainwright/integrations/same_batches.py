@@ -22,12 +22,12 @@ class SameBatches:
     """Adds up checksums of the batches that this rank sees, and compares them with the other ranks' now and then.
 
     A collator or a dataset that draws random numbers of its own on each rank would give each other examples, and the
-    model would learn from pieces of different batches without a word.
+    model would learn from pieces of different batches without a word. group: the `size` ranks that see the same; default: all.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: Any = None, size: int | None = None) -> None:
         self._sum = torch.zeros((), dtype=torch.int64, device=device)
-        self._num_batches = 0
+        self._num_batches, self._group, self._size = 0, group, size
 
     def see(self, batch: Any) -> None:
         """Count a batch in; every so often compare, a collective call.
@@ -38,12 +38,17 @@ class SameBatches:
             if isinstance(leaf, Tensor):
                 self._sum = (self._sum * 31 + checksum(leaf).to(self._sum.device)) % _PRIME
         self._num_batches += 1
-        if self._num_batches % EVERY == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+        if self._num_batches % EVERY == 1 and self._num_ranks() > 1:
             self._compare()
+
+    def _num_ranks(self) -> int:
+        if self._size is not None:
+            return self._size
+        return dist.get_world_size() if dist.is_initialized() else 1
 
     def _compare(self) -> None:
         both = torch.stack([self._sum, -self._sum])
-        dist.all_reduce(both, dist.ReduceOp.MAX)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
         if int(both[0]) != -int(both[1]):
             raise UserError(
                 "the same batches on every rank are needed, of which each takes its part; the ranks' batches differ (within "

@@ -2,7 +2,7 @@
 
 from .group import init, is_under_torchrun, process_group, rank, world_size
 from .processes import WorkerError, Workers, run_processes
-from .replicas import Replicas, group_inside, replicas_of
+from .replicas import Replicas, group_inside, replica_folder, replicas_of
 from .worker import emit, fail, listening
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "listening",
     "process_group",
     "rank",
+    "replica_folder",
     "replicas_of",
     "run_processes",
     "world_size",

@@ -37,6 +37,11 @@ class Replicas:
         return self.number == 1
 
 
+def replica_folder(index: int | str) -> str:
+    """Return the name of the folder of a replica's checkpoints, in that of the run's."""
+    return f"replica-{index}"
+
+
 def replicas_of(number: int) -> Replicas:
     """Cut the ranks that there are into `number` replicas; a collective call.
 

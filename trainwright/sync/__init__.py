@@ -50,7 +50,7 @@ from .just_one_byte import JustOneByte
 from .local_sgd import DataParallel, LocalSGD
 from .lsgd import LSGD
 from .method import Method
-from .network import Network
+from .network import TCP_WIRE, Network
 from .one_bit_adam import OneBitAdam
 from .one_bit_lamb import OneBitLAMB
 from .options import check_options, options_of, parse_options
@@ -95,6 +95,7 @@ __all__ = [
     "MSGC",
     "SASRRW",
     "SRSGC",
+    "TCP_WIRE",
     "Absent",
     "AllGather",
     "AllReduce",

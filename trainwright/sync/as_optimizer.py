@@ -44,9 +44,10 @@ class SyncOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        losses = [float(each) for each in self._losses]
+        losses = self._losses if self.sync.method.reads_loss else []  # to read one is to wait for it
+        told = [float(each) for each in losses]
         self._losses.clear()
-        self.sync.step(math.fsum(losses) / len(losses) if losses else math.nan)
+        self.sync.step(math.fsum(told) / len(told) if told else math.nan)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

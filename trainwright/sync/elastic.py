@@ -41,6 +41,7 @@ from .requests import (
     Steps,
     T,
 )
+from .trade import trade
 
 _OP_TIMEOUT_S, _MEET_S, _GIVE_UP = 600.0, 120.0, 20.0
 """Seconds of one transfer, and of the first meeting; times the silence after which a failure that nobody explains is raised."""
@@ -347,11 +348,14 @@ class Elastic(Ranks):
         came = {peer: torch.empty_like(sent) for peer in sorted(peers)}
 
         def swap() -> None:
-            works = [pg.send([sent], peer, 0) for peer in came] + [
-                pg.recv([room], peer, 0) for peer, room in came.items()
-            ]
-            for work in works:
-                work.wait()
+            trade(
+                dict.fromkeys(came, sent),
+                came,
+                self.place.rank,
+                self.place.size,
+                lambda part, to: pg.send([part], to, 0),
+                lambda room, source: pg.recv([room], source, 0),
+            )
 
         for _ in came:
             self.traffic.count("send", sent)

@@ -140,9 +140,7 @@ def _round_s(size: Size, network: Network, compute_s: float) -> float:
     """
     graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
     rounds = _FEW_ROUNDS if size.num_workers > _MANY else _ROUNDS
-    first_s, one_s = (
-        network.busy_s("exchange", size.param_bytes, network.bytes_per_s, is_idle) for is_idle in (True, False)
-    )
+    first_s, one_s = (network.busy_s(size.param_bytes, network.bytes_per_s, is_idle) for is_idle in (True, False))
     begins, free, ends = [0.0] * size.num_workers, [0.0] * size.num_workers, []
     for number in range(rounds * len(graphs)):
         ready = [begin + compute_s for begin in begins]

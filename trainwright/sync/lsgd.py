@@ -199,6 +199,7 @@ RECORD = SyncRecord(
             lambda size, k: _rounds(size, k) if _grouped(size) else 0,
             "P/l",
             lambda size: size.num_workers // size.options["num_groups"],
+            follows=True,
         ),
         Message(
             "leader",
@@ -206,6 +207,7 @@ RECORD = SyncRecord(
             lambda size: (size.num_workers - 1) * size.param_bytes,
             lambda size, k: k // size.options["global_period"],
             "P/g",
+            follows=True,
         ),
     ),
     promises="another trajectory; the same stationary points",

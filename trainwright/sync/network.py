@@ -7,18 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .requests import Members
+from .trade import num_rounds
 
 Call = tuple[str, int]
 """A call of torch.distributed, and the bytes of a part, of a broadcast those of the tensor."""
+
+
+TCP_WIRE = 1 + 66 / 1448 + 66 / 1448 / 2
+"""Bytes on Ethernet for one by TCP: a header for 1448 bytes, and for two of these an acknowledgement that goes the other way."""
 
 
 @dataclass(frozen=True)
 class Network:
     """Links between workers: all alike but those in `links`, {(from, to): (latency_s, bytes_per_s)}.
 
-    The rest says what TCP makes of a link, and is 1 and 0 unless measured (`benchmarks.sync.transport`): wire, bytes on the wire
-    for one that is sent, with headers and acknowledgements; burst_bytes, what an idle link lets through at once; two_way, by
-    call, by how much longer it takes where all send and receive at once, for acknowledgements wait behind data.
+    The rest says what a transport makes of a link: wire, bytes on the wire for one that is sent (`TCP_WIRE` of Ethernet, where
+    all send and receive); burst_bytes, what an idle link lets through at once.
 
     >>> Network(1e-3, 1e6, links={(0, 1): (0.5, 1e3)}).slowest((0, 1, 2))
     (0.5, 1000.0)
@@ -31,7 +35,6 @@ class Network:
     links: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     wire: float = 1.0
     burst_bytes: float = 0.0
-    two_way: Mapping[str, float] = field(default_factory=dict)
 
     def link(self, source: int, to: int) -> tuple[float, float]:
         """Return (latency_s, bytes_per_s) of a link."""
@@ -47,28 +50,40 @@ class Network:
 
     def message_s(self, num_bytes: float) -> float:
         """Return the seconds of one message over the usual link."""
-        return self.latency_s + self.busy_s("send", num_bytes, self.bytes_per_s, is_idle=True)
+        return self.latency_s + self.busy_s(num_bytes, self.bytes_per_s, is_idle=True)
 
-    def busy_s(self, call: str, num_bytes: float, bytes_per_s: float, is_idle: bool) -> float:
+    def busy_s(self, num_bytes: float, bytes_per_s: float, is_idle: bool) -> float:
         """Return the seconds for which a link is busy with `num_bytes`; is_idle: it has had time for a burst before."""
         burst = self.burst_bytes if is_idle else 0.0
-        return max(0.0, num_bytes * self.wire * self.two_way.get(call, 1.0) - burst) / bytes_per_s
+        return max(0.0, num_bytes * self.wire - burst) / bytes_per_s
+
+    def paid_s(self, paid_s: float, now_s: float, num_bytes: float, bytes_per_s: float) -> float:
+        """Return until when a link's bytes are paid for, with `num_bytes` more from now on: a bucket that a burst fills.
+
+        They have left at that time, or at once where it is past.
+
+        >>> link = Network(0.0, 1000.0, burst_bytes=500)
+        >>> first = link.paid_s(-1.0, 0.0, 300, 1000.0)
+        >>> first, link.paid_s(first, 0.0, 300, 1000.0)  # the second leaves 0.1 s later
+        (-0.2, 0.099...)
+        """
+        return max(paid_s, now_s - self.burst_bytes / bytes_per_s) + num_bytes * self.wire / bytes_per_s
 
     def collective_s(self, calls: Sequence[Call], members: Members, is_idle: bool = True) -> float:
         """Return the seconds of collectives one right after the other.
 
-        all_to_all, all_gather: n − 1 parts leave each member. broadcast: on a binomial tree, whose root sends to ⌈log₂ n⌉ at once,
-        and the first of these to one less, and so on.
+        all_to_all, all_gather: n − 1 parts leave each member, in rounds as of `trade`, each of which waits a latency. broadcast:
+        on a binomial tree, whose root sends to ⌈log₂ n⌉ at once, and the first of these to one less, and so on.
         """
-        n = len(members)
-        if n == 1:
+        if len(members) == 1:
             return 0.0
-        latency_s, bytes_per_s = self.slowest(members)
+        latency_s, load, bytes_per_s = self.collective(calls, members)
+        return latency_s + self.busy_s(load, bytes_per_s, is_idle)
+
+    def collective(self, calls: Sequence[Call], members: Members) -> tuple[float, float, float]:
+        """Return what collectives wait for links, the bytes on the busiest of them, and its bytes a second."""
+        n, (latency_s, bytes_per_s) = len(members), self.slowest(members)
         deep = math.ceil(math.log2(n))
-        steps = sum(deep if kind == "broadcast" else n - 1 for kind, _ in calls)
-        loads = [
-            part * (deep * (deep + 1) / 2 if kind == "broadcast" else n - 1) * self.two_way.get(kind, 1.0)
-            for kind, part in calls
-        ]
-        # "all": the factors of each call are in the loads
-        return steps * latency_s + self.busy_s("all", sum(loads), bytes_per_s, is_idle)
+        steps = sum(deep if kind == "broadcast" else num_rounds(n - 1, part) for kind, part in calls)
+        load = sum(part * (deep * (deep + 1) / 2 if kind == "broadcast" else n - 1) for kind, part in calls)
+        return steps * latency_s, load, bytes_per_s

@@ -1,7 +1,8 @@
 """The engine on real ranks: answers requests by torch.distributed, over gloo or NCCL, and counts what is sent.
 
 An all-reduce is an all-to-all of parts, a sum of the own part in the order of ranks, and an all-gather: the bytes of a ring
-all-reduce, n parts of memory beside the tensor, and the same bits on every rank, in every run and on the simulator.
+all-reduce, n parts of memory beside the tensor, and the same bits on every rank, in every run and on the simulator. On CPUs
+both halves are messages in rounds (`trade`), for gloo's own collectives take up to twice as long on a slow link.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from .requests import (
     T,
 )
 from .sums import ordered_sum
+from .trade import trade
 from .traffic import Traffic
 
 _LAST_TAG = 1 << 20
@@ -190,7 +192,10 @@ class Ranks:
             return part.clone().unsqueeze(0)
         self.traffic.count("all_gather", part, size)
         rows = part.new_empty((size, part.numel()))
-        all_gather_flat(rows.view(-1), part.view(-1), group=self._group(members))
+        if part.device.type == "cpu":
+            self._trade([part.view(-1)] * size, rows, members)
+        else:
+            all_gather_flat(rows.view(-1), part.view(-1), group=self._group(members))
         return rows.view(size, *part.shape)
 
     def _all_to_all(self, parts: Tensor, members: Members | None) -> Tensor:
@@ -199,8 +204,26 @@ class Ranks:
             return parts.clone()
         self.traffic.count("all_to_all", parts, size)
         given = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(given, parts.contiguous(), group=self._group(members))
+        if parts.device.type == "cpu":
+            self._trade(parts.contiguous(), given, members)
+        else:
+            dist.all_to_all_single(given, parts.contiguous(), group=self._group(members))
         return given
+
+    def _trade(self, parts: Sequence[Tensor] | Tensor, rooms: Tensor, members: Members | None) -> None:
+        """Give part k to member k and take its own into room k; gloo's collectives do it one way after the other."""
+        ranks = members or tuple(range(self.place.size))
+        own = ranks.index(self.place.rank)
+        rooms[own] = parts[own]
+        others = [k for k in range(len(ranks)) if k != own and rooms[own].numel()]
+        trade(
+            {k: parts[k] for k in others},
+            {k: rooms[k] for k in others},
+            own,
+            len(ranks),
+            lambda part, k: dist.isend(part, self._global(ranks[k]), self.group, _LAST_TAG),
+            lambda room, k: dist.irecv(room, self._global(ranks[k]), self.group, _LAST_TAG),
+        )
 
     def _broadcast(self, tensor: Tensor, root: int, members: Members | None) -> Tensor:
         size, copy = self._size(members), tensor.clone(memory_format=torch.contiguous_format)
@@ -212,9 +235,20 @@ class Ranks:
     def _exchange(self, tensor: Tensor, peers: Members) -> dict[int, Tensor]:
         sent = tensor.contiguous()
         came = {peer: torch.empty_like(sent) for peer in sorted(peers)}
+        for _ in came:
+            self.traffic.count("send", sent)
+        if sent.device.type == "cpu":
+            trade(
+                dict.fromkeys(came, sent),
+                came,
+                self.place.rank,
+                self.place.size,
+                lambda part, to: dist.isend(part, self._global(to), self.group, _LAST_TAG),
+                lambda room, source: dist.irecv(room, self._global(source), self.group, _LAST_TAG),
+            )
+            return came
         ops = []
         for peer, room in came.items():
-            self.traffic.count("send", sent)
             there = self._global(peer)
             ops.append(dist.P2POp(dist.isend, sent, there, self.group, _LAST_TAG))
             ops.append(dist.P2POp(dist.irecv, room, there, self.group, _LAST_TAG))

@@ -6,10 +6,11 @@ Tables and documentation print it, a planner can price it, and the tests count w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .network import Network
+from .network import Call, Network
+from .requests import Members
 from .traffic import all_reduce_bytes
 
 AGREEMENT_BYTES = 512
@@ -51,7 +52,7 @@ class Message:
     total_bytes: that all workers together send in one occurrence. times: how often it occurs in the first k steps.
     says: the same in words, for one worker. members: workers that a broadcast is between; default: all. seconds: of one
     occurrence, for messages along edges, by the computation between two, which may hide some; default: as if a worker's
-    share were one message.
+    share were one message. follows: it comes right after the one before it in the record, and has what that left of a burst.
     """
 
     what: str
@@ -61,6 +62,7 @@ class Message:
     says: str
     members: Callable[[Size], int] = lambda size: size.num_workers
     seconds: Callable[[Size, Network, float], float] | None = None
+    follows: bool = False
 
     def seconds_on(self, size: Size, network: Network, compute_s: float) -> float:
         """Return what one occurrence takes on the links of `network`, as the simulator counts it, between computations of
@@ -71,14 +73,25 @@ class Message:
             return 0.0
         if self.seconds is not None:
             return self.seconds(size, network, compute_s)
+        if self.kind == "edge":
+            return network.message_s(total / n)
+        return network.collective_s(*self._calls(size))
+
+    def burst_left(self, size: Size, network: Network) -> float:
+        """Return the bytes of a burst that one occurrence leaves."""
+        if size.num_workers == 1 or self.kind == "edge" or self.seconds is not None or not self.total_bytes(size):
+            return network.burst_bytes
+        return max(0.0, network.burst_bytes - network.wire * network.collective(*self._calls(size))[1])
+
+    def _calls(self, size: Size) -> tuple[list[Call], Members]:
+        """The collectives of one occurrence, and who is in them."""
+        n, total = size.num_workers, self.total_bytes(size)
         if self.kind == "broadcast":
             members = self.members(size)
-            return network.collective_s([(self.kind, total * members // (n * (members - 1)))], tuple(range(members)))
-        halves = {"all-gather": ("all_gather",), "edge": ()}.get(self.kind, ("all_to_all", "all_gather"))
-        if not halves:
-            return network.message_s(total / n)
+            return [(self.kind, total * members // (n * (members - 1)))], tuple(range(members))
+        halves = ("all_gather",) if self.kind == "all-gather" else ("all_to_all", "all_gather")
         part = total // (len(halves) * n * (n - 1))
-        return network.collective_s([(half, part) for half in halves], tuple(range(n)))
+        return [(half, part) for half in halves], tuple(range(n))
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,14 @@ class SyncRecord:
 
     def exchange_s(self, size: Size, network: Network, compute_s: float, over: int = 1000) -> float:
         """Return the seconds a step in which a worker exchanges, on average over so many steps of `compute_s` of computing."""
-        return sum(each.seconds_on(size, network, compute_s) * each.times(size, over) for each in self.messages) / over
+        total_s, left = 0.0, network.burst_bytes
+        for each in self.messages:
+            if not each.times(size, over):
+                continue
+            link = replace(network, burst_bytes=left) if each.follows else network
+            total_s += each.seconds_on(size, link, compute_s) * each.times(size, over)
+            left = each.burst_left(size, link)
+        return total_s / over
 
     def row(self, size: Size) -> dict[str, str]:
         """Return the row of the table that lists the methods; numbers are those of `size`."""

@@ -10,7 +10,7 @@ Two calls, an all-to-all and an all-gather, of an eighth of a byte an element an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from .requests import AllGather, AllToAll, Steps
-from .sums import ordered_sum, squared_norm
+from .sums import squared_norm
+
+_BLOCK = 1 << 16
+"""Elements that are worked on at once: a block and what is made of it stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +54,11 @@ class Segments:
         """Return what all workers send for one mean."""
         return 2 * self.num_workers * (self.num_workers - 1) * self.message_bytes(itemsize)
 
-    def cut(self, vector: Tensor) -> Tensor:
-        """Return a vector of all segments as [n, chunk_length], padded with zeros."""
-        rows = vector.new_zeros((self.num_workers, self.chunk_length))
-        for part, (begin, length) in zip(vector.split(self.lengths), self._places()):
-            rows[:, begin : begin + length] = torch.nn.functional.pad(
-                part, (0, self.num_workers * length - part.numel())
-            ).view(self.num_workers, length)
-        return rows
-
-    def join(self, rows: Tensor) -> Tensor:
-        """Return the vector that `cut` made `rows` of."""
-        parts = [rows[:, begin : begin + length].reshape(-1) for begin, length in self._places()]
-        return torch.cat([part[:length] for part, length in zip(parts, self.lengths)])
-
     def num_real(self, rank: int) -> list[int]:
         """Return, of each segment, the elements of worker `rank`'s chunk that are no pads."""
         return [min(chunk, max(0, length - rank * chunk)) for length, chunk in zip(self.lengths, self.chunk_lengths)]
 
-    def _places(self) -> Iterator[tuple[int, int]]:
+    def places(self) -> Iterator[tuple[int, int]]:
         begin = 0
         for length in self.chunk_lengths:
             yield begin, length
@@ -81,23 +70,76 @@ def compressed_mean(
 ) -> Steps[Tensor]:
     """Return the compressed mean of the workers' vectors, the same on all; both errors are updated in place.
 
-    vector, error: [Σ lengths]. server_error: [chunk_length]. What the mean leaves out is in the
-    errors, so that sums over time are right.
+    vector, error: [Σ lengths]. server_error: [chunk_length]. What the mean leaves out is in the errors, so that sums over time
+    are right. Each element is read and written a few times, in blocks that stay in the cache, as a sum of vectors would.
     """
-    z = vector + error
-    scales = torch.stack([_scale(part, part.numel()) for part in z.split(segments.lengths)])
-    error.copy_(z - _scaled(sign_of(z), scales, segments.lengths))
-    packed = pack(segments.cut(z))
-    given = yield AllToAll(torch.cat([packed, _as_bytes(scales).expand(segments.num_workers, -1)], dim=1))
-    own = _mean_of(given, segments, z.dtype) + server_error
-    lengths, real = segments.chunk_lengths, segments.num_real(rank)
-    own *= _real_elements(lengths, real, own)
-    own_scales = torch.stack([_scale(part, count) for part, count in zip(own.split(lengths), real)])
-    kept = _scaled(sign_of(own), own_scales, lengths) * _real_elements(lengths, real, own)
-    server_error.copy_(own - kept)
-    rows = yield AllGather(torch.cat([pack(own[None])[0], _as_bytes(own_scales)]))
-    signs, all_scales = _opened(rows, segments, z.dtype)
-    return segments.join(torch.stack([_scaled(*each, lengths) for each in zip(signs, all_scales)]))
+    z, n = error.add_(vector), segments.num_workers
+    parts = z.split(segments.lengths)
+    scales = torch.stack([_scale(part, part.numel()) for part in parts])
+    packed = z.new_zeros((n, segments.chunk_length // 8), dtype=torch.uint8)
+    for part, scale, (begin, length) in zip(parts, scales, segments.places()):
+        bits = take_signs(part, scale)
+        room = bits.new_zeros(n * length // 8)
+        room[: len(bits)] = bits
+        packed[:, begin // 8 : (begin + length) // 8] = room.view(n, -1)
+    given = yield AllToAll(torch.cat([packed, _as_bytes(scales).expand(n, -1)], dim=1))
+    own_scales = _serve(segments, rank, given, server_error)
+    own = [take_signs(part, scale) for part, scale in zip(server_error.split(segments.chunk_lengths), own_scales)]
+    _clear_pads(segments, rank, server_error)
+    rows = yield AllGather(torch.cat([*own, _as_bytes(own_scales)]))
+    return _joined(segments, rows, z)
+
+
+def _serve(segments: Segments, rank: int, given: Tensor, server_error: Tensor) -> Tensor:
+    """Add the mean of the workers' chunks to `server_error`, and return the scale of each of its segments."""
+    chunks, scales = _opened(given, segments, server_error.dtype)
+    table = _table(server_error)
+    for index, (begin, length) in enumerate(segments.places()):
+        own = server_error[begin : begin + length]
+        tables = [table * scale for scale in scales[:, index]]
+        for block, *bits in zip(
+            own.split(_BLOCK), *(row[begin // 8 : (begin + length) // 8].split(_BLOCK // 8) for row in chunks)
+        ):
+            total = _looked_up(tables[0], bits[0])
+            for each, packed in zip(tables[1:], bits[1:]):
+                total += _looked_up(each, packed)
+            block += total.div_(segments.num_workers)
+    _clear_pads(segments, rank, server_error)
+    real = segments.num_real(rank)
+    return torch.stack([_scale(part, count) for part, count in zip(server_error.split(segments.chunk_lengths), real)])
+
+
+def _joined(segments: Segments, rows: Tensor, like: Tensor) -> Tensor:
+    """Return the vector whose chunks are in `rows`, each as signs and scales."""
+    chunks, scales = _opened(rows, segments, like.dtype)
+    table, mean = _table(like), torch.empty_like(like)
+    for index, (part, (begin, length)) in enumerate(zip(mean.split(segments.lengths), segments.places())):
+        for room, row, scale in zip(part.split(length), chunks, scales[:, index]):
+            scaled = table * scale
+            for block, bits in zip(room.split(_BLOCK), row[begin // 8 : (begin + length) // 8].split(_BLOCK // 8)):
+                block.copy_(_looked_up(scaled, bits)[: block.numel()])
+    return mean
+
+
+def _clear_pads(segments: Segments, rank: int, chunk: Tensor) -> None:
+    """Set what is no element to zero."""
+    for (begin, length), count in zip(segments.places(), segments.num_real(rank)):
+        chunk[begin + count : begin + length] = 0
+
+
+def take_signs(z: Tensor, scale: Tensor) -> Tensor:
+    """Return the signs of `z` ([k]) as bits ([⌈k / 8⌉]), and leave in it z − scale · sign(z), in place.
+
+    >>> z = torch.tensor([3.0, -1.0, 0.0])
+    >>> take_signs(z, torch.tensor(2.0)).tolist(), z.tolist()
+    ([160], [1.0, 1.0, -2.0])
+    """
+    bits = []
+    for block in z.split(_BLOCK):
+        block += 0.0  # −0.0 has the sign of 0
+        bits.append(_packed(block >= 0))
+        block -= torch.copysign(scale, block)
+    return torch.cat(bits) if len(bits) != 1 else bits[0]
 
 
 def sign_of(x: Tensor) -> Tensor:
@@ -105,59 +147,35 @@ def sign_of(x: Tensor) -> Tensor:
     return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
 
-def pack(x: Tensor) -> Tensor:
-    """Return the signs of `x` ([…, 8k]) as bits ([…, k], uint8), first element first; 1 for at least 0.
-
-    >>> pack(torch.tensor([[1.0, -1, 0, -2, -3, -4, -5, 6]])).tolist()
-    [[161]]
-    """
-    if x.device.type == "cpu":
-        return torch.from_numpy(np.packbits((x >= 0).numpy(), axis=-1))
-    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=x.device)
-    return ((x >= 0).view(*x.shape[:-1], -1, 8) * weights).sum(-1, dtype=torch.uint8)
+def _packed(bits: Tensor) -> Tensor:
+    """Return booleans ([k]) as bits ([⌈k / 8⌉], uint8), the first of eight in the highest place, 0 where there are none."""
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.packbits(bits.numpy()))
+    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=bits.device)
+    filled = torch.nn.functional.pad(bits, (0, -bits.numel() % 8))
+    return (filled.view(-1, 8) * weights).sum(-1, dtype=torch.uint8)
 
 
-def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ±1 ([…, 8k]) of bits ([…, k]).
-
-    >>> unpack(torch.tensor([161], dtype=torch.uint8), torch.float32).tolist()
-    [1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
-    """
+def _table(like: Tensor) -> Tensor:
+    """The eight signs ([256, 8]) of each byte."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
-    table = torch.from_numpy(bits * 2.0 - 1.0).to(dtype).to(packed.device)
-    return table.index_select(0, packed.reshape(-1).int()).view(*packed.shape[:-1], 8 * packed.shape[-1])
+    return torch.from_numpy(bits * 2.0 - 1.0).to(like)
 
 
-def _mean_of(given: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
-    signs, scales = _opened(given, segments, dtype)
-    return ordered_sum([_scaled(*each, segments.chunk_lengths) for each in zip(signs, scales)]) / segments.num_workers
+def _looked_up(table: Tensor, packed: Tensor) -> Tensor:
+    """The rows of the table ([256, 8]) for bytes ([k]), as one vector ([8k])."""
+    return table.index_select(0, packed.int()).view(-1)
 
 
 def _opened(messages: Tensor, segments: Segments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Signs [n, chunk_length] and scales [n, segments] of n messages."""
+    """Bits [n, chunk_length / 8] and scales [n, segments] of n messages."""
     num_bytes = segments.chunk_length // 8
-    scales = (
-        messages[:, num_bytes:]
-        .clone(memory_format=torch.contiguous_format)
-        .view(-1)
-        .view(dtype)
-        .view(len(messages), -1)
-    )
-    return unpack(messages[:, :num_bytes].contiguous(), dtype), scales
+    scales = messages[:, num_bytes:].clone(memory_format=torch.contiguous_format)
+    return messages[:, :num_bytes], scales.view(-1).view(dtype).view(len(messages), -1)
 
 
 def _scale(x: Tensor, count: int) -> Tensor:
     return (squared_norm(x) / max(1, count)).sqrt()
-
-
-def _scaled(signs: Tensor, scales: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Signs times the scale of their segment."""
-    return torch.cat([part * scale for part, scale in zip(signs.split(list(lengths)), scales)])
-
-
-def _real_elements(lengths: Sequence[int], real: Sequence[int], like: Tensor) -> Tensor:
-    """1 for elements, 0 for pads."""
-    return torch.cat([(torch.arange(n, device=like.device) < count).to(like.dtype) for n, count in zip(lengths, real)])
 
 
 def _as_bytes(values: Tensor) -> Tensor:

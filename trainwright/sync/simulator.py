@@ -1,8 +1,8 @@
 """The engine in one process: any number of workers on a clock that is only counted, over links with latency and bytes/s.
 
     a message      leaves when the sender's link is free, takes bytes / bytes_per_s, arrives latency_s later
-    a collective   begins when its last member is there; all-to-all and all-gather take n − 1 messages of a part each, one
-                   after the other, a broadcast those of a binomial tree, an all-reduce both of its halves
+    a collective   begins when its last member is there; all-to-all and all-gather take n − 1 messages of a part each, in
+                   rounds of one, small ones of many, a broadcast those of a binomial tree, an all-reduce both of its halves
     `Compute`      takes what `compute_s` says of the worker and of how often it has computed
 
 The numbers are those of real ranks to the bit: only who answers differs.
@@ -11,6 +11,7 @@ The numbers are those of real ranks to the bit: only who answers differs.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ def simulate(
     ...     return (yield AllReduce(torch.tensor([float(rank)])))
     >>> done = simulate([program(rank) for rank in range(3)], Network(latency_s=0.25), compute_s=[1.0, 1.0, 5.0])
     >>> done.results[0], done.seconds
-    (tensor([3.]), 6.0)
+    (tensor([3.]), 5.5)
     """
     paces = list(compute_s) if isinstance(compute_s, Sequence) else [compute_s] * len(programs)
     if len(paces) != len(programs) or not programs:
@@ -102,8 +103,8 @@ class _Worker(Generic[T]):
     pace: Seconds
     traffic: Traffic = field(default_factory=Traffic)
     num_computed: int = 0
-    free_s: float = 0.0
-    """When its link has sent what it was given."""
+    paid_s: float = -math.inf
+    """Until when its link is paid for by what it was given: see `Network.paid_s`."""
     collectives: Counter[Members] = field(default_factory=Counter)
     letters: dict[int, deque[Letter]] = field(default_factory=lambda: defaultdict(deque))
     """By tag, in the order of arrival."""
@@ -204,11 +205,10 @@ class _Run(Generic[T]):
         worker = self.workers[rank]
         worker.traffic.count("send", tensor)
         latency_s, bytes_per_s = self.network.link(rank, to)
-        call, num_bytes = "exchange" if tag < 0 else "send", tensor.numel() * tensor.element_size()
-        busy_s = self.network.busy_s(call, num_bytes, bytes_per_s, is_idle=worker.free_s < now_s)
-        worker.free_s = max(worker.free_s, now_s) + busy_s
+        num_bytes = tensor.numel() * tensor.element_size()
+        worker.paid_s = self.network.paid_s(worker.paid_s, now_s, num_bytes, bytes_per_s)
         letter = Letter(rank, tensor.clone())
-        self._at(worker.free_s + latency_s, lambda at_s: self._arrive(to, tag, letter, at_s))
+        self._at(max(now_s, worker.paid_s) + latency_s, lambda at_s: self._arrive(to, tag, letter, at_s))
 
     def _arrive(self, rank: int, tag: int, letter: Letter, now_s: float) -> None:
         self.workers[rank].letters[tag].append(letter)
@@ -249,15 +249,12 @@ class _Run(Generic[T]):
         requests = {member: there[member][0] for member in members}
         _check_alike(requests)
         begin_s = max(at_s for _, at_s in there.values())
-        is_idle = all(self.workers[each].free_s < begin_s for each in members)
-        end_s = begin_s + self._collective_s(requests, members, is_idle)
-        for each in members:
-            self.workers[each].free_s = max(self.workers[each].free_s, end_s)
+        end_s = self._collective_ends_s(requests, members, begin_s)
         for member, answer in _answers(requests, members).items():
             self._resume(member, answer, end_s)
 
-    def _collective_s(self, requests: Mapping[int, Any], members: Members, is_idle: bool) -> float:
-        """Count what each member sends, and return how long it takes."""
+    def _collective_ends_s(self, requests: Mapping[int, Any], members: Members, begin_s: float) -> float:
+        """Count what each member sends, and return when it is there."""
         parts = []
         for kind, of_member in _calls(requests[members[0]], len(members)):
             for member, request in requests.items():
@@ -266,7 +263,14 @@ class _Run(Generic[T]):
                     self.workers[member].traffic.count(kind, of_member, len(members), is_root)
             part = of_member.numel() * of_member.element_size() // (len(members) if kind == "all_to_all" else 1)
             parts.append((kind, part))
-        return self.network.collective_s(parts, members, is_idle)
+        if len(members) == 1:
+            return begin_s
+        latency_s, load, bytes_per_s = self.network.collective(parts, members)
+        before_s = min(begin_s, max(self.workers[each].paid_s for each in members))
+        paid_s = self.network.paid_s(before_s, begin_s, load, bytes_per_s)
+        for each in members:
+            self.workers[each].paid_s = max(self.workers[each].paid_s, paid_s)
+        return max(begin_s, paid_s) + latency_s
 
 
 def _calls(request: Any, num_members: int) -> list[tuple[str, Tensor]]:

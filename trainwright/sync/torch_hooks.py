@@ -263,6 +263,7 @@ def _compressed(index: int) -> Message:
         total,
         lambda size, k: max(0, k - size.options["start_step"]),
         "2r(n+m)" if index == 0 else "",
+        follows=index < 2,  # the small ones go first
     )
 
 
@@ -295,7 +296,7 @@ RECORDS = (
         PowerSGD,
         "gradients as thin matrices (torch's hook)",
         (
-            *(_compressed(index) for index in range(3)),
+            *(_compressed(index) for index in (2, 0, 1)),
             Message("gradients at first", "all-reduce", all_reduced, _whole, "2P at first"),
         ),
         promises="close to the trajectory of data-parallel",
