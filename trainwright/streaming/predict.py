@@ -1,0 +1,72 @@
+"""The peak of a streamed step, followed on real tensors or, before anything is there, on fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..optim.mezo import MeZO
+from ..profiler.tracker import MemoryTracker
+from ..torch_internals.fakes import faked, new_mode
+from .streamed import Streamed
+
+
+def peak_of_step(streamed: Streamed, step: Callable[[], Any]) -> int:
+    """Return the most bytes on the device during `step()`: the buffers, what stays, activations and temporaries.
+
+    The store and the batch are not counted: the one is elsewhere, the other the caller's.
+    """
+    with MemoryTracker() as tracker:
+        tracker.watch(streamed.device_tensors(), "param")
+        tracker.watch(streamed.model.buffers(), "buffer")
+        step()
+        return tracker.peak_bytes
+
+
+def predicted_peak(
+    model: nn.Module, loss: Callable[[nn.Module], Any], *, storage: torch.dtype | None = None,
+    blocks: Sequence[str] | None = None, exact: bool = False,
+) -> int:  # fmt: skip
+    """Return the peak of a streamed step of `loss(model)`, which is followed on fakes: nothing of its size is allocated.
+
+    model: on any device, meta included; it is not changed. The other arguments are those of `Streamed` and `MeZO`.
+
+    >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    >>> peak = predicted_peak(model, lambda model: model(torch.ones(1, 64)).sum())
+    >>> peak < 4 * 4 * 64 * 65 < 8 * 4 * 64 * 65  # four of eight blocks: three, and pieces of a direction
+    True
+    """
+    mode = new_mode()
+    with faked(model, mode) as stand_in, mode:
+        trained = [param for param in stand_in.parameters() if param.requires_grad]
+        optimizer = MeZO(trained, exact=exact)
+        streamed = Streamed(
+            stand_in, optimizer, _Nowhere(), storage=storage, blocks=blocks, draws=(_drawn(None), _drawn(torch.int32))
+        )
+
+        def closure() -> float:
+            loss(stand_in)
+            return 0.0
+
+        streamed.step(closure)
+        return peak_of_step(streamed, lambda: streamed.step(closure))
+
+
+class _Nowhere:
+    """A store of fakes: their bytes are none."""
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Leave `into` as it is."""
+
+    def write(self, name: str, data: Tensor) -> None:
+        """Keep nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+def _drawn(dtype: torch.dtype | None) -> Callable[[int, tuple[int, ...], int], Tensor]:
+    return lambda num, _key, _start: torch.empty(num, dtype=dtype)
