@@ -100,7 +100,7 @@ def find_parts(model: nn.Module, blocks: Sequence[str] | None = None, standing: 
     found = {id(named[path]): Part(path, [named[path]], stays=False) for path in paths}
     around = {id(module) for path, module in named.items() if any(inner.startswith(_below(path)) for inner in paths)}
     owner: dict[int, Part] = {}
-    for path, module in named.items():
+    for module in named.values():
         if id(module) in found:
             owner.update(dict.fromkeys((id(each) for each in module.modules()), found[id(module)]))
     for path, module in named.items():  # parents come before their children

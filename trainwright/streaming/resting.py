@@ -32,6 +32,7 @@ class Resting:
         self._buffers = [
             _Buffer(torch.empty(max(num_bytes.values()), dtype=torch.uint8, device=device)) for _ in range(2)
         ]
+        store.reserve(num_bytes)
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="trainwright-block-in")
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="trainwright-block-out")
         self._used: _Buffer | None = None
@@ -73,7 +74,8 @@ class Resting:
     def write(self) -> None:
         """Begin to write the block in use, whose bytes are changed; nobody changes them again before `use`."""
         buffer = self._used
-        assert buffer is not None and buffer.name is not None
+        assert buffer is not None
+        assert buffer.name is not None
         name, data, before = buffer.name, buffer.data[: self.num_bytes[buffer.name]], buffer.writing
 
         def write() -> None:
@@ -106,7 +108,9 @@ class Resting:
 
     def add(self, name: str, data: Tensor) -> None:
         """Put a new block into the store."""
-        self.num_bytes[name] = data.numel()
+        if name not in self.num_bytes:
+            self.num_bytes[name] = data.numel()
+            self.store.reserve({name: data.numel()})
         self.store.write(name, data)
 
     def close(self) -> None:

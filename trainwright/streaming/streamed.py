@@ -301,7 +301,7 @@ class Streamed:
         alone = self._one_by_one(closure)
         set_random_states(random)
         self._restore(buffers)
-        same = all(one == other or one != one and other != other for one, other in zip(in_turns, alone))
+        same = all(one == other or (one != one and other != other) for one, other in zip(in_turns, alone))
         if not same:
             warnings.warn(
                 f"the two forwards of {type(self.model).__name__} cannot take turns (losses of {in_turns}, {alone} one by one): "
