@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..artifacts import UserError
 from ..optim.mezo import MeZO
 from ..profiler.tracker import MemoryTracker
 from ..torch_internals.fakes import faked, new_mode
+from .blocks import find_parts
 from .streamed import Streamed
 
 
@@ -73,3 +75,31 @@ class _Nowhere:
 
 def _drawn(dtype: torch.dtype | None) -> Callable[[int, tuple[int, ...], int], Tensor]:
     return lambda num, _key, _start: torch.empty(num, dtype=dtype)
+
+
+def check_fits(
+    model: nn.Module, budget_bytes: int | None, predicted_bytes: int | None, *, storage: torch.dtype | None = None,
+    blocks: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    """Raise `UserError` where a step does not fit into a budget of the device.
+
+    predicted_bytes: the step's peak, where it is known. The other arguments are those of `Streamed`.
+    """
+    if budget_bytes is None:
+        return
+    used = {name: param.dtype for name, param in model.named_parameters()}
+    rests = {name: storage or dtype for name, dtype in used.items()}
+    parts = [part for part in find_parts(model, blocks).parts if not part.stays]
+    name, size = max(
+        ((part.name, 2 * part.layout(rests)[1] + part.layout(used)[1]) for part in parts), key=lambda found: found[1]
+    )
+    if size > budget_bytes:
+        raise UserError(
+            f"room for a block three times is needed, {size} bytes for {name}; the budget is {budget_bytes}; raise it, store in "
+            "bf16, or cut the model into smaller blocks"
+        )
+    if predicted_bytes is not None and predicted_bytes > budget_bytes:
+        raise UserError(
+            f"{predicted_bytes} bytes are needed at the peak of a step; the budget is {budget_bytes}; raise it, store in bf16, or "
+            "take a smaller batch"
+        )

@@ -86,13 +86,14 @@ class Streamed:
     parameters, with groups, decay and schedules as always; its `step` is this one's from here on. store: where blocks rest;
     default: `HostStore()`. storage: the type at rest: 16-bit ones are rounded stochastically, fp32 beside a bf16 model are
     masters; default: the model's. exchange: of slopes between ranks. source: gives the values of parameters on the meta
-    device, a model that is too large to build. on_part(index, number): called as parts come in.
+    device, a model that is too large to build. in_turns: whether both forwards take turns, so that a block comes in once for
+    both; default: found out in the first step. on_part(index, number): called as parts come in.
 
     Steps are equal to the bit to the optimizer's own, random numbers included. On the device are two blocks as they rest,
     the largest part once more in the model's type, what lies outside the blocks, and the activations of two forwards:
     `predicted_peak` tells. `model(x)` and `model.state_dict()` see all updates; `close()` makes the model whole again.
 
-    The first step runs both ways and proves that taking turns changes nothing; a model that hands values past its calls
+    The first step runs in turns and one by one, and proves that turns change nothing, which `in_turns` spares it; a model that hands values past its calls
     from block to block gets its forwards one after the other, each block twice a step. Not for models that fit: MeZO alone
     is faster. Raises `UserError` where there are no blocks, or the optimizer is another.
 
@@ -110,7 +111,7 @@ class Streamed:
     def __init__(
         self, model: nn.Module, optimizer: MeZO, store: BlockStore | None = None, *, storage: torch.dtype | None = None,
         blocks: Sequence[str] | None = None, standing: Sequence[str] = (), exchange: Exchange | None = None,
-        source: Source | None = None, on_part: Callable[[int, int], None] | None = None,
+        source: Source | None = None, in_turns: bool | None = None, on_part: Callable[[int, int], None] | None = None,
         draws: tuple[Draw, Draw] = (normals, uniform_bits),
     ) -> None:  # fmt: skip
         if not isinstance(optimizer, MeZO):
@@ -133,7 +134,7 @@ class Streamed:
         self._plain = _Plain()
         self._order: list[Part] = []
         self._visited: list[Part] = []
-        self._together: bool | None = None
+        self._together = in_turns
         self._standing: dict[str, Tensor] = {}
         self._moved: dict[int | None, dict[str, Tensor]] = {}
         self._stands_at: int | None = None
@@ -232,6 +233,11 @@ class Streamed:
         if behind.slopes:
             slopes = [((*key, *stream), slope) for stream, slope in behind.slopes]
             descend(own, slopes, *behind.settings[name], (*key, 1), self._draw, self._draw_bits)
+
+    @property
+    def blocks(self) -> list[Part]:
+        """The parts that rest in the store."""
+        return [part for part in self.parts if not part.stays]
 
     def device_tensors(self) -> list[Tensor]:
         """Return what lies on the device all the time."""
