@@ -75,7 +75,9 @@ def work(asked: dict[str, Any]) -> dict[str, Any]:
     predicted = _predicted(run, model, lambda stand_in: loss_of(stand_in, loaded.batch), storage, is_first)
     optimizer = MeZO(_groups(model, options), **options)
     base = [group["lr"] for group in optimizer.param_groups]
-    store: Any = HostStore() if tuple(run.places) == ("host",) else DiskStore(_own_places(run.places, rank(), num_ranks))
+    store: Any = (
+        HostStore() if tuple(run.places) == ("host",) else DiskStore(_own_places(run.places, rank(), num_ranks))
+    )
     teller = _Teller(emit) if is_first else None
     # dropout and the like differ between ranks, whose batches do
     torch.manual_seed(run.seed + rank())
@@ -83,7 +85,14 @@ def work(asked: dict[str, Any]) -> dict[str, Any]:
     losses: list[float] = []
     try:
         streamed = Streamed(
-            model, optimizer, store, storage=storage, blocks=run.blocks, exchange=exchange, source=source, on_part=teller
+            model,
+            optimizer,
+            store,
+            storage=storage,
+            blocks=run.blocks,
+            exchange=exchange,
+            source=source,
+            on_part=teller,
         )
         first = load(streamed, run.checkpoint) if run.resume and run.checkpoint else 0
         if exchange is not None and run.resume:
@@ -120,7 +129,7 @@ def work(asked: dict[str, Any]) -> dict[str, Any]:
                 save(streamed, run.checkpoint, step + 1, run.keep)
             if stops:
                 raise Refusal(
-                    f"a loss that is a number is needed; that of step {step + 1} is {loss}; the weights are those before it; take a "
+                    f"a loss that is a number is needed; that of step {step + 1} is {loss}; the weights are those before; take a "
                     "smaller --lr, or --on-nan skip"
                 )
         streamed.flush()
@@ -128,7 +137,12 @@ def work(asked: dict[str, Any]) -> dict[str, Any]:
     finally:
         if isinstance(store, DiskStore):
             store.close()
-    return {"first_step": first, "losses": losses, "predicted_peak_bytes": predicted, "num_blocks": len(streamed.blocks)}
+    return {
+        "first_step": first,
+        "losses": losses,
+        "predicted_peak_bytes": predicted,
+        "num_blocks": len(streamed.blocks),
+    }
 
 
 class _Teller:
@@ -144,7 +158,7 @@ class _Teller:
 
 
 def _loaded(run: StreamedRun) -> tuple[Loaded, Any]:
-    """Build the model; with weights in files its parameters are made on the meta device, one at a time."""
+    """Build the model; with weights in files its parameters have no values."""
     from .models.targets import load
 
     def build() -> Loaded:
@@ -205,7 +219,9 @@ def _predicted(run: StreamedRun, model: nn.Module, loss: Any, storage: Any, is_f
     except Exception as error:  # a model's own code, on tensors without values
         predicted = None
         if is_first:
-            emit({"kind": "note", "text": f"the peak of a step is not predicted: {type(error).__name__} without values"})
+            emit(
+                {"kind": "note", "text": f"the peak of a step is not predicted: {type(error).__name__} without values"}
+            )
     check_fits(model, run.memory_bytes, predicted, storage=storage, blocks=run.blocks)
     if is_first:
         emit({"kind": "predicted", "peak_bytes": predicted})

@@ -29,7 +29,11 @@ def build(name: str) -> Any:
 
     width, depth, heads = SHAPES[name]
     config = OPTConfig(
-        hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads, ffn_dim=4 * width, word_embed_proj_dim=width
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        ffn_dim=4 * width,
+        word_embed_proj_dim=width,
     )
     with without_values():
         return OPTForCausalLM(config)
@@ -68,13 +72,11 @@ def main() -> None:
     try:
         for step in range(asked.steps):
             read, written, begun = streamed.resting.num_read, streamed.resting.num_written, time.perf_counter()
-            cpu_s, losses = time.process_time(), []
-            peak = peak_of_step(
-                streamed, lambda: losses.append(streamed.step(lambda: model(input_ids=ids, labels=ids).loss))
-            )
+            cpu_s = time.process_time()
+            peak = peak_of_step(streamed, lambda: streamed.step(lambda: model(input_ids=ids, labels=ids).loss))
             step_s = time.perf_counter() - begun
             row = {
-                "step": step + 1, "loss": losses[0], "step_s": round(step_s, 1), "cpu_s": round(time.process_time() - cpu_s, 1),
+                "step": step + 1, "slope": optimizer.slope, "step_s": round(step_s, 1), "cpu_s": round(time.process_time() - cpu_s, 1),
                 "read": streamed.resting.num_read - read, "written": streamed.resting.num_written - written,
                 "peak": peak, "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "io": Path("/proc/self/io").read_text(encoding="utf8").split()[9::2],

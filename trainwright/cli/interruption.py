@@ -37,7 +37,9 @@ def told_when_interrupted(
         except KeyboardInterrupt as error:
             by_signal = isinstance(error, _Terminated)
             status = TERMINATED if by_signal else INTERRUPTED
-            text = ending(steps(), num_steps, folder, "ended by SIGTERM" if by_signal else "interrupted", newest or _of_plans)
+            text = ending(
+                steps(), num_steps, folder, "ended by SIGTERM" if by_signal else "interrupted", newest or _of_plans
+            )
             raise Interrupted(text if is_first_rank() else "", status) from None
 
 

@@ -72,7 +72,9 @@ def check_unstreamed(storage: str | None, blocks: Any, memory: str | None, weigh
     given = {"storage": storage, "blocks": blocks, "memory": memory, "weights": weights}
     for name, value in given.items():
         if value:
-            raise UserError(f"--stream-{name} needs --stream; got none; add --stream host, or leave --stream-{name} out")
+            raise UserError(
+                f"--stream-{name} needs --stream; got none; add --stream host, or leave --stream-{name} out"
+            )
 
 
 def train_streamed(
@@ -131,7 +133,9 @@ def _check(stream: Sequence[str], options: Mapping[str, Any]) -> None:
     if options["storage"] is not None and options["storage"] not in _STORAGES:
         raise UserError(f"--stream-storage is one of {', '.join(_STORAGES)}; got {options['storage']!r}; choose one")
     if options["on_nan"] not in _POLICIES:
-        raise UserError(f"--on-nan beside --stream is one of {', '.join(_POLICIES)}; got {options['on_nan']!r}; choose one")
+        raise UserError(
+            f"--on-nan beside --stream is one of {', '.join(_POLICIES)}; got {options['on_nan']!r}; choose one"
+        )
     check_readable("--data", options["data"])
     if is_first_rank():
         check_tensorboard(options["tensorboard"])
@@ -140,7 +144,7 @@ def _check(stream: Sequence[str], options: Mapping[str, Any]) -> None:
     folder = options["checkpoint"]
     if folder is not None and not options["resume"] and saved_steps(folder):
         raise UserError(
-            f"a directory without steps of another run is needed for --checkpoint; {folder} has some; add --resume, or choose another"
+            f"a directory without another run's steps is needed for --checkpoint; {folder} has some; add --resume, or choose another"
         )
     if options["resume"] and not saved_steps(folder):
         raise UserError(f"a step to go on from is needed in {folder}; there is none; leave --resume out")
@@ -172,4 +176,3 @@ def _summary(steps: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> st
     if found["predicted_peak_bytes"]:
         lines.append(f"peak   {format_bytes(found['predicted_peak_bytes'])}, predicted")
     return "\n".join(lines)
-

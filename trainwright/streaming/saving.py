@@ -1,8 +1,8 @@
 """A streamed run on disk: safetensors files, a part each, and one small JSON file that makes them a whole step.
 
-    step-12/  0000-h.0.safetensors …   the parameters as they rest, and the buffers
-              state.json               the optimizer's settings, the steps taken, torch's generators, sums of what belongs
-    The folder is written beside and renamed when all of it is there; older ones go then.
+step-12/  0000-h.0.safetensors …   the parameters as they rest, and the buffers
+          state.json               the optimizer's settings, the steps taken, torch's generators, sums of what belongs
+The folder is written beside and renamed when all of it is there; older ones go then.
 """
 
 from __future__ import annotations

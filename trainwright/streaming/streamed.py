@@ -85,17 +85,19 @@ class Streamed:
     model: any module with a list of blocks; blocks: their paths (`h.*`), where it has none. optimizer: a `MeZO` of its
     parameters, with groups, decay and schedules as always; its `step` is this one's from here on. store: where blocks rest;
     default: `HostStore()`. storage: the type at rest: 16-bit ones are rounded stochastically, fp32 beside a bf16 model are
-    masters; default: the model's. exchange: of slopes between ranks. source: gives the values of parameters on the meta
-    device, a model that is too large to build. in_turns: whether both forwards take turns, so that a block comes in once for
-    both; default: found out in the first step. on_part(index, number): called as parts come in.
+    masters; default: the model's. standing: parameters to keep on the device. exchange: of slopes between ranks. source:
+    gives the values of parameters by name, for a model that is too large to build (`without_values`). in_turns: whether
+    both forwards take turns, so that a block comes in once for both; default: found out in the first step. on_part(index,
+    number): called as parts come in. draws: directions and rounding bits, for predictions.
 
     Steps are equal to the bit to the optimizer's own, random numbers included. On the device are two blocks as they rest,
     the largest part once more in the model's type, what lies outside the blocks, and the activations of two forwards:
     `predicted_peak` tells. `model(x)` and `model.state_dict()` see all updates; `close()` makes the model whole again.
 
-    The first step runs in turns and one by one, and proves that turns change nothing, which `in_turns` spares it; a model that hands values past its calls
-    from block to block gets its forwards one after the other, each block twice a step. Not for models that fit: MeZO alone
-    is faster. Raises `UserError` where there are no blocks, or the optimizer is another.
+    The first step runs in turns and one by one, to prove that turns change nothing. A model that hands values past its
+    calls from block to block gets its forwards one by one, each block twice a step. A parameter that is read outside the
+    module that holds it stands: it is kept on the device from then on. Not for models that fit: MeZO alone is faster.
+    Raises `UserError` where there are no blocks, or the optimizer is another.
 
     >>> from trainwright.optim import MeZO
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
@@ -105,7 +107,7 @@ class Streamed:
     True
 
     Source: Wang et al. 2025, ZO2 (arXiv:2503.12668). Departs: steps of any model that runs, found by its calls; flushed before
-    anyone looks; tied weights, groups, dropout; counters for directions; disks.
+    anyone looks; tied weights, groups and dropout; directions from counters; disks.
     """
 
     def __init__(
@@ -163,7 +165,6 @@ class Streamed:
     def _rest(self, store: BlockStore, standing: dict[str, nn.Parameter]) -> None:
         """Put the blocks into the store, and what stays into tensors as they rest."""
         device = next(iter(self.model.parameters())).device
-        device = torch.device("cpu") if device.type == "meta" else device
         for part in self.parts:
             self._states[part] = _State(part.name, part.layout(self._rests_as), part.layout(self._used_as))
         sizes = {state.key: state.rest[1] for part, state in self._states.items() if not part.stays}
@@ -171,14 +172,14 @@ class Streamed:
         most = max(state.use[1] for state in self._states.values())
         self._in_use = torch.empty(most, dtype=torch.uint8, device=device)
         for name, param in standing.items():
-            self._standing[name] = self._source(name, param).detach().to(self._rests_as[name])
+            self._standing[name] = self._source(name, param).detach().to(self._rests_as[name]).contiguous()
             param.data = self._standing[name].to(param.dtype)
         for part in self.parts:
             state = self._states[part]
             for name, param in part.params.items():
                 value = self._source(name, param).detach()
                 if part.stays:
-                    state.own[name] = value.to(self._rests_as[name])
+                    state.own[name] = value.to(self._rests_as[name]).contiguous()
                 else:
                     self._view(self._in_use_for(state), state.rest[0], name, self._rests_as, param).copy_(value)
                 self._put_away(name, param)
@@ -294,27 +295,26 @@ class Streamed:
 
     def _losses(self, closure: Callable[[], Any]) -> tuple[float, float]:
         if self._together is None:
-            self._together = self._changes_nothing(closure)
-        above, below = self._pass([ABOVE, BELOW], closure) if self._together else self._one_by_one(closure)
+            above, below = self._compared(closure)
+        else:
+            above, below = self._pass([ABOVE, BELOW], closure) if self._together else self._one_by_one(closure)
         return above, below
 
-    def _changes_nothing(self, closure: Callable[[], Any]) -> bool:
-        """Tell whether forwards that take turns give the losses that they give one after the other."""
+    def _compared(self, closure: Callable[[], Any]) -> list[float]:
+        """Return the losses of forwards one by one; find out whether they are the same in turns."""
         random, buffers = random_states(), self._buffers()
         in_turns = self._pass([ABOVE, BELOW], closure)
         set_random_states(random)
         self._restore(buffers)
         alone = self._one_by_one(closure)
-        set_random_states(random)
-        self._restore(buffers)
-        same = all(one == other or (one != one and other != other) for one, other in zip(in_turns, alone))
-        if not same:
+        self._together = all(one == other or (one != one and other != other) for one, other in zip(in_turns, alone))
+        if not self._together:
             warnings.warn(
                 f"the two forwards of {type(self.model).__name__} cannot take turns (losses of {in_turns}, {alone} one by one): "
                 "it hands values on past its calls, or draws other numbers; each block comes in twice a step",
                 stacklevel=5,
             )
-        return same
+        return alone
 
     def _one_by_one(self, closure: Callable[[], Any]) -> list[float]:
         random = random_states()
@@ -525,6 +525,7 @@ class Streamed:
 def _own_values(name: str, param: nn.Parameter) -> Tensor:
     if param.is_meta:
         raise UserError(
-            f"values are needed for {name}, which is on the meta device; got none; give source=, or build the model on the cpu"
+            f"a value of {name} is needed, which is on the meta device; build the model on the cpu, or in without_values() and "
+            "give source="
         )
     return param.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,20 +17,22 @@ from ..artifacts import UserError
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Let modules that are made inside have parameters on the meta device; buffers have their values.
+    """Let modules that are made inside have parameters of one number, expanded to their shapes; buffers have their values.
 
-    Each parameter is made, and given up, by itself: memory is that of the largest.
+    While the modules are made, parameters are on the meta device, where initialising them costs nothing. Memory is that of
+    the largest.
 
     >>> with without_values():
     ...     layer = nn.Linear(3, 4)
-    >>> layer.weight.device.type
-    'meta'
+    >>> layer.weight.shape, layer.weight.untyped_storage().nbytes()
+    (torch.Size([4, 3]), 4)
     """
-    own = nn.Module.register_parameter
+    own, made = nn.Module.register_parameter, []
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        made.append(self)
         own(self, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -37,6 +40,13 @@ def without_values() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = own  # type: ignore[method-assign]
+    stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # both, so that no id is used again
+    for module in made:
+        for name, param in module.named_parameters(recurse=False):
+            if param.is_meta:
+                empty = torch.full((), math.nan, dtype=param.dtype).expand(param.shape)
+                pair = (param, nn.Parameter(empty, requires_grad=param.requires_grad))
+                setattr(module, name, stand_ins.setdefault(id(param), pair)[1])
 
 
 def from_safetensors(path: str | os.PathLike[str]) -> Callable[[str, Any], Tensor]:
@@ -60,7 +70,9 @@ def from_safetensors(path: str | os.PathLike[str]) -> Callable[[str, Any], Tenso
 
     def read(name: str, param: nn.Parameter) -> torch.Tensor:
         if name not in where:
-            raise UserError(f"a value of {name} is needed; the files of {path} have none; give the weights of this model")
+            raise UserError(
+                f"a value of {name} is needed; the files of {path} have none; give the weights of this model"
+            )
         with safe_open(where[name], framework="pt") as opened:
             found: Tensor = opened.get_tensor(name)
         if found.shape != param.shape:
