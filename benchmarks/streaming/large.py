@@ -76,7 +76,8 @@ def main() -> None:
             peak = peak_of_step(streamed, lambda: streamed.step(lambda: model(input_ids=ids, labels=ids).loss))
             step_s = time.perf_counter() - begun
             row = {
-                "step": step + 1, "slope": optimizer.slope, "step_s": round(step_s, 1), "cpu_s": round(time.process_time() - cpu_s, 1),
+                "step": step + 1, "slope": optimizer.slope, "step_s": round(step_s, 1),
+                "cpu_s": round(time.process_time() - cpu_s, 1),
                 "read": streamed.resting.num_read - read, "written": streamed.resting.num_written - written,
                 "peak": peak, "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "io": Path("/proc/self/io").read_text(encoding="utf8").split()[9::2],

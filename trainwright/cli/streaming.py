@@ -120,8 +120,6 @@ def train_streamed(
 
 
 def _check(stream: Sequence[str], options: Mapping[str, Any]) -> None:
-    from ..streaming.saving import saved_steps
-
     if "host" in stream and len(stream) > 1:
         raise UserError(
             f"--stream host or directories are needed; got {', '.join(stream)}; leave host out, or them (./host is a directory)"
@@ -141,13 +139,26 @@ def _check(stream: Sequence[str], options: Mapping[str, Any]) -> None:
         check_tensorboard(options["tensorboard"])
         check_file("--metrics", options["metrics"])
         check_folder("--checkpoint", options["checkpoint"])
-    folder = options["checkpoint"]
-    if folder is not None and not options["resume"] and saved_steps(folder):
+    _check_saving(options["checkpoint"], options["checkpoint_every"], options["resume"])
+
+
+def _check_saving(folder: str | None, every: int | None, resume: bool) -> None:
+    from ..streaming.saving import saved_steps
+
+    for option, given in (("--checkpoint-every", every is not None), ("--resume", resume)):
+        if given and folder is None:
+            raise UserError(f"{option} needs the directory of the checkpoints; got none; add --checkpoint DIR")
+    if folder is None:
+        return
+    place = Path(folder)
+    if resume and not saved_steps(folder):
         raise UserError(
-            f"a directory without another run's steps is needed for --checkpoint; {folder} has some; add --resume, or choose another"
+            f"--resume needs a streamed run's steps; there are none in {folder}; check the path, or leave it out"
         )
-    if options["resume"] and not saved_steps(folder):
-        raise UserError(f"a step to go on from is needed in {folder}; there is none; leave --resume out")
+    if not resume and place.is_dir() and any(place.iterdir()):
+        raise UserError(
+            f"an empty or a new directory is needed for --checkpoint; {folder} is in use; add --resume, or choose another"
+        )
 
 
 def _newest(folder: Path) -> tuple[Path, int] | None:

@@ -128,7 +128,6 @@ def train(
     from ..training import optimizer_of
 
     if stream:
-        check_saving(checkpoint, checkpoint_every, resume, restarts)
         check_alone({
             "--plan": (plan_path, None), "--optimizer-form": (optimizer_form, None), "--norms": (norms, None),
             "--eval-data": (eval_data, None), "--grow-batch": (grow_batch, None), "--sync": (sync, None),
