@@ -72,7 +72,7 @@ def work(asked: dict[str, Any]) -> dict[str, Any]:
     options = _options(run)
     factors = ScheduleOptions(**(run.schedule or {})).factors(run.steps, "mezo")
     loss_of = _loss(loaded)
-    predicted = _predicted(run, model, lambda stand_in: loss_of(stand_in, loaded.batch), storage, is_first)
+    predicted = _predicted(run, loaded, loss_of, storage, is_first)
     optimizer = MeZO(_groups(model, options), **options)
     base = [group["lr"] for group in optimizer.param_groups]
     store: Any = (
@@ -206,14 +206,16 @@ def _own_places(places: Sequence[str], rank: int, num_ranks: int) -> list[str]:
     return [str(place) for place in own]
 
 
-def _predicted(run: StreamedRun, model: nn.Module, loss: Any, storage: Any, is_first: bool) -> int | None:
+def _predicted(run: StreamedRun, loaded: Loaded, loss: Any, storage: Any, is_first: bool) -> int | None:
     """Say what a step will take of the device, and refuse what does not fit."""
     from .launch import emit
     from .streaming import check_fits, predicted_peak
 
-    exact = _options(run).get("exact", False)
+    model, exact = loaded.model, bool(_options(run).get("exact", False))
     try:
-        predicted: int | None = predicted_peak(model, loss, storage=storage, blocks=run.blocks, exact=exact)
+        predicted: int | None = predicted_peak(
+            model, loaded.batch, loss, storage=storage, blocks=run.blocks, exact=exact
+        )
     except UserError:
         raise
     except Exception as error:  # a model's own code, on tensors without values

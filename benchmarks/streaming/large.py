@@ -58,7 +58,9 @@ def main() -> None:
     model = build(asked.size).train(False)
     num_params = sum(param.numel() for param in model.parameters())
     ids = torch.randint(50_000, (1, asked.tokens))
-    predicted = predicted_peak(model, lambda stand_in: stand_in(input_ids=ids, labels=ids).loss, storage=torch.bfloat16)
+    predicted = predicted_peak(
+        model, ids, lambda model, ids: model(input_ids=ids, labels=ids).loss, storage=torch.bfloat16
+    )
     store: Any = HostStore() if asked.place == "host" else DiskStore([asked.place])
     optimizer = MeZO(model.parameters(), lr=1e-7)
     begun = time.perf_counter()
@@ -73,7 +75,7 @@ def main() -> None:
         for step in range(asked.steps):
             read, written, begun = streamed.resting.num_read, streamed.resting.num_written, time.perf_counter()
             cpu_s = time.process_time()
-            peak = peak_of_step(streamed, lambda: streamed.step(lambda: model(input_ids=ids, labels=ids).loss))
+            peak = peak_of_step(streamed, lambda: streamed.step(lambda: model(input_ids=ids, labels=ids).loss), ids)
             step_s = time.perf_counter() - begun
             row = {
                 "step": step + 1, "slope": optimizer.slope, "step_s": round(step_s, 1),

@@ -186,16 +186,16 @@ def test_masters_beside_a_model_in_bf16() -> None:
 @pytest.mark.parametrize("kind", ["plain", "tied", "read elsewhere", "its own loop"])
 def test_the_peak_is_predicted_to_the_byte(kind: str, storage: torch.dtype | None) -> None:
     model, ids = Tokens(kind, dropout=0.1, width=32), batches()[0]
-    predicted = predicted_peak(model, lambda stand_in: loss_of(stand_in, ids), storage=storage)
+    predicted = predicted_peak(model, ids, loss_of, storage=storage)
     streamed = Streamed(model, MeZO(model.parameters()), storage=storage)
     streamed.step(lambda: loss_of(model, ids))
-    assert peak_of_step(streamed, lambda: streamed.step(lambda: loss_of(model, ids))) == predicted
+    assert peak_of_step(streamed, lambda: streamed.step(lambda: loss_of(model, ids)), ids) == predicted
 
 
 def test_the_peak_is_three_blocks_and_what_stays() -> None:
     """Of forty blocks; the temporaries of a move are at most a few pieces of a direction."""
     model, x = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(40)]), torch.ones(1, 1024)
-    peak = predicted_peak(model, lambda stand_in: stand_in(x).sum())
+    peak = predicted_peak(model, x, lambda stand_in, x: stand_in(x).sum())
     block = 4 * 1024 * 1024
     assert 3 * block < peak <= 3 * block + 5 * 4 * PIECE
 

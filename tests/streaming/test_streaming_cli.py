@@ -95,7 +95,10 @@ def test_weights_come_from_files_and_two_processes_agree(model: str, tmp_path: P
         (["--optimizer", "mezo", "--stream", "host", "--stream-weights", "{tmp}/no.safetensors"], "has none"),
         (["--optimizer", "mezo", "--stream", "host", "--plan", "plan.json"], "--plan is of planned training"),
         (["--optimizer", "mezo", "--stream", "host", "--optimizer-option", "momentum=0.9"], "momentum"),
-        (["--optimizer", "mezo", "--stream", "host", "--resume", "--checkpoint", "{tmp}/run"], "--resume needs a streamed"),
+        (
+            ["--optimizer", "mezo", "--stream", "host", "--resume", "--checkpoint", "{tmp}/run"],
+            "--resume needs a streamed",
+        ),
         (["--stream-storage", "bf16", "--plan", "plan.json"], "--stream-storage needs --stream"),
         ([], "a plan is needed"),
     ],

@@ -11,17 +11,21 @@ from torch import Tensor, nn
 from ..artifacts import UserError
 from ..optim.mezo import MeZO
 from ..profiler.tracker import MemoryTracker
-from ..torch_internals.fakes import faked, new_mode
+from ..profiler.values import KnownValues
+from ..torch_internals.fakes import fake_like, faked, new_mode
+from ..torch_internals.private import flatten, unflatten
+from ..torch_internals.trees import tensors_in
 from .blocks import find_parts
 from .streamed import Streamed
 
 
-def peak_of_step(streamed: Streamed, step: Callable[[], Any]) -> int:
+def peak_of_step(streamed: Streamed, step: Callable[[], Any], batch: Any = ()) -> int:
     """Return the most bytes on the device during `step()`: the buffers, what stays, activations and temporaries.
 
     The store and the batch are not counted: the one is elsewhere, the other the caller's.
     """
     with MemoryTracker() as tracker:
+        tracker.watch(tensors_in(batch), "input")
         tracker.watch(streamed.device_tensors(), "param")
         tracker.watch(streamed.model.buffers(), "buffer")
         step()
@@ -29,20 +33,23 @@ def peak_of_step(streamed: Streamed, step: Callable[[], Any]) -> int:
 
 
 def predicted_peak(
-    model: nn.Module, loss: Callable[[nn.Module], Any], *, storage: torch.dtype | None = None,
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Any], *, storage: torch.dtype | None = None,
     blocks: Sequence[str] | None = None, exact: bool = False,
 ) -> int:  # fmt: skip
-    """Return the peak of a streamed step of `loss(model)`, which is followed on fakes: nothing of its size is allocated.
+    """Return the peak of a streamed step of `loss(model, batch)`, which is followed on fakes: nothing of its size is allocated.
 
     model: on any device, meta included; it is not changed. The other arguments are those of `Streamed` and `MeZO`.
 
     >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(100)])
-    >>> peak = predicted_peak(model, lambda model: model(torch.ones(1, 64)).sum())
+    >>> peak = predicted_peak(model, torch.ones(1, 64), lambda model, x: model(x).sum())
     >>> peak < 4 * 64 * 65 * 7  # bytes of 7 blocks of 100: three, and what moves one
     True
     """
     mode = new_mode()
-    with faked(model, mode) as stand_in, mode:
+    leaves, form = flatten(batch)
+    fakes = [fake_like(leaf.detach(), mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    faked_batch = unflatten(fakes, form)
+    with faked(model, mode) as stand_in, KnownValues(mode, fills_memory=False):
         trained = [param for param in stand_in.parameters() if param.requires_grad]
         optimizer = MeZO(trained, exact=exact)
         streamed = Streamed(
@@ -50,11 +57,11 @@ def predicted_peak(
         )
 
         def closure() -> float:
-            loss(stand_in)
+            loss(stand_in, faked_batch)
             return 0.0
 
         streamed.step(closure)
-        return peak_of_step(streamed, lambda: streamed.step(closure))
+        return peak_of_step(streamed, lambda: streamed.step(closure), faked_batch)
 
 
 class _Nowhere:
