@@ -76,7 +76,7 @@ SOLVERS = ("ddp", "fsdp", "megatron", "two-stage", "joint")
 FOLDERS = (
     "artifacts", "capture", "federated", "fusion", "integrations", "launch", "models", "nn", "numerics", "ops",
     "optim", "planner", "profiler", "program", "rank", "reports", "runtime", "schedules", "selection", "solvers",
-    "sync", "torch_internals",
+    "streaming", "sync", "tiers", "torch_internals",
 )  # fmt: skip
 """The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
 EXPERTS = ("experts", "register_experts", "register_gate")

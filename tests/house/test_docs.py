@@ -150,7 +150,8 @@ def check(given: dict[str, Any]) -> None:
     for name in ("memory", "fits"):
         if given.get(name) and given[name] != "auto":
             parse_bytes(given[name])
-    for name in (given.get("optimizer") or "").split(","):
+    streamed = bool(given.get("stream"))  # by MeZO, which no plan knows
+    for name in () if streamed else (given.get("optimizer") or "").split(","):
         if name:
             tw.optim.record(name)
     if given.get("select"):

@@ -39,7 +39,9 @@ MAY_IMPORT = {
     "solvers": {"solvers", "artifacts", "numerics"},
     "federated": {"federated", "artifacts", "numerics", "runtime"},
     "sync": {"sync", "artifacts", "launch", "numerics"},
+    "tiers": {"tiers", "artifacts", "launch", "numerics"},
     "fusion": {"fusion", "artifacts", "capture", "models", "optim", "torch_internals"},
+    "streaming": {"streaming", "artifacts", "numerics", "optim", "profiler", "sync", "tiers", "torch_internals"},
 }
 THIN = {("artifacts", "reports"), ("artifacts", "runtime")}
 """Imports inside a method of an artifact that only passes the call on."""

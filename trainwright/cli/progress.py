@@ -30,10 +30,10 @@ _BAR_WIDTH, _LEAST_BAR_WIDTH = 24, 8
 class StepProgress:
     """A context manager that shows the steps of a run on standard error as they come, and keeps them in `steps`.
 
-    plan: what the run is held against, once, after its first steps.
+    plan: what the run is held against, once, after its first steps; None: a run without one.
     """
 
-    def __init__(self, num_steps: int, plan: Plan, text: str = "training") -> None:
+    def __init__(self, num_steps: int, plan: Plan | None, text: str = "training") -> None:
         self.steps: list[dict[str, Any]] = []
         self._num_steps, self._plan = num_steps, plan
         self._bar = _Bar(num_steps, text) if sys.stderr.isatty() else None
@@ -49,8 +49,10 @@ class StepProgress:
             self._compare()
         elif event.get("kind") == "begun":  # again, where ranks were lost: what came after the checkpoint is repeated
             self.steps = [step for step in self.steps if step["step"] < event["step"]]
+        elif event.get("kind") == "part":
+            self._show_part(event)
         elif "text" in event:
-            self._say(f"note: {event['text']}")
+            self.say(f"note: {event['text']}")
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -65,7 +67,7 @@ class StepProgress:
 
     def _show(self, event: dict[str, Any]) -> None:
         if event.get("skipped"):
-            self._say(f"note: step {event['step'] + 1} is left out: loss or gradients were not finite")
+            self.say(f"note: step {event['step'] + 1} is left out: loss or gradients were not finite")
         if self._bar is not None:
             self._bar.advance_to(event["step"] + 1, [*self._losses(event), *_pace(event, self._plan)])
         elif (
@@ -77,6 +79,14 @@ class StepProgress:
             parts = [f"step {event['step'] + 1}/{self._num_steps}", *self._losses(event)]
             remark("  ".join([*parts, *_pace(event, self._plan)]))
 
+    def _show_part(self, event: dict[str, Any]) -> None:
+        """Tell how far a step has come that takes long."""
+        where = f"part {event['part']} of {event['num_parts']}"
+        if self._bar is not None:
+            self._bar.advance_to(event["step"], [where])
+        else:
+            remark(f"step {event['step'] + 1}/{self._num_steps}  {where}")
+
     def _losses(self, event: dict[str, Any]) -> list[str]:
         """The loss, and the latest one on data that is held out."""
         if event.get("eval_loss") is not None:
@@ -84,25 +94,26 @@ class StepProgress:
         return [f"loss {event['loss']:.4f}", *self._held_out]
 
     def _compare(self) -> None:
-        if not self._compared and len(of_planned_shape(self.steps)) == COMPARED_AFTER:
+        if self._plan is not None and not self._compared and len(of_planned_shape(self.steps)) == COMPARED_AFTER:
             self._compared = True
             for line in comparison(self.steps, self._plan):
-                self._say(line)
+                self.say(line)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Say something beside the progress."""
         if self._bar is not None:
             self._bar.say(text)
         else:
             remark(text)
 
 
-def _pace(event: Mapping[str, Any], plan: Plan) -> list[str]:
+def _pace(event: Mapping[str, Any], plan: Plan | None) -> list[str]:
     """How long a step took, how much memory the run has taken of what it may, and how fast that is."""
     tokens, samples = event.get("tokens_per_s"), event["samples_per_s"]
     rate = f"{format_count(tokens)} tokens/s" if tokens else f"{format_count(samples)} samples/s"
     if not event["peak_bytes"]:
         return [format_s(event["step_s"]), rate]
-    budget = f" of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes else ""
+    budget = f" of {format_bytes(plan.budget_bytes)}" if plan is not None and plan.budget_bytes else ""
     return [format_s(event["step_s"]), f"peak {format_bytes(event['peak_bytes'])}{budget}", rate]
 
 

@@ -54,6 +54,20 @@ def run_worker(
     return run_processes(worker, payload, num_processes, on_event=of_first, device=_device(plan, num_processes))[0]
 
 
+def run_alone(worker: str, payload: dict[str, Any], num_ranks: int, on_event: OnEvent) -> Any:
+    """Run `worker` without a plan: in this process, on ranks that torchrun started, or on processes started here."""
+    from ..launch import listening, process_group, run_processes
+    from ..launch.worker import load
+
+    if under_torchrun():
+        with process_group("cpu"), listening(on_event if is_first_rank() else _ignore):
+            return load(worker)(**payload)
+    if num_ranks == 1:
+        with listening(on_event):
+            return load(worker)(**payload)
+    return run_processes(worker, payload, num_ranks, on_event=lambda rank, event: on_event(event))[0]
+
+
 def _on_existing_ranks(worker: str, payload: dict[str, Any], plan: Plan, on_event: OnEvent, replicas: int) -> Any:
     from ..launch import listening, process_group
     from ..launch.worker import load

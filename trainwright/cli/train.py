@@ -42,9 +42,21 @@ from .saving import (
     check_saving,
 )
 from .selecting import EveryOption, FractionOption, SelectOption, check_select, selection_line
+from .streaming import (
+    BlocksOption,
+    MemoryOption,
+    StorageOption,
+    StreamOption,
+    WeightsOption,
+    check_alone,
+    check_unstreamed,
+    train_streamed,
+)
 from .syncing import ReplicasOption, SyncMethodOption, SyncOptionOption, check_sync, sync_line
 
-PlanOption = Annotated[str, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`.")]
+PlanOption = Annotated[
+    str | None, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`; needed, but for --stream.")
+]
 WORKER = "trainwright.cli.workers:train"
 NUM_UNTRACED = 2
 """Steps before the ones that are recorded: their allocations are followed, and they make what later ones find made."""
@@ -53,7 +65,7 @@ NUM_UNTRACED = 2
 @takes_model
 def train(
     model: ModelOptions,
-    plan_path: PlanOption,
+    plan_path: PlanOption = None,
     nproc: NprocOption = None,
     data: Annotated[
         list[str] | None,
@@ -98,14 +110,42 @@ def train(
     select: SelectOption = None,
     select_fraction: FractionOption = None,
     select_every: EveryOption = None,
+    stream: StreamOption = None,
+    stream_storage: StorageOption = None,
+    stream_blocks: BlocksOption = None,
+    stream_memory: MemoryOption = None,
+    stream_weights: WeightsOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """Train the model as planned, on processes started here or on the ranks that torchrun started."""
+    """Train the model as planned, on processes started here or on the ranks that torchrun started.
+
+    --optimizer mezo --stream host (or a directory) trains without a plan, by forwards alone, a model of which three blocks at a
+    time are on the device.
+    """
     from ..optim.options import parse_options
     from ..runtime.training.imbalance import check_policy as check_imbalance
     from ..runtime.training.nonfinite import check_policy
     from ..training import optimizer_of
 
+    if stream:
+        check_alone({
+            "--plan": (plan_path, None), "--optimizer-form": (optimizer_form, None), "--norms": (norms, None),
+            "--eval-data": (eval_data, None), "--grow-batch": (grow_batch, None), "--sync": (sync, None),
+            "--sync-option": (sync_option, None), "--replicas": (replicas, None), "--sync-checkpoints": (sync_checkpoints, False),
+            "--restarts": (restarts, 0), "--on-imbalance": (on_imbalance, "warn"), "--trace": (trace, None),
+            "--select": (select, None), "--autocast": (model.autocast, None),
+        })  # fmt: skip
+        train_streamed(
+            model, stream=stream, optimizer=optimizer, memory=stream_memory, nproc=nproc, steps=100 if steps is None else steps,
+            schedule={"name": schedule, "warmup_steps": warmup_steps, "decay_steps": decay_steps}, json_path=json_path,
+            storage=stream_storage, blocks=stream_blocks, weights=stream_weights, options=parse_options(optimizer_option), lr=lr,
+            data=data or [], eval_every=eval_every, checkpoint=checkpoint, checkpoint_every=checkpoint_every, keep=keep,
+            resume=resume, on_nan=on_nan, metrics=metrics, tensorboard=tensorboard,
+        )  # fmt: skip
+        return
+    check_unstreamed(stream_storage, stream_blocks, stream_memory, stream_weights)
+    if plan_path is None:
+        raise UserError("a plan is needed to train by; got none; give --plan FILE, from trainwright plan -o FILE")
     check_policy(on_nan)
     check_imbalance(on_imbalance)
     check_saving(checkpoint, checkpoint_every, resume, restarts)

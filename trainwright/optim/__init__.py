@@ -122,6 +122,7 @@ _OWN = (
 )
 _LEFT_OUT = {
     "lbfgs": "calls its closure as often as its line search wants, and keeps a history of the whole model",
+    "mezo": "has no backward to plan: train with --optimizer mezo --stream host, without one",
     "sparseadam": "is for sparse gradients, which planned models have none of",
 }
 _RECORDS = {entry.name: entry for entry in (*torch_optimizers.records(), *_OWN)}

@@ -24,6 +24,9 @@ from torch.utils import _pytree as pytree  # the trees that `torch.export` itsel
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # observes the ops below autocast and autograd
     _disable_current_modes,  # a trial amid a trace, that the trace does not see
+    _get_current_dispatch_mode_stack,  # modes are a thread's own: one that works for another has to take them over
+    _pop_mode,
+    _push_mode,
 )
 
 __all__ = [
@@ -52,6 +55,8 @@ __all__ = [
     "is_view",
     "local_part",
     "mode_of",
+    "modes_entered",
+    "modes_now",
     "mutated_arguments",
     "namespace",
     "overload_of",
@@ -357,6 +362,23 @@ def classes_in_form(spec: Any) -> set[type]:
 def unflatten(leaves: list[Any], spec: Any) -> Any:
     """Return the tree of the form `spec` with these leaves."""
     return pytree.tree_unflatten(leaves, spec)
+
+
+def modes_now() -> list[TorchDispatchMode]:
+    """Return the dispatch modes of this thread, the outermost first."""
+    return list(_get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def modes_entered(modes: list[TorchDispatchMode]) -> Iterator[None]:
+    """Let another thread's dispatch modes hold in this one; that thread waits meanwhile."""
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 @contextmanager

@@ -1,0 +1,112 @@
+"""The peak of a streamed step, followed on real tensors or, before anything is there, on fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..artifacts import UserError
+from ..optim.mezo import MeZO
+from ..profiler.tracker import MemoryTracker
+from ..profiler.values import KnownValues
+from ..torch_internals.fakes import fake_like, faked, new_mode
+from ..torch_internals.private import flatten, unflatten
+from ..torch_internals.trees import tensors_in
+from .blocks import find_parts
+from .streamed import Streamed
+
+
+def peak_of_step(streamed: Streamed, step: Callable[[], Any], batch: Any = ()) -> int:
+    """Return the most bytes on the device during `step()`: the buffers, what stays, activations and temporaries.
+
+    The store and the batch are not counted: the one is elsewhere, the other the caller's.
+    """
+    with MemoryTracker() as tracker:
+        tracker.watch(tensors_in(batch), "input")
+        tracker.watch(streamed.device_tensors(), "param")
+        tracker.watch(streamed.model.buffers(), "buffer")
+        step()
+        return tracker.peak_bytes
+
+
+def predicted_peak(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Any], *, storage: torch.dtype | None = None,
+    blocks: Sequence[str] | None = None, exact: bool = False,
+) -> int:  # fmt: skip
+    """Return the peak of a streamed step of `loss(model, batch)`, which is followed on fakes: nothing of its size is allocated.
+
+    model: on any device, meta included; it is not changed. The other arguments are those of `Streamed` and `MeZO`.
+
+    >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(100)])
+    >>> peak = predicted_peak(model, torch.ones(1, 64), lambda model, x: model(x).sum())
+    >>> peak < 4 * 64 * 65 * 7  # bytes of 7 blocks of 100: three, and what moves one
+    True
+    """
+    mode = new_mode()
+    leaves, form = flatten(batch)
+    fakes = [fake_like(leaf.detach(), mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    faked_batch = unflatten(fakes, form)
+    with faked(model, mode) as stand_in, KnownValues(mode, fills_memory=False):
+        trained = [param for param in stand_in.parameters() if param.requires_grad]
+        optimizer = MeZO(trained, exact=exact)
+        streamed = Streamed(
+            stand_in, optimizer, _Nowhere(), storage=storage, blocks=blocks, draws=(_drawn(None), _drawn(torch.int32))
+        )
+
+        def closure() -> float:
+            loss(stand_in, faked_batch)
+            return 0.0
+
+        streamed.step(closure)
+        return peak_of_step(streamed, lambda: streamed.step(closure), faked_batch)
+
+
+class _Nowhere:
+    """A store of fakes: their bytes are none."""
+
+    def reserve(self, num_bytes: Mapping[str, int]) -> None:
+        """Do nothing."""
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Leave `into` as it is."""
+
+    def write(self, name: str, data: Tensor) -> None:
+        """Keep nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+def _drawn(dtype: torch.dtype | None) -> Callable[[int, tuple[int, ...], int], Tensor]:
+    return lambda num, _key, _start: torch.empty(num, dtype=dtype)
+
+
+def check_fits(
+    model: nn.Module, budget_bytes: int | None, predicted_bytes: int | None, *, storage: torch.dtype | None = None,
+    blocks: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    """Raise `UserError` where a step does not fit into a budget of the device.
+
+    predicted_bytes: the step's peak, where it is known. The other arguments are those of `Streamed`.
+    """
+    if budget_bytes is None:
+        return
+    used = {name: param.dtype for name, param in model.named_parameters()}
+    rests = {name: storage or dtype for name, dtype in used.items()}
+    parts = [part for part in find_parts(model, blocks).parts if not part.stays]
+    name, size = max(
+        ((part.name, 2 * part.layout(rests)[1] + part.layout(used)[1]) for part in parts), key=lambda found: found[1]
+    )
+    if size > budget_bytes:
+        raise UserError(
+            f"room for a block three times is needed, {size} bytes for {name}; the budget is {budget_bytes}; raise it, store in "
+            "bf16, or cut the model into smaller blocks"
+        )
+    if predicted_bytes is not None and predicted_bytes > budget_bytes:
+        raise UserError(
+            f"{predicted_bytes} bytes are needed at the peak of a step; the budget is {budget_bytes}; raise it, store in bf16, or "
+            "take a smaller batch"
+        )

@@ -1,0 +1,108 @@
+"""A streamed run on disk: safetensors files, a part each, and one small JSON file that makes them a whole step.
+
+step-12/  0000-h.0.safetensors …   the parameters as they rest, and the buffers
+          state.json               the optimizer's settings, the steps taken, torch's generators, sums of what belongs
+The folder is written beside and renamed when all of it is there; older ones go then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifacts import UserError
+from ..optim.mezo import random_states, set_random_states
+from .streamed import Streamed
+
+_STATE = "state.json"
+_SETTINGS = ("lr", "weight_decay", "epsilon", "seed", "num_steps", "exact")
+
+
+def save(streamed: Streamed, folder: str | os.PathLike[str], step: int, keep: int = 2) -> Path:
+    """Write the run after `step` steps, every update applied, into `folder`; the newest `keep` stay."""
+    from safetensors.torch import save_file
+
+    streamed.flush()
+    place = Path(folder) / f"step-{step}"
+    beside = place.with_name(f".{place.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    files: dict[str, list[str]] = {}
+    for number, (name, tensors) in enumerate(streamed.tensors()):
+        file = f"{number:04d}{'-' if name else ''}{name}.safetensors"
+        save_file({each: tensor.contiguous() for each, tensor in tensors.items()}, beside / file)
+        files[file] = list(tensors)
+    buffers = {name: buffer.detach().clone() for name, buffer in streamed.model.named_buffers()}
+    if buffers:
+        save_file(buffers, beside / "buffers.safetensors")
+    groups = [{key: group[key] for key in _SETTINGS} for group in streamed.optimizer.param_groups]
+    random = [state.tolist() for state in random_states()]
+    text = json.dumps({"step": step, "groups": groups, "files": files, "random": random})
+    (beside / _STATE).write_text(text, encoding="utf8")
+    for file_path in beside.iterdir():
+        with file_path.open("rb") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(place, ignore_errors=True)
+    beside.rename(place)
+    for _, old in saved_steps(folder)[:-keep]:
+        shutil.rmtree(old)
+    return place
+
+
+def saved_steps(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """Return the steps that are whole in `folder`, in order, with their places."""
+    found = [
+        (int(path.name.removeprefix("step-")), path)
+        for path in Path(folder).glob("step-*")
+        if path.name.removeprefix("step-").isdigit() and (path / _STATE).is_file()
+    ]
+    return sorted(found)
+
+
+def load(streamed: Streamed, folder: str | os.PathLike[str]) -> int:
+    """Put the newest step of `folder` in place and return how many steps it had taken.
+
+    Raises `UserError` where there is none, or where it is another model's.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    saved = saved_steps(folder)
+    if not saved:
+        raise UserError(
+            f"a step to go on from is needed in {folder}; there is none; leave --resume out, or check the directory"
+        )
+    step, place = saved[-1]
+    state: dict[str, Any] = json.loads((place / _STATE).read_text(encoding="utf8"))
+    where = {name: file for file, names in state["files"].items() for name in names}
+    expected = {name: tuple(param.shape) for name, param in streamed.model.named_parameters()}
+    if where.keys() != expected.keys() or len(state["groups"]) != len(streamed.optimizer.param_groups):
+        odd = sorted(where.keys() ^ expected.keys())
+        raise UserError(
+            f"a step of this model is needed; {place} differs in {odd[0] if odd else 'its parameter groups'}; "
+            "give the model that was trained, or another directory"
+        )
+
+    def value(name: str) -> Tensor:
+        with safe_open(place / where[name], framework="pt") as file:
+            found: Tensor = file.get_tensor(name)
+        if tuple(found.shape) != expected[name]:
+            raise UserError(
+                f"{name} of shape {expected[name]} is needed; {place} has {tuple(found.shape)}; give the model that was trained"
+            )
+        return found
+
+    streamed.load(value)
+    if (place / "buffers.safetensors").is_file():
+        for name, buffer in load_file(place / "buffers.safetensors").items():
+            streamed.model.get_buffer(name).copy_(buffer)
+    for group, settings in zip(streamed.optimizer.param_groups, state["groups"]):
+        group.update(settings)
+    set_random_states([torch.tensor(each, dtype=torch.uint8) for each in state["random"]])
+    return step

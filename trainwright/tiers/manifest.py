@@ -1,0 +1,57 @@
+"""The file that says which version of every item is the last whole one; replaced at once, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from ..artifacts import UserError
+
+NAME = "tier.json"
+FORMAT = "trainwright tier 1"
+
+
+def write_manifest(folder: Path, data: dict[str, Any]) -> None:
+    """Put `data` in place of what stood there, so that a reader finds the one or the other, whenever the process ends."""
+    body = json.dumps(data)
+    beside = folder / f"{NAME}.new"
+    with open(beside, "w", encoding="utf8") as file:
+        json.dump({"format": FORMAT, "sum": zlib.crc32(body.encode()), "body": body}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, folder / NAME)
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the last manifest of `folder`; `UserError` where there is none, or none that is whole."""
+    path = folder / NAME
+    try:
+        held = json.loads(path.read_text(encoding="utf8"))
+        body = held["body"]
+        if held["format"] != FORMAT or zlib.crc32(body.encode()) != held["sum"]:
+            raise ValueError(held["format"])
+        found: dict[str, Any] = json.loads(body)
+    except FileNotFoundError:
+        raise UserError(
+            f"a tier that a run left with a whole step is needed in {folder}; there is no {NAME}; begin anew in an empty folder"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"a whole {path} of the form {FORMAT!r} is needed; this is another; begin anew in an empty folder"
+        ) from None
+    return found
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder reach the disk, where the system can be asked to."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
