@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "profiler": {"profiler", "rank", "program", "capture", "torch_internals", "ops", "artifacts", "hardware"},
     "hardware": {"hardware", "artifacts", "launch", "ops", "torch_internals"},
     "planner": {"planner", "rank", "program", "capture", "torch_internals", "artifacts", "ops", "profiler", "hardware"},
-    "runtime": {"runtime", "rank", "program", "capture", "torch_internals", "artifacts", "ops", "launch", "profiler"},
+    "runtime": {"runtime", "rank", "program", "capture", "torch_internals", "artifacts", "ops", "launch", "profiler", "tiers"},
     "integrations": {"integrations", "artifacts", "torch_internals", "capture", "program", "launch", "runtime"},
     "reports": {"reports", "artifacts"},
     "numerics": {"numerics"},

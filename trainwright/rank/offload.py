@@ -40,6 +40,29 @@ class OffloadStore(Protocol):
         """Wait until they are there."""
 
 
+class Uses(Protocol):
+    """Follows one forward of a program whose parameters rest elsewhere."""
+
+    def before(self, index: int) -> None:
+        """See that what instruction `index` reads is here."""
+
+    def after(self, index: int, env: dict[int, Any]) -> None:
+        """Note what instruction `index` made; what nothing reads any more may go."""
+
+
+class Elsewhere(Protocol):
+    """The parameters of a program that rest off the device and come for what reads them."""
+
+    def begin(self) -> Uses:
+        """Follow one forward."""
+
+    def need(self, index: int) -> None:
+        """See that what instruction `index` reads is here, where the backward runs it again."""
+
+    def find(self, tensor: Tensor) -> Any:
+        """Return what `fetch`es the storage that `tensor` is a part of, one-dimensional; None for what stays here."""
+
+
 class CountingStore:
     """Moves nothing and counts what would be moved: the store of simulations."""
 
@@ -86,8 +109,8 @@ class OffloadedStorage:
 class OffloadRun:
     """Tracks the storages that one forward offloads, until its backward has fetched them."""
 
-    def __init__(self, store: OffloadStore, in_flight_bytes: int) -> None:
-        self.store, self.in_flight_bytes = store, in_flight_bytes
+    def __init__(self, store: OffloadStore | None, in_flight_bytes: int, elsewhere: Elsewhere | None = None) -> None:
+        self._store, self.in_flight_bytes, self.elsewhere = store, in_flight_bytes, elsewhere
         self._known: dict[int, tuple[StorageWeakRef, OffloadedStorage]] = {}
         self._left: list[weakref.ref[OffloadedStorage]] = []
         self._leaving: deque[tuple[OffloadedStorage, Tensor]] = deque()
@@ -95,6 +118,12 @@ class OffloadRun:
         self._num_saves = 0
         self._to_come: deque[weakref.ref[OffloadedStorage]] | None = None
         self._ahead_bytes = 0
+
+    @property
+    def store(self) -> OffloadStore:
+        """Return what takes the storages that leave; parameters that rest elsewhere need none."""
+        assert self._store is not None
+        return self._store
 
     # Forward
 
@@ -106,15 +135,19 @@ class OffloadRun:
         self._known[storage.cdata] = (storage, item)
         return item
 
-    def find(self, tensor: Tensor) -> OffloadedStorage | None:
-        """Return what is known of the storage of `tensor`, if it is to leave; what is tiny stays."""
+    def find(self, tensor: Tensor) -> Any:
+        """Return what is known of the storage of `tensor`, if it is to leave or rests elsewhere; what is tiny stays."""
+        if self.elsewhere is not None and (item := self.elsewhere.find(tensor)) is not None:
+            return item
         storage, item = self._known.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, None))
         if storage is None or item is None or storage.expired() or item.dtype != tensor.dtype:
             return None
         return item if item.num_bytes >= MIN_BYTES else None
 
-    def save(self, item: OffloadedStorage, tensor: Tensor) -> None:
+    def save(self, item: Any, tensor: Tensor) -> None:
         """Count one who will ask for `item`; the first one, with a part of it in hand, sends it away."""
+        if not isinstance(item, OffloadedStorage):
+            return  # it comes when it is fetched, from where it rests
         self._num_saves += 1
         item.last_save = self._num_saves
         item.waiting += 1

@@ -2,6 +2,7 @@
 
 from .buffers import ALIGNMENT, BufferPool, aligned_empty, padded
 from .faults import KINDS, Fault, TierFault
+from .places import check_folders
 from .store import CHUNK_BYTES, StoreOptions, TierStore, Transfer
 from .throttle import TokenBucket
 from .traffic import Moved, Traffic, now
@@ -20,6 +21,7 @@ __all__ = [
     "Traffic",
     "Transfer",
     "aligned_empty",
+    "check_folders",
     "now",
     "padded",
 ]

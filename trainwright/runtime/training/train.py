@@ -48,6 +48,8 @@ def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: A
             began, exchanged_s = time.perf_counter(), activity.comm_s
             optimizer.step()
             activity.update_s += time.perf_counter() - began - (activity.comm_s - exchanged_s)
+        elif module.tier is not None:
+            module.tier.take_back()
     return loss.detach()
 
 
