@@ -32,6 +32,10 @@ from .travel import Travel, has_room
 class Plain:
     """How parameters are stored at rest, which is how a bucket takes them: here, as a step reads them."""
 
+    def part(self, param: Any) -> Tensor:
+        """Return the rank's part as a step reads it, through which its gradient comes back."""
+        return self.local(param)
+
     def local(self, param: Tensor) -> Tensor:
         """Return the rank's part as a step reads it, outside of autograd."""
         return param.view_as(param)

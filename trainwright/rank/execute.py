@@ -123,7 +123,7 @@ class Executor:
 
     def _call(self, run: Run, index: int) -> None:
         if run.uses is not None:
-            run.uses.before(index)
+            run.uses.before(index, run.env, run.state.rest)
         self.calls[index](run.env, run.state)
 
     def _free(self, run: Run, index: int) -> None:
@@ -146,6 +146,8 @@ class Executor:
 
     def _forward_watched(self, run: Run, start: int, stop: int, memory: RegionMemory) -> None:
         env = run.env
+        if run.uses is not None:
+            run.uses.open(memory.rerun.sources, env, run.state.rest)
         for value in memory.rerun.sources:
             if value in env and value not in memory.sources:
                 memory.start_from(value, env[value])

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from .buckets import Plain
 
 MIN_BYTES = 64
 """Scalars and empty parts stay where they are."""
@@ -43,8 +46,14 @@ class OffloadStore(Protocol):
 class Uses(Protocol):
     """Follows one forward of a program whose parameters rest elsewhere."""
 
-    def before(self, index: int) -> None:
-        """See that what instruction `index` reads is here."""
+    def open(self, values: Iterable[int], env: dict[int, Any], rest: Plain) -> None:
+        """Put the rank's part in place of those of `values` that are parameters at rest.
+
+        Its part of the graph begins here: so its gradient comes when the backward is done with the region, not after all else.
+        """
+
+    def before(self, index: int, env: dict[int, Any], rest: Plain) -> None:
+        """See that what instruction `index` reads is here and open."""
 
     def after(self, index: int, env: dict[int, Any]) -> None:
         """Note what instruction `index` made; what nothing reads any more may go."""

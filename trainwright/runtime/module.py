@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -194,6 +195,8 @@ class ParallelModule(nn.Module):
         """Of every parameter, under its first name: which entries of it this rank holds."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
         self._complete(planned)
+        if self.tier is not None:
+            self._rest_on(self.tier)
         away = [self._params[tensor] for tensor in decisions.offloaded_states]
         self.offloaded_states = StateOffload(store, away) if store is not None and away else None
         """What keeps optimizer states off the device, where the plan does."""
@@ -218,7 +221,16 @@ class ParallelModule(nn.Module):
         step.read(dict(self.named_parameters()), dict(self.named_buffers()))
         if self.tier is not None:
             names = {value: tensor.key for tensor, value in step.local.sources.items() if tensor.role == "param"}
-            self.tier.watch(step.executor, names)
+            self.tier.watch(step.executor, names, step.local_params)
+
+    def _rest_on(self, tier: Tier) -> None:
+        """Let the tier keep what stands beside the parameters: buffers, and how many steps random numbers have been drawn for."""
+        kept, buffers = self.state_dict(keep_vars=True), dict(self.named_buffers())
+        tier.keep_buffers({name: buffer for name, buffer in buffers.items() if name in kept})
+        if tier.options.resume:
+            self.num_steps = int(tier.store.notes["num_forwards"])
+        own = weakref.ref(self)
+        tier.num_forwards = lambda: 0 if (module := own()) is None else module.num_steps
 
     def _load(self, model: nn.Module, read: Reader) -> None:
         """Take this rank's part of every parameter and all buffers, in the order of the model's modules.

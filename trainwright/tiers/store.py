@@ -26,13 +26,13 @@ from torch import Tensor
 
 from ..artifacts import UserError
 from .buffers import ALIGNMENT, BufferPool, memory_at, padded
+from .counting import Traffic, now
 from .faults import Fault, Planted, happen_to_read, happen_to_write, raise_as_fault, raise_for
 from .files import StripeFile
 from .layout import Item, Layout, Piece
 from .manifest import NAME, PREVIOUS, read_manifest, write_manifest
 from .places import check_empty, check_folders, check_room
 from .throttle import TokenBucket
-from .traffic import Traffic, now
 
 CHUNK_BYTES = 4 * 2**20
 
@@ -116,7 +116,7 @@ class TierStore:
     def create(cls, folders: Sequence[str | os.PathLike[str]], options: StoreOptions | None = None) -> TierStore:
         """Return a new store in empty folders, striped over them."""
         options = options or StoreOptions()
-        _check_options(options)
+        check_options(options)
         paths = check_folders(folders)
         check_empty(paths)
         return cls(paths, uuid.uuid4().hex[:12], options, is_new=True)
@@ -130,7 +130,7 @@ class TierStore:
         step: that one is wanted; it may be the one before the last, if nothing of a later one was written.
         """
         options = options or StoreOptions()
-        _check_options(options)
+        check_options(options)
         paths = check_folders(folders)
         data = read_manifest(paths[0])
         if step is not None and data["step"] != step:
@@ -349,7 +349,7 @@ class TierStore:
         return item
 
 
-def _check_options(options: StoreOptions) -> None:
+def check_options(options: StoreOptions) -> None:
     """Raise `UserError` for what cannot be, before any file is made."""
     BufferPool(options.buffer_bytes, options.chunk_bytes)
     for rate in (options.read_rate, options.write_rate):

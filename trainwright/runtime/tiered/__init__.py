@@ -1,4 +1,4 @@
-"""Training whose parameters, gradients and optimizer states rest on disks: what is there when, and the update beside the backward."""
+"""Training whose parameters, gradients and optimizer states rest on disks, updated beside the backward."""
 
 from .options import TierOptions
 from .tier import Tier

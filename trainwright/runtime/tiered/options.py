@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...artifacts import UserError
 from ...tiers import StoreOptions
@@ -38,7 +38,7 @@ class TierOptions:
     clip_previous_norm: float | None = None
     commit_every: int = 1
     resume: bool = False
-    store: StoreOptions = StoreOptions()
+    store: StoreOptions = field(default_factory=StoreOptions)
 
     def __post_init__(self) -> None:
         if self.update not in ORDERS:

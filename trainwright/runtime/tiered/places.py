@@ -40,5 +40,5 @@ def _check_untouched(paths: list[Path], num_ranks: int) -> None:
     for path in paths:
         if (found := next(path.iterdir(), None)) is not None:
             raise UserError(
-                f"an empty folder is needed for a new tier of {num_ranks} ranks; {path} holds {found.name}; empty it, or name another"
+                f"an empty folder is needed for a new tier of {num_ranks} ranks; {path} holds {found.name}; empty it"
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...artifacts import UserError
+from ...rank.buckets import Plain
 from ...rank.execute import Executor
 from ...tiers import TierStore, Transfer
+
+MOST_FROZEN = 4
+"""Parameters without an update that stay in the backward: an op reads no more of them."""
 
 
 @dataclass(eq=False)
@@ -35,6 +39,8 @@ class Parked:
     num_bytes: int
     place: int = -1
     """Its number in the order of first use; -1: no step has read it."""
+    is_trained: bool = False
+    """True for one that the optimizer updates."""
     is_kept: bool = False
     """True for one that stays in memory."""
     is_updating: bool = False
@@ -84,6 +90,7 @@ class Residence:
         """Of parameters that are not kept."""
         self.waited_s = 0.0
         self._of_storage: dict[int, Parked] = {}
+        self._frozen: list[Parked] = []
 
     def add(self, parked: Parked) -> None:
         """Take on a parameter whose values are here."""
@@ -101,17 +108,32 @@ class Residence:
     def need(self, wanted: Iterable[Parked], backward: bool = False) -> None:
         """Return when the parameters are here; read on in the order that is to come."""
         for parked in wanted:
+            if backward and not parked.is_trained:
+                self._hold(parked)
             if not parked.is_here:
                 if parked.is_updating:
                     raise UserError(
-                        f"one forward and one backward between two steps of the optimizer are needed where the update runs during the "
-                        f"backward; {parked.name} was read again after its gradient came; step first, or take update='after'"
+                        f"one forward and one backward between two steps of the optimizer are needed with a tier; "
+                        f"{parked.name} was read again after its gradient came; call step() first"
                     )
                 self.send_for(parked)
                 began = time.perf_counter()
                 parked.arrived()
                 self.waited_s += time.perf_counter() - began
             self._read_ahead(parked, backward)
+
+    def _hold(self, parked: Parked) -> None:
+        """Let a frozen parameter stay while the backward is at it: no update tells when it is done with."""
+        if parked in self._frozen:
+            self._frozen.remove(parked)
+        self._frozen.append(parked)
+        while len(self._frozen) > MOST_FROZEN:
+            self.let_go(self._frozen.pop(0))
+
+    def end_backward(self) -> None:
+        """Let go of the frozen parameters that the backward has read."""
+        while self._frozen:
+            self.let_go(self._frozen.pop())
 
     def _read_ahead(self, last: Parked, backward: bool) -> None:
         """Begin to read the next ones after `last` while they fit into half of the window; the rest is the updates'."""
@@ -161,13 +183,16 @@ class Residence:
 class Reads:
     """The parameters that each instruction of a program reads: what the program's executor asks (`rank.offload.Elsewhere`)."""
 
-    def __init__(self, residence: Residence, executor: Executor, names: Mapping[int, Parked]) -> None:
+    def __init__(
+        self, residence: Residence, executor: Executor, names: Mapping[int, Parked], direct: Container[int]
+    ) -> None:
         instructions = executor.local.instructions
+        self.direct = direct
         self.residence, self.frees = residence, executor.frees
         self.by_instruction = [
             list(dict.fromkeys(names[v] for v in each.inputs if v in names)) for each in instructions
         ]
-        self.outputs = [each.outputs for each in instructions]
+        self.inputs, self.outputs = [each.inputs for each in instructions], [each.outputs for each in instructions]
         self.counts = Counter(parked for each in self.by_instruction for parked in each)
 
     def begin(self) -> Uses:
@@ -189,12 +214,21 @@ class Uses:
     def __init__(self, reads: Reads) -> None:
         self.reads = reads
         self.to_come = reads.counts.copy()
+        self.opened: set[int] = set()
         self.aliases: dict[int, Parked] = {}
         self.standing: Counter[Parked] = Counter()
 
-    def before(self, index: int) -> None:
-        """See that what instruction `index` reads is here."""
+    def open(self, values: Iterable[int], env: dict[int, Any], rest: Plain) -> None:
+        """Put the rank's part in place of those of `values` that are parameters at rest."""
+        for value in values:
+            if value in self.reads.direct and value in env and value not in self.opened:
+                self.opened.add(value)
+                env[value] = rest.part(env[value])
+
+    def before(self, index: int, env: dict[int, Any], rest: Plain) -> None:
+        """See that what instruction `index` reads is here and open."""
         self.reads.residence.need(self.reads.by_instruction[index])
+        self.open(self.reads.inputs[index], env, rest)
 
     def after(self, index: int, env: dict[int, Any]) -> None:
         """Note the new values of instruction `index`, and let go of what nothing reads any more."""

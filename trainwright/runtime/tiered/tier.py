@@ -9,9 +9,10 @@ step        what is under way ends; that step is the last whole one       finish
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +25,16 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ...artifacts import Plan, UserError
 from ...rank.execute import Executor
 from ...rank.offload_states import check_updates_alone, with_groups
+from ...tiers import Layer, Moved, Policy, StepTraffic, traffic
 from ..regions import Region
 from .options import TierOptions
 from .places import open_store
 from .plain_states import as_notes, from_notes
 from .residence import Parked, Reads, Residence
 from .updates import Updates, local_of, state_key
+
+SAID_EVERY_S = 20.0
+"""Between two words on how far a long step is."""
 
 
 class Tier:
@@ -56,6 +61,14 @@ class Tier:
         """Gradients that wait on the disk for an update after the backward, without their contents."""
         self._scale = 1.0
         self._kept_bytes = 0
+        self.num_forwards: Callable[[], int] = lambda: 0
+        """Of the module, on which its random numbers depend."""
+        self.notice: Callable[[str], None] = lambda text: None
+        """Told, in words, how far a long step is."""
+        self._buffers: dict[str, Tensor] = {}
+        self._said_at_s, self._num_taken = time.monotonic(), 0
+        self._told: dict[str, Moved] = {}
+        self._told_s = 0.0
         self._is_open = False
         """True from the first gradient of a step until it is finished or taken back."""
 
@@ -82,11 +95,22 @@ class Tier:
             self.store.write(key, local.detach()).wait()
         self.residence.add(parked)
         self.residence.let_go(parked)
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(self._taker(parked))
+        self._say(f"{len(self.parked)} parameters are on the disk")
 
-    def watch(self, executor: Executor, names: Mapping[int, str]) -> None:
-        """Let the instructions of a program find what they read; names: of its parameters, by their value's index."""
+    def _say(self, text: str) -> None:
+        if time.monotonic() - self._said_at_s >= SAID_EVERY_S:
+            self._said_at_s = time.monotonic()
+            self.notice(text)
+
+    def watch(self, executor: Executor, names: Mapping[int, str], direct: Container[int]) -> None:
+        """Let the instructions of a program find what they read; names: of its parameters, by their value's index.
+
+        direct: those of them that instructions read as a rank's part; a bucket takes the others as they rest.
+        """
         parked = {value: self.parked[name] for value, name in names.items() if name in self.parked}
-        reads = Reads(self.residence, executor, parked)
+        reads = Reads(self.residence, executor, parked, direct)
         if not self.residence.order:
             self.residence.order = list(dict.fromkeys(each for own in reads.by_instruction for each in own))
             for place, each in enumerate(self.residence.order):
@@ -96,6 +120,7 @@ class Tier:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have every parameter in memory inside the `with` block, for `state_dict` and the like; what is changed there is lost."""
+        peak_bytes = self.residence.peak_bytes  # that of steps
         for parked in self.parked.values():
             self.residence.send_for(parked)
         for parked in self.parked.values():
@@ -105,6 +130,18 @@ class Tier:
         finally:
             for parked in self.parked.values():
                 self.residence.let_go(parked)
+            self.residence.peak_bytes = peak_bytes
+
+    def keep_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Write these with every step that is kept: they are few, and stay in memory; in a run that goes on, read them first."""
+        self._buffers = {f"buffer.{name}": buffer for name, buffer in buffers.items() if buffer.numel()}
+        for key, buffer in self._buffers.items():
+            if key not in self.store:
+                self.store.add({key: buffer.numel() * buffer.element_size()})
+                continue
+            held = torch.empty(buffer.shape, dtype=buffer.dtype)
+            self.store.read(key, held).wait()
+            buffer.copy_(held)
 
     # The update
 
@@ -120,6 +157,8 @@ class Tier:
             self.store, optimizer, options.window_bytes // 2, options.num_workers, options.worker_cores
         )
         trained = [parked for parked in self.parked.values() if parked.param in self.updates.group_of]
+        for parked in trained:
+            parked.is_trained = True
         if options.resume:
             self.updates.forms = from_notes(self.store.notes["optimizer"], optimizer, self.parked)
             self.norm = float(self.store.notes["norm"])
@@ -128,8 +167,6 @@ class Tier:
         self._keep(trained)
         if not options.resume:
             self.commit()  # so that the first step, too, can be taken back
-        for parked in trained:
-            parked.param.register_post_accumulate_grad_hook(self._taker(parked))
         own = weakref.ref(self)
 
         def before_step(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,14 +228,20 @@ class Tier:
     def _take(self, parked: Parked, grad: Tensor) -> None:
         """Take a gradient that is complete."""
         updates = self._ready()
+        if parked.param not in updates.group_of:
+            return  # nobody updates it
         if not self._is_open:
-            self._is_open, self._squares, self._extremes = True, 0.0, 0.0
+            self._is_open, self._squares, self._extremes, self._num_taken = True, 0.0, 0.0, 0
             self._scale = self._scale_now()
         if parked.is_updating or parked.name in self._on_disk:
             raise UserError(
                 f"one backward between two steps of the optimizer is needed with a tier; {parked.name} has had its gradient; call "
                 "step(), or plan with a larger batch"
             )
+        self._num_taken += 1
+        self._say(
+            f"step {self.step + 2}, backward: {self._num_taken} of {len(updates.group_of)} parameters have their gradient"
+        )
         local = local_of(grad)
         if local.numel():
             if self.options.clip_previous_norm is not None:
@@ -223,6 +266,37 @@ class Tier:
     def _scale_now(self) -> float:
         clip = self.options.clip_previous_norm
         return 1.0 if clip is None or self.norm == 0.0 else min(1.0, clip / self.norm)
+
+    def layers(self) -> list[Layer]:
+        """Return every parameter in the order of first use, for `tiers.traffic` and `tiers.simulate`."""
+        states: dict[str, list[int]] = defaultdict(list)
+        for key, item in self.store.items.items():
+            if key.startswith("state."):
+                states[key.removeprefix("state.").rpartition(".")[0]].append(item.num_bytes)
+        return [
+            Layer(each.num_bytes, tuple(states[each.name]), each.num_bytes, is_trained=each.is_trained)
+            for each in self.residence.order
+        ]
+
+    def planned(self) -> StepTraffic:
+        """Return the bytes that a step moves, the first one aside."""
+        options = self.options
+        policy = Policy(options.window_bytes, options.keep_bytes, options.update, options.commit_every)
+        return traffic(self.layers(), policy)
+
+    def told(self) -> dict[str, Any]:
+        """Return what moved since the last call, for the events of a run: bytes, and seconds that the step waited."""
+        updates, found = self._ready(), {}
+        for direction in ("read", "write"):
+            total = self.store.traffic.total(direction)
+            moved = total.since(self._told.get(direction, Moved()))
+            self._told[direction] = total
+            found[f"tier_{direction}_bytes"] = float(moved.num_bytes)
+        waited_s = self.residence.waited_s + updates.waited_s
+        planned = self.planned()
+        found["tier_planned_read_bytes"], found["tier_planned_write_bytes"] = planned.read_bytes, planned.written_bytes
+        found["tier_waited_s"], self._told_s = waited_s - self._told_s, waited_s
+        return found
 
     def extremes(self) -> float:
         """Return a number that is finite only if every entry of this rank's gradients of the step is."""
@@ -251,6 +325,7 @@ class Tier:
             updates.begin(self.parked[name], grad, from_store=True)
         self._on_disk = {}
         updates.finish()
+        self.residence.end_backward()
         self.norm = self._total(self._squares) ** 0.5
         self._close_step()
         self.step += 1
@@ -264,7 +339,10 @@ class Tier:
             if force and not updates.is_committing:
                 updates.write_kept(self.parked.values())
             told = as_notes(updates.optimizer, self.parked, updates.forms)
-            self.store.commit(self.step, {"optimizer": told, "norm": self.norm, **(notes or {})})
+            for key, buffer in self._buffers.items():
+                self.store.write(key, buffer.detach().cpu().contiguous().clone())
+            own = {"optimizer": told, "norm": self.norm, "num_forwards": self.num_forwards()}
+            self.store.commit(self.step, {**own, **(notes or {})})
             if self.num_ranks > 1:
                 dist.barrier()  # no rank writes over the step before this one until all have this one
         updates.is_committing = (self.step + 2) % self.options.commit_every == 0
@@ -321,8 +399,8 @@ def check_plan(plan: Plan, options: TierOptions, replicas: int = 1) -> None:
         raise UserError(f"one replica of the plan is needed with a tier; got {replicas}; plan for all ranks together")
     if plan.micro_batches > 1:
         raise UserError(
-            f"a plan of one batch a step is needed with a tier; this one has {plan.micro_batches} micro-batches, whose gradients add up "
-            "in memory; plan with --micro-batches 1"
+            f"a plan of one batch a step is needed with a tier; this one has {plan.micro_batches} micro-batches, whose "
+            "gradients add up in memory; plan with --micro-batches 1"
         )
     if plan.pipeline is not None:
         raise UserError(
@@ -330,7 +408,7 @@ def check_plan(plan: Plan, options: TierOptions, replicas: int = 1) -> None:
         )
     if plan.offloads_states:
         raise UserError(
-            "a plan that leaves optimizer states to the tier is needed; this one offloads them itself; plan with --pin '*=state-keep'"
+            "a plan that leaves optimizer states to the tier is needed; this one offloads them; plan with --pin '*=state-keep'"
         )
     if plan.cluster.device.kind != "cpu":
         raise UserError(

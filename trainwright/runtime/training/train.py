@@ -134,6 +134,8 @@ def train_loop(
             event["planned"] = shapes == planned_shapes(module.plan)
             event["skipped"] = gate.num_skipped > skipped
             event.update(routing.told)
+            if module.tier is not None:
+                event.update(module.tier.told())
             event.update(told)
             if hasattr(take, "told"):
                 event.update(take.told())
