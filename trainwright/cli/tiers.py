@@ -21,7 +21,7 @@ TierWindowOption = Annotated[
     str, typer.Option(metavar="M", rich_help_panel=PANEL, help="Memory for what comes and goes.")
 ]
 TierKeepOption = Annotated[
-    str, typer.Option(metavar="M", rich_help_panel=PANEL, help="Memory for parameters and states that stay.")
+    str | None, typer.Option(metavar="M", rich_help_panel=PANEL, help="Memory for parameters and states that stay.")
 ]
 TierUpdateOption = Annotated[
     str, typer.Option(metavar="during|after", rich_help_panel=PANEL, help="The update, against the backward.")
@@ -45,7 +45,7 @@ TierClipOption = Annotated[
 
 
 def check_tier(
-    tier: str | None, window: str, keep: str, update: str, commit_every: int, rate: str | None, clip: float | None,
+    tier: str | None, window: str, keep: str | None, update: str, commit_every: int, rate: str | None, clip: float | None,
     resume: bool, plan: Plan, beside: dict[str, bool],
 ) -> dict[str, Any] | None:  # fmt: skip
     """Return what `tier_of` takes, checked before a rank starts; `UserError` for what cannot be or cannot go together."""
@@ -59,7 +59,7 @@ def check_tier(
     read, write = _rates(rate)
     found = {
         "folders": [each for each in tier.split(",") if each], "window_bytes": parse_bytes(window),
-        "keep_bytes": parse_bytes(keep), "update": update, "commit_every": commit_every, "resume": resume,
+        "keep_bytes": 0 if keep is None else parse_bytes(keep), "update": update, "commit_every": commit_every, "resume": resume,
         "clip_previous_norm": clip, "read_rate": read, "write_rate": write,
     }  # fmt: skip
     from ..runtime.tiered.tier import check_plan

@@ -111,7 +111,7 @@ def train(
     select_every: EveryOption = None,
     tier: TierOption = None,
     tier_window: TierWindowOption = "1GiB",
-    tier_keep: TierKeepOption = "0B",
+    tier_keep: TierKeepOption = None,
     tier_update: TierUpdateOption = "during",
     tier_commit_every: TierCommitOption = 1,
     tier_rate: TierRateOption = None,

@@ -155,7 +155,8 @@ def traffic(layers: Sequence[Layer], policy: Policy) -> StepTraffic:
     away = [index for index in range(len(layers)) if index not in held]
     after_update, after_forward = stays(layers, policy, away)
     states = sum(layers[index].state_pages for index in away)
-    grads = sum(padded(layers[index].grad_bytes) for index in away) if policy.update == "after" else 0
+    gives = [index for index in away if layers[index].is_trained and policy.update == "after"]
+    grads = sum(padded(layers[index].grad_bytes) for index in gives)
     params = {index: padded(layers[index].param_bytes) for index in away}
     trained = sum(size for index, size in params.items() if layers[index].is_trained)
     backward = sum(size for index, size in params.items() if index not in after_forward)
