@@ -56,7 +56,9 @@ def main() -> None:
         adamw.zero_grad()
         nn.functional.cross_entropy(model(x[train]), y[train]).backward()
         adamw.step()
-    print(f"as they are {accuracy(model, x[test], y[test]):.3f}, transposed {accuracy(model, turned[test], y[test]):.3f}")
+    print(
+        f"as they are {accuracy(model, x[test], y[test]):.3f}, transposed {accuracy(model, turned[test], y[test]):.3f}"
+    )
     whole = copy.deepcopy(model)
 
     def fine_tuned(model: nn.Module) -> None:

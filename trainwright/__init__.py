@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from .models import zoo as zoo
     from .planner import Simulation
     from .request import DtypeLike, HardwareLike, LossFn, OptimizerLike
-    from .runtime import ParallelModule
+    from .runtime import ParallelModule, TierOptions
 
     PlanLike = str | Plan | os.PathLike[str]
 
@@ -447,14 +447,15 @@ def init(device: str | None = None) -> None:
 
 def parallelize(
     model: nn.Module, plan: PlanLike, weights: str | os.PathLike[str] | None = None, *, loss_fn: LossFn | None = None,
-    seed: int | None = None, replicas: int = 1,
+    seed: int | None = None, replicas: int = 1, tier: TierOptions | None = None,
 ) -> ParallelModule:  # fmt: skip
     """Return `model` as `plan` lays it out on this rank; see `trainwright.runtime.parallelize`.
 
     model: the one planned for, with its values, or on the meta device. plan: a `Plan`, or the path of its file.
     weights: files to read the values from. loss_fn: the one the plan was made with; the module then takes the whole
     batch and returns `LossOutput(loss, output)`. seed: of dropout, and of what is initialised. replicas: how many times
-    the plan runs side by side, without sums of gradients between them: for a method of `tw.sync`.
+    the plan runs side by side, without sums of gradients between them: for a method of `tw.sync`. tier: the disks on which
+    parameters, gradients and optimizer states rest (docs/tiers.md).
 
     >>> import torch
     >>> net, batch, loss_fn = torch.nn.Linear(4, 2), (torch.ones(8, 4), torch.arange(8) % 2), torch.nn.CrossEntropyLoss()
@@ -466,7 +467,7 @@ def parallelize(
     from .runtime import parallelize as run
 
     check_model(model)
-    return run(model, as_plan(plan), weights, loss_fn=loss_fn, seed=seed, replicas=replicas)
+    return run(model, as_plan(plan), weights, loss_fn=loss_fn, seed=seed, replicas=replicas, tier=tier)
 
 
 def verify(model_fn: Callable[[], Any], plan: PlanLike, *, dtype: str = "float64", seed: int = 0) -> Report:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .growing import GrowthOptions
     from .models.targets import Loaded
     from .optim.chosen import Chosen
-    from .runtime import HeldOut, ParallelModule
+    from .runtime import HeldOut, ParallelModule, TierOptions
     from .runtime.training.tracing import StepTrace
     from .scheduling import ScheduleOptions
     from .sync import Sync
@@ -77,6 +77,7 @@ def train(
     timeout_s: float | None = None,
     metrics: str | os.PathLike[str] | None = None,
     on_step: Callable[[Event], None] | None = None,
+    tier: TierOptions | None = None,
 ) -> Trained:
     """Train `model` as `plan` says, on the ranks that exist; every rank calls this. A plan for one device needs no others.
 
@@ -111,6 +112,8 @@ def train(
     experts are sent more rows than the plan allows for (`expert_imbalance`).
     timeout_s: seconds that a rank may be at one thing before the run ends and says at which; None: no limit.
     metrics: a file that gets a line of JSON a step. on_step: called on every rank with that line as a dict.
+    tier: the disks on which parameters, gradients and optimizer states rest (docs/tiers.md); they have every step whole, in
+    place of checkpoints.
 
     Raises `UserError` when the plan is not this model's or the ranks are not the plan's, and `Refusal` when the loss is not
     finite.
@@ -152,7 +155,8 @@ def train(
         None if grow_batch is None else GrowthOptions(grow_batch, grow_every, grow_eta),
     )
     extras.check(plan, steps, optimizer if isinstance(optimizer, str) else None, take)
-    module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed, replicas=number)
+    _check_beside_tier(tier, checkpoint, grow_batch, sync, take, schedule, on_nan)
+    module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed, replicas=number, tier=tier)
     stepping = make(module, lr)
     return run(
         module.train(),
@@ -205,7 +209,12 @@ def run(
     extras = extras or Extras()
     schedule, growth = extras.schedule_of(optimizer, module.plan, steps), extras.growth_of(module)
     dealt = None if sync is None else _dealt(sync, module, batches_from)
-    checkpoints = Saving(saving, module, optimizer, steps, sampler or growth or dealt, schedule, sync)
+    if module.tier is None:
+        checkpoints: Any = Saving(saving, module, optimizer, steps, sampler or growth or dealt, schedule, sync)
+    else:
+        from .runtime.tiered.saving import TierSaving
+
+        checkpoints = TierSaving(module, optimizer, steps, schedule)
     first = checkpoints.first_step
     if dealt is not None and sync is not None:
         from .syncing import SyncStep
@@ -378,6 +387,24 @@ def _check(steps: int, data: Any, dataset: Any, checkpoint: Any, every: int | No
         raise UserError(f"{given} needs the directory of the checkpoints; got none; add checkpoint=DIR")
     if data is not None and dataset is not None:
         raise UserError("one source of batches is needed; got data and dataset; leave one of them out")
+
+
+def _check_beside_tier(
+    tier: TierOptions | None, checkpoint: Any, grow_batch: Any, sync: Any, take: Any, schedule: str, on_nan: str
+) -> None:
+    """Refuse what reads all gradients, or keeps steps elsewhere, where parameters rest on disks."""
+    if tier is None:
+        return
+    beside = {
+        "checkpoint": checkpoint is not None, "grow_batch": grow_batch is not None, "sync": sync is not None,
+        "an optimizer that takes the loss": take is not None, "the schedule lanczos": schedule == "lanczos",
+        "on_nan='skip' beside commit_every": on_nan == "skip" and tier.commit_every > 1,
+    }  # fmt: skip
+    for name, is_given in beside.items():
+        if is_given:
+            raise UserError(
+                f"a run without {name} is needed with a tier, which has every step whole and keeps no gradient; leave it out"
+            )
 
 
 def _loaded(model: Any, plan: Plan, data: Any, dataset: Any) -> Loaded:

@@ -53,6 +53,17 @@ from .streaming import (
     train_streamed,
 )
 from .syncing import ReplicasOption, SyncMethodOption, SyncOptionOption, check_sync, sync_line
+from .tiers import (
+    TierClipOption,
+    TierCommitOption,
+    TierKeepOption,
+    TierOption,
+    TierRateOption,
+    TierUpdateOption,
+    TierWindowOption,
+    check_tier,
+    tier_line,
+)
 
 PlanOption = Annotated[
     str | None, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`; needed, but for --stream.")
@@ -115,6 +126,13 @@ def train(
     stream_blocks: BlocksOption = None,
     stream_memory: MemoryOption = None,
     stream_weights: WeightsOption = None,
+    tier: TierOption = None,
+    tier_window: TierWindowOption = "1GiB",
+    tier_keep: TierKeepOption = None,
+    tier_update: TierUpdateOption = "during",
+    tier_commit_every: TierCommitOption = 1,
+    tier_rate: TierRateOption = None,
+    tier_clip_previous_norm: TierClipOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Train the model as planned, on processes started here or on the ranks that torchrun started.
@@ -133,7 +151,7 @@ def train(
             "--eval-data": (eval_data, None), "--grow-batch": (grow_batch, None), "--sync": (sync, None),
             "--sync-option": (sync_option, None), "--replicas": (replicas, None), "--sync-checkpoints": (sync_checkpoints, False),
             "--restarts": (restarts, 0), "--on-imbalance": (on_imbalance, "warn"), "--trace": (trace, None),
-            "--select": (select, None), "--autocast": (model.autocast, None),
+            "--select": (select, None), "--autocast": (model.autocast, None), "--tier": (tier, None),
         })  # fmt: skip
         train_streamed(
             model, stream=stream, optimizer=optimizer, memory=stream_memory, nproc=nproc, steps=100 if steps is None else steps,
@@ -148,7 +166,7 @@ def train(
         raise UserError("a plan is needed to train by; got none; give --plan FILE, from trainwright plan -o FILE")
     check_policy(on_nan)
     check_imbalance(on_imbalance)
-    check_saving(checkpoint, checkpoint_every, resume, restarts)
+    check_saving(checkpoint, checkpoint_every, resume and tier is None, 0 if tier is not None else restarts)
     given_steps, steps = steps, 100 if steps is None else steps
     if trace is not None and steps < NUM_UNTRACED + 1:
         raise UserError(f"at least {NUM_UNTRACED + 1} steps are needed for --trace; there are {steps}; take more")
@@ -172,6 +190,16 @@ def train(
         raise UserError("--select and --grow-batch both choose the examples of a step; got both; leave one of them out")
     beside = [option for option, value in (("--grow-batch", grow_batch), ("--select", select)) if value is not None]
     exchange, replicas = check_sync(sync, sync_option, replicas, plan, nproc, chosen, beside)
+    resting = check_tier(
+        tier, tier_window, tier_keep, tier_update, tier_commit_every, tier_rate, tier_clip_previous_norm, resume, plan,
+        {
+            "--checkpoint": checkpoint is not None, "--grow-batch": grow_batch is not None, "--sync": sync is not None,
+            "--norms": norms is not None, "--schedule lanczos": schedule == "lanczos", "--select": select is not None,
+            f"--optimizer {chosen.name}, which takes the loss": chosen.needs_loss,
+            "--restarts: start it again with --resume": restarts > 0,
+            "--on-nan skip beside --tier-commit-every": on_nan == "skip" and tier_commit_every > 1,
+        },
+    )  # fmt: skip
     if is_first_rank():
         remarks(contradictions)
     model = as_planned(plan, model)
@@ -193,6 +221,7 @@ def train(
         "trace": trace,
         "sync": exchange,
         "replicas": replicas,
+        "tier": resting,
     }
     saving = SavePolicy(checkpoint, checkpoint_every, keep, not sync_checkpoints, resume)
     progress = StepProgress(steps, plan)
@@ -207,6 +236,8 @@ def train(
         return
     if json_path != STDOUT:
         print(summary(progress.steps, plan, replicas))
+        if progress.steps and resting is not None:
+            print(tier_line(progress.steps, statistics.median(step["step_s"] for step in progress.steps)))
         if progress.steps and exchange is not None:
             print(sync_line(progress.steps, found["sync"], replicas))
         if progress.steps and selecting is not None:

@@ -10,6 +10,7 @@ from .learning import extras_of
 from .saving import SavePolicy
 from .selecting import selected
 from .syncing import sent_by_all
+from .tiers import tier_of
 
 
 def verify(model: dict[str, Any], plan: str, dtype: str, seed: int = 0) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def train(
     learning: dict[str, Any] | None = None,
     sync: dict[str, Any] | None = None,
     replicas: int = 1,
+    tier: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train the plan on this rank of its ranks; rank 0 emits an event a step and writes the records.
 
@@ -63,10 +65,13 @@ def train(
     extras = None if learning is None else extras_of(learning, loaded, parsed)
     if extras is not None:
         extras.check(parsed, steps, asked.get("name"))
-    module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed, replicas=replicas)
+    resting = None if tier is None else tier_of(tier)
+    module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed, replicas=replicas, tier=resting)
     module.train()
     if rank() == 0:
         module.steps.notice = lambda text: emit({"kind": "note", "text": text})
+        if module.tier is not None:
+            module.tier.notice = module.steps.notice
     stepping, _ = training.optimizer_of(parsed, **asked, model=loaded.model)
     chosen = training.made(stepping, module, lr)
     subset = None if select is None else selected(module, loaded, select, seed)

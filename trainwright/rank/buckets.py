@@ -32,6 +32,10 @@ from .travel import Travel, has_room
 class Plain:
     """Converts parameters between their form at rest and the tensors that a step reads; here the two are the same."""
 
+    def part(self, param: Any) -> Tensor:
+        """Return the rank's part as a step reads it, through which its gradient comes back."""
+        return self.local(param)
+
     def local(self, param: Tensor) -> Tensor:
         """Return the rank's part as a step reads it, outside of autograd."""
         return param.view_as(param)

@@ -19,7 +19,7 @@ from .early_sums import early_sums, with_sum
 from .instructions import Borrow, Close, Compute, Instruction, Open, Ref, Reshard
 from .late_loss import late, summing_the_loss
 from .local import LocalProgram
-from .offload import OffloadRun, OffloadStore
+from .offload import Elsewhere, OffloadRun, OffloadStore, Uses
 from .randomness import with_state
 from .region_memory import RegionMemory, unpack
 from .reruns import Rerun, gathering_before, reruns_of
@@ -35,6 +35,7 @@ class Run:
     state: RunState
     offload: OffloadRun | None = None
     memories: dict[int, RegionMemory] = field(default_factory=dict)
+    uses: Uses | None = None
 
 
 class Executor:
@@ -61,6 +62,8 @@ class Executor:
         self.before = gathering_before(self.reruns, self.segments)
         self.pieces: list[Any] | None = None
         """The program in pieces (`pieces.pieces`), once it has been asked to run compiled."""
+        self.elsewhere: Elsewhere | None = None
+        """The parameters that rest off the device, where some do."""
 
     def run(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> list[Any]:
         """Return the flat outputs, given the rank's part of every parameter, buffer, batch entry and constant."""
@@ -71,13 +74,22 @@ class Executor:
 
     def again(self, index: int) -> Call:
         """Return the call by which the backward recomputes the outputs of instruction `index`."""
-        return self.replays.get(index, self.calls[index])
+        call, elsewhere = self.replays.get(index, self.calls[index]), self.elsewhere
+        if elsewhere is None:
+            return call
+
+        def run(env: dict[int, Any], state: RunState) -> None:
+            elsewhere.need(index)
+            call(env, state)
+
+        return run
 
     def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:
         """Return a new run, with the sums that begin early issued and nothing else carried out."""
         env = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
         offload = self._offload_run() if torch.is_grad_enabled() else None
-        run = Run(env, replace(state, flights={}, sums={}), offload)
+        uses = None if self.elsewhere is None else self.elsewhere.begin()
+        run = Run(env, replace(state, flights={}, sums={}), offload, uses=uses)
         for taken_by, early in self.early.items():
             for index in early.first:
                 self.calls[index](env, run.state)
@@ -90,11 +102,11 @@ class Executor:
         if run.offload is not None and start > self.last_offload:
             run.offload.settle()
         if rerun is None and run.offload is None:
-            self._forward(run.env, start, stop, run.state)
+            self._forward(run, start, stop)
             return
         if region not in run.memories:
             run.memories[region] = RegionMemory(self, rerun or Rerun(), run.state, run.offload)
-        self._forward_watched(run.env, start, stop, run.state, run.memories[region])
+        self._forward_watched(run, start, stop, run.memories[region])
 
     def end(self, run: Run) -> list[Any]:
         """Return the flat outputs of a run whose instructions have all been carried out."""
@@ -106,31 +118,48 @@ class Executor:
         return [run.env[found.value] if isinstance(found, Ref) else found for found in self.local.outputs]
 
     def _offload_run(self) -> OffloadRun | None:
-        if self.store is None or self.last_offload < 0:
+        if (self.store is None or self.last_offload < 0) and self.elsewhere is None:
             return None
-        return OffloadRun(self.store, self.local.decisions.in_flight_bytes)
+        return OffloadRun(self.store, self.local.decisions.in_flight_bytes, self.elsewhere)
 
-    def _forward(self, env: dict[int, Any], start: int, stop: int, state: RunState) -> None:
+    def _call(self, run: Run, index: int) -> None:
+        if run.uses is not None:
+            run.uses.before(index, run.env, run.state.rest)
+        self.calls[index](run.env, run.state)
+
+    def _free(self, run: Run, index: int) -> None:
+        if run.uses is not None:
+            run.uses.after(index, run.env)
+        for value in self.frees[index]:
+            del run.env[value]
+
+    def _forward(self, run: Run, start: int, stop: int) -> None:
+        if run.uses is None:
+            env, state = run.env, run.state
+            for index in range(start, stop):
+                self.calls[index](env, state)
+                for value in self.frees[index]:
+                    del env[value]
+            return
         for index in range(start, stop):
-            self.calls[index](env, state)
-            for value in self.frees[index]:
-                del env[value]
+            self._call(run, index)
+            self._free(run, index)
 
-    def _forward_watched(
-        self, env: dict[int, Any], start: int, stop: int, state: RunState, memory: RegionMemory
-    ) -> None:
+    def _forward_watched(self, run: Run, start: int, stop: int, memory: RegionMemory) -> None:
+        env = run.env
+        if run.uses is not None:
+            run.uses.open(memory.rerun.sources, env, run.state.rest)
         for value in memory.rerun.sources:
             if value in env and value not in memory.sources:
                 memory.start_from(value, env[value])
         with torch.autograd.graph.saved_tensors_hooks(memory.pack, unpack):
             for index in range(start, stop):
                 memory.begin(self.local.instructions[index])
-                self.calls[index](env, state)
+                self._call(run, index)
                 memory.end(env)
                 if index in memory.rerun.ends:
                     memory.start_backward_at(env, memory.rerun.ends[index])
-                for value in self.frees[index]:
-                    del env[value]
+                self._free(run, index)
 
 
 def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from .buckets import Plain
 
 MIN_BYTES = 64
 """Storages below this stay on the device: scalars and empty parts."""
@@ -38,6 +41,35 @@ class OffloadStore(Protocol):
 
     def arrived(self, ticket: Any) -> None:
         """Wait until the contents have arrived."""
+
+
+class Uses(Protocol):
+    """Follows one forward of a program whose parameters rest elsewhere."""
+
+    def open(self, values: Iterable[int], env: dict[int, Any], rest: Plain) -> None:
+        """Put the rank's part in place of those of `values` that are parameters at rest.
+
+        Its part of the graph begins here: so its gradient comes when the backward is done with the region, not after all else.
+        """
+
+    def before(self, index: int, env: dict[int, Any], rest: Plain) -> None:
+        """See that what instruction `index` reads is here and open."""
+
+    def after(self, index: int, env: dict[int, Any]) -> None:
+        """Note what instruction `index` made; what nothing reads any more may go."""
+
+
+class Elsewhere(Protocol):
+    """The parameters of a program that rest off the device and come for what reads them."""
+
+    def begin(self) -> Uses:
+        """Follow one forward."""
+
+    def need(self, index: int) -> None:
+        """See that what instruction `index` reads is here, where the backward runs it again."""
+
+    def find(self, tensor: Tensor) -> Any:
+        """Return what `fetch`es the storage that `tensor` is a part of, one-dimensional; None for what stays here."""
 
 
 class CountingStore:
@@ -86,8 +118,8 @@ class OffloadedStorage:
 class OffloadRun:
     """Tracks the storages that one forward offloads, until its backward has fetched them."""
 
-    def __init__(self, store: OffloadStore, in_flight_bytes: int) -> None:
-        self.store, self.in_flight_bytes = store, in_flight_bytes
+    def __init__(self, store: OffloadStore | None, in_flight_bytes: int, elsewhere: Elsewhere | None = None) -> None:
+        self._store, self.in_flight_bytes, self.elsewhere = store, in_flight_bytes, elsewhere
         self._known: dict[int, tuple[StorageWeakRef, OffloadedStorage]] = {}
         self._left: list[weakref.ref[OffloadedStorage]] = []
         self._leaving: deque[tuple[OffloadedStorage, Tensor]] = deque()
@@ -95,6 +127,12 @@ class OffloadRun:
         self._num_saves = 0
         self._to_come: deque[weakref.ref[OffloadedStorage]] | None = None
         self._ahead_bytes = 0
+
+    @property
+    def store(self) -> OffloadStore:
+        """Return what takes the storages that leave; parameters that rest elsewhere need none."""
+        assert self._store is not None
+        return self._store
 
     # Forward
 
@@ -106,15 +144,19 @@ class OffloadRun:
         self._known[storage.cdata] = (storage, item)
         return item
 
-    def find(self, tensor: Tensor) -> OffloadedStorage | None:
-        """Return the entry of the storage of `tensor` if it is to be offloaded; tiny storages are not."""
+    def find(self, tensor: Tensor) -> Any:
+        """Return the entry of the storage of `tensor` if it is offloaded or rests elsewhere; tiny storages stay."""
+        if self.elsewhere is not None and (item := self.elsewhere.find(tensor)) is not None:
+            return item
         storage, item = self._known.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, None))
         if storage is None or item is None or storage.expired() or item.dtype != tensor.dtype:
             return None
         return item if item.num_bytes >= MIN_BYTES else None
 
-    def save(self, item: OffloadedStorage, tensor: Tensor) -> None:
+    def save(self, item: Any, tensor: Tensor) -> None:
         """Count one more saved tensor that lies in `item`; the first one starts the copy off the device."""
+        if not isinstance(item, OffloadedStorage):
+            return  # it comes when it is fetched, from where it rests
         self._num_saves += 1
         item.last_save = self._num_saves
         item.waiting += 1

@@ -145,7 +145,7 @@ class StateOffload:
         params = {param for group in optimizer.param_groups for param in group["params"]}
         if self._is_stepping or self.params.isdisjoint(params):
             return None
-        _check(optimizer)
+        check_updates_alone(optimizer)
         given = dict(zip(("closure",), args[1:])) | kwargs
         closure = given.pop("closure", None)
         if given or len(args) > 2:
@@ -155,7 +155,7 @@ class StateOffload:
             )
         step = type(optimizer).step
         step = getattr(step, "__wrapped__", step)  # without the hooks, which torch has put around the step
-        return (_with_groups(optimizer, []), partial(self._step, optimizer, step, closure)), {}
+        return (with_groups(optimizer, []), partial(self._step, optimizer, step, closure)), {}
 
     def _step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         loss = None if closure is None else closure()
@@ -213,7 +213,7 @@ class _Update:
     def _step(self, groups: Sequence[dict[str, Any]]) -> None:
         groups = [group for group in groups if group["params"]]
         if groups:
-            self.step(_with_groups(self.optimizer, groups))
+            self.step(with_groups(self.optimizer, groups))
 
     def _buffer(self, owners: Sequence[Owner]) -> Tensor | None:
         """Return a buffer for the states of any one of `owners`; None in a first step, which makes the states."""
@@ -308,14 +308,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Return an optimizer that shares the state of `optimizer` and has other parameter groups."""
     other: Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__, param_groups=groups)
     return other
 
 
-def _check(optimizer: Optimizer) -> None:
+def check_updates_alone(optimizer: Optimizer) -> None:
+    """Raise `UserError` for an optimizer whose states cannot come and go parameter by parameter."""
     if not updates_alone(optimizer):
         name = type(optimizer).__name__
         raise UserError(

@@ -6,6 +6,7 @@ from .checkpoint.export import export_weights
 from .clipping import clip_grad_norm_
 from .module import LossOutput, ParallelModule, full_state_dict, parallelize
 from .sample_gradients import sample_gradients
+from .tiered import Tier, TierOptions
 from .training.examples import ExampleBatches
 from .training.padding import PaddedDataset
 from .training.sampler import PlanSampler
@@ -23,6 +24,8 @@ __all__ = [
     "ParallelModule",
     "PlanSampler",
     "SelectedBatches",
+    "Tier",
+    "TierOptions",
     "clip_grad_norm_",
     "export_weights",
     "full_state_dict",

@@ -30,6 +30,11 @@ def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
     """
     if not max_norm > 0:
         raise UserError(f"a norm above 0 is needed to clip by; got {max_norm!r}; try 1.0")
+    if module.tier is not None:
+        raise UserError(
+            "all gradients at once are needed to clip by their norm; with a tier each is gone when its parameter is updated; take "
+            "TierOptions(clip_previous_norm=…), which clips by the norm of the step before"
+        )
     with torch.no_grad():
         grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
         norm = _norm(module, grads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ from .pipe import Pipe, check_stages
 from .regions import Region, region_of, whole_region
 from .sharding import AtRest, as_dtensor, as_parameter, storage_of
 from .steps import Capturing, ShapedStep, StepsByShape, batch_like
+from .tiered import Tier, TierOptions
+from .tiered.tier import check_plan
 from .weights import Reader, reader
 
 
@@ -61,6 +64,7 @@ def parallelize(
     loss_fn: LossFn | None = None,
     seed: int | None = None,
     replicas: int = 1,
+    tier: TierOptions | None = None,
 ) -> ParallelModule:
     """Return `model` as `plan` lays it out, on this rank; torchrun's process group is joined where the script has not.
 
@@ -78,10 +82,14 @@ def parallelize(
     seed: of dropout and of that initialisation; default rank 0's `torch.initial_seed()`.
     replicas: how many times the plan is run side by side, on `replicas` times its ranks, consecutive ones a replica. Gradients
     are not summed between replicas: a method of `tw.sync` exchanges there, and each is given batches of its own.
+    tier: parameters, gradients and optimizer states rest on disks (docs/tiers.md); `module.tier.attach(optimizer)` comes before
+    the first backward.
 
     Raises `UserError` when the plan is not this model's, or when the number of ranks is not the plan's.
     """
     check_stages(plan, replicas)
+    if tier is not None:
+        check_plan(plan, tier, replicas)
     _check_ranks(plan, replicas)
     check_same_loss(plan, loss_fn)
     autocast = DTYPES[plan.autocast] if plan.autocast else None
@@ -90,7 +98,7 @@ def parallelize(
     )
     decisions = decisions_of(program, plan)
     module = ParallelModule(
-        model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None, replicas_of(replicas)
+        model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None, replicas_of(replicas), tier
     )
     module.take_other_shapes(model, loss_fn, autocast)
     return module
@@ -152,6 +160,7 @@ class ParallelModule(nn.Module):
         seed: int,
         has_loss_fn: bool,
         replicas: Replicas | None = None,
+        tier: TierOptions | None = None,
     ) -> None:
         super().__init__()
         self.replicas = replicas or replicas_of(1)
@@ -175,6 +184,8 @@ class ParallelModule(nn.Module):
         planned = ShapedStep(planned_cut(plan), program, decisions, self.communicator, store, self.device, self.pipe)
         self.steps = StepsByShape(planned, store, self._complete)
         """The rank's step of every batch shape that has come so far."""
+        self.tier = None if tier is None else Tier(tier, self.replicas.rank, self.replicas.size)
+        """The disks on which this rank's parameters, gradients and optimizer states rest; None: they do not."""
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
@@ -184,6 +195,8 @@ class ParallelModule(nn.Module):
         """The entries that this rank holds of every parameter, by the parameter's first name."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
         self._complete(planned)
+        if self.tier is not None:
+            self._rest_on(self.tier)
         away = [self._params[tensor] for tensor in decisions.offloaded_states]
         self.offloaded_states = StateOffload(store, away) if store is not None and away else None
         """Keeps optimizer states off the device; None where the plan does not."""
@@ -206,6 +219,18 @@ class ParallelModule(nn.Module):
     def _complete(self, step: ShapedStep) -> None:
         """Give a step the parameters and buffers that it reads."""
         step.read(dict(self.named_parameters()), dict(self.named_buffers()))
+        if self.tier is not None:
+            names = {value: tensor.key for tensor, value in step.local.sources.items() if tensor.role == "param"}
+            self.tier.watch(step.executor, names, step.local_params)
+
+    def _rest_on(self, tier: Tier) -> None:
+        """Let the tier keep what stands beside the parameters: buffers, and how many steps random numbers have been drawn for."""
+        kept, buffers = self.state_dict(keep_vars=True), dict(self.named_buffers())
+        tier.keep_buffers({name: buffer for name, buffer in buffers.items() if name in kept})
+        if tier.options.resume:
+            self.num_steps = int(tier.store.notes["num_forwards"])
+        own = weakref.ref(self)
+        tier.num_forwards = lambda: 0 if (module := own()) is None else module.num_steps
 
     def _load(self, model: nn.Module, read: Reader) -> None:
         """Take this rank's part of every parameter and all buffers, in the order of the model's modules.
@@ -229,8 +254,13 @@ class ParallelModule(nn.Module):
                 continue
             layout = params[tensor]
             self.regions[name] = region_of(tensor.shape, tensor.slots, layout, mesh, coords)
-            local = read(name, self.regions[name]).to(self.device, original.dtype)
+            if self.tier is None:
+                local = read(name, self.regions[name]).to(self.device, original.dtype)
+            else:
+                local = self.tier.value(name, original.dtype, self.regions[name], read)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
+            if self.tier is not None:
+                self.tier.park(name, made[name])  # type: ignore[arg-type]
             made[name].user_shape = tuple(tensor.shape)  # type: ignore[union-attr]  # a shard may have a dim taken apart
             self._local_shapes[made[name]] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():

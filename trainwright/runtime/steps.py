@@ -83,9 +83,15 @@ class ShapedStep:
         assert isinstance(rest, AtRest)
         for tensor, param in self._params.items():
             # A bucket takes parameters as they rest: one autograd function for all of them.
-            travels = tensor in self._travelling
-            sources[tensor] = param if travels else rest.part(param)  # type: ignore[arg-type]
+            as_it_rests = tensor in self._travelling or self.executor.elsewhere is not None
+            sources[tensor] = param if as_it_rests else rest.part(param)  # type: ignore[arg-type]
         return sources
+
+    @property
+    def local_params(self) -> dict[int, str]:
+        """Return the parameters whose parts instructions read as they are, by their value's index; a bucket takes the others."""
+        found = self.local.sources.items()
+        return {index: t.key for t, index in found if t.role == "param" and t not in self._travelling}
 
     def parts(self, part: Mapping[str, Tensor]) -> list[dict[ProgramTensor, Tensor]]:
         """Return the rank's part of the entries of each micro-batch, of those that its stage reads."""

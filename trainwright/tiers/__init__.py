@@ -1,10 +1,12 @@
 """Disks as a tier of memory: named bytes in striped files, moved directly, checked, versioned, bounded and counted."""
 
 from .buffers import ALIGNMENT, BufferPool, aligned_empty, padded
+from .counting import Moved, Traffic, now
 from .faults import KINDS, Fault, TierFault
+from .places import check_folders
+from .schedule import Layer, Policy, Rates, StepTime, StepTraffic, bound_s, simulate, traffic
 from .store import CHUNK_BYTES, StoreOptions, TierStore, Transfer
 from .throttle import TokenBucket
-from .traffic import Moved, Traffic, now
 
 __all__ = [
     "ALIGNMENT",
@@ -12,7 +14,12 @@ __all__ = [
     "KINDS",
     "BufferPool",
     "Fault",
+    "Layer",
     "Moved",
+    "Policy",
+    "Rates",
+    "StepTime",
+    "StepTraffic",
     "StoreOptions",
     "TierFault",
     "TierStore",
@@ -20,6 +27,10 @@ __all__ = [
     "Traffic",
     "Transfer",
     "aligned_empty",
+    "bound_s",
+    "check_folders",
     "now",
     "padded",
+    "simulate",
+    "traffic",
 ]

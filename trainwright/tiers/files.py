@@ -83,5 +83,7 @@ class StripeFile:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Give the file up."""
-        os.close(self.fd)
+        """Give the file up; a second time does nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1

@@ -11,6 +11,8 @@ from typing import Any
 from ..artifacts import UserError
 
 NAME = "tier.json"
+PREVIOUS = "tier.previous.json"
+"""The manifest before: what it names is whole until the next step is written."""
 FORMAT = "trainwright tier 1"
 
 
@@ -22,13 +24,18 @@ def write_manifest(folder: Path, data: dict[str, Any]) -> None:
         json.dump({"format": FORMAT, "sum": zlib.crc32(body.encode()), "body": body}, file)
         file.flush()
         os.fsync(file.fileno())
+    if (folder / NAME).exists():
+        link = folder / f"{PREVIOUS}.new"
+        link.unlink(missing_ok=True)
+        os.link(folder / NAME, link)
+        os.replace(link, folder / PREVIOUS)
     os.replace(beside, folder / NAME)
     sync_folder(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, name: str = NAME) -> dict[str, Any]:
     """Return the last manifest of `folder`; `UserError` where there is none, or none that is whole."""
-    path = folder / NAME
+    path = folder / name
     try:
         held = json.loads(path.read_text(encoding="utf8"))
         body = held["body"]

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from ..artifacts import UserError
 from .buffers import ALIGNMENT, BufferPool, memory_at, padded
+from .counting import Traffic, now
 from .faults import Fault, Planted, happen_to_read, happen_to_write, raise_as_fault, raise_for
 from .files import StripeFile
 from .layout import Item, Layout, Piece
-from .manifest import read_manifest, write_manifest
+from .manifest import NAME, PREVIOUS, read_manifest, write_manifest
 from .places import check_empty, check_folders, check_room
 from .throttle import TokenBucket
-from .traffic import Traffic, now
 
 CHUNK_BYTES = 4 * 2**20
 
@@ -116,18 +116,29 @@ class TierStore:
     def create(cls, folders: Sequence[str | os.PathLike[str]], options: StoreOptions | None = None) -> TierStore:
         """Return a new store in empty folders, striped over them."""
         options = options or StoreOptions()
-        _check_options(options)
+        check_options(options)
         paths = check_folders(folders)
         check_empty(paths)
         return cls(paths, uuid.uuid4().hex[:12], options, is_new=True)
 
     @classmethod
-    def open(cls, folders: Sequence[str | os.PathLike[str]], options: StoreOptions | None = None) -> TierStore:
-        """Return the store that a run left in `folders`, in the order that it was made with, at its last whole step."""
+    def open(
+        cls, folders: Sequence[str | os.PathLike[str]], options: StoreOptions | None = None, step: int | None = None
+    ) -> TierStore:
+        """Return the store that a run left in `folders`, in the order that it was made with, at its last whole step.
+
+        step: that one is wanted; it may be the one before the last, if nothing of a later one was written.
+        """
         options = options or StoreOptions()
-        _check_options(options)
+        check_options(options)
         paths = check_folders(folders)
         data = read_manifest(paths[0])
+        if step is not None and data["step"] != step:
+            data = read_manifest(paths[0], PREVIOUS)
+            if data["step"] != step:
+                raise UserError(
+                    f"a tier with step {step} whole is needed in {paths[0]}; there is {data['step']}; begin anew"
+                )
         if len(paths) != data["num_folders"]:
             raise UserError(
                 f"the {data['num_folders']} folders that this tier was made with are needed; got {len(paths)}; name them all, "
@@ -146,6 +157,11 @@ class TierStore:
             store.items[key] = Item.from_json(key, held)
             store._layout.adopt(store.items[key])
         return store
+
+    @staticmethod
+    def last_step(folders: Sequence[str | os.PathLike[str]]) -> int:
+        """Return the last whole step in `folders`."""
+        return int(read_manifest(check_folders(folders)[0])["step"])
 
     def __enter__(self) -> TierStore:
         return self
@@ -216,6 +232,12 @@ class TierStore:
             transfer.wait()
         self._writing.clear()
 
+    def roll_back(self) -> None:
+        """Make the last whole step what `read` finds; what was written after it is given up."""
+        self.settle()
+        for item in self.items.values():
+            item.slot = item.committed
+
     def commit(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Make what was written last, of every item, the whole step `step`: all of it, or after a crash none.
 
@@ -252,7 +274,7 @@ class TierStore:
     def remove(self) -> None:
         """Close the store and delete its files; the folders stay."""
         self.close()
-        for path in (*(file.path for file in self._files), self.paths[0] / "tier.json"):
+        for path in (*(file.path for file in self._files), self.paths[0] / NAME, self.paths[0] / PREVIOUS):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
@@ -327,7 +349,7 @@ class TierStore:
         return item
 
 
-def _check_options(options: StoreOptions) -> None:
+def check_options(options: StoreOptions) -> None:
     """Raise `UserError` for what cannot be, before any file is made."""
     BufferPool(options.buffer_bytes, options.chunk_bytes)
     for rate in (options.read_rate, options.write_rate):

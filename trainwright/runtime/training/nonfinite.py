@@ -69,6 +69,8 @@ def _all_finite(module: ParallelModule, loss: Tensor) -> bool:
     grads = [grad for grad in _gradients(module).values() if grad.numel()]
     extremes = [extreme.double().abs() for grad in grads for extreme in torch.aminmax(_real(grad))]
     total = loss.detach().double().abs() + sum(extremes, torch.zeros((), dtype=torch.float64, device=loss.device))
+    if module.tier is not None:  # the gradients have gone to it
+        total = total + module.tier.extremes()
     finite = torch.isfinite(total).to("cpu", torch.int32)
     if module.replicas.size > 1:
         with module.communicator.activity.waiting("the exchange of what is finite"):

@@ -48,6 +48,8 @@ def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: A
             began, exchanged_s = time.perf_counter(), activity.comm_s
             optimizer.step()
             activity.update_s += time.perf_counter() - began - (activity.comm_s - exchanged_s)
+        elif module.tier is not None:
+            module.tier.take_back()
     return loss.detach()
 
 
@@ -132,6 +134,8 @@ def train_loop(
             event["planned"] = shapes == planned_shapes(module.plan)
             event["skipped"] = gate.num_skipped > skipped
             event.update(routing.told)
+            if module.tier is not None:
+                event.update(module.tier.told())
             event.update(told)
             if hasattr(take, "told"):
                 event.update(take.told())

@@ -1,0 +1,143 @@
+"""GPT-2 XL, 25 GB of fp32 weights, gradients and AdamW states, on disks: `python -m benchmarks.tiers.gpt2_xl DIR`.
+
+A process of its own, whose memory is limited (RLIMIT_DATA: heap, stacks and private mappings, all that torch takes), plans,
+loads module by module, and trains. Its disk traffic is held against the plan by /proc/self/io, from the second step on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).parents[1] / "results" / "tiers-gpt2-xl"
+GIB = 2**30
+
+
+def io_bytes() -> tuple[int, int]:
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def peak_rss() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Run in the limited process; return what was planned and measured."""
+    resource.setrlimit(resource.RLIMIT_DATA, (int(options.limit * GIB),) * 2)
+    import torch
+
+    import trainwright as tw
+    from trainwright.runtime import TierOptions
+    from trainwright.training import made, optimizer_of
+
+    began = time.perf_counter()
+    loaded = tw.load_model(options.model, device="meta", batch_size=options.batch, seq_len=options.length)
+    num_params = sum(param.numel() for param in loaded.model.parameters())
+    budget = 16 * num_params + int(options.activations * GIB)
+    plan = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", memory=budget, time_limit_s=60.0)
+    planned_s = time.perf_counter() - began
+    print(f"planned in {planned_s:.0f} s", file=sys.stderr)
+    tier = TierOptions([options.folder], window_bytes=int(options.window * GIB))
+    module = tw.parallelize(loaded.model, plan, seed=0, tier=tier).train()
+    chosen, _ = optimizer_of(plan, model=loaded.model)
+    optimizer = made(chosen, module, 1e-4)
+    assert module.tier is not None
+    module.tier.attach(optimizer)
+    print(f"loaded at {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    torch.manual_seed(0)
+    ids = torch.randint(0, loaded.model.config.vocab_size, (options.batch, options.length))
+    batch = {name: ids if name in ("input_ids", "labels") else torch.ones_like(ids) for name in plan.batch}
+    steps = []
+    for step in range(options.steps):
+        module.tier.told()
+        before, began_step = io_bytes(), time.perf_counter()
+        loss = module(**plan.shard_batch(batch)).loss
+        loss.backward()
+        optimizer.step()
+        told = module.tier.told()
+        read, written = (now - then for now, then in zip(io_bytes(), before, strict=True))
+        steps.append(
+            {
+                "step": step,
+                "loss": float(loss),
+                "step_s": time.perf_counter() - began_step,
+                "read": read,
+                "written": written,
+                **told,
+            }
+        )
+        print(json.dumps(steps[-1]), file=sys.stderr)
+    moved = module.tier.planned()
+    found = {
+        "model": options.model, "num_params": num_params, "limit_gib": options.limit, "peak_rss": peak_rss(),
+        "planned_s": planned_s, "planned_read": moved.read_bytes, "planned_written": moved.written_bytes,
+        "on_disk": module.tier.store.num_bytes, "direct": module.tier.store.is_direct, "window_gib": options.window,
+        "batch": options.batch, "length": options.length, "threads": torch.get_num_threads(), "steps": steps,
+        "written_a_day": moved.written_a_day(steps[-1]["step_s"]),
+    }  # fmt: skip
+    module.tier.close()
+    module.tier.store.remove()
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    rows = []
+    for each in found["steps"]:
+        against = [each[name] / found[f"planned_{name}"] - 1 for name in ("read", "written")]
+        rows.append(
+            f"{each['step']} | {each['loss']:.4f} | {each['step_s']:.0f} s | {each['tier_waited_s']:.0f} s | "
+            f"{each['read'] / 1e9:.3f} | {against[0]:+.2%} | {each['written'] / 1e9:.3f} | {against[1]:+.2%}"
+        )
+    command = f"python -m benchmarks.tiers.gpt2_xl DIR --model {found['model']} --batch {found['batch']} --length {found['length']}"
+    return "\n".join(
+        [
+            f"# {found['model']} on a disk", "",
+            f"`{command}`; {found['num_params'] / 1e9:.3f} B parameters, fp32 AdamW; RLIMIT_DATA {found['limit_gib']:g} GiB,",
+            f"window {found['window_gib']:g} GiB, {found['threads']} threads, past the page cache: {found['direct']}. The",
+            "machine's two cores were shared with other work: the seconds say that they passed, the bytes are exact.", "",
+            f"Largest resident set: {found['peak_rss'] / GIB:.2f} GiB. On disk, both versions: {found['on_disk'] / 1e9:.1f} GB.",
+            f"A step is planned to read {found['planned_read'] / 1e9:.3f} GB and to write {found['planned_written'] / 1e9:.3f} GB,",
+            f"{found['written_a_day'] / 1e12:.2f} TB a day at this pace. The first step has no states to read.", "",
+            "step | loss | step | waited for the disk | read, GB | against plan | written, GB | against plan",
+            "---|---|---|---|---|---|---|---", *rows, "",
+        ]
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--model", default="zoo:gpt2-xl")
+    parser.add_argument("--limit", type=float, default=6.0, help="GiB")
+    parser.add_argument("--window", type=float, default=1.0, help="GiB")
+    parser.add_argument("--activations", type=float, default=2.0, help="GiB")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--inside", action="store_true")
+    options = parser.parse_args()
+    if options.inside:
+        print(json.dumps(train(options)))
+        return
+    command = [sys.executable, "-m", "benchmarks.tiers.gpt2_xl", *sys.argv[1:], "--inside"]
+    found = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, env=dict(os.environ)).stdout.splitlines()[-1]
+    )
+    print(table(found))
+    if options.record:
+        RECORD.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        RECORD.with_suffix(".md").write_text(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Train a model whose parameters, gradients and optimizer states rest on a disk: python tier.py [FOLDER] [MODEL]
+
+The model is made on the meta device and initialised module by module, so it is never in memory as a whole.
+With zoo:gpt2-xl the folder needs 38 GB, the process 4 GiB.
+"""
+
+import sys
+import tempfile
+
+import torch
+
+import trainwright as tw
+from trainwright.runtime import TierOptions
+
+folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
+name = sys.argv[2] if len(sys.argv) > 2 else "zoo:gpt2-tiny"
+loaded = tw.load_model(name, device="meta", batch_size=1, seq_len=32)
+num_params = sum(param.numel() for param in loaded.model.parameters())
+plan = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", memory=16 * num_params + 2 * 2**30)
+
+module = tw.parallelize(loaded.model, plan, seed=0, tier=TierOptions([folder], window_bytes=2**30)).train()
+optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+module.tier.attach(optimizer)
+ids = torch.randint(0, loaded.model.config.vocab_size, (1, 32))
+batch = {key: ids if key in ("input_ids", "labels") else torch.ones_like(ids) for key in plan.batch}
+for step in range(3):
+    optimizer.zero_grad()
+    loss = module(**plan.shard_batch(batch)).loss
+    loss.backward()
+    optimizer.step()
+    told = module.tier.told()
+    print(
+        f"step {step}  loss {loss.item():.4f}  read {told['tier_read_bytes'] / 1e6:.2f} MB  "
+        f"written {told['tier_write_bytes'] / 1e6:.2f} MB  waited {told['tier_waited_s']:.2f} s"
+    )
+module.tier.close()
+print(f"the last step stays in {folder}")

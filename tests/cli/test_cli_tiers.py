@@ -1,0 +1,83 @@
+"""`train --tier` as a user runs it: the same losses, going on, what the disks did, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainwright.artifacts import Plan, UserError
+from trainwright.cli import main
+from trainwright.cli.tiers import check_tier, tier_line
+
+GIVEN = {"window": "1MiB", "keep": None, "update": "during", "commit_every": 1, "rate": None, "clip": None}
+
+
+@pytest.fixture(scope="module")
+def plan_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("plan") / "plan.json")
+    assert main(["plan", "zoo:gpt2-tiny", "--hardware", "cpu:1", "-o", path]) == 0
+    return path
+
+
+def losses_of(plan_path: str, metrics: Path, *options: str) -> list[float]:
+    command = ["train", "zoo:gpt2-tiny", "--plan", plan_path, "--lr", "1e-2", "--metrics", str(metrics), *options]
+    assert main(command) == 0
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+
+
+def test_a_run_on_disks_goes_on_as_in_memory(
+    plan_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for each in folders:
+        each.mkdir()
+    place = ",".join(map(str, folders))
+    expected = losses_of(plan_path, tmp_path / "0.jsonl", "--steps", "4")
+    capsys.readouterr()
+    first = losses_of(plan_path, tmp_path / "1.jsonl", "--steps", "2", "--tier", place)
+    assert "a day at this pace" in capsys.readouterr().out
+    further = losses_of(plan_path, tmp_path / "2.jsonl", "--steps", "4", "--tier", place, "--resume")
+    assert [*first, *further] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"tier": "{}/absent"}, "is not there"),
+        ({"tier": "{}/used"}, "an empty folder"),
+        ({"tier": "{}/free,{}/free"}, "one twice"),
+        ({"rate": "1MB,2MB,3MB"}, "one rate"),
+        ({"rate": "0"}, "at least one byte"),
+        ({"update": "before"}, "during or after"),
+        ({"clip": -1.0}, "norm above 0"),
+        ({"beside": {"--checkpoint": True}}, "without --checkpoint"),
+    ],
+)
+def test_wrong_inputs_are_refused_before_anything_is_written(
+    plan_path: str, tmp_path: Path, change: dict[str, object], match: str
+) -> None:
+    (tmp_path / "free").mkdir()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine").write_text("")
+    change = {
+        key: value.replace("{}", str(tmp_path)) if isinstance(value, str) else value for key, value in change.items()
+    }
+    given = {"tier": str(tmp_path / "free"), **GIVEN, "resume": False, "beside": {}, **change}
+    with pytest.raises(UserError, match=match):
+        check_tier(**given, plan=Plan.from_json(plan_path))  # type: ignore[arg-type]
+    assert not any((tmp_path / "free").iterdir())
+
+
+def test_exit_status_of_a_wrong_folder(plan_path: str, tmp_path: Path) -> None:
+    command = ["train", "zoo:gpt2-tiny", "--plan", plan_path, "--tier", str(tmp_path / "absent")]
+    assert main(command) == 2
+
+
+def test_the_line_of_the_disks() -> None:
+    step = {"tier_read_bytes": 2**20, "tier_write_bytes": 2**21, "tier_planned_read_bytes": 2**20,
+            "tier_planned_write_bytes": 2**21, "tier_waited_s": 0.5}  # fmt: skip
+    told = tier_line([step, step], 2.0)
+    assert "read 1 MiB a step" in told
+    assert "84.4 GiB a day" in told

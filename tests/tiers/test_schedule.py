@@ -1,0 +1,82 @@
+"""Traffic and time of a step: bounds, limits, and a schedule worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.artifacts import UserError
+from trainwright.tiers import Layer, Policy, Rates, bound_s, simulate, traffic
+from trainwright.tiers.schedule import kept
+
+PAGE = 4096
+
+
+def layer(
+    pages: int, trained: bool = True, forward_s: float = 1.0, backward_s: float = 2.0, update_s: float = 0.5
+) -> Layer:
+    size = pages * PAGE
+    return Layer(size, (size, size) if trained else (), size, forward_s, backward_s, update_s, trained)
+
+
+LAYERS = st.lists(st.builds(layer, st.integers(1, 6), st.booleans()), min_size=1, max_size=8)
+POLICIES = st.builds(
+    Policy,
+    window_bytes=st.integers(1, 60).map(lambda n: n * PAGE),
+    keep_bytes=st.integers(0, 30).map(lambda n: n * PAGE),
+    update=st.sampled_from(["during", "after"]),
+)
+RATES = st.builds(Rates, read=st.floats(1e3, 1e6), write=st.floats(1e3, 1e6))
+
+
+@given(layers=LAYERS, policy=POLICIES, rates=RATES)
+def test_the_schedule_is_never_faster_than_the_bound(layers: list[Layer], policy: Policy, rates: Rates) -> None:
+    found = simulate(layers, policy, rates)
+    # What the backward reads ahead may come during the forward: only the sum over both is a bound of every order.
+    moved = traffic(layers, policy)
+    assert found.step_s >= found.compute_s - 1e-9
+    assert found.step_s >= moved.read_bytes / rates.read - 1e-6
+    assert found.step_s >= moved.written_bytes / rates.write - 1e-6
+    assert bound_s(layers, policy, rates) >= found.compute_s - 1e-9
+
+
+@given(layers=LAYERS, policy=POLICIES)
+def test_a_disk_without_limits_costs_the_last_update_alone(layers: list[Layer], policy: Policy) -> None:
+    still = [Layer(each.param_bytes, each.states, each.grad_bytes, 1.0, 2.0, 0.0, each.is_trained) for each in layers]
+    assert simulate(still, policy, Rates(1e15, 1e15)).exposed_s == pytest.approx(0.0, abs=1e-6)
+
+
+@given(layers=LAYERS, policy=POLICIES)
+def test_what_is_kept_fits_and_nothing_more_would(layers: list[Layer], policy: Policy) -> None:
+    held = kept(layers, policy)
+    used = sum(layers[index].held_bytes for index in held)
+    assert used <= policy.keep_bytes or not held
+    assert all(
+        layers[index].held_bytes > policy.keep_bytes - used
+        for index in range(len(layers))
+        if index not in held and layers[index].is_trained
+    )
+
+
+def test_two_layers_by_hand() -> None:
+    """Window: one parameter ahead. Rates: a page a second each way."""
+    layers = [layer(1), layer(1)]
+    policy = Policy(
+        window_bytes=4 * PAGE
+    )  # a parameter stays at each end; one update at a time: it has three pages of two
+    # Forward: layer 0 has stayed (0..1), layer 1 arrives at 1 (1..2) and stays.
+    # Backward: layer 1 2..4, its states are read 4..6, it is updated 6..6.5 and written 6.5..9.5; layer 0 4..6. Its update
+    # begins when that of layer 1 is written: read 9.5..11.5, updated ..12, written ..15.
+    found = simulate(layers, policy, Rates(PAGE, PAGE))
+    assert (found.step_s, found.compute_s) == (15.0, 6.0)
+    wide = simulate(layers, Policy(window_bytes=12 * PAGE), Rates(PAGE, PAGE))
+    # Both parameters stay. Both updates at once: states read 4..6 and 6..8, updated 6..6.5 and 8..8.5, written ..9.5, ..12.5.
+    assert wide.step_s == 12.5
+    assert traffic(layers, policy).written_a_day(12.5) == 6 * PAGE * 86_400 / 12.5
+
+
+def test_rates_of_nothing_are_refused() -> None:
+    for read, write in ((0.0, 1.0), (1.0, -1.0)):
+        with pytest.raises(UserError, match="bytes a second"):
+            Rates(read, write)

@@ -1,0 +1,112 @@
+"""`train --tier`: the options of a run whose parameters, gradients and states rest on disks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..artifacts import Plan, UserError, parse_bytes
+from ..reports.units import format_bytes, format_s
+
+PANEL = "Disks as a tier"
+TierOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tier", metavar="DIR[,DIR]", rich_help_panel=PANEL,
+        help="Parameters, gradients and optimizer states rest there, striped; with --resume, go on from there.",
+    ),
+]  # fmt: skip
+TierWindowOption = Annotated[
+    str, typer.Option(metavar="M", rich_help_panel=PANEL, help="Memory for what comes and goes.")
+]
+TierKeepOption = Annotated[
+    str | None, typer.Option(metavar="M", rich_help_panel=PANEL, help="Memory for parameters and states that stay.")
+]
+TierUpdateOption = Annotated[
+    str, typer.Option(metavar="during|after", rich_help_panel=PANEL, help="The update, against the backward.")
+]
+TierCommitOption = Annotated[
+    int, typer.Option(metavar="N", min=1, rich_help_panel=PANEL, help="Steps between two that can be gone on from.")
+]
+TierRateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="READ[,WRITE]", rich_help_panel=PANEL, help="Bytes a second at most: 1GB,500MB. Default: the disk's."
+    ),
+]
+TierClipOption = Annotated[
+    float | None,
+    typer.Option(
+        "--tier-clip-previous-norm", metavar="X", rich_help_panel=PANEL,
+        help="Scale gradients as if their norm were the last step's.",
+    ),
+]  # fmt: skip
+
+
+def check_tier(
+    tier: str | None, window: str, keep: str | None, update: str, commit_every: int, rate: str | None, clip: float | None,
+    resume: bool, plan: Plan, beside: dict[str, bool],
+) -> dict[str, Any] | None:  # fmt: skip
+    """Return what `tier_of` takes, checked before a rank starts; `UserError` for what cannot be or cannot go together."""
+    if tier is None:
+        return None
+    given = [option for option, is_given in beside.items() if is_given]
+    if given:
+        raise UserError(
+            f"--tier needs a run without {given[0]}: its folders have every step whole, and gradients are not kept; leave it out"
+        )
+    read, write = _rates(rate)
+    found = {
+        "folders": [each for each in tier.split(",") if each], "window_bytes": parse_bytes(window),
+        "keep_bytes": 0 if keep is None else parse_bytes(keep), "update": update, "commit_every": commit_every, "resume": resume,
+        "clip_previous_norm": clip, "read_rate": read, "write_rate": write,
+    }  # fmt: skip
+    from ..runtime.tiered.tier import check_plan
+    from ..tiers import check_folders
+    from ..tiers.places import check_empty
+    from ..tiers.store import check_options
+
+    options = tier_of(found)
+    check_plan(plan, options)
+    check_options(options.store)
+    paths = check_folders(options.folders)
+    if not resume:
+        check_empty(paths)
+    return found
+
+
+def tier_of(given: dict[str, Any]) -> Any:
+    """Return the `TierOptions` of what `check_tier` returned."""
+    from ..runtime import TierOptions
+    from ..tiers import StoreOptions
+
+    rest = {key: value for key, value in given.items() if key not in ("read_rate", "write_rate")}
+    return TierOptions(**rest, store=StoreOptions(read_rate=given["read_rate"], write_rate=given["write_rate"]))
+
+
+def _rates(text: str | None) -> tuple[float | None, float | None]:
+    """Return the rates of reads and of writes."""
+    if text is None:
+        return None, None
+    parts = [float(parse_bytes(each)) for each in text.split(",")]
+    if len(parts) > 2:
+        raise UserError(
+            f"--tier-rate needs one rate, or that of reads and that of writes; got {text!r}; write 1GB,500MB"
+        )
+    return parts[0], parts[-1]
+
+
+def tier_line(steps: list[dict[str, Any]], step_s: float) -> str:
+    """Return what the disks have moved, a step and a day, and how long steps waited for them."""
+    later = steps[1:] or steps
+    read, written, waited_s = (
+        sum(step[name] for step in later) / len(later)
+        for name in ("tier_read_bytes", "tier_write_bytes", "tier_waited_s")
+    )
+    planned_read, planned_written = (later[-1][f"tier_planned_{name}_bytes"] for name in ("read", "write"))
+    a_day = format_bytes(written * 86_400 / step_s)
+    return (
+        f"disks  read {format_bytes(read)} a step, planned {format_bytes(planned_read)}; written {format_bytes(written)}, planned "
+        f"{format_bytes(planned_written)}, {a_day} a day at this pace; waited for {format_s(waited_s)} of {format_s(step_s)}"
+    )

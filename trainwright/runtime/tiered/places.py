@@ -1,0 +1,44 @@
+"""The folders of each rank, and the step that all of them have whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ...artifacts import UserError
+from ...tiers import TierStore, check_folders
+from .options import TierOptions
+
+
+def open_store(options: TierOptions, rank: int, num_ranks: int) -> TierStore:
+    """Return this rank's store: new in empty folders, or, to go on, at the last step that every rank has whole.
+
+    Of several ranks each has a folder of its own in every folder that is named. A collective call.
+    """
+    paths = check_folders(options.folders)
+    if num_ranks == 1:
+        return TierStore.open(paths, options.store) if options.resume else TierStore.create(paths, options.store)
+    own = [path / f"rank-{rank}-of-{num_ranks}" for path in paths]
+    if not options.resume:
+        _check_untouched(paths, num_ranks)
+        dist.barrier()  # all have looked before one makes anything
+        for path in own:
+            path.mkdir()
+        return TierStore.create(own, options.store)
+    if missing := [path for path in own if not path.is_dir()]:
+        raise UserError(
+            f"the folders of {num_ranks} ranks are needed to go on; {missing[0]} is not there; resume on as many"
+        )
+    last = torch.tensor([TierStore.last_step(own)], dtype=torch.int64)
+    dist.all_reduce(last, dist.ReduceOp.MIN)
+    return TierStore.open(own, options.store, step=int(last.item()))
+
+
+def _check_untouched(paths: list[Path], num_ranks: int) -> None:
+    for path in paths:
+        if (found := next(path.iterdir(), None)) is not None:
+            raise UserError(
+                f"an empty folder is needed for a new tier of {num_ranks} ranks; {path} holds {found.name}; empty it"
+            )

@@ -1,0 +1,202 @@
+"""The update beside the backward: a gradient arrives, its parameter's states are read, stepped and written, on other threads.
+
+    backward     … │ grad of layer i arrives │ layer i−1 … │
+    reads                                    │ states of i │ states of i−1 …
+    worker                                                 │ step of i    │ step of i−1 …
+    writes                                                                │ values and states of i …
+
+Each parameter is stepped by the optimizer's own `step` over that parameter alone, so the result is the optimizer's, bit
+for bit. What waits (gradients, values, states) is bounded: a backward that is faster than the disk waits for it. A write
+never delays a read: they have threads of their own, and go to the other slot of the item.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from ...rank.offload_states import with_groups
+from ...tiers import TierStore, Transfer
+from .residence import Parked
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """What makes a state that rests on the disk again: its dtype and shape; a plain value stays in memory."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its size."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class Updates:
+    """Steps parameters one by one on `num_workers` threads, their states from and to the store.
+
+    `num_bytes` waiting or under way is at most `window_bytes`, but for one parameter alone.
+    """
+
+    def __init__(
+        self, store: TierStore, optimizer: Optimizer, window_bytes: int, num_workers: int, cores: Sequence[int] | None
+    ) -> None:
+        self.store, self.optimizer, self.window_bytes = store, optimizer, window_bytes
+        self.group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
+        self.forms: dict[str, dict[str, StateForm]] = {}
+        """By parameter, the states of it that rest on the disk."""
+        self.kept: dict[str, dict[str, Tensor]] = {}
+        """By parameter that stays in memory, its states: they do too."""
+        self.is_committing = True
+        self.waited_s = self.busy_s = 0.0
+        self.num_bytes = self.peak_bytes = 0
+        self._pending: deque[tuple[Future[list[Transfer]], Parked, int]] = deque()
+        self._lock = threading.Lock()
+        self._step = type(optimizer).step
+        self._step = getattr(
+            self._step, "__wrapped__", self._step
+        )  # without the hooks, which torch has put around the step
+        self._workers = ThreadPoolExecutor(
+            num_workers, thread_name_prefix="trainwright-tier-update", initializer=_settle_on, initargs=(cores,)
+        )
+
+    def step_of(self, optimizer: Optimizer) -> None:
+        """Run the optimizer's own step, without torch's hooks around it."""
+        self._step(optimizer)
+
+    def keep(self, parked: Parked) -> None:
+        """Let the states of a parameter that stays in memory stay too; those that are on the disk come in."""
+        self.kept[parked.name] = {}
+        for name, form in self.forms.get(parked.name, {}).items():
+            self.kept[parked.name][name] = torch.empty(form.shape, dtype=form.dtype)
+            self.store.read(state_key(parked, name), self.kept[parked.name][name]).wait()
+
+    def write_kept(self, parked: Iterable[Parked]) -> None:
+        """Write what stays in memory and was not written with the last step."""
+        writes = [
+            write for each in parked if each.is_kept for write in self._written(each, self.kept.get(each.name, {}))
+        ]
+        for write in writes:
+            write.wait()
+
+    def begin(self, parked: Parked, grad: Tensor, from_store: bool = False) -> None:
+        """Begin the update of one parameter from its gradient; wait first while too much is under way.
+
+        from_store: the gradient's contents are read from the store too.
+        """
+        forms = self.forms.get(parked.name, {})
+        size = grad.numel() * grad.element_size() + sum(form.num_bytes for form in forms.values())
+        while self._pending and self.num_bytes + size > self.window_bytes:
+            self._finish_oldest()
+        self.num_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        parked.residence.send_for(parked)
+        parked.is_updating = True
+        states = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items() if not parked.is_kept}
+        reads = [self.store.read(state_key(parked, name), state) for name, state in states.items()]
+        if from_store:
+            reads.append(self.store.read(f"grad.{parked.name}", local_of(grad)))
+        self._pending.append((self._workers.submit(self._update, parked, grad, states, reads), parked, size))
+        while self._pending and self._is_over(self._pending[0][0]):
+            self._finish_oldest()
+
+    def finish(self) -> None:
+        """Return when all that was begun is stepped and written."""
+        while self._pending:
+            self._finish_oldest()
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._workers.shutdown(wait=True, cancel_futures=True)
+
+    def _is_over(self, future: Future[list[Transfer]]) -> bool:
+        return future.done() and (future.exception() is not None or all(each.is_done for each in future.result()))
+
+    def _finish_oldest(self) -> None:
+        future, parked, size = self._pending.popleft()
+        began = time.perf_counter()
+        for write in future.result():
+            write.wait()
+        self.waited_s += time.perf_counter() - began
+        self.num_bytes -= size
+        if not parked.residence.wanted_first(parked, by_backward=False):
+            parked.residence.let_go(parked)
+
+    # On a worker
+
+    def _update(self, parked: Parked, grad: Tensor, states: dict[str, Tensor], reads: list[Transfer]) -> list[Transfer]:
+        for read in reads:
+            read.wait()
+        parked.arrived()
+        began = time.perf_counter()
+        param, held = parked.param, self.optimizer.state
+        if parked.is_kept:
+            states = self.kept.get(parked.name, {})
+        if states:
+            held[param] = {
+                name: like(parked, states[name]) if name in states else value for name, value in held[param].items()
+            }
+        param.grad = grad
+        with torch.no_grad():
+            self.step_of(with_groups(self.optimizer, [{**self.group_of[param], "params": [param]}]))
+        param.grad = None
+        leaving = {name: local_of(value) for name, value in held.get(param, {}).items() if _rests(value)}
+        for name in leaving:
+            held[param][name] = None  # its place in the order stays
+        if parked.is_kept:
+            self.kept[parked.name] = leaving
+        with self._lock:
+            self.busy_s += time.perf_counter() - began
+        return [] if parked.is_kept and not self.is_committing else self._written(parked, leaving)
+
+    def _written(self, parked: Parked, leaving: dict[str, Tensor]) -> list[Transfer]:
+        forms = {name: StateForm(value.dtype, value.shape) for name, value in leaving.items()}
+        with self._lock:
+            new = {state_key(parked, name): form.num_bytes for name, form in forms.items()}
+            self.store.add({key: size for key, size in new.items() if key not in self.store})
+            self.forms[parked.name] = forms
+        writes = [self.store.write(state_key(parked, name), value.contiguous()) for name, value in leaving.items()]
+        return [*writes, self.store.write(parked.key, parked.local.detach())]
+
+
+def state_key(parked: Parked, name: str) -> str:
+    """Return the name in the store of a parameter's state."""
+    return f"state.{parked.name}.{name}"
+
+
+def _rests(value: Any) -> bool:
+    """Tell whether a state goes to the disk: a tensor with dims; counters and the like stay."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
+
+
+def like(parked: Parked, local: Tensor) -> Tensor:
+    """Return a state laid out as its parameter is, if it has the parameter's shape."""
+    param = parked.param
+    if not hasattr(param, "to_local") or local.shape != parked.local.shape:
+        return local
+    return type(param).from_local(  # type: ignore[attr-defined, no-any-return]
+        local, device_mesh=param.device_mesh, placements=param.placements, run_check=False,  # type: ignore[attr-defined]
+        shape=param.shape, stride=param.stride(),
+    )  # fmt: skip
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def _settle_on(cores: Sequence[int] | None) -> None:
+    """Let this thread run on its own cores alone, with as many threads for its ops."""
+    torch.set_num_threads(1 if cores is None else len(cores))
+    if cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(threading.get_native_id(), cores)
