@@ -9,7 +9,7 @@ the place of the code that inductor would write, each graph runs as the kernels 
     time     bytes that it reads and writes, each tensor once, at the bandwidth; on a CPU with measured kernels, each op's time
              beyond that of moving its own bytes comes on top (exponentials are not free there); products, convolutions and
              attention as without a compiler
-    the host `Overheads.compiled_s` a kernel; with CUDA graphs one launch a graph
+    the host `Overheads.graph_s` a graph and `compiled_s` a kernel; with CUDA graphs none a kernel
 
 With CUDA graphs what the graphs take comes from a pool of their own, which nothing else may use, and inputs that move (the
 batch) are copied into it.
@@ -165,6 +165,7 @@ class _Graph:
                 run.tracker.pool = GRAPH_POOL
                 stack.callback(setattr, run.tracker, "pool", None)
                 self._copy_inputs(run)
+            run.totals.enter_graph()
             run.totals.compiled_host_s = 0.0 if self.step.cuda_graphs else overheads.compiled_s
             stack.callback(setattr, run.totals, "compiled_host_s", None)
             yield

@@ -80,6 +80,10 @@ class Totals:
         self.op_s.append(self._took(time_s))
         self.step_s += time_s
 
+    def enter_graph(self) -> None:
+        """Count the host's way into a compiled graph."""
+        self._underway_s += self.overheads.graph_s
+
     def _took(self, time_s: float) -> float:
         """The op's time, with what was waited before it: so they add up to the step."""
         waited_s, self._waited_s = self._waited_s, 0.0
