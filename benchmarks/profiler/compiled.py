@@ -10,6 +10,7 @@ processor seconds of steps, compiled and not in turn; the predicted seconds are 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 
 from benchmarks.profiler import step_time
-from benchmarks.profiler.peaks import _forget_tables
+from benchmarks.profiler.peaks import _forget_tables, _state_of
 from benchmarks.solvers import record
 from trainwright.artifacts import Cluster
 from trainwright.hardware.kernels import kernel_table, rates
 from trainwright.hardware.overheads import overheads
 from trainwright.ops.kernel_table import KernelTable
-from trainwright.profiler import ForwardMarks, measure, profile, reference_step, static_bytes
+from trainwright.profiler import ForwardMarks, measure, profile, reference_step, static_bytes, storage_bytes
 
 DEFAULT = ("gpt2-tiny:16:64", "llama-tiny:16:64", "qwen3-tiny:16:64", "gemma-3-tiny:16:64", "mixtral-tiny:8:64", "bert-tiny:16:64",
            "t5-tiny:16:32", "vit-tiny:16", "resnet-tiny:16", "mamba-2-tiny:8:64")  # fmt: skip
@@ -58,7 +59,7 @@ def rows_of(spec: str, cluster: Cluster | None) -> list[dict[str, Any]]:
     _forget_tables()
     fast.step()
     allocator = measure(fast.step)
-    peak, saved = fast.static + allocator.peak_of_step(1), allocator.kept_bytes[-1]
+    peak, saved = fast.static + storage_bytes(_state_of(fast.optimizer)) + allocator.peak_of_step(1), allocator.kept_bytes[-1]
     assert compiled.compiled is not None
     rows = [
         {
@@ -90,8 +91,8 @@ def rows_of(spec: str, cluster: Cluster | None) -> list[dict[str, Any]]:
 
 
 class _Stepper:
-    def __init__(self, step: Callable[[], None], static: int) -> None:
-        self.step, self.static = step, static
+    def __init__(self, step: Callable[[], None], static: int, optimizer: torch.optim.Optimizer) -> None:
+        self.step, self.static, self.optimizer = step, static, optimizer
 
 
 def _stepper(spec: str, compiled: bool = False) -> _Stepper:
@@ -99,12 +100,12 @@ def _stepper(spec: str, compiled: bool = False) -> _Stepper:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False, fused=False)
     if compiled:
-        model.compile(dynamic=False)
+        model.forward = functools.wraps(model.forward)(torch.compile(model.forward, dynamic=False))
 
     def step() -> None:
         reference_step(model, optimizer, batch, observer=ForwardMarks())
 
-    return _Stepper(step, static_bytes(model))
+    return _Stepper(step, static_bytes(model), optimizer)
 
 
 def _built(spec: str, device: str) -> tuple[Any, Any]:

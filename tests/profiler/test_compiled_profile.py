@@ -16,14 +16,15 @@ from trainwright.profiler.kernel_groups import kernel_groups, kind_of, read_byte
 
 
 class Block(nn.Module):
-    """A norm, two products and an activation that is dear to keep, with a residual sum."""
+    """A norm, two products and an activation of which autograd keeps three tensors, with a residual sum."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        up = self.up(self.norm(x))
+        return x + self.down(up.sigmoid() * up)
 
 
 def _model() -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -134,7 +135,7 @@ def test_a_compiled_profile_says_what_was_made_of_the_model_and_where() -> None:
     assert any(op.op.startswith("fused_") and op.path == "*.norm" for op in found.ops)
     assert "compiled" in found.table() and "compiled" not in eager.table()
     assert found == type(found).parse(found.to_json())
-    assert not any(hasattr(module, "_compiled_call_impl") and module._compiled_call_impl for module in model.modules())
+    assert "forward" not in vars(model)
 
 
 def test_cuda_graphs_have_a_pool_of_their_own() -> None:
@@ -198,7 +199,7 @@ def test_processes_are_refused() -> None:
 def test_the_peak_is_that_of_inductors_own_code() -> None:
     model, batch = _model()
     found = tw.profile(model, batch, loss_fn=_loss, compile=True, capture=False)
-    model.compile(dynamic=False)
+    model.forward = torch.compile(model.forward, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=False)
 
     def step() -> None:
@@ -208,5 +209,4 @@ def test_the_peak_is_that_of_inductors_own_code() -> None:
     measured = measure(step)
     # the optimizer has its state already, as records begin
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    grads = sum(param.grad.nbytes for param in model.parameters())
-    assert found.peak_bytes == pytest.approx(static_bytes(model) + states + grads + measured.peak_of_step(1), rel=0.03)
+    assert found.peak_bytes == pytest.approx(static_bytes(model) + states + measured.peak_of_step(1), rel=0.03)

@@ -64,6 +64,7 @@ class CompiledStep:
         self.graphs: list[_Graph] = []
         self.run: Run | None = None
         """Hears of every kernel once it is set."""
+        self._paths: set[str] = set()
 
     @property
     def is_gpu(self) -> bool:
@@ -73,6 +74,7 @@ class CompiledStep:
     def of(self, question: Question) -> Iterator[None]:
         """Compile the question's model in place, by one step of it, and run it so inside."""
         model = question.model
+        self._paths = {path for path, _ in model.named_modules()}
         with private.compiled_in_place(model, self._take):
             try:
                 self._compile(question)
@@ -101,6 +103,12 @@ class CompiledStep:
             )
         for param in model.parameters():
             param.grad = None
+
+    def path_of(self, node: fx.Node) -> str | None:
+        """Return the path of the module that a node belongs to; None where that is not known."""
+        names = private.module_names(node)
+        paths = (".".join(names[start:]) for start in range(len(names)))
+        return next((path for path in paths if path in self._paths), "" if names else None)
 
     def _take(self, module: fx.GraphModule, is_backward: bool, static: frozenset[int]) -> Callable[[list[Any]], Any]:
         self.graphs.append(_Graph(module, is_backward, static, self))
@@ -178,7 +186,7 @@ class _Graph:
             self._has_copies = True
 
     def _run(self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: Run | None) -> None:
-        if run is not None and (path := private.module_path(group.nodes[0])) is not None:
+        if run is not None and (path := self.step.path_of(group.nodes[0])) is not None:
             run.tracker.path = path
         if not group.is_fused:
             (node,) = group.nodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -54,7 +55,7 @@ __all__ = [
     "is_view",
     "local_part",
     "mode_of",
-    "module_path",
+    "module_names",
     "mutated_arguments",
     "namespace",
     "overload_of",
@@ -448,11 +449,17 @@ def compiled_in_place(
         functorch_config.patch(enable_autograd_cache=False),
         inductor_config.patch(fx_graph_cache=False),
     ):
-        module.compile(backend=backend, dynamic=False, options=without_tensors)
+        own = vars(module).get("forward")
+        # `module.compile()` compiles what torch's own containers call piece by piece; `torch.compile(module)` the whole forward
+        compiled = torch.compile(module.forward, backend=backend, dynamic=False, options=without_tensors)
+        module.forward = functools.wraps(module.forward)(lambda *args, **kwargs: compiled(*args, **kwargs))
         try:
             yield
         finally:
-            module._compiled_call_impl = None
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
@@ -462,13 +469,10 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return (TorchDynamoException,)
 
 
-def module_path(node: torch.fx.Node) -> str | None:
-    """Return the path of the module whose forward made a node of a compiled graph, or the node of which it is the backward.
+def module_names(node: torch.fx.Node) -> list[str]:
+    """Return the names, from Dynamo's own inwards, of the module whose forward made a node of a compiled graph.
 
-    None where nothing is known of it.
+    Of a node of the backward: of the forward's node that it belongs to. Empty where nothing is known of it.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return None
-    text = str(list(stack.values())[-1][0])
-    return re.sub(r"^L\.?(\['self'\]|\[\"self\"\])\.?|_modules\['|'\]|_orig_mod\.", "", text).removeprefix("self.").strip(".")
+    return re.findall(r"\w+", str(list(stack.values())[-1][0])) if stack else []
