@@ -199,7 +199,7 @@ class _Graph:
 
     def _fused(self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: Run | None) -> None:
         made: list[Tensor] = []
-        reusable = [node for node in group.dies if node in env and isinstance(env[node], Tensor)]
+        reusable = [node for node in group.dies if isinstance(env.get(node), Tensor) and _may_be_overwritten(node)]
         for node in group.nodes:
             if private.is_mutating(node.target):
                 env[node] = self._value(node.args[0], env)
@@ -220,7 +220,7 @@ class _Graph:
             return [self._memory(item) for item in value]
         if not isinstance(value, Tensor):
             return value
-        with self.step.mode:
+        with private.without_modes(), self.step.mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
     def _value(self, node: Any, env: dict[fx.Node, Any]) -> Any:
@@ -230,7 +230,7 @@ class _Graph:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: self._value(source, env))
         if node.target is operator.getitem:
             return args[0][args[1]]
-        with self.step.mode:
+        with private.without_modes(), self.step.mode:
             return node.target(*args, **kwargs)
 
     def _cost(self, group: KernelGroup) -> tuple[int, int, float]:
@@ -250,6 +250,14 @@ class _Graph:
         if device.kernels and device.kind == "cpu":
             seconds += sum(_beyond_moving_s(device, node) for node in nodes)
         return ops, moved, seconds * device.factors.get("compute", 1.0)
+
+
+def _may_be_overwritten(node: fx.Node) -> bool:
+    """Tell whether a kernel may write where `node` is read for the last time: not over what autograd or a caller has given.
+
+    What the forward saved is the backward's own, as AOTAutograd's donated buffers are.
+    """
+    return node.op == "call_function" or not node.name.startswith(("primals", "tangents"))
 
 
 def _moving_s(device: Device, size: int, dtype: torch.dtype) -> float:
