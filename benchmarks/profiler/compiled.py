@@ -59,7 +59,10 @@ def rows_of(spec: str, cluster: Cluster | None) -> list[dict[str, Any]]:
     _forget_tables()
     fast.step()
     allocator = measure(fast.step)
-    peak, saved = fast.static + storage_bytes(_state_of(fast.optimizer)) + allocator.peak_of_step(1), allocator.kept_bytes[-1]
+    peak, saved = (
+        fast.static + storage_bytes(_state_of(fast.optimizer)) + allocator.peak_of_step(1),
+        allocator.kept_bytes[-1],
+    )
     assert compiled.compiled is not None
     rows = [
         {
@@ -131,14 +134,16 @@ def _calibrated() -> Cluster:
 
 def _remarks(memory: list[dict[str, Any]], times: list[dict[str, Any]]) -> list[str]:
     errors = [abs(row["peak error %"]) for row in memory]
-    remarks = [f"peak: median error {statistics.median(errors):.2f} %, worst {max(errors):.2f} % of {len(errors)} models"]
+    remarks = [
+        f"peak: median error {statistics.median(errors):.2f} %, worst {max(errors):.2f} % of {len(errors)} models"
+    ]
     errors = [abs(row["saved error %"]) for row in memory]
     remarks.append(f"saved: median error {statistics.median(errors):.2f} %, worst {max(errors):.2f} %")
     if times:
         misses = [abs(row["ratio predicted"] / row["ratio"] - 1) * 100 for row in times]
         remarks.append(
-            f"compiled step over eager step: median error of the ratio {statistics.median(misses):.0f} %, worst {max(misses):.0f} %; "
-            "steps of some milliseconds, of which the host's part is not modelled where a graph is entered"
+            f"compiled step over eager step: median error of the ratio {statistics.median(misses):.0f} %, worst "
+            f"{max(misses):.0f} %; of steps of some milliseconds, the way into a graph is not modelled on a CPU"
         )
     return remarks
 

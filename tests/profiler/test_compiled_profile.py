@@ -46,11 +46,14 @@ def test_a_chain_of_elementwise_ops_is_one_kernel_that_moves_its_ends() -> None:
     _, groups = _groups(lambda x: (x.sin() * 2 + 1).cos() * x.sin(), x)
     assert [group.name for group in groups] == ["fused_add_cos_mul_sin"]
     (group,) = groups
-    assert [node.name for node in group.reads] == ["x_1"] and len(group.writes) == 1
+    assert [node.name for node in group.reads] == ["x_1"]
+    assert len(group.writes) == 1
 
 
 def test_a_softmax_is_one_kernel() -> None:
-    _, groups = _groups(lambda x: (x - x.amax(-1, True)).exp() / (x - x.amax(-1, True)).exp().sum(-1, True), torch.ones(8, 64))
+    _, groups = _groups(
+        lambda x: (x - x.amax(-1, True)).exp() / (x - x.amax(-1, True)).exp().sum(-1, True), torch.ones(8, 64)
+    )
     assert len(groups) == 1
 
 
@@ -75,7 +78,7 @@ def test_sums_over_rows_and_over_columns_are_two_kernels() -> None:
 
 def test_of_a_looked_up_table_what_is_found_is_read() -> None:
     table, places = torch.ones(1000, 4), torch.arange(3)
-    graph, groups = _groups(lambda table, places: nn.functional.embedding(places, table) * 2, table, places)
+    _graph, groups = _groups(lambda table, places: nn.functional.embedding(places, table) * 2, table, places)
     (group,) = groups
     sizes = {node.name: read_bytes(node, node.users) for node in group.reads}
     assert sizes == {"table_1": 3 * 4 * 4, "places_1": 24}
@@ -121,19 +124,22 @@ def test_what_is_saved_is_what_torchs_own_partitioner_keeps() -> None:
     after = (4 + 64 * 32 * 4) * 1  # the loss, and the output that the loss outside keeps
     assert found.saved_bytes == sum(kept.values()) + after
     eager = tw.profile(model, batch, loss_fn=_loss, capture=False)
-    assert found.saved_bytes < eager.saved_bytes and out.shape == (64, 32)
+    assert found.saved_bytes < eager.saved_bytes
+    assert out.shape == (64, 32)
 
 
 def test_a_compiled_profile_says_what_was_made_of_the_model_and_where() -> None:
     model, batch = _model()
     found = tw.profile(model, batch, loss_fn=_loss, hardware="a100", compile=True, capture=False)
     eager = tw.profile(model, batch, loss_fn=_loss, hardware="a100", capture=False)
-    assert found.compiled is not None and found.compiled.num_graphs == 2
+    assert found.compiled is not None
+    assert found.compiled.num_graphs == 2
     assert found.compiled.num_kernels < found.compiled.num_ops
     assert (found.forward_flops, found.backward_flops) == (eager.forward_flops, eager.backward_flops)
     assert found.step_s < eager.step_s
     assert any(op.op.startswith("fused_") and op.path == "*.norm" for op in found.ops)
-    assert "compiled" in found.table() and "compiled" not in eager.table()
+    assert "compiled" in found.table()
+    assert "compiled" not in eager.table()
     assert found == type(found).parse(found.to_json())
     assert "forward" not in vars(model)
 
@@ -142,8 +148,10 @@ def test_cuda_graphs_have_a_pool_of_their_own() -> None:
     model, batch = _model()
     how = {"loss_fn": _loss, "hardware": "a100", "capture": False}
     plain, graphs = tw.profile(model, batch, compile=True, **how), tw.profile(model, batch, cuda_graphs=True, **how)
-    assert plain.compiled.pool_bytes is None and graphs.compiled.pool_bytes >= graphs.saved_bytes
-    assert graphs.reserved_bytes >= plain.reserved_bytes and graphs.step_s < plain.step_s
+    assert plain.compiled.pool_bytes is None
+    assert graphs.compiled.pool_bytes >= graphs.saved_bytes
+    assert graphs.reserved_bytes >= plain.reserved_bytes
+    assert graphs.step_s < plain.step_s
 
 
 class Disabled(nn.Module):
@@ -173,11 +181,12 @@ class Counting(nn.Module):
 
 def test_a_model_that_is_cut_runs_as_its_pieces() -> None:
     found = tw.profile(Counting(), (torch.ones(4, 8),), loss_fn=_loss, compile=True, capture=False)
-    assert found.compiled.num_graphs == 4 and found.forward_flops == 2 * 2 * 4 * 8 * 8
+    assert found.compiled.num_graphs == 4
+    assert found.forward_flops == 2 * 2 * 4 * 8 * 8
 
 
 @pytest.mark.parametrize(
-    "model, asked, said",
+    ("model", "asked", "said"),
     [
         (Disabled(), {"compile": True}, "found no graph"),
         (nn.Linear(4, 4), {"compile": True, "run": True}, "--run was given"),

@@ -48,7 +48,10 @@ def profile(
         bool, typer.Option("--expandable-segments", help="CUDA's allocator has expandable_segments:True.")
     ] = False,
     compile: Annotated[
-        bool, typer.Option("--compile", help="The model runs as torch.compile would have it: fused, and keeping what it keeps.")
+        bool,
+        typer.Option(
+            "--compile", help="The model runs as torch.compile would have it: fused, and keeping what it keeps."
+        ),
     ] = False,
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs", help="--compile in its mode reduce-overhead: replayed from CUDA graphs.")

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ..artifacts import Compiled, Device, UserError
 from ..ops.kernels import Kernel
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .run import Question, Run
 
 GRAPH_POOL = "cuda graphs"
+_MOST_STEPS = 4
 
 
 class FusedKernel:
@@ -91,18 +92,26 @@ class CompiledStep:
                 yield
 
     def _compile(self, question: Question) -> None:
-        """Run one step, so that every graph is made, and leave nothing of it."""
+        """Run steps until one makes no graph anew (a model may set what its forward asks for), and leave nothing of them."""
         model = question.model
-        with GpuForms() if self.is_gpu else nullcontext():
-            reference_step(
-                model,
-                torch.optim.SGD(model.parameters(), lr=0.0, foreach=False),
-                question.batch,
-                question.loss_fn,
-                autocast=question.autocast,
-            )
-        for param in model.parameters():
-            param.grad = None
+        for _ in range(_MOST_STEPS):
+            num_graphs = len(self.graphs)
+            with GpuForms() if self.is_gpu else nullcontext():
+                reference_step(
+                    model,
+                    torch.optim.SGD(model.parameters(), lr=0.0, foreach=False),
+                    question.batch,
+                    question.loss_fn,
+                    autocast=question.autocast,
+                )
+            for param in model.parameters():
+                param.grad = None
+            if len(self.graphs) == num_graphs:
+                return
+        raise UserError(
+            f"a model whose graphs stay as they are is needed; each of {_MOST_STEPS} steps compiled it anew; profile it without "
+            "--compile"
+        )
 
     def path_of(self, node: fx.Node) -> str | None:
         """Return the path of the module that a node belongs to; None where that is not known."""
@@ -119,10 +128,11 @@ class CompiledStep:
         pool_bytes = None
         if self.cuda_graphs and self.run is not None and self.run.tracker.allocator is not None:
             pool_bytes = self.run.tracker.allocator.reserved_by_stream[GRAPH_POOL]
+        run = [graph for graph in self.graphs if graph.has_run]
         return Compiled(
-            num_graphs=len(self.graphs),
-            num_ops=sum(len(group.nodes) + len(group.inlined) for graph in self.graphs for group in graph.groups),
-            num_kernels=sum(len(graph.groups) for graph in self.graphs),
+            num_graphs=len(run),
+            num_ops=sum(len(group.nodes) + len(group.inlined) for graph in run for group in graph.groups),
+            num_kernels=sum(len(graph.groups) for graph in run),
             pool_bytes=pool_bytes,
         )
 
@@ -130,15 +140,15 @@ class CompiledStep:
 class _Graph:
     """One compiled graph."""
 
-    def __init__(
-        self, module: fx.GraphModule, is_backward: bool, static: frozenset[int], step: CompiledStep
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, is_backward: bool, static: frozenset[int], step: CompiledStep) -> None:
         self.module, self.is_backward, self.static, self.step = module, is_backward, static, step
         self.inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         (self.output,) = (node for node in module.graph.nodes if node.op == "output")
         self.groups = kernel_groups(module.graph, is_cpu=not step.is_gpu)
         self.costs = [self._cost(group) for group in self.groups]
         self._has_copies = False
+        self.has_run = False
+        """Whether the step that is reported ran it."""
 
     def __call__(self, args: list[Any]) -> Any:
         """Run the graph on fakes; `args` is emptied, as of a boxed call."""
@@ -149,6 +159,7 @@ class _Graph:
             if node.op == "get_attr":
                 env[node] = operator.attrgetter(node.target)(self.module)
         run = self.step.run
+        self.has_run = run is not None
         with self._inside(run) if run is not None else nullcontext():
             for group, cost in zip(self.groups, self.costs):
                 self._run(group, cost, env, run)
@@ -197,15 +208,21 @@ class _Graph:
         for node in group.dies:
             env.pop(node, None)
 
-    def _fused(self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: Run | None) -> None:
+    def _fused(
+        self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: Run | None
+    ) -> None:
         made: list[Tensor] = []
         reusable = [node for node in group.dies if isinstance(env.get(node), Tensor) and _may_be_overwritten(node)]
         for node in group.nodes:
             if private.is_mutating(node.target):
                 env[node] = self._value(node.args[0], env)
             elif node in group.writes:
-                place = next((old for old in reusable if num_bytes(old.meta.get("val")) == num_bytes(node.meta["val"])), None)
-                if place is not None:  # written in place of what is read for the last time, where nobody else holds that
+                place = next(
+                    (old for old in reusable if num_bytes(old.meta.get("val")) == num_bytes(node.meta["val"])), None
+                )
+                if (
+                    place is not None
+                ):  # written in place of what is read for the last time, where nobody else holds that
                     reusable.remove(place)
                     del env[place]
                 env[node] = self._memory(node.meta["val"])

@@ -33,17 +33,24 @@ from ..torch_internals import private
 Kind = Literal["view", "elementwise", "reduction", "alone"]
 _FAR = 64
 _REDUCTIONS = frozenset(
-    "sum mean amax amin prod var_mean var std any all argmax argmin logsumexp prims::var prims::sum xor_sum".split()
-)
+    [
+        "sum", "mean", "amax", "amin", "prod", "var_mean", "var", "std", "any", "all", "argmax", "argmin",
+        "logsumexp", "prims::var", "prims::sum", "xor_sum",
+    ]
+)  # fmt: skip
 _ELEMENTWISE = frozenset(
-    "cat clone copy_ copy constant_pad_nd embedding index gather index_select full full_like zeros ones zeros_like ones_like "
-    "arange scalar_tensor empty empty_like new_zeros new_ones new_full new_empty lift_fresh_copy flip repeat roll tril triu "
-    "slice_scatter select_scatter diagonal_scatter _to_copy native_dropout select_backward slice_backward stack where fill "
-    "masked_fill rand randn rand_like randn_like upsample_nearest2d avg_pool2d _unsafe_index _unsafe_masked_index "
-    "prims::convert_element_type prims::iota prims::fma prims::inductor_random prims::inductor_seeds prims::inductor_seed "
-    "prims::inductor_lookup_seed prims::broadcast_in_dim prims::_low_memory_max_pool_with_offsets "
-    "prims::_low_memory_max_pool_offsets_to_indices".split()
-)
+    [
+        "cat", "clone", "copy_", "copy", "constant_pad_nd", "embedding", "index", "gather", "index_select", "full",
+        "full_like", "zeros", "ones", "zeros_like", "ones_like", "arange", "scalar_tensor", "empty", "empty_like",
+        "new_zeros", "new_ones", "new_full", "new_empty", "lift_fresh_copy", "flip", "repeat", "roll", "tril", "triu",
+        "slice_scatter", "select_scatter", "diagonal_scatter", "_to_copy", "native_dropout", "select_backward",
+        "slice_backward", "stack", "where", "fill", "masked_fill", "rand", "randn", "rand_like", "randn_like",
+        "upsample_nearest2d", "avg_pool2d", "_unsafe_index", "_unsafe_masked_index", "prims::convert_element_type",
+        "prims::iota", "prims::fma", "prims::inductor_random", "prims::inductor_seeds", "prims::inductor_seed",
+        "prims::inductor_lookup_seed", "prims::broadcast_in_dim", "prims::_low_memory_max_pool_with_offsets",
+        "prims::_low_memory_max_pool_offsets_to_indices",
+    ]
+)  # fmt: skip
 _VIEWS = frozenset({"_unsafe_view", "reshape"})
 _LOOKUPS = frozenset({"embedding", "index", "gather", "index_select", "_unsafe_index", "_unsafe_masked_index"})
 _DEAR_ON_CPU = frozenset({"exp", "sigmoid"})

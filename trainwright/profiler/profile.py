@@ -152,7 +152,9 @@ def _check_compiled(question: Question, may_run: bool, is_wrapped: bool) -> None
             "leave one of the two out"
         )
     if may_run:
-        raise UserError("a step on tensors without values is needed for --compile; --run was given; leave one of them out")
+        raise UserError(
+            "a step on tensors without values is needed for --compile; --run was given; leave one of them out"
+        )
     if question.cuda_graphs and (question.device is None or question.device.kind != "gpu"):
         found = "no hardware was" if question.device is None else f"{question.device.name} was"
         raise UserError(f"a GPU is needed for --cuda-graphs; {found} given; name one with --hardware, or leave it out")

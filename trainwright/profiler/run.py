@@ -62,7 +62,8 @@ class Run:
         self.is_gpu = self.tracker.target == "gpu"
         if question.device is not None and self.is_gpu:
             self.tracker.allocator = CachingAllocator(question.device.memory_bytes, question.expandable_segments)
-        if not question.compile:  # compiled code would have to be compiled again for the hooks; it says its modules itself
+        # compiled code would be compiled again for the hooks; it says its modules itself
+        if not question.compile:
             self.trace = ModuleTrace(self.model, self._enter)
         self.static: dict[str, int] = {}
         self.grad_bytes = self.optimizer_bytes = 0
