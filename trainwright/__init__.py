@@ -127,6 +127,8 @@ def profile(
     name: str = "",
     capture: bool | None = None,
     run: bool = False,
+    compile: bool = False,
+    cuda_graphs: bool = False,
 ) -> Profile:
     """Return what one training step of `model` on `batch` costs, whose memory is not taken and which is not run.
 
@@ -148,6 +150,8 @@ def profile(
     expandable_segments: as `PYTORCH_CUDA_ALLOC_CONF` says of CUDA's allocator; it decides `reserved_bytes`.
     name: how the profile calls the model. capture: can the model be captured, hence planned? None: asked where that is
     quick. run: if the step cannot be followed without values, run two real steps of a copy instead.
+    compile: the model runs as `torch.compile(model)` would have it: its graphs and what they keep are torch's own, their
+        kernels told by a rule (docs/profiling.md). cuda_graphs: in its mode `"reduce-overhead"`, on a GPU.
 
     Raises `UserError` where the model does not run on the batch, types that torch refuses included.
 
@@ -180,6 +184,8 @@ def profile(
         name=name,
         capture=capture,
         run=run,
+        compile=compile,
+        cuda_graphs=cuda_graphs,
     )
     return _with_extra_passes(found, cluster) if isinstance(optimizer, str) else found
 

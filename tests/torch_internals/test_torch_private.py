@@ -172,3 +172,34 @@ def test_a_group_of_imagined_processes_has_its_size_and_is_gone_afterwards():
         assert private.local_part(part).shape == (2, 4), RELEASE
     assert not dist.is_initialized()
     assert private.local_part(whole := torch.zeros(2)) is whole
+
+
+def test_a_compiled_module_hands_its_graphs_over_and_is_itself_again():
+    layer = nn.Sequential(nn.Linear(4, 4))
+    taken = []
+
+    class Runs:
+        def __init__(self, graph):
+            self.graph = graph
+
+        def __call__(self, args):
+            given = list(args)
+            args.clear()
+            return torch.fx.Interpreter(self.graph).run(*given)
+
+    def take(graph, is_backward, static):
+        names = [private.module_names(node) for node in graph.graph.nodes if node.op == "call_function"]
+        taken.append((is_backward, names))
+        assert static or is_backward
+        return Runs(graph)
+
+    x = torch.ones(2, 4)
+    plain = layer(x).square().sum()
+    with private.compiled_in_place(layer, take):
+        loss = layer(x).square().sum()
+        loss.backward()
+    assert [is_backward for is_backward, _ in taken] == [False, True]
+    assert any(names[-1:] == ["0"] for _, nodes in taken for names in nodes), RELEASE
+    assert torch.equal(loss, plain)
+    assert layer[0].weight.grad is not None
+    assert "forward" not in vars(layer)

@@ -25,7 +25,7 @@ from .plan import (
     SolverInfo,
     StagePrediction,
 )
-from .profile import Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
+from .profile import Compiled, Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
 from .report import Report
 from .run import Compared, Run
@@ -44,6 +44,7 @@ __all__ = [
     "Checked",
     "Cluster",
     "Compared",
+    "Compiled",
     "Device",
     "Difference",
     "Estimator",

@@ -24,6 +24,10 @@ class Overheads(Record):
     update_s: float = Field(default=0.0, ge=0)
     view_s: float = Field(default=0.0, ge=0)
     """On a GPU's host: a call that launches none."""
+    compiled_s: float = Field(default=0.0, ge=0)
+    """A kernel that a graph of `torch.compile` launches."""
+    graph_s: float = Field(default=0.0, ge=0)
+    """The way into such a graph: guards, the function that autograd knows, the unpacking of its arguments."""
 
 
 class Device(Record):

@@ -96,6 +96,19 @@ class Fit(Record):
     """By axis of the sweep; an axis of which no value fits is left out."""
 
 
+class Compiled(Record):
+    """What `torch.compile` has made of a step's forward and backward."""
+
+    num_graphs: int
+    """Forward and backward ones; 2 where the model is one graph."""
+    num_ops: int
+    """Calls of ATen ops in them, views left out."""
+    num_kernels: int
+    """That they run as."""
+    pool_bytes: int | None = None
+    """Reserved by CUDA graphs for themselves, within `reserved_bytes`; None without them."""
+
+
 class Profile(Artifact):
     """The answer of `trainwright.profile`. Sizes in bytes, times in seconds; one steady-state step."""
 
@@ -134,6 +147,7 @@ class Profile(Artifact):
     ops: tuple[OpCost, ...] = ()
     """The hottest, by time or else by FLOPs, of those that move data; not all."""
     timeline: tuple[MemoryPoint, ...] = ()
+    compiled: Compiled | None = None
 
     def table(self, depth: int = 2, sort: str | None = None) -> str:
         """Return the report for the terminal: totals and a module tree of `depth` levels.

@@ -47,6 +47,15 @@ def profile(
     expandable: Annotated[
         bool, typer.Option("--expandable-segments", help="CUDA's allocator has expandable_segments:True.")
     ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="The model runs as torch.compile would have it: fused, and keeping what it keeps."
+        ),
+    ] = False,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="--compile in its mode reduce-overhead: replayed from CUDA graphs.")
+    ] = False,
     fits: Annotated[
         str | None,
         typer.Option(metavar="M", help="Does it fit into 24GiB, or auto, 90 % of the device? If not, what would?"),
@@ -85,7 +94,7 @@ def profile(
         }
         return _on_each(model, devices, fits, alone, {
             "optimizer": optimizer, "autocast": model.autocast, "accumulate": accumulate, "keep_grads": keep_grads,
-            "tf32": tf32, "expandable_segments": expandable,
+            "tf32": tf32, "expandable_segments": expandable, "compile": compile, "cuda_graphs": cuda_graphs,
         }, json_path, html_path)  # fmt: skip
     budget_bytes = None if fits is None else budget_of(fits, hardware)
     asked = None if sweep is None else parse_sweep(sweep)
@@ -96,6 +105,7 @@ def profile(
     asked_how: dict[str, Any] = {
         "optimizer": optimizer, "autocast": model.autocast, "hardware": hardware, "accumulate": accumulate,
         "keep_grads": keep_grads, "tf32": tf32, "expandable_segments": expandable,
+        "compile": compile, "cuda_graphs": cuda_graphs,
     }  # fmt: skip
     if processes is not None:
         found = _wrapped(model, processes, asked_how)

@@ -84,6 +84,8 @@ class CachingAllocator:
         self._ends: dict[tuple[Hashable, bool], _Block] = {}
         """The last block of each pool's segment, where segments grow."""
         self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.reserved_by_stream: dict[Hashable, int] = defaultdict(int)
+        """The bytes of segments that each stream, or private pool, has asked for and not given back."""
         self._pools: dict[tuple[Hashable, bool], _Pool] = defaultdict(_Pool)
         self._used: dict[Hashable, _Block] = {}
         self._segments = itertools.count()
@@ -130,9 +132,13 @@ class CachingAllocator:
         num_bytes = _segment_bytes(wanted)
         if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
             self._give_back()
+        self._reserve(num_bytes, at)
+        return _Block((next(self._segments), 0), num_bytes, at)
+
+    def _reserve(self, num_bytes: int, at: tuple[Hashable, bool]) -> None:
+        self.reserved_by_stream[at[0]] += num_bytes
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return _Block((next(self._segments), 0), num_bytes, at)
 
     def _grown(self, wanted: int, at: tuple[Hashable, bool]) -> _Block:
         """Return a free block at the end of the pool's segment, which grows by what it lacks."""
@@ -141,8 +147,7 @@ class CachingAllocator:
         is_free = end is not None and end.address in pool.blocks
         missing = wanted - (end.num_bytes if end is not None and is_free else 0)
         added = _rounded(missing, SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES)
-        self.reserved_bytes += added
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self._reserve(added, at)
         if end is not None and is_free:
             pool.remove(end)
             end.num_bytes += added
@@ -160,6 +165,7 @@ class CachingAllocator:
                 if block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved_bytes -= block.num_bytes
+                    self.reserved_by_stream[block.pool[0]] -= block.num_bytes
 
     def _split(self, block: _Block, wanted: int) -> None:
         rest = block.num_bytes - wanted

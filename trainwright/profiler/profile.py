@@ -17,6 +17,7 @@ from ..capture.export import as_batch
 from ..capture.export_errors import ValuesNeeded, explained
 from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
 from ..torch_internals.trees import tensors_in
+from .compiled import CompiledStep
 from .graph import MAX_FORWARD_OPS, not_tried, try_capture
 from .processes import MakeModel, imagined, is_exchange
 from .run import MakeOptimizer, Question, Run
@@ -42,6 +43,8 @@ def profile(
     capture_s: float | None = None,
     timeline: bool = True,
     run: bool = False,
+    compile: bool = False,
+    cuda_graphs: bool = False,
 ) -> Profile:
     """Predict memory, FLOPs and time of a steady-state training step without running it or taking its memory.
 
@@ -57,6 +60,7 @@ def profile(
 
     capture: also capture the model as a graph, as a plan needs it; `capture_s` is then how long that took, and where it
     fails a note says why. None: where the forward has few enough ops. `capture_s` hands over an earlier capture's time.
+    compile: the model runs as `torch.compile(model)` would have it (compiled.py); cuda_graphs: in its mode `reduce-overhead`.
     run: if the model cannot run without values, run two real steps of a copy of it instead, and take their figures.
 
     Raises `UserError` when the model does not run on the batch; `ValuesNeeded`, with the line, when it asks for values.
@@ -84,7 +88,10 @@ def profile(
         links,
         keep_grads,
         expandable_segments,
+        compile or cuda_graphs,
+        cuda_graphs,
     )
+    _check_compiled(question, run, wrap is not None)
     if wrap is None and (processes > 1 or batch is None):
         raise UserError(
             f"a function that makes and wraps the model is needed for {processes} processes, and a batch for a model; "
@@ -131,7 +138,26 @@ def _profile_of(
         ops=found.totals.hottest(found.model),
         timeline=found.timed_timeline(),
         notes=tuple(notes),
+        compiled=None if found.compiled is None else found.compiled.found(),
     )
+
+
+def _check_compiled(question: Question, may_run: bool, is_wrapped: bool) -> None:
+    """Refuse by name what a compiled step cannot be asked for."""
+    if not question.compile:
+        return
+    if is_wrapped:
+        raise UserError(
+            "a model of one process is needed for --compile; several processes were given, whose exchanges cut the graphs; "
+            "leave one of the two out"
+        )
+    if may_run:
+        raise UserError(
+            "a step on tensors without values is needed for --compile; --run was given; leave one of them out"
+        )
+    if question.cuda_graphs and (question.device is None or question.device.kind != "gpu"):
+        found = "no hardware was" if question.device is None else f"{question.device.name} was"
+        raise UserError(f"a GPU is needed for --cuda-graphs; {found} given; name one with --hardware, or leave it out")
 
 
 def _followed(question: Question, make_optimizer: MakeOptimizer, may_run: bool) -> tuple[Run, list[str]]:
@@ -212,9 +238,18 @@ def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:
     model, batch = question.model, question.batch
     with faked(model, mode) as stand_in, explained(model, batch):
         values = KnownValues(mode)
-        found = Run(replace(question, model=stand_in.train(), batch=_fake_batch(batch, mode)), values)
-        with values:
-            found.go(make_optimizer)
+        asked = replace(question, model=stand_in.train(), batch=_fake_batch(batch, mode))
+        if not question.compile:
+            found = Run(asked, values)
+            with values:
+                found.go(make_optimizer)
+            return found
+        step = CompiledStep(question.device, mode, question.cuda_graphs)
+        with step.of(asked):
+            found = step.run = Run(asked, values)
+            found.compiled = step
+            with values:
+                found.go(make_optimizer)
     return found
 
 

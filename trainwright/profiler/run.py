@@ -13,6 +13,7 @@ from torch import nn
 from ..artifacts import Device, Link, MemoryPoint, ModuleCost
 from ..torch_internals.trees import tensors_in
 from .caching import CachingAllocator
+from .compiled import CompiledStep
 from .gpu import GpuForms
 from .kernels.gpu_workspace import NUM_BLAS_THREADS
 from .modules import ModuleTrace
@@ -43,6 +44,10 @@ class Question:
     """True where `zero_grad` writes zeros (`set_to_none=False`), so that gradients live from step to step."""
     expandable_segments: bool = False
     """True where a GPU's allocator grows its segments."""
+    compile: bool = False
+    """True where the model runs as `torch.compile` would have it."""
+    cuda_graphs: bool = False
+    """True where what is compiled is replayed from CUDA graphs (`mode="reduce-overhead"`)."""
 
 
 class Run:
@@ -57,10 +62,13 @@ class Run:
         self.is_gpu = self.tracker.target == "gpu"
         if question.device is not None and self.is_gpu:
             self.tracker.allocator = CachingAllocator(question.device.memory_bytes, question.expandable_segments)
-        self.trace = ModuleTrace(self.model, self._enter)
+        # compiled code would be compiled again for the hooks; it says its modules itself
+        if not question.compile:
+            self.trace = ModuleTrace(self.model, self._enter)
         self.static: dict[str, int] = {}
         self.grad_bytes = self.optimizer_bytes = 0
         self.saved_by_path: dict[str, int] = {}
+        self.compiled: CompiledStep | None = None
 
     def go(self, make_optimizer: MakeOptimizer, rehearse: bool = True) -> None:
         """Report a steady-state step: the first one wherever that is one, or else the second.

@@ -37,8 +37,10 @@ class Totals:
     def __init__(self, device: Device | None, links: tuple[Link, ...] = ()) -> None:
         self.device, self.links = device, links
         """The links of the device to others, where the step is one of several processes."""
+        self.compiled_host_s: float | None = None
+        """What the host takes for a call, while a compiled graph runs."""
         self._costs = Costs(device)
-        self._overheads = Overheads() if device is None else device.overheads
+        self.overheads = Overheads() if device is None else device.overheads
         self._is_gpu = device is not None and device.kind == "gpu"
         self.clear()
 
@@ -67,6 +69,21 @@ class Totals:
         self.op_s.append(self._took(time_s))
         self.step_s += time_s
 
+    def add_kernel(self, phase: str, path: str, func: Any, ops: int, moved_bytes: int, kernel_s: float) -> None:
+        """Add a kernel of a compiled graph, of which `str(func)` is the name and `ops` the elementwise operations."""
+        tally = self.tallies[phase, path, func]
+        tally.other += ops
+        tally.num_ops += 1
+        tally.moved_bytes += moved_bytes
+        time_s = self._with_overhead(phase, kernel_s)
+        tally.time_s += time_s
+        self.op_s.append(self._took(time_s))
+        self.step_s += time_s
+
+    def enter_graph(self) -> None:
+        """Count the host's way into a compiled graph."""
+        self._underway_s += self.overheads.graph_s
+
     def _took(self, time_s: float) -> float:
         """The op's time, with what was waited before it: so they add up to the step."""
         waited_s, self._waited_s = self._waited_s, 0.0
@@ -92,7 +109,7 @@ class Totals:
         """What the step takes for a call: its kernel, and the way there."""
         if self._is_gpu:
             return self._behind_the_host(phase, kernel_s)
-        self._underway_s += getattr(self._overheads, f"{phase}_s", 0.0)
+        self._underway_s += self._host_s(phase)
         if not kernel_s:  # a view: the next kernel bears what has come up
             return 0.0
         underway_s, self._underway_s = self._underway_s, 0.0
@@ -101,10 +118,15 @@ class Totals:
     def _behind_the_host(self, phase: str, kernel_s: float) -> float:
         """A device runs what the host has issued: it waits for the host where kernels are shorter than the way to them."""
         if not kernel_s:
-            self._underway_s += self._overheads.view_s
+            self._underway_s += self.overheads.view_s
             return 0.0
-        self._underway_s += getattr(self._overheads, f"{phase}_s", 0.0)
+        self._underway_s += self._host_s(phase)
         return max(self._underway_s - self.step_s, 0.0) + kernel_s
+
+    def _host_s(self, phase: str) -> float:
+        if self.compiled_host_s is not None:
+            return self.compiled_host_s
+        return float(getattr(self.overheads, f"{phase}_s", 0.0))
 
     def total(self, phase: str | None, what: str) -> int:
         return sum(getattr(tally, what) for key, tally in self.tallies.items() if phase in (None, key[0]))

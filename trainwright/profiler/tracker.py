@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -82,6 +82,8 @@ class MemoryTracker(PlainDispatchMode):
         self.target: Target = target
         self.allocator: CachingAllocator | None = None
         """Hears of every allocation and release, where set."""
+        self.pool: Hashable = None
+        """Of the allocator, from which all is taken while it is set: the private one of CUDA graphs."""
         self.path = ""
         """The module that is running, set by the caller; it names the peak and each storage's origin."""
         self.live_bytes = 0
@@ -172,6 +174,15 @@ class MemoryTracker(PlainDispatchMode):
                 self._note(entry.path, entry.category, -entry.num_bytes)
                 entry.path = path
                 self._note(entry.path, entry.category, entry.num_bytes)
+
+    def ran(self, func: Any, made: Iterable[Tensor]) -> None:
+        """Count a kernel that no mode sees, and what it has made; `str(func)` is its name."""
+        self.num_ops += 1
+        for tensor in made:
+            self._count_new(tensor)
+        self._raise_peak(0, func)
+        if self.keep_timeline:
+            self.timeline.append(self._point(func))
 
     # What the tracker answers
 
@@ -283,7 +294,7 @@ class MemoryTracker(PlainDispatchMode):
             return workspace_bytes(func, args, kwargs, out)
         num_bytes = gpu_workspace_bytes(func, args, out)
         if num_bytes and self.allocator is not None:
-            num_bytes = self.allocator.allocate("workspace", num_bytes, id(torch.cpu.current_stream()))
+            num_bytes = self.allocator.allocate("workspace", num_bytes, self._stream())
             self.allocator.free("workspace")
         return num_bytes
 
@@ -394,8 +405,11 @@ class MemoryTracker(PlainDispatchMode):
     def _taken(self, key: int, num_bytes: int) -> int:
         """Return the bytes that a storage of `num_bytes` takes: with an allocator, those of the block that it is given."""
         if self.allocator is not None:
-            return self.allocator.allocate(key, num_bytes, id(torch.cpu.current_stream()))
+            return self.allocator.allocate(key, num_bytes, self._stream())
         return num_bytes if self.target == "cpu" else -(-num_bytes // _GPU_GRANULE_BYTES) * _GPU_GRANULE_BYTES
+
+    def _stream(self) -> Hashable:
+        return id(torch.cpu.current_stream()) if self.pool is None else self.pool
 
     def _raise_peak(self, workspace: int, func: Any) -> None:
         if self.live_bytes + workspace > self.peak_bytes:

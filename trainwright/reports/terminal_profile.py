@@ -53,6 +53,8 @@ def _memory_of(profile: Profile) -> Grid:
         table.add_row("", "", alive)
     if profile.reserved_bytes is not None:
         table.add_row("reserved", format_bytes(profile.reserved_bytes), "at most, by the device's caching allocator")
+    if profile.compiled is not None and profile.compiled.pool_bytes is not None:
+        table.add_row("  graphs", format_bytes(profile.compiled.pool_bytes), "of it in the CUDA graphs' own pool")
     return table
 
 
@@ -61,6 +63,8 @@ def _work_of(profile: Profile) -> Grid:
     table.add_row("forward", format_flops(profile.forward_flops), "")
     table.add_row("backward", format_flops(profile.backward_flops), "")
     table.add_row("other", format_flops(profile.other_flops), f"{profile.num_ops} ops in all")
+    if (made := profile.compiled) is not None:
+        table.add_row("compiled", f"{made.num_kernels}", f"kernels of {made.num_ops} ops, in {made.num_graphs} graphs")
     if profile.step_s is not None:
         table.add_row("step", format_s(profile.step_s), "predicted, one device")
     return table

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +43,7 @@ __all__ = [
     "bound",
     "called",
     "classes_in_form",
+    "compiled_in_place",
     "dtensor_like",
     "flatten",
     "flatten_batch",
@@ -57,6 +60,7 @@ __all__ = [
     "mode_of",
     "modes_entered",
     "modes_now",
+    "module_names",
     "mutated_arguments",
     "namespace",
     "overload_of",
@@ -432,3 +436,65 @@ def parameter_names(function: Any) -> list[str]:
 def graphs_of(module: torch.nn.Module) -> list[torch.fx.Graph]:
     """Return the graph of a graph module and those of the regions inside it."""
     return [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+
+
+@contextmanager
+def compiled_in_place(
+    module: torch.nn.Module, take: Callable[[torch.fx.GraphModule, bool, frozenset[int]], Callable[[list[Any]], Any]]
+) -> Iterator[None]:
+    """Let calls of `module` run as `torch.compile` would have them, up to where inductor writes kernels.
+
+    Dynamo cuts the model into graphs; AOTAutograd makes each one's backward, with inductor's decompositions and passes, and
+    its partitioner (min-cut) decides what is kept. `take(graph, is_backward, static)` gets each graph that comes out, and the
+    positions of inputs that stay where they are (parameters); it returns what runs in its place, called with one list that
+    it is to empty.
+
+    A dispatch mode changes the keys of every tensor, which Dynamo's guards on tensors would take for another input, so those
+    guards are left out: `take` has to see that shapes are those of the graph. Caches of compiled code are not asked.
+    """
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+
+    def inner(graph: torch.fx.GraphModule, example_inputs: Any, **about: Any) -> Any:
+        runs = take(graph, bool(about.get("is_backward")), frozenset(about.get("static_input_idxs") or ()))
+        runs._boxed_call = True  # type: ignore[attr-defined]
+        return runs
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return compile_fx(graph, inputs, inner_compile=inner)
+
+    without_tensors = {"guard_filter_fn": lambda guards: [guard.guard_type != "TENSOR_MATCH" for guard in guards]}
+    with (
+        dynamo_config.patch(recompile_limit=4096, accumulated_recompile_limit=65536, fail_on_recompile_limit_hit=True),
+        functorch_config.patch(enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False),
+    ):
+        own = vars(module).get("forward")
+        # `module.compile()` compiles what torch's own containers call piece by piece; `torch.compile(module)` the whole forward
+        compiled = torch.compile(module.forward, backend=backend, dynamic=False, options=without_tensors)
+        module.forward = functools.wraps(module.forward)(lambda *args, **kwargs: compiled(*args, **kwargs))
+        try:
+            yield
+        finally:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return what Dynamo and its backends raise where a model cannot be compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
+
+
+def module_names(node: torch.fx.Node) -> list[str]:
+    """Return the names, from Dynamo's own inwards, of the module whose forward made a node of a compiled graph.
+
+    Of a node of the backward: of the forward's node that it belongs to. Empty where nothing is known of it.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return re.findall(r"\w+", str(list(stack.values())[-1][0])) if stack else []

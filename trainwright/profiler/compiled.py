@@ -1,0 +1,304 @@
+"""A step of `torch.compile`: its graphs as torch itself makes them, run on fakes kernel by kernel.
+
+Dynamo follows the copy on fakes, and AOTAutograd, with inductor's decompositions and passes, makes a forward and a backward of
+each graph that it finds; the partitioner (min-cut) decides what is kept in between. So what is saved is not guessed. In
+the place of the code that inductor would write, each graph runs as the kernels of kernel_groups.py:
+
+    memory   a kernel takes what something outside it reads; what it reads for the last time is given back, before its results
+             are taken where one of the same size is elementwise from it (inductor writes in place), else after
+    time     bytes that it reads and writes, each tensor once, at the bandwidth; on a CPU with measured kernels, each op's time
+             beyond that of moving its own bytes comes on top (exponentials are not free there); products, convolutions and
+             attention as without a compiler
+    the host `Overheads.graph_s` a graph and `compiled_s` a kernel; with CUDA graphs none a kernel
+
+With CUDA graphs what the graphs take comes from a pool of their own, which nothing else may use, and inputs that move (the
+batch) are copied into it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from ..artifacts import Compiled, Device, UserError
+from ..ops.kernels import Kernel
+from ..torch_internals import private
+from ..torch_internals.fakes import FakeMode
+from .gpu import GpuForms
+from .kernel_groups import KernelGroup, kernel_groups, num_bytes, num_elements, read_bytes, tensors_of
+from .step import reference_step
+from .time import dtype_name, op_seconds, table_of
+
+if TYPE_CHECKING:
+    from .run import Question, Run
+
+GRAPH_POOL = "cuda graphs"
+_MOST_STEPS = 4
+
+
+class FusedKernel:
+    """The name of a kernel, in the place of an op."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FusedKernel) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class CompiledStep:
+    """The graphs of a model's compiled step, and the run that they tell what they do."""
+
+    def __init__(self, device: Device | None, mode: FakeMode, cuda_graphs: bool = False) -> None:
+        self.device, self.mode, self.cuda_graphs = device, mode, cuda_graphs
+        self.graphs: list[_Graph] = []
+        self.run: Run | None = None
+        """Hears of every kernel once it is set."""
+        self._paths: set[str] = set()
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device is not None and self.device.kind == "gpu"
+
+    @contextmanager
+    def of(self, question: Question) -> Iterator[None]:
+        """Compile the question's model in place, by one step of it, and run it so inside."""
+        model = question.model
+        self._paths = {path for path, _ in model.named_modules()}
+        with private.compiled_in_place(model, self._take):
+            try:
+                self._compile(question)
+            except private.compiler_errors() as error:
+                raise UserError(
+                    f"a model that torch.compile takes is needed; it says: {_first_line(error)}; profile it without --compile"
+                ) from error
+            if not self.graphs:
+                raise UserError(
+                    "a model that torch.compile takes is needed; it found no graph in it (a forward that is disabled, or "
+                    "nothing but Python); profile it without --compile"
+                )
+            with torch.compiler.set_stance("fail_on_recompile"):
+                yield
+
+    def _compile(self, question: Question) -> None:
+        """Run steps until one makes no graph anew (a model may set what its forward asks for), and leave nothing of them."""
+        model = question.model
+        for _ in range(_MOST_STEPS):
+            num_graphs = len(self.graphs)
+            with GpuForms() if self.is_gpu else nullcontext():
+                reference_step(
+                    model,
+                    torch.optim.SGD(model.parameters(), lr=0.0, foreach=False),
+                    question.batch,
+                    question.loss_fn,
+                    autocast=question.autocast,
+                )
+            for param in model.parameters():
+                param.grad = None
+            if len(self.graphs) == num_graphs:
+                return
+        raise UserError(
+            f"a model whose graphs stay as they are is needed; each of {_MOST_STEPS} steps compiled it anew; profile it without "
+            "--compile"
+        )
+
+    def path_of(self, node: fx.Node) -> str | None:
+        """Return the path of the module that a node belongs to; None where that is not known."""
+        names = private.module_names(node)
+        paths = (".".join(names[start:]) for start in range(len(names)))
+        return next((path for path in paths if path in self._paths), "" if names else None)
+
+    def _take(self, module: fx.GraphModule, is_backward: bool, static: frozenset[int]) -> Callable[[list[Any]], Any]:
+        self.graphs.append(_Graph(module, is_backward, static, self))
+        return self.graphs[-1]
+
+    def found(self) -> Compiled:
+        """Return what the compiler has made, as the profile says it."""
+        pool_bytes = None
+        if self.cuda_graphs and self.run is not None and self.run.tracker.allocator is not None:
+            pool_bytes = self.run.tracker.allocator.reserved_by_stream[GRAPH_POOL]
+        run = [graph for graph in self.graphs if graph.has_run]
+        return Compiled(
+            num_graphs=len(run),
+            num_ops=sum(len(group.nodes) + len(group.inlined) for graph in run for group in graph.groups),
+            num_kernels=sum(len(graph.groups) for graph in run),
+            pool_bytes=pool_bytes,
+        )
+
+
+class _Graph:
+    """One compiled graph."""
+
+    def __init__(self, module: fx.GraphModule, is_backward: bool, static: frozenset[int], step: CompiledStep) -> None:
+        self.module, self.is_backward, self.static, self.step = module, is_backward, static, step
+        self.inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        (self.output,) = (node for node in module.graph.nodes if node.op == "output")
+        self.groups = kernel_groups(module.graph, is_cpu=not step.is_gpu)
+        self.costs = [self._cost(group) for group in self.groups]
+        self._has_copies = False
+        self.has_run = False
+        """Whether the step that is reported ran it."""
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run the graph on fakes; `args` is emptied, as of a boxed call."""
+        self._check(args)
+        env: dict[fx.Node, Any] = dict(zip(self.inputs, args))
+        args.clear()
+        for node in self.module.graph.nodes:
+            if node.op == "get_attr":
+                env[node] = operator.attrgetter(node.target)(self.module)
+        run = self.step.run
+        self.has_run = run is not None
+        with self._inside(run) if run is not None else nullcontext():
+            for group, cost in zip(self.groups, self.costs):
+                self._run(group, cost, env, run)
+        return fx.node.map_arg(self.output.args[0], lambda node: self._value(node, env))
+
+    def _check(self, args: list[Any]) -> None:
+        for node, arg in zip(self.inputs, args):
+            made_for = node.meta.get("val")
+            if isinstance(arg, Tensor) and isinstance(made_for, Tensor) and arg.shape != made_for.shape:
+                raise UserError(
+                    f"a model whose compiled pieces have one shape each is needed; one got {list(arg.shape)} beside "
+                    f"{list(made_for.shape)}; profile it without --compile"
+                )
+
+    @contextmanager
+    def _inside(self, run: Run) -> Iterator[None]:
+        overheads = run.totals.overheads
+        with ExitStack() as stack:
+            path = run.tracker.path
+            stack.callback(setattr, run.tracker, "path", path)
+            if self.step.cuda_graphs:
+                run.tracker.pool = GRAPH_POOL
+                stack.callback(setattr, run.tracker, "pool", None)
+                self._copy_inputs(run)
+            run.totals.enter_graph()
+            run.totals.compiled_host_s = 0.0 if self.step.cuda_graphs else overheads.compiled_s
+            stack.callback(setattr, run.totals, "compiled_host_s", None)
+            yield
+
+    def _copy_inputs(self, run: Run) -> None:
+        """Take the places into which inputs that move are copied before a graph is launched; once."""
+        if not self.is_backward and not self._has_copies:
+            moving = [node for place, node in enumerate(self.inputs) if place not in self.static]
+            run.tracker.hold(sum(num_bytes(node.meta.get("val")) for node in moving))
+            self._has_copies = True
+
+    def _run(self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: Run | None) -> None:
+        if run is not None and (path := self.step.path_of(group.nodes[0])) is not None:
+            run.tracker.path = path
+        if not group.is_fused:
+            (node,) = group.nodes
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: self._value(source, env))
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]  # the modes that are on see it
+        else:
+            self._fused(group, cost, env, run)
+        for node in group.dies:
+            env.pop(node, None)
+
+    def _fused(
+        self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: Run | None
+    ) -> None:
+        made: list[Tensor] = []
+        reusable = [node for node in group.dies if isinstance(env.get(node), Tensor) and _may_be_overwritten(node)]
+        for node in group.nodes:
+            if private.is_mutating(node.target):
+                env[node] = self._value(node.args[0], env)
+            elif node in group.writes:
+                place = next(
+                    (old for old in reusable if num_bytes(old.meta.get("val")) == num_bytes(node.meta["val"])), None
+                )
+                if (
+                    place is not None
+                ):  # written in place of what is read for the last time, where nobody else holds that
+                    reusable.remove(place)
+                    del env[place]
+                env[node] = self._memory(node.meta["val"])
+                made += tensors_of(env[node])
+        if run is not None:
+            kernel = FusedKernel(group.name)
+            run.tracker.ran(kernel, made)
+            run.totals.add_kernel(run.tracker.current_phase, run.tracker.path, kernel, *cost)
+
+    def _memory(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return [self._memory(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        with private.without_modes(), self.step.mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+    def _value(self, node: Any, env: dict[fx.Node, Any]) -> Any:
+        """Return what a node stands for: memory, or a view of it."""
+        if node in env:
+            return env[node]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: self._value(source, env))
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        with private.without_modes(), self.step.mode:
+            return node.target(*args, **kwargs)
+
+    def _cost(self, group: KernelGroup) -> tuple[int, int, float]:
+        """Return a fused kernel's elementwise operations, bytes and seconds."""
+        if not group.is_fused:
+            return 0, 0, 0.0
+        nodes = (*group.inlined, *group.nodes)
+        ops = sum(num_elements(node.meta.get("val")) for node in nodes)
+        written = [node for node in group.nodes if node in group.writes or private.is_mutating(node.target)]
+        moved = sum(read_bytes(node, node.users) for node in group.reads)
+        moved += sum(num_bytes(node.meta.get("val")) for node in written)
+        device = self.step.device
+        if device is None:
+            return ops, moved, 0.0
+        dtype = next((tensor.dtype for node in written for tensor in tensors_of(node.meta.get("val"))), torch.float32)
+        seconds = _moving_s(device, moved, dtype) + device.launch_s
+        if device.kernels and device.kind == "cpu":
+            seconds += sum(_beyond_moving_s(device, node) for node in nodes)
+        return ops, moved, seconds * device.factors.get("compute", 1.0)
+
+
+def _may_be_overwritten(node: fx.Node) -> bool:
+    """Tell whether a kernel may write where `node` is read for the last time: not over what autograd or a caller has given.
+
+    What the forward saved is the backward's own, as AOTAutograd's donated buffers are.
+    """
+    return node.op == "call_function" or not node.name.startswith(("primals", "tangents"))
+
+
+def _moving_s(device: Device, size: int, dtype: torch.dtype) -> float:
+    """The seconds of the simplest kernel that moves so many bytes."""
+    if device.kernels and size:
+        measured_s = table_of(device).seconds(Kernel("mul", (size,), size), dtype_name(dtype))
+        if measured_s is not None:
+            return measured_s
+    return size / device.bandwidth_bytes_per_s
+
+
+def _beyond_moving_s(device: Device, node: fx.Node) -> float:
+    """What an op takes longer, by itself, than the simplest one that moves its bytes."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return 0.0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    moved = sum(num_bytes(source.meta.get("val")) for source in node.all_input_nodes) + num_bytes(value)
+    alone_s = op_seconds(device, node.target, args, kwargs, value) - device.launch_s
+    return max(alone_s - _moving_s(device, moved, value.dtype), 0.0)
+
+
+def _first_line(error: Exception) -> str:
+    """Return what the compiler says: the first line, and where that ends in a colon what it introduces."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return said.rstrip(".;")
