@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -107,7 +108,7 @@ def work(asked: dict[str, Any]) -> dict[str, Any]:
             if teller is not None:
                 teller.step = step
             begun, moved = time.perf_counter(), (streamed.resting.num_read, streamed.resting.num_written)
-            loss = streamed.step(lambda batch=batch: loss_of(model, batch))
+            loss = streamed.step(functools.partial(loss_of, model, batch))
             step_s = time.perf_counter() - begun
             if num_ranks > 1:
                 total = torch.tensor([loss], dtype=torch.float64)

@@ -65,7 +65,8 @@ from .tiers import (
     tier_line,
 )
 
-PlanOption = Annotated[
+PlanOption = Annotated[str, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`.")]
+UnlessStreamedOption = Annotated[
     str | None, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`; needed, but for --stream.")
 ]
 WORKER = "trainwright.cli.workers:train"
@@ -76,7 +77,7 @@ NUM_UNTRACED = 2
 @takes_model
 def train(
     model: ModelOptions,
-    plan_path: PlanOption = None,
+    plan_path: UnlessStreamedOption = None,
     nproc: NprocOption = None,
     data: Annotated[
         list[str] | None,

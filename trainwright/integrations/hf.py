@@ -90,7 +90,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         **keywords: Any,
     ) -> None:
         self.plan = plan_of(plan)
-        self._how = {"sync": sync, "sync_options": sync_options}
+        self._how: dict[str, Any] = {"sync": sync, "sync_options": sync_options}
         replication = Replication(self.plan, sync, sync_options)
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         evaluates = keywords.get("eval_dataset") is not None

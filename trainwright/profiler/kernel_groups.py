@@ -216,7 +216,7 @@ def _loop(node: fx.Node, kind: Kind) -> _Loop:
         return _Loop(size)
     read: Any = node.args[0]
     shape = read.meta["val"].shape
-    dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else range(len(shape))
+    dims: Any = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else range(len(shape))
     return _Loop(shape.numel(), size, not dims or len(shape) - 1 in {dim % max(len(shape), 1) for dim in dims})
 
 

@@ -67,7 +67,8 @@ class Resting:
             try:
                 reading.result()
             except BaseException:
-                self._used.name = self._used = None
+                self._used.name = None
+                self._used = None
                 raise
         return self._used.data[: self.num_bytes[name]]
 

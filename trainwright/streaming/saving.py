@@ -46,8 +46,8 @@ def save(streamed: Streamed, folder: str | os.PathLike[str], step: int, keep: in
     text = json.dumps({"step": step, "groups": groups, "files": files, "random": random})
     (beside / _STATE).write_text(text, encoding="utf8")
     for file_path in beside.iterdir():
-        with file_path.open("rb") as file:
-            os.fsync(file.fileno())
+        with file_path.open("rb") as written:
+            os.fsync(written.fileno())
     shutil.rmtree(place, ignore_errors=True)
     beside.rename(place)
     for _, old in saved_steps(folder)[:-keep]:

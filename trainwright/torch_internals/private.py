@@ -465,7 +465,9 @@ def compiled_in_place(
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         return compile_fx(graph, inputs, inner_compile=inner)
 
-    without_tensors = {"guard_filter_fn": lambda guards: [guard.guard_type != "TENSOR_MATCH" for guard in guards]}
+    without_tensors: dict[str, Any] = {
+        "guard_filter_fn": lambda guards: [guard.guard_type != "TENSOR_MATCH" for guard in guards]
+    }
     with (
         dynamo_config.patch(recompile_limit=4096, accumulated_recompile_limit=65536, fail_on_recompile_limit_hit=True),
         functorch_config.patch(enable_autograd_cache=False),

@@ -186,7 +186,9 @@ class Tier:
             stand_in = nn.Parameter(torch.empty(parked.local.shape, dtype=parked.local.dtype, device="meta"))
             stand_in.grad = torch.empty_like(stand_in)
             group = self.updates.group_of[parked.param]
-            loop = {name: False for name in ("fused", "foreach") if name in group}  # what computes on no values
+            loop: dict[str, Any] = {
+                name: False for name in ("fused", "foreach") if name in group
+            }  # what computes on no values
             trial = with_groups(optimizer, [{**group, **loop, "params": [stand_in]}])
             trial.state = defaultdict(dict)
             try:
