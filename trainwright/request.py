@@ -51,6 +51,7 @@ class PlanOptions(TypedDict, total=False):
     autocast: DtypeLike | None
     micro_batches: int | str
     pipeline: int | str | None
+    pipeline_schedule: str
     model_ref: ModelRef | None
     progress: Callable[[str], None] | None
 
@@ -77,6 +78,7 @@ class PlanRequest:
     autocast: DtypeLike | None = None
     micro_batches: int | str = 1
     pipeline: int | str | None = None
+    pipeline_schedule: str = "auto"
     model_ref: ModelRef | None = None
     progress: Callable[[str], None] | None = None
 
@@ -119,6 +121,7 @@ class PlanRequest:
             "program": program,
             "variants": variants,
             "pipeline": pipeline,
+            "pipeline_schedule": self.pipeline_schedule.strip().lower(),
             "chunked": self._chunked(runs, is_free) if num_chunks is None and pipeline is None else None,
             "model_ref": self.model_ref or ModelRef(name=type(self.model).__name__),
             "cluster": cluster,

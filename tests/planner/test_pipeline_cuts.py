@@ -21,10 +21,11 @@ from trainwright.planner.pipeline.cuts import (
     neighbours,
     nothing_fits_bytes,
 )
-from trainwright.planner.pipeline.events import Schedule, StageSeconds, Tied, one_f_one_b, simulated_step
+from trainwright.planner.pipeline.events import StageSeconds, Tied, one_f_one_b, simulated_step
 from trainwright.planner.pipeline.program import Least, bound_s, propose
 from trainwright.planner.pipeline.recipes import PIPELINE_RECIPES, recipe_cuts
 from trainwright.planner.pipeline.table import Hop, Level, Param, Table, Unit
+from trainwright.rank.stage_actions import Schedule
 
 CLOSE = 1e-9
 

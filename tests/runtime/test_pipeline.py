@@ -34,6 +34,8 @@ def check(pool: Pool, options: dict[str, Any], update: bool = False) -> None:
     [
         case(recompute=True),
         case(depth="gpipe", seed=2),
+        case(depth="zero-bubble", layers=4, num_micro=8, recompute=True, seed=1),
+        case(depth="interleaved2", layers=4, recompute=True, seed=1),
         case("t5-tiny", 2, seed=3),
         pytest.param(case("llama-tiny", 2, depth="deeper"), marks=pytest.mark.slow),
         pytest.param(case("bert-tiny", 2), marks=pytest.mark.slow),
@@ -52,6 +54,7 @@ def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str
     [
         case("gpt2-tiny", 4, 4, 2, recompute=True),
         case("gpt2-tiny", 2, 2, 4, inner=[2], recompute=True, seed=5),
+        case("gpt2-tiny", 2, 2, 4, depth="zero-bubble", inner=[2], recompute=True, seed=5),
         *(
             pytest.param(case(name, 4 if name != "t5-tiny" else 2, 4, num_micro, depth=depth, seed=seed, recompute=bool(seed % 2)),
                          marks=pytest.mark.slow)
@@ -76,6 +79,8 @@ def test_four_ranks_compute_what_one_process_does(pool4: Pool, options: dict[str
     "options",
     [
         case(num_micro=8, recompute=True),
+        case(num_micro=8, recompute=True, layers=4, depth="zero-bubble"),
+        case(num_micro=8, layers=4, depth="interleaved2", seed=1),
         pytest.param(case(depth="gpipe", seed=1), marks=pytest.mark.slow),
         pytest.param(case("llama-tiny", 4, num_micro=8, depth="deeper"), marks=pytest.mark.slow),
         pytest.param(case("t5-tiny", 2, seed=4), marks=pytest.mark.slow),
