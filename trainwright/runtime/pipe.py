@@ -64,6 +64,8 @@ class Pipe:
         self.readers = stages_of(tied(cut(program, plan.pipeline.begins)), self.size)
         """The stages that read each parameter that several of them read."""
         self._holders = {stages: self._group_over(stages) for stages in sorted(set(self.readers.values()))}
+        self.shares_outputs = False
+        """Whether every stage gets the outputs of an evaluation, for loops that use them on all ranks; else who makes them."""
         self.pairs = self._pairs() if whole.device_type == "cuda" else {}
 
     def _group_over(self, stages: Sequence[int]) -> Any:

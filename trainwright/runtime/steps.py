@@ -147,6 +147,10 @@ class ShapedStep:
         if not isinstance(own, Tensor):
             own = torch.zeros(program.loss.shape, dtype=program.lifted or program.loss.dtype, device=self.device)
         joined[index] = self.runner.link.share(own)
+        if self.pipe is not None and self.pipe.shares_outputs:
+            made = {str(place): value for place, value in enumerate(joined) if isinstance(value, Tensor)}
+            for place, value in self.pipe.merged(made, self.device).items():
+                joined[int(place)] = value
         return joined
 
 
