@@ -56,8 +56,8 @@ def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str
         case("gpt2-tiny", 2, 2, 4, inner=[2], recompute=True, seed=5),
         case("gpt2-tiny", 2, 2, 4, depth="zero-bubble", inner=[2], recompute=True, seed=5),
         *(
-            pytest.param(case(name, 8 if depth == "interleaved2" else 4, 4, num_micro, depth=depth, seed=seed, recompute=bool(seed % 2)),
-                         marks=pytest.mark.slow)
+            pytest.param(case(name, 8 if depth == "interleaved2" else 4, 4, num_micro, depth=depth, seed=seed,
+                              recompute=bool(seed % 2)), marks=pytest.mark.slow)
             for seed, (name, num_micro, depth) in enumerate(
                 (name, num_micro, depth)
                 for name in ("gpt2-tiny", "llama-tiny", "t5-tiny", "mixtral-tiny")

@@ -203,7 +203,9 @@ def _interleaved(stage: int, num_stages: int, num_micro_batches: int, virtual: i
 def _split_computations(num_micro_batches: int, depths: tuple[int, ...]) -> list[list[Action]]:
     """Return each stage's forwards, backwards and gradients of weights, as stages take them that need as long for each of these.
 
-    A stage goes back where it can, else forward where its depth allows, else makes the gradients of weights.
+    A stage goes forward while fewer are ahead of its backwards than 1F1B has, else back where it can, else further forward where
+    its depth allows, else it makes gradients of weights. With depth P on all stages such a step takes 3 m + P - 1, the least
+    that there is, of which the last stage waits for the first micro-batch (ZB-H1 of Qi et al., 2024).
     """
     num_stages = len(depths)
     done = [dict.fromkeys(("forward", "backward", "weight"), 0) for _ in depths]
@@ -214,9 +216,12 @@ def _split_computations(num_micro_batches: int, depths: tuple[int, ...]) -> list
             given = num_micro_batches if stage == 0 else before[stage - 1]["forward"]
             returned = own["forward"] if stage == num_stages - 1 else before[stage + 1]["backward"]
             kind: Kind
-            if own["backward"] < min(own["forward"], returned):
+            goes_on = own["forward"] < given and own["forward"] - own["weight"] < depths[stage]
+            if goes_on and own["forward"] - own["backward"] < num_stages - stage:
+                kind = "forward"
+            elif own["backward"] < min(own["forward"], returned):
                 kind = "backward"
-            elif own["forward"] < given and own["forward"] - own["weight"] < depths[stage]:
+            elif goes_on:
                 kind = "forward"
             elif own["weight"] < own["backward"]:
                 kind = "weight"

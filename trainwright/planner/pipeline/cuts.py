@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ...rank.stage_actions import interleaved_in_flight
 from .events import StageSeconds, one_f_one_b, simulated_step
-from .table import Fit, Table
+from .table import Fit, Spans, Table
 
 Cuts = tuple[int, ...]
 """The units at which stages 1 … P-1 begin, in ascending order."""
@@ -66,14 +66,14 @@ class Judge:
         self.num_judged += 1
         return Staged(cuts, in_flight, tuple(fits), step_s(self.table, cuts, in_flight, fits))
 
-    def _near(self, cuts: Cuts) -> Iterator[Cuts]:
+    def near(self, cuts: Cuts) -> Iterator[Cuts]:
         """Yield the cuts that a move leads to; where stages have several pieces, moves to the next piece alone."""
         return neighbours(cuts, len(self.table.units), 1 if self.table.virtual > 1 else len(cuts))
 
     def moved(self, found: Staged) -> Staged:
         """Return the cuts that no move of a single block from one stage to another makes faster."""
         while True:
-            near = [self.judge(cuts, found.in_flight) for cuts in self._near(found.cuts)]
+            near = [self.judge(cuts, found.in_flight) for cuts in self.near(found.cuts)]
             best = min((one for one in near if one is not None), key=_order, default=None)
             if best is None or best.step_s >= found.step_s * (1 - 1e-12):
                 return found
@@ -146,7 +146,7 @@ def fastest(judge: Judge, starts: Sequence[Cuts]) -> Staged | None:
     for in_flight in depths_of(table):
         begin = [*starts, *([best.cuts] if best is not None else [])]
         known = [one for cuts in dict.fromkeys(begin) if (one := judge.judge(cuts, in_flight)) is not None]
-        if not known and table.is_plain:
+        if not known:
             known = [one for cuts in begin if (one := _repaired(judge, cuts, in_flight)) is not None]
         for one in known:
             found = judge.moved(one)
@@ -157,11 +157,10 @@ def fastest(judge: Judge, starts: Sequence[Cuts]) -> Staged | None:
 
 def _repaired(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
     """Return cuts near `cuts` that fit: moves that lower the fullest stage's least bytes, until all fit."""
-    table = judge.table
     seen = set()
     while (one := judge.judge(cuts, in_flight)) is None:
         seen.add(cuts)
-        near = [other for other in neighbours(cuts, len(table.units)) if other not in seen]
+        near = [other for other in judge.near(cuts) if other not in seen]
         if not near:
             return None
         overs = {other: overflow(judge, other, in_flight) for other in near}
@@ -175,24 +174,25 @@ def _repaired(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | 
 def overflow(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> float:
     """Return by how many bytes the stages exceed the budget, all together, when they recompute all that they can."""
     total = 0.0
-    for (first, stop), depth in zip(judge.table.spans(cuts), in_flight):
-        total += max(0.0, least_bytes(judge.table, first, stop, depth) - judge.budget_bytes)
+    for spans, depths in zip(judge.table.stages(cuts), judge.table.depths(in_flight)):
+        total += max(0.0, least_bytes(judge.table, spans, depths) - judge.budget_bytes)
     return total
 
 
-def least_bytes(table: Table, first: int, stop: int, in_flight: int) -> float:
+def least_bytes(table: Table, spans: Spans, depths: Sequence[int]) -> float:
     """Return the least that a stage can hold."""
-    units = table.units[first:stop]
-    kept = sum(min(level.kept_bytes for level in table.levels[unit.kind]) for unit in units[:-1])
-    last = min(in_flight * level.kept_bytes + level.rederived_bytes for level in table.levels[units[-1].kind])
-    return table.fixed_bytes(((first, stop),), (in_flight,)) + in_flight * kept + last
+    units = [(unit, depth) for (first, stop), depth in zip(spans, depths) for unit in table.units[first:stop]]
+    kept = sum(depth * min(level.kept_bytes for level in table.levels[unit.kind]) for unit, depth in units[:-1])
+    unit, depth = units[-1]
+    last = min(depth * level.kept_bytes + level.rederived_bytes for level in table.levels[unit.kind])
+    return table.fixed_bytes(spans, depths) + kept + last
 
 
 def brute_force(judge: Judge) -> Staged | None:
     """Return the fastest stages of all, each looked at: for small tables, and to hold the search against."""
     table, best = judge.table, None
-    for in_flight in depths(table.num_stages, table.num_micro_batches):
-        for cuts in all_cuts(len(table.units), table.num_stages):
+    for in_flight in depths_of(table):
+        for cuts in all_cuts(len(table.units), table.num_pieces):
             found = judge.judge(cuts, in_flight)
             if found is not None and (best is None or found.step_s < best.step_s):
                 best = found
@@ -216,5 +216,5 @@ def nothing_fits_bytes(judge: Judge, starts: Sequence[Cuts]) -> tuple[float, int
 
 
 def _fullest(table: Table, cuts: Cuts, in_flight: tuple[int, ...]) -> tuple[float, int]:
-    rows = [least_bytes(table, *span, depth) for span, depth in zip(table.spans(cuts), in_flight)]
+    rows = [least_bytes(table, *stage) for stage in zip(table.stages(cuts), table.depths(in_flight))]
     return max(rows), rows.index(max(rows))
