@@ -1,6 +1,6 @@
 """Ways to cut models into pipeline stages, priced by one simulator: four models, three budgets, two clusters.
 
-    python -m benchmarks.planner.pipeline [MODEL …] [--record]
+    python -m benchmarks.planner.pipeline [MODEL …] [--clusters NAME …] [--record]
 
 even, balanced, pipeline-dp   the recipes of `planner/pipeline/recipes.py`, 1F1B
 joint, 1F1B                   cuts, depths and reruns chosen together, in the usual order
@@ -24,7 +24,8 @@ import torch
 import trainwright as tw
 from trainwright.artifacts import Plan, Refusal
 
-RESULT = Path(__file__).parent.parent / "results" / "planner-pipeline.md"
+ROWS = Path(__file__).parent.parent / "results" / "planner-pipeline.jsonl"
+RESULT = ROWS.with_suffix(".md")
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"batch_size": 64, "seq_len": 512},
     "bert-large": {"batch_size": 64, "seq_len": 256},
@@ -96,24 +97,36 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def recorded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write `rows` in the place of those of the same cells; return all that are recorded, in order."""
+    known = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    cells = {(row["model"], row["cluster"], row["share"]): row for row in [*known, *rows]}
+    order = [(name, hardware, share) for name in MODELS for hardware in CLUSTERS for share in SHARES]
+    found = [cells[cell] for cell in order if cell in cells]
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return found
+
+
 def main() -> None:
-    """Price all cells; with `--record` write the record."""
+    """Price cells; with `--record` write them into the record, which has those of other runs too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
-    rows = [row for name in given.models for hardware in CLUSTERS for row in cell(name, hardware)]
-    worst = [row for row in rows for name in (*RECIPES, "joint, 1F1B") if row[name] and row[name] < row["joint"]]
-    text = f"{table(rows)}\n\njoint slower than another: {len(worst)} of {len(rows)} cells"
+    rows = [row for name in given.models for hardware in given.clusters for row in cell(name, hardware)]
+    rows = recorded(rows) if given.record else rows
+    slower = [row for row in rows if any(row[name] and row[name] < row["joint"] for name in (*RECIPES, "joint, 1F1B"))]
+    text = f"{table(rows)}\n\njoint slower than another: {len(slower)} of {len(rows)} cells"
     print(text)
     if given.record:
         machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-        head = (
+        RESULT.write_text(
             f"# Pipeline stages: joint plans beside recipes\n\n{time.strftime('%Y-%m-%d')}, {machine}. Steps in ms, predicted by "
             f"the simulation; no GPU ran.\nbf16, {NUM_MICRO} micro-batches, {MODELS}; stages and mesh of one: {CLUSTERS}. Budgets: "
-            "shares of the joint 1F1B plan's peak without any.\n`python -m benchmarks.planner.pipeline --record`\n\n"
+            "shares of the joint 1F1B plan's peak without any. CPU: processor seconds of a cell's five plans.\n"
+            f"`python -m benchmarks.planner.pipeline --record`\n\n{text}\n"
         )
-        RESULT.write_text(head + text + "\n")
 
 
 if __name__ == "__main__":

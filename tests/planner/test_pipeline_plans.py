@@ -75,6 +75,11 @@ def test_joint_is_never_slower_than_the_recipes(model: dict[str, Any], plan: Pla
     assert all(joint.predicted.step_s <= other.predicted.step_s for other in others)
 
 
+def test_a_mesh_of_one_stage_is_taken_on_gpus_with_a_host_too(model: dict[str, Any]) -> None:
+    found = tw.plan(**model, hardware="2x2xh100", mesh=2, micro_batches=4, pipeline=2)
+    assert list(found.mesh.values()) == [2, 2]
+
+
 def test_another_order_is_taken_where_its_step_is_shorter(model: dict[str, Any], plan: Plan) -> None:
     found = {name: tw.plan(**model, **ASKED, pipeline_schedule=name) for name in ("1f1b", "interleaved", "zero-bubble")}
     fastest = min(each.predicted.step_s for each in found.values())

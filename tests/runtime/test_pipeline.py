@@ -124,6 +124,21 @@ def test_checkpoints_load_under_other_cuts_and_without_stages(pool2: Pool, tmp_p
             assert found[other] == pytest.approx(found["uninterrupted"], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", ["1f1b", "zero-bubble"])
+def test_checkpoints_of_four_stages_load_in_two_and_in_one(pool4: Pool, tmp_path: Path, depth: str) -> None:
+    own = case(layers=4, num_stages=4, depth=depth)
+    others = [
+        case(layers=4, num_stages=2, inner=[2], seed=4),
+        case(layers=4, num_stages=1, inner=[4], seed=5),
+        case(layers=4, num_stages=2, num_micro=2, inner=[2], depth="interleaved2", seed=6),
+    ]
+    for found in pool4.run(CASES + "resumed", timeout_s=280, options=own, folder=str(tmp_path), others=others):
+        assert found["plan 0"] == found["uninterrupted"]
+        for other in ("plan 1", "plan 2", "plan 3"):
+            assert found[other] == pytest.approx(found["uninterrupted"], rel=1e-5)
+
+
 def test_dropout_draws_what_it_draws_without_stages(pool2: Pool) -> None:
     for found in pool2.run(CASES + "dropout", options=case(num_micro=2, recompute=True, begins=["transformer.h.1"])):
         assert found["gradient"] < 1e-5

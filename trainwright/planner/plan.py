@@ -184,8 +184,9 @@ def _search(task: Task, solver: str) -> Found:
     Where offloading is left to us, it is taken up when nothing fits without: it doubles the columns of what is kept.
     """
     task.deadline = Deadline(task.time_limit_s)
-    may_offload = task.offload == "auto" and solver == "joint" and task.has_host
-    if not (may_offload and _rests_above(task)):
+    # Stages offload nothing; where their number is free they may hold what one stage cannot.
+    may_offload = task.offload == "auto" and solver == "joint" and task.has_host and task.pipeline in (None, "auto")
+    if not (may_offload and task.pipeline is None and _rests_above(task)):
         try:
             return _until_deadline(task, solver)
         except NothingFits:
