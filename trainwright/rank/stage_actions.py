@@ -158,7 +158,7 @@ def most_in_flight(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Return, for each stage and each of its chunks, the most forwards that are in flight at once.
 
     >>> most_in_flight(Schedule(4, (5, 3), virtual=2))
-    ((3, 2), (2, 2))
+    ((4, 2), (3, 1))
     """
     ends = "weight" if schedule.splits_backward else "backward"
     found = []
