@@ -155,6 +155,7 @@ def test_auto_takes_no_pipeline_where_none_is_better(model: dict[str, Any]) -> N
         ({"pins": "transformer.h.77=begin(1)"}, "names none"),
         ({"pins": "transformer.h.1=begin(2)"}, "a stage from 1 to 1"),
         ({"pipeline_schedule": "dualpipe"}, "1f1b, interleaved, zero-bubble, or auto"),
+        ({"pipeline": 1, "pipeline_schedule": "1f1b"}, "and no stages; try --pipeline auto"),
         ({"solver": "ddp"}, "even, balanced, pipeline-dp, joint"),
     ],
 )
