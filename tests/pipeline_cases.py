@@ -26,7 +26,7 @@ from trainwright.rank.execute import Executor
 from trainwright.rank.local import build_local
 from trainwright.rank.reshard import SimulatedCommunicator
 from trainwright.rank.run_state import RunState
-from trainwright.rank.stage_actions import Action
+from trainwright.rank.stage_actions import Action, Schedule, interleaved_in_flight
 from trainwright.runtime.module import full_gradients
 from trainwright.runtime.training.train import train_step
 from trainwright.runtime.training.watchdog import Watchdog
@@ -55,15 +55,16 @@ def built(name: str, layers: int, device: str = "cpu", batch_size: int = 8, **op
     return model, batch
 
 
-def staged(plan: Plan, begins: Sequence[str], in_flight: Sequence[int]) -> Plan:
+def staged(plan: Plan, begins: Sequence[str], in_flight: Sequence[int], **more: Any) -> Plan:
     """The same plan with stages."""
     fields = {name: getattr(plan, name) for name in type(plan).model_fields}
-    num = len(begins) + 1
+    pipeline = Pipeline(begins=tuple(begins), in_flight=tuple(in_flight), **more)
+    num = pipeline.num_stages
     return Plan(
         **fields
         | {
             "format_version": STAGED_VERSION,
-            "pipeline": Pipeline(begins=tuple(begins), in_flight=tuple(in_flight)),
+            "pipeline": pipeline,
             "mesh": {PIPE: num, **plan.mesh},
             "cluster": cluster(num * plan.num_ranks),
         }
@@ -86,12 +87,15 @@ def plan_with_stages(
     name: str, layers: int, num_stages: int, num_micro: int, depth: str, seed: int, recompute: bool, inner: Sequence[int],
     begins: Sequence[str] = (), **options: Any,
 ) -> Plan:  # fmt: skip
-    """A plan whose cuts are drawn; depth: `1f1b`, `deeper` or `gpipe`; `inner` of more than one rank: layouts are drawn too."""
+    """A plan whose cuts are drawn; depth: `1f1b`, `deeper`, `gpipe`, `zero-bubble`, or `interleaved2` with 2 pieces a stage.
+
+    `inner` of more than one rank: layouts are drawn too."""
     model, batch = built(name, layers, "meta", **options)
     program = capture_step(model, batch, None, None, num_micro)
     draw = random.Random(seed)
     names = boundaries(program)
-    begins = begins or sorted(draw.sample(names, num_stages - 1), key=names.index)
+    virtual = int(depth.removeprefix("interleaved")) if depth.startswith("interleaved") else 1
+    begins = begins or sorted(draw.sample(names, virtual * num_stages - 1), key=names.index)
     decisions: Decisions = unsplit(program, len(inner))
     if max(inner) > 1:
         decisions = random_decisions(program, tuple(inner), seed, 0.5 if recompute else 0.0)
@@ -102,13 +106,15 @@ def plan_with_stages(
         "1f1b": [num_stages - s for s in range(num_stages)],
         "deeper": [num_stages - s + 1 for s in range(num_stages)],
         "gpipe": [num_micro] * num_stages,
-    }[depth]
+        "zero-bubble": [num_stages] * num_stages,
+    }.get(depth) or list(interleaved_in_flight(num_stages, virtual, num_micro))
     literals = {key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)}
     plan = plan_of(program, decisions, literals)
     corrected = plan.model_copy(update={"micro_batches": num_micro, "corrections": dict(program.corrections)})
     if num_stages == 1:
         return corrected
-    return staged(corrected, begins, [min(w, num_micro) for w in depths])
+    more = {"virtual": virtual} if virtual > 1 else {"split_backward": True} if depth == "zero-bubble" else {}
+    return staged(corrected, begins, [min(w, virtual * num_micro) for w in depths], **more)
 
 
 def verified(options: dict[str, Any], update: bool = False) -> dict[str, Any]:
@@ -210,7 +216,7 @@ def peaks(options: dict[str, Any]) -> list[dict[str, int]]:
     """The peak of each stage: simulated, and by the allocator's records."""
     from trainwright.planner.costs.simulate import simulate_stage
     from trainwright.program.plan_text import decisions_of
-    from trainwright.program.stages import tied
+    from trainwright.program.stages import stages_of, tied
     from trainwright.runtime.verification.verify import _measured
 
     def make(named: Any) -> torch.optim.Optimizer:
@@ -224,8 +230,8 @@ def peaks(options: dict[str, Any]) -> list[dict[str, int]]:
     inner = plan.num_ranks // plan.num_stages
     here = dist.get_rank() // inner
     found = simulate_stage(
-        stages[here], decisions_of(program, plan), make, in_flight=plan.pipeline.in_flight,
-        num_micro_batches=plan.micro_batches, tied=list(tied(stages)),
+        stages[here :: plan.num_stages], decisions_of(program, plan), make,
+        schedule=Schedule.of(plan.pipeline, plan.micro_batches), tied=list(stages_of(tied(stages), plan.num_stages)),
         coords=(dist.get_rank() % inner,) if len(plan.inner_mesh) == 1 else None,
     )  # fmt: skip
     measured = _measured(plan, lambda: built(options["name"], options["layers"]), make, 0, None)["peak_bytes"]

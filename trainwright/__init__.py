@@ -244,6 +244,7 @@ def plan(
         gradients; `"auto"` chooses.
     pipeline: into how many stages the model's blocks are cut, each on ranks of its own: a number, `"auto"`: as many as are
         fastest, none among them; `mesh` is then the mesh of one stage, and micro-batches of 1 mean `"auto"` (docs/pipeline.md).
+    pipeline_schedule: the order in which stages work: `"1f1b"`, `"interleaved"`, `"zero-bubble"`, or `"auto"`, the fastest.
     expert_imbalance: by how much a rank's experts may get more rows than their even share, in any layer, for the peak to hold:
         1.25, `"worst"`, or `"measured:FILE"`, the largest that the metrics file of a run has. Plans that split no experts
         over ranks do not need it.

@@ -51,6 +51,7 @@ class PlanOptions(TypedDict, total=False):
     autocast: DtypeLike | None
     micro_batches: int | str
     pipeline: int | str | None
+    pipeline_schedule: str
     model_ref: ModelRef | None
     progress: Callable[[str], None] | None
 
@@ -77,6 +78,7 @@ class PlanRequest:
     autocast: DtypeLike | None = None
     micro_batches: int | str = 1
     pipeline: int | str | None = None
+    pipeline_schedule: str = "auto"
     model_ref: ModelRef | None = None
     progress: Callable[[str], None] | None = None
 
@@ -110,6 +112,12 @@ class PlanRequest:
         chosen = as_chosen(self.optimizer, self.optimizer_options, self.optimizer_form, self.model, cluster.device.kind)
         goes_again = chosen.name if chosen.needs_loss else "keep_graph" if self.keep_graph else None
         pipeline = as_stages(self.pipeline)
+        schedule = self.pipeline_schedule.strip().lower()
+        if pipeline is None and schedule != "auto":
+            raise UserError(
+                f"pipeline stages are needed for a schedule of them; got {self.pipeline_schedule!r} and no stages; try "
+                "--pipeline auto"
+            )
         micro_batches = "auto" if pipeline is not None and self.micro_batches == 1 else self.micro_batches
         twice = goes_again or (chosen.name if chosen.differentiates_twice else None)
         num_chunks, is_free = _chunks_of(self.loss_chunks, twice)
@@ -119,6 +127,7 @@ class PlanRequest:
             "program": program,
             "variants": variants,
             "pipeline": pipeline,
+            "pipeline_schedule": schedule,
             "chunked": self._chunked(runs, is_free) if num_chunks is None and pipeline is None else None,
             "model_ref": self.model_ref or ModelRef(name=type(self.model).__name__),
             "cluster": cluster,

@@ -153,6 +153,58 @@ def test_fabric_trains_saves_and_resumes(pool2: Pool, plan_path: str, tmp_path: 
     assert whole[3:] == resumed
 
 
+# Pipeline stages
+
+
+@pytest.fixture(scope="module")
+def staged_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A plan of two stages, of which no block is the same: what torch's own clipping sees is one stage's norm."""
+    path = tmp_path_factory.mktemp("staged") / "plan.json"
+    tw.plan(
+        cases.tiny(), cases.batch(), hardware="cpu:2", mesh=1, pipeline=2, micro_batches=2, pipeline_schedule="1f1b"
+    ).to_json(path)
+    return str(path)
+
+
+def test_the_trainer_trains_stages_as_the_stock_trainer_does(
+    pool2: Pool, staged_path: str, trained: dict[str, Any], tmp_path: Path
+) -> None:
+    first, second = pool2.run(CASES + "trainer_run", folder=str(tmp_path), plan=staged_path)
+    stock = trained["stock"]
+    assert first == second, "both stages see the same"
+    assert [row.keys() for row in first["log"]] == [row.keys() for row in stock["log"]]
+    for row, expected in zip(first["log"], stock["log"]):  # losses, and norms over both stages before clipping
+        for key, value in expected.items():
+            assert row[key] == pytest.approx(value, rel=2e-4), (key, row, expected)
+    assert first["predicted"] == pytest.approx(stock["predicted"], rel=1e-4, abs=1e-3)
+
+
+def test_accelerate_trains_stages(pool2: Pool, staged_path: str, tmp_path: Path) -> None:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    found = pool2.run(CASES + "planned_accelerate", plan=staged_path, folder=str(tmp_path / "ours"))
+    settings = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=settings)
+    stock = cases.accelerate_run(accelerator, str(tmp_path / "stock"))
+    for whole, resumed in found:
+        for values, expected in zip(whole["values"], stock["values"]):
+            assert values == pytest.approx(expected, rel=1e-4)
+        assert whole["values"][3:] == resumed["values"]
+        for key in ("predicted", "labels"):
+            assert whole[key] == stock[key] == resumed[key]
+
+
+def test_fabric_trains_stages(pool2: Pool, staged_path: str, tmp_path: Path) -> None:
+    from lightning.fabric import Fabric
+
+    found = pool2.run(CASES + "planned_fabric", plan=staged_path, folder=str(tmp_path / "ours"))
+    stock = cases.fabric_run(Fabric(accelerator="cpu", devices=1), str(tmp_path / "stock"), cases.BATCH)
+    for whole, resumed in found:
+        for values, expected in zip(whole, stock):
+            assert values == pytest.approx(expected, rel=1e-4)
+        assert whole[3:] == resumed
+
+
 def test_other_batches_on_each_rank_are_noticed(pool2: Pool, plan_path: str) -> None:
     with pytest.raises(tw.UserError, match="the same batches on every rank are needed"):
         pool2.run(CASES + "differing_batches", plan=plan_path)

@@ -197,6 +197,29 @@ def test_the_plain_loop_goes_on_where_it_was(plan_path: Path, tmp_path: Path) ->
     assert again == first[8:], "the same losses, rates and validation, to the last digit"
 
 
+@pytest.mark.slow
+def test_the_loop_of_stages_goes_on_without_stages(tmp_path: Path) -> None:
+    """The same losses and norms by two stages of either order, by one after the other, and by a plan without any."""
+    printed: dict[str, list[str]] = {}
+    staged = ["--pipeline", "2", "--mesh", "1", "--micro-batches", "4", "--pipeline-schedule"]
+    for name, options in {"zero-bubble": [*staged, "zero-bubble"], "1f1b": [*staged, "1f1b"], "none": []}.items():
+        plan = tmp_path / f"{name}.json"
+        command = ["plan", "zoo:gpt2-tiny", "--batch-size", "8", "--hardware", "cpu:2", *options, "-o", str(plan)]
+        assert main(command) == 0
+        printed[name] = run_example("pipeline_loop.py", str(plan), str(tmp_path / name)).splitlines()
+        assert len(printed[name]) == 12
+    newest = sorted((tmp_path / "zero-bubble").glob("step-*"))[-1]
+    for file in newest.iterdir():
+        file.unlink()
+    newest.rmdir()
+    again = run_example("pipeline_loop.py", str(tmp_path / "none.json"), str(tmp_path / "zero-bubble")).splitlines()
+    assert len(again) == 4
+    for line, *others in zip(*(own[8:] for own in printed.values()), again):
+        figures = [float(line.split()[place]) for place in (3, 5)]
+        for other in others:
+            assert [float(other.split()[place]) for place in (3, 5)] == pytest.approx(figures, rel=1e-4)
+
+
 def test_accelerate_runs_a_planned_model(plan_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in run_example("accelerate_loop.py", str(plan_path)).splitlines()]
     assert len(losses) == 8, "two epochs of eight batches, two to an update"

@@ -75,6 +75,32 @@ def test_joint_is_never_slower_than_the_recipes(model: dict[str, Any], plan: Pla
     assert all(joint.predicted.step_s <= other.predicted.step_s for other in others)
 
 
+def test_a_mesh_of_one_stage_is_taken_on_gpus_with_a_host_too(model: dict[str, Any]) -> None:
+    found = tw.plan(**model, hardware="2x2xh100", mesh=2, micro_batches=4, pipeline=2)
+    assert list(found.mesh.values()) == [2, 2]
+
+
+def test_another_order_is_taken_where_its_step_is_shorter(model: dict[str, Any], plan: Plan) -> None:
+    found = {name: tw.plan(**model, **ASKED, pipeline_schedule=name) for name in ("1f1b", "interleaved", "zero-bubble")}
+    fastest = min(each.predicted.step_s for each in found.values())
+    assert plan.predicted.step_s == pytest.approx(fastest, rel=1e-9)
+    interleaved, split = found["interleaved"].pipeline, found["zero-bubble"].pipeline
+    assert interleaved is not None
+    assert split is not None
+    assert interleaved.num_pieces == interleaved.virtual * 2 >= 4
+    assert split.split_backward
+    for each in found.values():
+        checked = tw.check(each, **model)
+        assert checked.predicted == each.predicted
+        schedule = schedule_of(each)
+        assert schedule is not None
+        assert schedule.step_s == pytest.approx(each.predicted.step_s)
+        assert Plan.parse(each.to_json()) == each
+        assert tw.explain(each, **model, key="transformer.h.0.mlp.c_fc").cuts
+    assert "zero bubble" in found["zero-bubble"].table()
+    assert "interleaved" in found["interleaved"].table()
+
+
 def test_pins_and_edits_say_where_stages_begin(plan: Plan, model: dict[str, Any]) -> None:
     pinned = tw.plan(**model, **ASKED, pins="transformer.h.1=begin(1)")
     assert pinned.pipeline is not None
@@ -128,6 +154,8 @@ def test_auto_takes_no_pipeline_where_none_is_better(model: dict[str, Any]) -> N
         ({"pins": "h.*=recompute"}, "pins of layouts"),
         ({"pins": "transformer.h.77=begin(1)"}, "names none"),
         ({"pins": "transformer.h.1=begin(2)"}, "a stage from 1 to 1"),
+        ({"pipeline_schedule": "dualpipe"}, "1f1b, interleaved, zero-bubble, or auto"),
+        ({"pipeline": 1, "pipeline_schedule": "1f1b"}, "and no stages; try --pipeline auto"),
         ({"solver": "ddp"}, "even, balanced, pipeline-dp, joint"),
     ],
 )
@@ -146,6 +174,7 @@ def test_what_stages_cannot_do_is_refused_with_what_can(
         ({"pipeline": {"begins": ["transformer.h.1"], "in_flight": [9, 1]}}, "number of micro-batches"),
         ({"mesh": {"a0": 1, "pipe": 2}}, "as its first axis"),
         ({"format_version": 1}, "format version 2"),
+        ({"pipeline": {"begins": ["transformer.h.1"], "in_flight": [2, 1], "virtual": 2}}, "of two stages or more"),
         ({"format_version": 3}, "format version 1 or 2"),
     ],
 )

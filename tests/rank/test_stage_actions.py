@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.artifacts import UserError
-from trainwright.rank.stage_actions import Action, action_lists, check_order, default_in_flight, forward_actions
+from trainwright.rank.stage_actions import (
+    Action,
+    Schedule,
+    action_lists,
+    check_order,
+    default_in_flight,
+    forward_actions,
+    interleaved_in_flight,
+    most_in_flight,
+)
 
 FALLING = [
     (num_micro, depths)
@@ -46,7 +55,40 @@ def test_each_stage_does_all_micro_batches_and_keeps_its_depth(num_stages: int, 
         assert most == min(depths[stage], num_micro)
 
 
+def test_interleaved_stages_and_split_backwards_always_end() -> None:
+    for num_stages, virtual, groups in product((2, 3, 4, 8), (2, 3, 4), (1, 2, 3)):
+        num = num_stages * groups
+        depths = interleaved_in_flight(num_stages, virtual, num)
+        lists = action_lists(num_stages, num, depths, virtual)
+        assert len(check_order(lists)) == sum(map(len, lists))
+        for stage, actions in enumerate(lists):
+            for kind in ("forward", "backward"):
+                own = [(a.micro, a.chunk) for a in actions if a.kind == kind]
+                assert sorted(own) == sorted(product(range(num), range(virtual)))
+            most = most_in_flight(Schedule(num, depths, virtual))[stage]
+            assert depths[stage] <= sum(most)
+    for num_stages, num in product((2, 3, 4, 8), (1, 2, 5, 8, 17)):
+        for depth in (1, num_stages, 2 * num_stages - 1, num):
+            lists = action_lists(num_stages, num, (min(depth, num),) * num_stages, 1, True)
+            check_order(lists)
+            for actions in lists:
+                held = 0
+                for action in actions:
+                    held += (action.kind == "forward") - (action.kind == "weight")
+                    assert held <= depth
+                assert held == 0
+
+
+def test_groups_that_are_not_whole_are_refused_where_they_would_wait_for_ever() -> None:
+    with pytest.raises(UserError, match="waits for send activation 9 of stage 7"):
+        check_order(action_lists(8, 12, interleaved_in_flight(8, 2, 12), 2))
+    with pytest.raises(UserError, match="not both"):
+        action_lists(2, 4, (2, 1), 2, True)
+
+
 def test_evaluation_ends() -> None:
+    interleaved = [forward_actions(stage, 3, 4, 2) for stage in range(3)]
+    assert len(check_order(interleaved)) == sum(map(len, interleaved))
     lists = [forward_actions(stage, 3, 4) for stage in range(3)]
     assert {a.kind for a in check_order(lists)} == {"forward", "post", "take", "send", "sent"}
 

@@ -34,6 +34,8 @@ def check(pool: Pool, options: dict[str, Any], update: bool = False) -> None:
     [
         case(recompute=True),
         case(depth="gpipe", seed=2),
+        case(depth="zero-bubble", layers=4, num_micro=8, recompute=True, seed=1),
+        case(depth="interleaved2", layers=4, recompute=True, seed=1),
         case("t5-tiny", 2, seed=3),
         pytest.param(case("llama-tiny", 2, depth="deeper"), marks=pytest.mark.slow),
         pytest.param(case("bert-tiny", 2), marks=pytest.mark.slow),
@@ -52,6 +54,16 @@ def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str
     [
         case("gpt2-tiny", 4, 4, 2, recompute=True),
         case("gpt2-tiny", 2, 2, 4, inner=[2], recompute=True, seed=5),
+        case("gpt2-tiny", 2, 2, 4, depth="zero-bubble", inner=[2], recompute=True, seed=5),
+        *(
+            pytest.param(case(name, 8 if depth == "interleaved2" else 4, 4, num_micro, depth=depth, seed=seed,
+                              recompute=bool(seed % 2)), marks=pytest.mark.slow)
+            for seed, (name, num_micro, depth) in enumerate(
+                (name, num_micro, depth)
+                for name in ("gpt2-tiny", "llama-tiny", "t5-tiny", "mixtral-tiny")
+                for num_micro, depth in ((2, "zero-bubble"), (8, "zero-bubble"), (4, "interleaved2"), (8, "interleaved2"))
+            )
+        ),
         *(
             pytest.param(case(name, 4 if name != "t5-tiny" else 2, 4, num_micro, depth=depth, seed=seed, recompute=bool(seed % 2)),
                          marks=pytest.mark.slow)
@@ -76,6 +88,8 @@ def test_four_ranks_compute_what_one_process_does(pool4: Pool, options: dict[str
     "options",
     [
         case(num_micro=8, recompute=True),
+        case(num_micro=8, recompute=True, layers=4, depth="zero-bubble"),
+        case(num_micro=8, layers=4, depth="interleaved2", seed=1),
         pytest.param(case(depth="gpipe", seed=1), marks=pytest.mark.slow),
         pytest.param(case("llama-tiny", 4, num_micro=8, depth="deeper"), marks=pytest.mark.slow),
         pytest.param(case("t5-tiny", 2, seed=4), marks=pytest.mark.slow),
@@ -105,6 +119,21 @@ def test_checkpoints_load_under_other_cuts_and_without_stages(pool2: Pool, tmp_p
     others.append(case(num_stages=1, inner=[2], seed=4))
     for found in pool2.run(CASES + "resumed", options=own, folder=str(tmp_path), others=others):
         assert found["step"] == 1
+        assert found["plan 0"] == found["uninterrupted"]
+        for other in ("plan 1", "plan 2", "plan 3"):
+            assert found[other] == pytest.approx(found["uninterrupted"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", ["1f1b", "zero-bubble"])
+def test_checkpoints_of_four_stages_load_in_two_and_in_one(pool4: Pool, tmp_path: Path, depth: str) -> None:
+    own = case(layers=4, num_stages=4, depth=depth)
+    others = [
+        case(layers=4, num_stages=2, inner=[2], seed=4),
+        case(layers=4, num_stages=1, inner=[4], seed=5),
+        case(layers=4, num_stages=2, num_micro=2, inner=[2], depth="interleaved2", seed=6),
+    ]
+    for found in pool4.run(CASES + "resumed", timeout_s=280, options=own, folder=str(tmp_path), others=others):
         assert found["plan 0"] == found["uninterrupted"]
         for other in ("plan 1", "plan 2", "plan 3"):
             assert found[other] == pytest.approx(found["uninterrupted"], rel=1e-5)

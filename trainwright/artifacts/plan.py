@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_serializer, model_validator
 
 from .cluster import Cluster
 from .record import Artifact, Record, UserError, as_text
@@ -113,19 +113,46 @@ class Pipeline(Record):
     `begins` names the blocks at which stages 1 … P-1 begin, as in plan keys (`transformer.h.7`). `in_flight` has a number a
     stage: so many forwards may wait for their backward there, at most. 1F1B warms stage s up by P-s; the number of
     micro-batches on all stages is GPipe.
+
+    With `virtual` v above 1 stages are interleaved: stage s has the pieces s, s + P … of the P·v that `begins` cuts, and
+    `in_flight` counts forwards of pieces. With `split_backward` the gradients of weights are made apart from the rest of the
+    backward, in what would be waiting; `in_flight` then counts forwards that wait for those.
     """
 
     begins: tuple[str, ...] = Field(min_length=1)
     in_flight: tuple[Annotated[int, Field(ge=1)], ...]
+    virtual: int = Field(default=1, ge=1)
+    split_backward: bool = False
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: Any) -> dict[str, Any]:
+        """Leave out what plans without it do not say, so that their digests stay."""
+        data: dict[str, Any] = handler(self)
+        if self.virtual == 1:
+            del data["virtual"]
+        if not self.split_backward:
+            del data["split_backward"]
+        return data
 
     @property
     def num_stages(self) -> int:
+        return self.num_pieces // self.virtual
+
+    @property
+    def num_pieces(self) -> int:
+        """Return the number of pieces that `begins` cuts, of which each stage has `virtual`."""
         return len(self.begins) + 1
 
     @model_validator(mode="after")
     def _is_whole(self) -> Pipeline:
         if len(set(self.begins)) < len(self.begins):
             raise ValueError("each stage begins at a block of its own")
+        if self.num_pieces % self.virtual or self.num_stages < 2:
+            raise ValueError(
+                f"as many pieces on each of two stages or more are needed; got {self.num_pieces} for {self.virtual} a stage"
+            )
+        if self.virtual > 1 and self.split_backward:
+            raise ValueError("several pieces a stage or a split backward are needed, not both")
         if len(self.in_flight) != self.num_stages:
             raise ValueError(
                 f"in_flight needs a number for each of {self.num_stages} stages; got {len(self.in_flight)}"
@@ -135,6 +162,15 @@ class Pipeline(Record):
                 "in_flight may not rise from a stage to the next, which would wait for one another for ever"
             )
         return self
+
+
+class PiecePrediction(Record):
+    """What one of several pieces of a stage takes, for a micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    hand_s: float = 0.0
+    return_s: float = 0.0
 
 
 class StagePrediction(Record):
@@ -166,6 +202,10 @@ class StagePrediction(Record):
     """Seconds in which the gradients of what was handed over come back from the next stage."""
     comm_bytes: dict[str, int] = {}
     """Bytes that each rank of the stage contributes per step, by collective."""
+    weight_s: float = 0.0
+    """What of `backward_s` makes gradients of weights that may wait, where the backward is split."""
+    pieces: tuple[PiecePrediction, ...] = ()
+    """Where a stage has several; seconds and bytes above are those of all of them."""
 
     def busy_s(self, num_micro_batches: int) -> float:
         """Return the seconds of a step in which the stage computes or communicates within itself."""
@@ -283,8 +323,10 @@ class Plan(Artifact):
             raise ValueError(f"mesh needs `{PIPE}` of {pipeline.num_stages}, a rank or more a stage, as its first axis")
         if len(self.mesh) < 2:
             raise ValueError(f"mesh needs an axis of one stage's ranks beside `{PIPE}`, of size 1 at least")
-        if pipeline.in_flight[0] > self.micro_batches:
-            raise ValueError(f"in_flight is at most the number of micro-batches, {self.micro_batches}")
+        if pipeline.in_flight[0] > self.micro_batches * pipeline.virtual:
+            raise ValueError(
+                f"in_flight is at most the number of micro-batches, {self.micro_batches}, for each piece of a stage"
+            )
         if len(self.predicted.stages) not in (0, pipeline.num_stages):
             raise ValueError(f"predicted stages need to be {pipeline.num_stages}, one for each")
         return self

@@ -105,6 +105,13 @@ def plan(
             help="Stages of blocks, each on ranks of its own, of which --mesh is the mesh; auto: as many as pay.",
         ),
     ] = None,
+    pipeline_schedule: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="The order in which stages work: 1f1b, interleaved (several pieces a stage), zero-bubble (split backward), auto.",
+        ),
+    ] = "auto",
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -151,6 +158,7 @@ def plan(
         "micro_batches": parse_micro_batches(micro_batches),
         "loss_chunks": int(loss_chunks) if loss_chunks.strip().isdigit() else loss_chunks.strip().lower(),
         "pipeline": as_stages(pipeline),
+        "pipeline_schedule": pipeline_schedule,
         "optimizer_options": parse_options(optimizer_option),
         "optimizer_form": optimizer_form,
         "keep_graph": keep_graph,

@@ -26,7 +26,15 @@ from ..artifacts import Plan, UserError
 from ..runtime import Checkpointer, ParallelModule, full_state_dict
 from ..sync import Sync
 from ..torch_internals.private import flatten
-from .planned import check_precision, global_loader, plan_of, planned, skeleton, switch_parameters
+from .planned import (
+    check_precision,
+    clipped,
+    global_loader,
+    plan_of,
+    planned,
+    skeleton,
+    switch_parameters,
+)
 from .replicated import Replication, folder_of, joined_rows, restored, summed, without_sync
 
 try:
@@ -231,7 +239,11 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the gradients as one vector over all ranks, and return its norm."""
         self.unscale_gradients()
-        norm = nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type=norm_type)
+        parameters = list(parameters)
+        over_stages = clipped(self.module, parameters, max_norm, norm_type) if self.plan.pipeline is not None else None
+        if over_stages is not None:
+            return over_stages
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:

@@ -25,7 +25,15 @@ from torch.distributed.tensor import DTensor
 from ..artifacts import Plan, UserError
 from ..runtime import Checkpointer, ParallelModule, full_state_dict
 from ..sync import Sync
-from .planned import check_precision, global_loader, graft, plan_of, planned, switch_parameters
+from .planned import (
+    check_precision,
+    clipped,
+    global_loader,
+    graft,
+    plan_of,
+    planned,
+    switch_parameters,
+)
 from .replicated import Replication, folder_of, restored, without_sync
 
 try:
@@ -134,10 +142,29 @@ class PlannedStrategy(DDPStrategy):
         """Return a loader of global batches, the same on every rank of a replica."""
         return global_loader(dataloader, self.plan, self.plan.num_ranks)
 
-    def clip_gradients_norm(self, *args: Any, **keywords: Any) -> torch.Tensor:
+    def clip_gradients_norm(
+        self,
+        module: Any,
+        optimizer: Any,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
         """Clip the gradients as one vector over all ranks, and return its norm."""
-        norm = super().clip_gradients_norm(*args, **keywords)
+        if self._module is not None and self._module.pipe is not None:
+            return self._clipped_over_stages(optimizer, float(max_norm), norm_type, error_if_nonfinite)
+        norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _clipped_over_stages(self, optimizer: Any, max_norm: float, norm_type: float, strict: bool) -> torch.Tensor:
+        assert self._module is not None
+        self.precision.unscale_gradients(optimizer)
+        parameters = [param for group in optimizer.param_groups for param in group["params"]]
+        norm = clipped(self._module, parameters, max_norm, norm_type)
+        assert norm is not None
+        if strict and not torch.isfinite(norm):
+            raise RuntimeError(f"a finite norm of the gradients is needed to clip by; got {float(norm)}")
+        return norm
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole weights on every rank; a collective call."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..artifacts import Plan
+from ..program.micro_batches import WEIGHTED
 from ..program.program import Op, Program
 from ..runtime.module import plan_batch
 from ..torch_internals.fakes import faked, new_mode
@@ -63,7 +64,9 @@ def counted_labels(program: Program) -> CountedLabels | None:
         given = dict(zip(names, op.node.args))
     else:
         given = bound(op.node.target, op.node.args, op.node.kwargs)  # type: ignore[arg-type]
-    if given["reduction"] != 1 or given["weight"] is not None or not isinstance(given["target"], fx.Node):
+    # With micro-batches a mean is a sum that is divided by what counts in all of them.
+    is_mean = given["reduction"] == 1 or program.corrections.get(op.key) == WEIGHTED
+    if not is_mean or given["weight"] is not None or not isinstance(given["target"], fx.Node):
         return None
     return _places(program, given["target"], int(given["ignore_index"]))
 

@@ -4,6 +4,7 @@ batches in, whole outputs out          `planned`, `global_loader`
 the user's class, without its memory   `skeleton`
 the user's optimizer                   `switch_parameters`
 whole weights, to files and back       `load_weights`
+gradients clipped over stages          `clipped`
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..capture.export import as_batch
 from ..runtime import ParallelModule, parallelize, shard_batch
 from ..runtime.batch import global_batch_size
 from ..runtime.checkpoint.training_state import saved_buffers
-from ..runtime.pipe import refuse_stages
+from ..runtime.clipping import clip_grad_norm_
 from ..runtime.regions import whole_region
 from ..runtime.weights import reader
 from ..torch_internals.private import flatten, unflatten
@@ -53,12 +54,13 @@ def planned(
     Each rank takes its own part of the batch. Under `torch.no_grad()` outputs are whole tensors on every rank. A module that
     `tw.parallelize` made already is taken as it is.
     """
-    refuse_stages(plan, "this integration (take trainwright train, or a loop of your own)")
     module = (
         model
         if isinstance(model, ParallelModule)
         else parallelize(model, plan, weights, loss_fn=loss_fn, seed=seed, replicas=replicas)
     )
+    if module.pipe is not None:
+        module.pipe.shares_outputs = True
     same = SameBatches(module.device, module.replicas.inside, module.replicas.size)
 
     def take_part(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -101,7 +103,8 @@ def skeleton(model: nn.Module) -> nn.Module:
 def switch_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, module: ParallelModule) -> None:
     """Let an optimizer that was made of `model`'s parameters update those of `module`, group by group.
 
-    Raises `UserError` when it holds a parameter of neither, or has made steps already.
+    Of a plan with pipeline stages, each keeps those that it has in its groups, some of which may be empty. Raises `UserError`
+    when it holds a parameter of neither, or has made steps already.
     """
     theirs = {id(param): name for name, param in model.named_parameters()}
     ours = dict(module.named_parameters())
@@ -120,20 +123,49 @@ def switch_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, module
                 "an optimizer of the model's own parameters is needed; it holds one of shape "
                 f"{list(unknown[0].shape)} that the model has not; make it from model.parameters()"
             )
-        group["params"] = [ours[theirs[id(param)]] for param in group["params"]]
+        names = [theirs[id(param)] for param in group["params"]]
+        group["params"] = [ours[name] for name in names if name in ours or module.pipe is None]
 
 
 def graft(model: nn.Module, module: ParallelModule) -> None:
-    """Put `module`'s parameters and buffers in the place of `model`'s, so that its own are let go and both name the same."""
+    """Put `module`'s parameters and buffers in the place of `model`'s, so that its own are let go and both name the same.
+
+    What another pipeline stage has is on the meta device.
+    """
     ours: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     theirs = [*model.named_parameters(), *model.named_buffers()]
-    place = {id(tensor): ours[name] for name, tensor in theirs}
+    place = {id(tensor): ours[name] if name in ours else _on_meta(tensor) for name, tensor in theirs}
     for part in model.modules():
         tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for table in tables:
             for name, tensor in table.items():
                 if tensor is not None:
                     table[name] = place[id(tensor)]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def clipped(
+    module: ParallelModule, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+) -> Tensor | None:
+    """Clip as `tw.clip_grad_norm_` does where the plan has pipeline stages, and return the norm; None: torch's own does it.
+
+    Raises `UserError` for some of the parameters, or for another norm than the Euclidean: of those no stage knows the others'.
+    """
+    if module.pipe is None:
+        return None
+    theirs = {id(param) for param in parameters if param.device.type != "meta"}
+    missing = [name for name, param in module.named_parameters() if id(param) not in theirs]
+    if missing or float(norm_type) != 2.0:
+        found = f"norm_type {norm_type}" if not missing else f"parameters without {missing[0]}"
+        raise UserError(
+            f"the Euclidean norm of all parameters is needed to clip over pipeline stages; got {found}; clip by "
+            "model.parameters() and norm_type 2"
+        )
+    return clip_grad_norm_(module, max_norm)
 
 
 def load_weights(module: ParallelModule, like: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -18,12 +18,19 @@ def add_bias_once(index: int, name: str, loop: str):
         if bias is None or not ctx.split(loop):
             return target, args, kwargs
 
-        def with_one_bias(*tensors: Any, **options: Any) -> Any:
-            held = tensors[index] if index < len(tensors) else options[name]
-            tensors, options = replace_arg(tensors, options, index, name, partial.once(held, ctx.owner(loop)))
-            return target(*tensors, **options)
+        def retargeted(target: Any) -> Any:
+            """Return the local form of `target`, which may be another way to compute the op."""
 
-        return with_one_bias, args, kwargs
+            def with_one_bias(*tensors: Any, **options: Any) -> Any:
+                held = tensors[index] if index < len(tensors) else options[name]
+                tensors, options = replace_arg(tensors, options, index, name, partial.once(held, ctx.owner(loop)))
+                return target(*tensors, **options)
+
+            return with_one_bias
+
+        found = retargeted(target)
+        found.retargeted = retargeted
+        return found, args, kwargs
 
     return localize
 

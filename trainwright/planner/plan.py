@@ -26,7 +26,8 @@ from ..program.decisions import Decisions
 from ..program.groups import is_routed
 from ..program.plan_text import decisions_of, plan_sections
 from ..program.program import Program
-from ..program.stages import cut, tied
+from ..program.stages import cut
+from ..rank.stage_actions import Schedule
 from .budget import budget_for
 from .costs.costs import OptimizerCost
 from .costs.effects import NO_EFFECT, without_effect
@@ -37,7 +38,7 @@ from .loss_chunks import whole_or_chunked
 from .mesh_search import Found, MeshSearch
 from .micro_batches import fastest_number
 from .model.deadline import Deadline
-from .pipeline.price import hops_of, price_stages
+from .pipeline.price import hops_of, price_stages, shared_by
 from .pipeline.recipes import PIPELINE_RECIPES
 from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, fastest_stages
 from .problem.recipes import RECIPES
@@ -144,7 +145,8 @@ def as_written(plan: Plan, task: Task) -> tuple[Predicted, Simulation, str]:
         simulation = place.simulate(decisions)
         return _predicted(place.price(simulation), simulation), simulation, ""
     stages = cut(task.program, plan.pipeline.begins)
-    priced = price_stages(place, stages, decisions, plan.pipeline.in_flight, hops_of(plan.cluster, plan.num_stages))
+    schedule = Schedule.of(plan.pipeline, plan.micro_batches)
+    priced = price_stages(place, stages, decisions, schedule, hops_of(plan.cluster, plan.num_stages))
     return priced.predicted, priced.simulations[priced.fullest], f", on stage {priced.fullest}"
 
 
@@ -156,11 +158,12 @@ def simulate_plan(
     kind = plan.cluster.device.kind
     if plan.pipeline is None:
         return simulate(program, decisions, make_optimizer, target=kind, timeline=True, optimizer_cost=optimizer_cost)
-    stages = cut(program, plan.pipeline.begins)
+    pieces = cut(program, plan.pipeline.begins)
+    stages = [pieces[stage :: plan.num_stages] for stage in range(plan.num_stages)]
     peaks = [stage.peak_bytes for stage in plan.predicted.stages] or [0]
     return simulate_stage(
-        stages[peaks.index(max(peaks))], decisions, make_optimizer, in_flight=plan.pipeline.in_flight,
-        num_micro_batches=plan.micro_batches, tied=tuple(tied(stages)), target=kind, timeline=True,
+        stages[peaks.index(max(peaks))], decisions, make_optimizer,
+        schedule=Schedule.of(plan.pipeline, plan.micro_batches), tied=tuple(shared_by(stages)), target=kind, timeline=True,
         optimizer_cost=optimizer_cost,
     )  # fmt: skip
 
@@ -181,8 +184,9 @@ def _search(task: Task, solver: str) -> Found:
     Where offloading is left to us, it is taken up when nothing fits without: it doubles the columns of what is kept.
     """
     task.deadline = Deadline(task.time_limit_s)
-    may_offload = task.offload == "auto" and solver == "joint" and task.has_host
-    if not (may_offload and _rests_above(task)):
+    # Stages offload nothing; where their number is free they may hold what one stage cannot.
+    may_offload = task.offload == "auto" and solver == "joint" and task.has_host and task.pipeline in (None, "auto")
+    if not (may_offload and task.pipeline is None and _rests_above(task)):
         try:
             return _until_deadline(task, solver)
         except NothingFits:
@@ -317,7 +321,13 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
 
 def _with_stages(plan: Plan, staged: StagedAnswer) -> Plan:
     """Return the plan of one stage's ranks as that of all stages."""
-    pipeline = Pipeline(begins=staged.begins, in_flight=staged.in_flight)
+    schedule = staged.schedule
+    pipeline = Pipeline(
+        begins=staged.begins,
+        in_flight=schedule.in_flight,
+        virtual=schedule.virtual,
+        split_backward=schedule.splits_backward,
+    )
     fields = {name: getattr(plan, name) for name in Plan.model_fields}
     return Plan(
         **{

@@ -68,6 +68,8 @@ class Task:
     """The same step with its loss in chunks, where that is left to the search."""
     pipeline: int | str | None = None
     """Into how many stages the blocks are cut: a number, `auto`, or None for no stages."""
+    pipeline_schedule: str = "auto"
+    """In which order stages work: `1f1b` (GPipe and deeper warm-ups too), `interleaved`, `zero-bubble`, or the fastest of them."""
     num_stages: int = 1
     """So many times the devices of `cluster` take part: it is one stage's."""
     variants: Variants | None = None

@@ -9,7 +9,7 @@ them. Tensors, ops, groups, keys and hence decisions stay those of the whole pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -97,6 +97,18 @@ def tied(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
         for tensor in stage.program.params:
             found.setdefault(tensor.key, []).append(stage.index)
     return {name: tuple(readers) for name, readers in found.items() if len(readers) > 1}
+
+
+def stages_of(readers: Mapping[str, Sequence[int]], num_stages: int) -> dict[str, tuple[int, ...]]:
+    """Return, of parameters that several pieces read, those that several of `num_stages` stages read, with the stages.
+
+    A stage has every `num_stages`-th piece.
+
+    >>> stages_of({"wte": (0, 3), "bias": (1, 3)}, 2)
+    {'wte': (0, 1)}
+    """
+    found = {name: tuple(sorted({piece % num_stages for piece in pieces})) for name, pieces in readers.items()}
+    return {name: stages for name, stages in found.items() if len(stages) > 1}
 
 
 def _first_path(region: Region, free: set[Op]) -> str:

@@ -1,16 +1,17 @@
 """Runs one rank's stage of a pipeline by its actions: forwards, backwards and transfers.
 
-Gradients accumulate as in a step of several runs (`accumulate`). Tensors from the stage before are leaves of a
-micro-batch's graph, tensors for the next stage are roots of it. They cross in the layout in which they are made, from
-each rank to the rank at the same place in the other stage. Actions release memory, never the end of a transfer, so a
-simulation on fake tensors over `NoLink` holds what a rank holds.
+A stage has one piece of the model, or several where stages are interleaved. Each shares with steps of several runs all that
+these share (`accumulate`). What comes from the piece before is a leaf of each micro-batch's graph, what goes to the one behind
+a root of it. Tensors cross in the layout that their maker leaves them in, from each rank to its like. Memory is let go by
+actions, never when the transport is done, so that a simulation on fake tensors over `NoLink` holds what a rank holds.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from ..program.stages import Stage
 from .accumulate import Accumulator, Observer, OpenStep, Sources, handed_over
 from .execute import Executor
 from .run_state import RunState
+from .split_backward import LaterGradients, take_apart
 from .stage_actions import Action, What
 
 
@@ -70,33 +72,43 @@ class NoLink:
         return value
 
 
-class PipelineRunner:
-    """Runs one rank's stage.
+class Piece:
+    """One of a stage's pieces of the model, made ready to run."""
 
-    actions: those of a training step with as many micro-batches as `run` is given. tied: the parameters whose gradients
-    other stages add to.
-    """
-
-    def __init__(
-        self, stage: Stage, executor: Executor, actions: Sequence[Action], link: Link, tied: Sequence[str] = ()
-    ) -> None:
-        self.stage, self.actions, self.link, self.tied = stage, actions, link, tied
+    def __init__(self, stage: Stage, executor: Executor) -> None:
+        self.stage, self.executor = stage, executor
         self.accumulator = Accumulator(executor)
         self.local = executor.local
         self.num_outputs = len(self.local.outputs) - len(stage.handed)
         places = [found.value for found in self.local.outputs[self.num_outputs :]]
-        handed = [self.part_of(tensor, value) for tensor, value in zip(stage.handed, places)]
-        self.given = [self.part_of(tensor, self.local.sources[tensor]) for tensor in stage.given]
-        """The shape and dtype of this rank's part of each tensor that the stage receives."""
+        handed = [self._part_of(tensor, value) for tensor, value in zip(stage.handed, places)]
+        self.given = [self._part_of(tensor, self.local.sources[tensor]) for tensor in stage.given]
+        """Shape and dtype of this rank's part of what comes."""
         self.returned = [part for part, tensor in zip(handed, stage.handed) if tensor.requires_grad]
         """The shape and dtype of this rank's part of each gradient that comes back."""
 
-    def part_of(self, tensor: ProgramTensor, value: int) -> tuple[tuple[int, ...], torch.dtype]:
+    def _part_of(self, tensor: ProgramTensor, value: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of this rank's part of a tensor, in the layout of `value`."""
         layout, communicator = self.local.values[value].layout, self.local.communicator
         shape = local_shape(tensor.shape, tensor.slots, layout, communicator.mesh, communicator.coords)
         lifted = self.stage.program.lifted if tensor.dtype.is_floating_point else None
         return shape, lifted or tensor.dtype
+
+
+class PipelineRunner:
+    """Runs one rank's stage. `actions`: its step's, for as many micro-batches as `run` is given.
+
+    pieces: the stage's, in order. tied: the parameters whose gradients other stages add to.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], actions: Sequence[Action], link: Link, tied: Sequence[str] = ()
+    ) -> None:
+        self.pieces, self.actions, self.link, self.tied = list(pieces), actions, link, tied
+        self.splits_backward = any(action.kind == "weight" for action in actions)
+        if self.splits_backward:
+            for piece in self.pieces:
+                take_apart(piece.executor)
 
     def run(
         self,
@@ -119,16 +131,18 @@ class PipelineRunner:
 
     def evaluate(
         self, sources: Sources, parts: Sequence[Sources], state: RunState, actions: Sequence[Action]
-    ) -> list[list[Any]]:
-        """Return this stage's flat outputs for each micro-batch; `actions` are forwards and their transfers."""
+    ) -> list[list[list[Any]]]:
+        """Return, by piece, the flat outputs of each micro-batch; `actions`: forwards and their transfers."""
         with torch.no_grad():
             work = _Step(self, sources, [], parts, state, actions, trains=False)
             work.carry_out()
-        return work.outputs
+        return [work.outputs[place] for place in range(len(self.pieces))]
 
 
-_Place = tuple[What, int]
-"""Identifies a transfer: activation or gradient, and the index of the micro-batch."""
+_Place = tuple[What, int, int]
+"""Identifies a transfer as a piece sees it: activation or gradient, the micro-batch, and the piece."""
+_Micro = tuple[int, int]
+"""A micro-batch, and the piece that runs it."""
 
 
 @dataclass(eq=False)
@@ -144,32 +158,45 @@ class _Step:
     observer: Observer | None = None
     after_action: Callable[[Action], None] = lambda action: None
     trains: bool = True
-    given: dict[int, list[Tensor]] = field(default_factory=dict)
-    roots: dict[int, list[Any]] = field(default_factory=dict)
-    """The tensors or edges at which each pending backward begins, by micro-batch; see `_roots`."""
+    given: dict[_Micro, list[Tensor]] = field(default_factory=dict)
+    roots: dict[_Micro, list[Any]] = field(default_factory=dict)
+    """The tensors or edges at which each pending backward begins; see `_roots`."""
+    later: dict[_Micro, LaterGradients] = field(default_factory=dict)
+    """The gradients of weights that are still to be made, where the backward is split."""
     arriving: dict[_Place, tuple[list[Tensor], Any]] = field(default_factory=dict)
     arrived: dict[_Place, list[Tensor]] = field(default_factory=dict)
     made: dict[_Place, list[Tensor]] = field(default_factory=dict)
     leaving: dict[_Place, tuple[list[Tensor], Any]] = field(default_factory=dict)
-    outputs: list[list[Any]] = field(default_factory=list)
-    """The flat outputs of each micro-batch of an evaluation."""
+    outputs: dict[int, list[list[Any]]] = field(default_factory=lambda: defaultdict(list))
+    """The flat outputs of each micro-batch of an evaluation, by piece."""
     total: Tensor | None = None
 
     def run(self) -> tuple[Tensor, list[Tensor | None]]:
         """Return the loss, and the gradient of each of `params`."""
         link = self.runner.link
-        step = self.carry_out()
-        gradients = step.gradients()
-        for place, (tensor, leaf) in enumerate(step.leaves.items()):
+        found = self._gradients(self.carry_out())
+        for tensor in self.params:
             if tensor.key in self.runner.tied:
-                own = gradients[place]
-                gradients[place] = own = torch.zeros_like(leaf) if own is None else own
+                own = found.get(tensor)
+                found[tensor] = own = torch.zeros_like(self.sources[tensor]) if own is None else own
                 link.add_up(tensor.key, own)
-        return link.share(self._loss()), gradients or [None]
+        return link.share(self._loss()), [found.get(tensor) for tensor in self.params] or [None]
 
-    def carry_out(self) -> OpenStep:
-        """Carry out all actions."""
-        step = self.runner.accumulator.open(self.sources, self.params, self.parts, self.state, self.observer)
+    def _gradients(self, steps: list[OpenStep]) -> dict[ProgramTensor, Tensor]:
+        """Return the gradients, added up over the pieces that read a parameter."""
+        found: dict[ProgramTensor, Tensor] = {}
+        for step in steps:
+            for tensor, own in zip(step.leaves, step.gradients()):
+                if own is not None:
+                    found[tensor] = found[tensor].add_(own) if tensor in found else own
+        return found
+
+    def carry_out(self) -> list[OpenStep]:
+        """Carry out all actions; return what the runs of each piece share."""
+        steps = []
+        for piece in self.runner.pieces:
+            own = [tensor for tensor in self.params if tensor in piece.local.sources]
+            steps.append(piece.accumulator.open(self.sources, own, self.parts, self.state, self.observer))
         for action in self.actions:
             match action.kind:
                 case "post":
@@ -177,15 +204,17 @@ class _Step:
                 case "take":
                     self._take(action)
                 case "forward":
-                    self._forward(step, action.micro)
+                    self._forward(steps[action.chunk], action.micro, action.chunk)
                 case "backward":
-                    self._backward(action.micro)
+                    self._backward(action.micro, action.chunk)
+                case "weight":
+                    self._weight(action.micro, action.chunk)
                 case "send":
                     self._send(action)
                 case "sent":
                     self._sent(action)
             self.after_action(action)
-        return step
+        return steps
 
     @property
     def _device(self) -> torch.device:
@@ -195,27 +224,34 @@ class _Step:
         """Return the loss where it is computed; elsewhere a zero of its shape."""
         if self.total is not None:
             return self.total
-        program = self.runner.stage.program
+        program = self.runner.pieces[-1].stage.program
         return torch.zeros(program.loss.shape, dtype=program.lifted or program.loss.dtype, device=self._device)
 
     # Transfers
 
+    def _place(self, action: Action) -> _Place:
+        """Return the transfer as this stage's piece sees it: the piece that hands on, or the one that is given."""
+        is_below = action.stage == action.lower or not action.wraps
+        return action.what, action.micro, action.chunk if is_below else action.chunk + 1
+
     def _post(self, action: Action) -> None:
-        parts = self.runner.given if action.what == "activation" else self.runner.returned
+        place = self._place(action)
+        piece = self.runner.pieces[place[2]]
+        parts = piece.given if action.what == "activation" else piece.returned
         buffers = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in parts]
-        self.arriving[action.what, action.micro] = buffers, self.runner.link.post(action, buffers)
+        self.arriving[place] = buffers, self.runner.link.post(action, buffers)
 
     def _take(self, action: Action) -> None:
-        buffers, works = self.arriving.pop((action.what, action.micro))
+        buffers, works = self.arriving.pop(self._place(action))
         self.runner.link.wait(action, buffers, works)
-        self.arrived[action.what, action.micro] = buffers
+        self.arrived[self._place(action)] = buffers
 
     def _send(self, action: Action) -> None:
-        tensors = self.made.pop((action.what, action.micro))
-        self.leaving[action.what, action.micro] = tensors, self.runner.link.send(action, tensors)
+        tensors = self.made.pop(self._place(action))
+        self.leaving[self._place(action)] = tensors, self.runner.link.send(action, tensors)
 
     def _sent(self, action: Action) -> None:
-        tensors, works = self.leaving.pop((action.what, action.micro))
+        tensors, works = self.leaving.pop(self._place(action))
         self.runner.link.wait(action, tensors, works)
 
     # Computations
@@ -223,39 +259,43 @@ class _Step:
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.observer is None else self.observer.phase(name)
 
-    def _forward(self, step: OpenStep, micro: int) -> None:
-        stage = self.runner.stage
-        given = self.arrived.pop(("activation", micro), [])
+    def _forward(self, step: OpenStep, micro: int, chunk: int) -> None:
+        piece = self.runner.pieces[chunk]
+        stage, place = piece.stage, (micro, chunk)
+        given = self.arrived.pop(("activation", micro, chunk), [])
         for value, tensor in zip(given, stage.given):
             value.requires_grad_(self.trains and tensor.requires_grad)
+        if self.trains and self.runner.splits_backward:
+            self.later[place] = LaterGradients()
+            step = replace(step, state=replace(step.state, later=self.later[place]))
         with torch.set_grad_enabled(self.trains), self._phase("forward"):
             flat = step.forward(micro, {**self.parts[micro], **dict(zip(stage.given, given))})
             if self.trains:
-                self.given[micro], self.roots[micro] = given, self._roots(flat)
+                self.given[place], self.roots[place] = given, self._roots(piece, flat)
             else:
-                self.outputs.append(flat[: self.runner.num_outputs])
+                self.outputs[chunk].append(flat[: piece.num_outputs])
             if stage.handed:
-                self.made["activation", micro] = [
-                    value.detach().contiguous() for value in flat[self.runner.num_outputs :]
+                self.made["activation", micro, chunk] = [
+                    value.detach().contiguous() for value in flat[piece.num_outputs :]
                 ]
             del flat, given
             if self.observer is not None:
                 self.observer.mark_forward_end()
 
-    def _roots(self, flat: list[Any]) -> list[Any]:
+    def _roots(self, piece: Piece, flat: list[Any]) -> list[Any]:
         """Return the backward's roots: the loss, or gradient edges, which do not keep the sent activations alive."""
-        stage = self.runner.stage
+        stage = piece.stage
         if not stage.is_last:
-            handed = zip(stage.handed, flat[self.runner.num_outputs :])
+            handed = zip(stage.handed, flat[piece.num_outputs :])
             return [get_gradient_edge(value) for tensor, value in handed if tensor.requires_grad]
         loss = flat[stage.program.captured.loss_index]
         share = loss.detach() / stage.program.num_runs
         self.total = share if self.total is None else self.total + share
         return [loss] if loss.requires_grad else []
 
-    def _backward(self, micro: int) -> None:
-        roots, stage = self.roots.pop(micro), self.runner.stage
-        grads = self.arrived.pop(("gradient", micro), None)
+    def _backward(self, micro: int, chunk: int) -> None:
+        roots, stage = self.roots.pop((micro, chunk)), self.runner.pieces[chunk].stage
+        grads = self.arrived.pop(("gradient", micro, chunk), None)
         with self._phase("backward"):
             if roots:
                 seeds = (
@@ -265,9 +305,14 @@ class _Step:
                 del seeds
         del roots, grads
         returned = []
-        for value, tensor in zip(self.given.pop(micro), stage.given):
+        for value, tensor in zip(self.given.pop((micro, chunk)), stage.given):
             if tensor.requires_grad:
                 returned.append(torch.zeros_like(value) if value.grad is None else value.grad.contiguous())
                 value.grad = None
         if not stage.is_first:
-            self.made["gradient", micro] = returned
+            self.made["gradient", micro, chunk] = returned
+
+    def _weight(self, micro: int, chunk: int) -> None:
+        later = self.later.pop((micro, chunk))
+        with self._phase("backward"):
+            later.make()

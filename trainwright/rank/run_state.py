@@ -29,7 +29,9 @@ class RunState:
     sums: dict[int, Pending] = field(default_factory=dict)
     """The sums that were begun ahead, by the instruction that waits for each."""
     late: list[Finish] | None = None
-    """Collects the calls that wait for the loss's value at the end of the step; None if the loss is waited for at once."""
+    """Takes what waits for the loss's value, where nobody reads that before the step is done; None: it is waited for."""
+    later: Any = None
+    """Takes what gradients of weights are made from later (`split_backward.LaterGradients`); None: they come at once."""
     micro: int = 0
     """The index of the micro-batch within the step; each micro-batch draws its own random numbers."""
     known: Mapping[int, Any] = field(default_factory=dict)

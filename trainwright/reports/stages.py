@@ -14,13 +14,19 @@ STAGE_HEADERS = ("stage", "begins at", "in flight", "forward", "backward", "reru
 _COLORS = {
     "forward": "#4c78a8",
     "backward": "#f2a541",
+    "weight": "#e3d26f",
     "send": "#9aa5b1",
     "begin": "#b9c4cf",
     "reduce": "#b279a2",
     "tied": "#d67195",
     "update": "#54a24b",
 }
-_NAMES = {"begin": "before the step", "reduce": "sums of gradients", "tied": "sums of tied parameters"}
+_NAMES = {
+    "weight": "gradients of weights",
+    "begin": "before the step",
+    "reduce": "sums of gradients",
+    "tied": "sums of tied parameters",
+}
 
 
 class ShownSpan(Protocol):
@@ -51,8 +57,9 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return a row a stage: seconds of a micro-batch, of the update, the share of the step that it is busy, and its peak."""
     if plan.pipeline is None:
         return []
-    begins = ("the first op", *plan.pipeline.begins)
-    rows = zip(begins, plan.pipeline.in_flight, plan.predicted.stages)
+    begins, num = ("the first op", *plan.pipeline.begins), plan.num_stages
+    pieces = [", ".join(begins[stage::num]) for stage in range(num)]
+    rows = zip(pieces, plan.pipeline.in_flight, plan.predicted.stages)
     return [
         (
             str(number),
@@ -72,7 +79,16 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 def bubble_text(plan: Plan) -> str:
     """Return what of a step the busiest stage waits, in words."""
     predicted = plan.predicted
-    return f"the busiest stage waits {format_s(predicted.bubble_s)}, {100 * predicted.bubble_s / predicted.step_s:.2g} % of a step"
+    share = 100 * predicted.bubble_s / predicted.step_s
+    return f"{_order(plan)}the busiest stage waits {format_s(predicted.bubble_s)}, {share:.2g} % of a step"
+
+
+def _order(plan: Plan) -> str:
+    """Name the order in which stages work, where it is not the usual one."""
+    pipeline = plan.pipeline
+    if pipeline is not None and pipeline.virtual > 1:
+        return f"stages are interleaved, {pipeline.virtual} pieces each; "
+    return "the backward is split (zero bubble); " if pipeline is not None and pipeline.split_backward else ""
 
 
 def schedule_figure(schedule: ShownSchedule) -> Figure:

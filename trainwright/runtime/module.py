@@ -239,7 +239,7 @@ class ParallelModule(nn.Module):
         """
         mesh, coords = self.communicator.mesh, self.communicator.coords
         params = self.steps.planned.local.decisions.params
-        known = {t.key: t for t in self.steps.planned.local.program.tensors if t.role in ("param", "buffer")}
+        known = {t.key: t for t in self.steps.planned.tensors if t.role in ("param", "buffer")}
         elsewhere = {t.key for t in self.program.tensors if t.role in ("param", "buffer") and t.key not in known}
         made: dict[str, nn.Parameter | Tensor] = {}
         is_first = self.pipe is None or self.pipe.index == 0

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..artifacts import PIPE, Plan, UserError
 from ..program.program import Program
-from ..program.stages import Stage, cut, tied
-from ..rank.execute import Executor
-from ..rank.pipeline import PipelineRunner
-from ..rank.stage_actions import Action, What, action_lists, check_order, forward_actions
+from ..program.stages import Stage, cut, stages_of, tied
+from ..rank.pipeline import Piece, PipelineRunner
+from ..rank.stage_actions import Action, Schedule, What, action_lists, check_order, forward_actions, stage_actions
 from .communicator import MeshCommunicator
 
 _TAGS = 64
@@ -39,8 +38,8 @@ def check_stages(plan: Plan, replicas: int = 1) -> None:
     for what, is_other in needed.items():
         if is_other:
             raise UserError(f"{what} is needed; this one has another; change it, or plan without stages")
-    depths = plan.pipeline.in_flight
-    check_order(action_lists(len(depths), plan.micro_batches, depths))
+    own = plan.pipeline
+    check_order(action_lists(own.num_stages, plan.micro_batches, own.in_flight, own.virtual, own.split_backward))
 
 
 def refuse_stages(plan: Plan, what: str) -> None:
@@ -56,15 +55,17 @@ class Pipe:
 
     def __init__(self, plan: Plan, program: Program, whole: DeviceMesh) -> None:
         assert plan.pipeline is not None
-        self.begins, self.in_flight = plan.pipeline.begins, plan.pipeline.in_flight
+        self.pipeline, self.virtual = plan.pipeline, plan.pipeline.virtual
         self.index, self.size = whole.get_local_rank(PIPE), plan.num_stages
         self.group = whole.get_group(PIPE)
         self.ranks = dist.get_process_group_ranks(self.group)
         """The ranks at this place of all stages, in order."""
         self._lines = whole.mesh.reshape(self.size, -1).T.tolist()
-        self.readers = tied(cut(program, self.begins))
-        """The stages that read each tied parameter."""
+        self.readers = stages_of(tied(cut(program, plan.pipeline.begins)), self.size)
+        """The stages that read each parameter that several of them read."""
         self._holders = {stages: self._group_over(stages) for stages in sorted(set(self.readers.values()))}
+        self.shares_outputs = False
+        """Whether every stage gets the outputs of an evaluation, for loops that use them on all ranks; else who makes them."""
         self.pairs = self._pairs() if whole.device_type == "cuda" else {}
 
     def _group_over(self, stages: Sequence[int]) -> Any:
@@ -75,22 +76,23 @@ class Pipe:
     def _pairs(self) -> dict[tuple[int, What], Any]:
         """Return a group of two for each boundary and direction; transfers of one group run in the order of issue."""
         ways: tuple[What, ...] = ("activation", "gradient")
-        return {(s, what): self._group_over((s, s + 1)) for s in range(self.size - 1) for what in ways}
+        boundaries = range(self.size if self.virtual > 1 else self.size - 1)
+        return {(s, what): self._group_over((s, (s + 1) % self.size)) for s in boundaries for what in ways}
 
-    def stage_of(self, program: Program) -> Stage:
-        """Return this rank's stage of a whole program."""
-        return cut(program, self.begins)[self.index]
+    def pieces_of(self, program: Program) -> list[Stage]:
+        """Return what this rank's stage has of a whole program: a piece, or several where stages are interleaved."""
+        return list(cut(program, self.pipeline.begins)[self.index :: self.size])
 
-    def runner(self, stage: Stage, executor: Executor, communicator: MeshCommunicator) -> PipelineRunner:
-        """Return what runs `stage`."""
-        num = stage.program.num_runs
-        actions = action_lists(self.size, num, self.in_flight)[self.index]
+    def runner(self, pieces: Sequence[Piece], communicator: MeshCommunicator) -> PipelineRunner:
+        """Return what runs this rank's stage."""
+        num = pieces[0].stage.program.num_runs
+        actions = stage_actions(self.index, Schedule.of(self.pipeline, num))
         own = [name for name, stages in self.readers.items() if self.index in stages]
-        return PipelineRunner(stage, executor, actions, PeerLink(self, communicator), own)
+        return PipelineRunner(pieces, actions, PeerLink(self, communicator), own)
 
     def forwards(self, num: int) -> list[Action]:
         """Return the actions of this stage in the evaluation of `num` micro-batches."""
-        return forward_actions(self.index, self.size, num)
+        return forward_actions(self.index, self.size, num, self.virtual)
 
     def holders(self, parameter: str) -> Any:
         """Return the group of those that hold a tied parameter at this place."""
@@ -147,8 +149,8 @@ class PeerLink:
         return self._each(dist.isend, action, tensors)
 
     def _each(self, transfer: Any, action: Action, tensors: Sequence[Tensor]) -> list[Any]:
-        group = self.pipe.pairs.get((min(action.stage, action.peer), action.what), self.pipe.group)
-        first = _TAGS * (2 * action.micro + (action.what == "gradient"))
+        group = self.pipe.pairs.get((action.lower, action.what), self.pipe.group)
+        first = _TAGS * (2 * (self.pipe.virtual * action.micro + action.chunk) + (action.what == "gradient"))
         try:
             return [
                 transfer(tensor, self.pipe.ranks[action.peer], group=group, tag=first + place)

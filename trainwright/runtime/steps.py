@@ -29,7 +29,7 @@ from ..rank.execute import Executor
 from ..rank.instructions import Ref
 from ..rank.local import LocalProgram, build_local
 from ..rank.offload import OffloadStore
-from ..rank.pipeline import PipelineRunner
+from ..rank.pipeline import Piece, PipelineRunner
 from ..rank.reshard import Route
 from ..rank.run_state import RunState
 from .batch import Cut, Shapes, checked_part, planned_shapes, rows_in
@@ -53,24 +53,26 @@ class ShapedStep:
         device: torch.device, pipe: Pipe | None = None,
     ) -> None:  # fmt: skip
         self.cut, self.program, self.device, self.pipe = cut, program, device, pipe
-        stage = None if pipe is None else pipe.stage_of(program)
-        own = program if stage is None else stage.program
-        self.local: LocalProgram = build_local(own, decisions, communicator)
-        self.executor = Executor(self.local, store)
-        self.runner = (
-            pipe.runner(stage, self.executor, communicator) if pipe is not None and stage is not None else None
-        )
+        stages = [] if pipe is None else pipe.pieces_of(program)
+        own = [stage.program for stage in stages] or [program]
+        executors = [Executor(build_local(each, decisions, communicator), store) for each in own]
+        self.executor = executors[-1]
+        self.local: LocalProgram = self.executor.local
+        """The local program; of a stage with several pieces, that of the last one, whose decisions are those of all."""
+        self.tensors = tuple(dict.fromkeys(tensor for each in own for tensor in each.tensors))
+        """What the step reads and makes on this rank."""
+        self.runner = None if pipe is None else pipe.runner(list(map(Piece, stages, executors)), communicator)
         self.accumulator = Accumulator(self.executor) if program.num_runs > 1 and pipe is None else None
         self._evaluator: Accumulator | PipelineRunner | None = None
         self._travelling = self.local.travelling()
-        self._inputs = {tensor.key: tensor for tensor in own.inputs}
-        self._constants = {t: t.value.to(device) for t in own.tensors if t.role == "const"}
+        self._inputs = {tensor.key: tensor for tensor in self.tensors if tensor.role == "input"}
+        self._constants = {t: t.value.to(device) for t in self.tensors if t.role == "const"}
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._buffers: dict[ProgramTensor, Tensor] = {}
 
     def read(self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
         """Take the tensors that the step reads, by the model's names."""
-        for tensor in self.local.program.tensors:
+        for tensor in self.tensors:
             if tensor.role == "param":
                 self._params[tensor] = params[tensor.key]
             elif tensor.role == "buffer":
@@ -116,27 +118,33 @@ class ShapedStep:
 
         Of a stage, those that it makes, and the loss.
         """
-        found, local = self._evaluated_runs(parts, state, sources)
-        whole = [[_whole(local, place, value) for place, value in zip(local.outputs, flat)] for flat in found]
         size = rows_in(self.cut.plan, self.cut.shapes) // self.cut.num_runs
-        joined = [_joined(values, size) for values in zip(*whole)]
+        pieces = []
+        for found, local in self._evaluated_runs(parts, state, sources):
+            whole = [[_whole(local, place, value) for place, value in zip(local.outputs, flat)] for flat in found]
+            pieces.append([_joined(values, size) for values in zip(*whole)])
+        joined = [next((value for value in values if value is not None), None) for values in zip(*pieces)]
         return joined if self.runner is None else self._with_the_loss(joined)
 
-    def _evaluated_runs(self, parts: Any, state: RunState, sources: Any) -> tuple[list[list[Any]], LocalProgram]:
+    def _evaluated_runs(self, parts: Any, state: RunState, sources: Any) -> list[tuple[list[list[Any]], LocalProgram]]:
+        """Return the flat outputs of each micro-batch with the program that made them, of each piece."""
         if self._evaluator is None:
-            local = self.local
-            executor = Executor(build_local(local.program, local.decisions, local.communicator, all_outputs=True))
-            communicator = local.communicator
-            if self.pipe is None or self.runner is None:
-                self._evaluator = Accumulator(executor)
-            else:
-                assert isinstance(communicator, MeshCommunicator)
-                self._evaluator = self.pipe.runner(self.runner.stage, executor, communicator)
+            self._evaluator = self._made_evaluator()
         if isinstance(self._evaluator, Accumulator):
-            return self._evaluator.evaluate(sources, parts, state), self._evaluator.local
+            return [(self._evaluator.evaluate(sources, parts, state), self._evaluator.local)]
         assert self.pipe is not None
-        actions = self.pipe.forwards(len(parts))
-        return self._evaluator.evaluate(sources, parts, state, actions), self._evaluator.local
+        found = self._evaluator.evaluate(sources, parts, state, self.pipe.forwards(len(parts)))
+        return [(flat, piece.local) for flat, piece in zip(found, self._evaluator.pieces)]
+
+    def _made_evaluator(self) -> Accumulator | PipelineRunner:
+        def whole(local: LocalProgram) -> Executor:
+            return Executor(build_local(local.program, local.decisions, local.communicator, all_outputs=True))
+
+        if self.pipe is None or self.runner is None:
+            return Accumulator(whole(self.local))
+        communicator = self.local.communicator
+        assert isinstance(communicator, MeshCommunicator)
+        return self.pipe.runner([Piece(own.stage, whole(own.local)) for own in self.runner.pieces], communicator)
 
     def _with_the_loss(self, joined: list[Any]) -> list[Any]:
         assert self.runner is not None
@@ -145,6 +153,10 @@ class ShapedStep:
         if not isinstance(own, Tensor):
             own = torch.zeros(program.loss.shape, dtype=program.lifted or program.loss.dtype, device=self.device)
         joined[index] = self.runner.link.share(own)
+        if self.pipe is not None and self.pipe.shares_outputs:
+            made = {str(place): value for place, value in enumerate(joined) if isinstance(value, Tensor)}
+            for place, value in self.pipe.merged(made, self.device).items():
+                joined[int(place)] = value
         return joined
 
 

@@ -232,6 +232,13 @@ class CostModel:
         backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
         return scale * forward, scale * backward
 
+    def weight_s(self, group: Group, op: Op, split: Split) -> float:
+        """Return the seconds of one of the products in the backward of a linear map, which are equally many of x and of W."""
+        work, (touched, _) = self.work_share(group, op, split), self._byte_shares(group, op, split)
+        calls = [call for call in self.records[op].backward if call.flops]
+        scale = self.num_passes * self.device.factors.get("compute", 1.0)
+        return scale * sum(call.seconds(self.device, work, touched) for call in calls) / 2 if len(calls) > 1 else 0.0
+
     def work_share(self, group: Group, op: Op, split: Split) -> float:
         """Return the share of the op's loop nest that the fullest rank runs."""
         own = {index for (position, _, _), index in group.loop_at.items() if position == op.position}

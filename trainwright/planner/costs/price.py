@@ -24,6 +24,7 @@ from ...rank.late_loss import comes_late
 from ...rank.local import LocalProgram
 from ...rank.offload import CountingStore
 from ...rank.reruns import Rerun
+from ...rank.split_backward import waits
 from .costs import CostModel, OptimizerCost
 from .overlap import Timeline, bucket_s, gather
 
@@ -110,7 +111,9 @@ class RegionSeconds:
     """The part of forward and backward that is communication."""
     rerun_s: float = 0.0
     reduce_s: float = 0.0
-    """The seconds, once a step, of what follows the last backward."""
+    """Once a step, behind the last backward."""
+    weight_s: float = 0.0
+    """What of `backward_s` makes gradients of weights that may come later (`rank.split_backward`)."""
 
 
 def price_regions(executor: Executor, costs: CostModel) -> dict[int, RegionSeconds]:
@@ -134,9 +137,22 @@ def price_regions(executor: Executor, costs: CostModel) -> dict[int, RegionSecon
         own.forward_s += (compute[0] + comm[0]) / runs
         own.backward_s += (compute[1] + comm[1]) / runs
         own.comm_s += sum(comm) / runs
+        own.weight_s += _weight_s(executor.local, instruction, costs) / runs
     for region, rerun in executor.reruns.items():
         found[region if region >= 0 else last].rerun_s += _rerun_s(executor, rerun, costs) / runs
     return dict(found)
+
+
+def _weight_s(local: LocalProgram, instruction: Instruction, costs: CostModel) -> float:
+    """Return the seconds of one of the two products of a linear map's backward, where that of its weight may come later."""
+    if not isinstance(instruction, Compute) or not waits(instruction.op) or instruction.op.region is None:
+        return 0.0
+    region_class = instruction.op.region.region_class
+    group, twin = (
+        region_class.group_at[instruction.op.position],
+        region_class.representative.ops[instruction.op.position],
+    )
+    return costs.weight_s(group, twin, local.decisions.splits[group])
 
 
 def begin_seconds(executor: Executor, costs: CostModel) -> float:

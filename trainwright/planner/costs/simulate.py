@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,10 +36,10 @@ from ...rank.instructions import Compute
 from ...rank.local import LocalProgram, build_local
 from ...rank.offload import CountingStore
 from ...rank.offload_states import StateOffload
-from ...rank.pipeline import NoLink, PipelineRunner
+from ...rank.pipeline import NoLink, Piece, PipelineRunner
 from ...rank.reshard import SimulatedCommunicator
 from ...rank.run_state import Call, RunState
-from ...rank.stage_actions import Action, stage_actions
+from ...rank.stage_actions import Action, Schedule, stage_actions
 from ...torch_internals.fakes import new_mode
 from ...torch_internals.private import VALUE_NEEDED
 from .costs import OptimizerCost, whole_pieces
@@ -60,14 +60,19 @@ class Simulation:
     """The bytes that a step sends, by kind of collective."""
     comm_calls: dict[str, int]
     num_calls: int
-    executor: Executor = field(repr=False)
-    """The executor that ran the step, from which the step is priced."""
+    executors: list[Executor] = field(repr=False)
+    """What ran, for pricing: one, or one for each piece of a stage."""
     timeline: list[MemoryPoint] = field(default_factory=list)
     moved_bytes: int = 0
     """The bytes that a step offloads; as many come back."""
     num_moved: int = 0
     moved_state_bytes: int = 0
     """The bytes of optimizer states that come back in a step; as many leave again."""
+
+    @property
+    def executor(self) -> Executor:
+        """Return what ran, of a stage with several pieces the first one's."""
+        return self.executors[0]
 
 
 def simulate(
@@ -90,16 +95,15 @@ def simulate(
     (`runtime.routed`); without, those that are planned.
     """
     with threads(num_threads):
-        return _simulate(program, decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts)
+        return _simulate([program], decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts)
 
 
 def simulate_stage(
-    stage: Stage,
+    pieces: Sequence[Stage],
     decisions: Decisions,
     make_optimizer: MakeOptimizer,
     *,
-    in_flight: Sequence[int],
-    num_micro_batches: int,
+    schedule: Schedule,
     tied: Sequence[str] = (),
     target: Target = "cpu",
     coords: Sequence[int] | None = None,
@@ -110,14 +114,15 @@ def simulate_stage(
 ) -> Simulation:
     """Run one stage of the step of the rank at `coords`, among the ranks of the stage, and follow its memory.
 
-    Its warm-up, its steady state and its end are run with no more micro-batches than show all there is: two more than its
-    depth; what it communicates is counted for all of them. in_flight: the depths of all stages. tied: the parameters that
-    other stages read too. What crosses to other stages is no part of the bytes that are communicated.
+    Its warm-up, its steady state and its end are run with no more micro-batches than show all there is; what it communicates is
+    counted for all of them. pieces: what of the model the stage has. tied: the parameters that other stages read too. What
+    crosses to other stages is no part of the bytes that are communicated.
     """
-    of_stage = _OfStage(stage, in_flight, num_micro_batches, tied)
+    of_stage = _OfStage(pieces, schedule, tied)
+    programs = [piece.program for piece in pieces]
     with threads(num_threads):
         return _simulate(
-            stage.program, decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, of_stage
+            programs, decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, of_stage
         )
 
 
@@ -125,26 +130,36 @@ def simulate_stage(
 class _OfStage:
     """Says how one stage's part of a step is run."""
 
-    stage: Stage
-    in_flight: Sequence[int]
-    num_micro_batches: int
+    pieces: Sequence[Stage]
+    schedule: Schedule
     tied: Sequence[str]
 
     @property
-    def num_followed(self) -> int:
-        """Return the number of micro-batches that are run: all, or two more than the depth.
+    def place(self) -> int:
+        """Return the index of the stage."""
+        return self.pieces[0].index
 
-        One micro-batch of the steady state then stands for those left out.
+    @property
+    def num_followed(self) -> int:
+        """How many micro-batches are run: all, or so many more than the depth that a steady one stands for the others.
+
+        Two more where a stage's order depends on its own depth alone, else those that all stages warm up by.
         """
-        return min(self.num_micro_batches, self.in_flight[self.stage.index] + 2)
+        schedule, own = self.schedule, self.schedule.in_flight[self.place]
+        if schedule.splits_backward:
+            return min(schedule.num_micro_batches, max(schedule.in_flight) + schedule.num_stages + 2)
+        if schedule.virtual > 1:
+            groups = 2 + math.ceil(own / schedule.virtual / schedule.num_stages)
+            return min(schedule.num_micro_batches, groups * schedule.num_stages)
+        return min(schedule.num_micro_batches, own + 2)
 
     def actions(self) -> list[Action]:
         """Return the actions of the micro-batches that are run."""
-        return stage_actions(self.stage.index, self.num_followed, self.in_flight)
+        return stage_actions(self.place, replace(self.schedule, num_micro_batches=self.num_followed))
 
 
 def _simulate(
-    program: Program,
+    programs: Sequence[Program],
     decisions: Decisions,
     make_optimizer: MakeOptimizer,
     target: Target,
@@ -156,15 +171,17 @@ def _simulate(
 ) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
     communicator.counts = counts or {}
-    local = build_local(program, decisions, communicator)
     store = CountingStore()
-    executor = Executor(local, store)
-    _fuse_attention(executor, target)
+    executors = [Executor(build_local(program, decisions, communicator), store) for program in programs]
+    executor, program = executors[0], programs[0]
     mode = new_mode()
-    with mode:
-        sources = _fake_sources(local)
-    for tensor in program.given:
-        del sources[tensor]  # it comes with each micro-batch
+    sources: dict[Tensor, Any] = {}
+    for each in executors:
+        _fuse_attention(each, target)
+        with mode:
+            sources.update(_fake_sources(each.local, sources))
+        for tensor in each.local.program.given:
+            del sources[tensor]  # it comes with each micro-batch
     params = [value for tensor, value in sources.items() if tensor.role == "param"]
     tracker = MemoryTracker(target)
     # Calls alike in repeated blocks are followed once. What collectives and fetches bring is allocated, never written.
@@ -176,7 +193,7 @@ def _simulate(
             tracker.watch(params, "param")
             tracker.watch([value for tensor, value in sources.items() if tensor.role == "buffer"], "buffer")
             tracker.watch([value for tensor, value in sources.items() if tensor.role in ("input", "const")], "input")
-            gathered = _Gathered.of(local, optimizer_cost)
+            gathered = _Gathered.of([each.local for each in executors], optimizer_cost)
             state = torch.empty(gathered.state_bytes, dtype=torch.uint8)
             tracker.watch([state], "optimizer")
             _hold_while_stepping(optimizer, gathered.step_bytes)
@@ -190,7 +207,7 @@ def _simulate(
             communicator.num_bytes.clear()
             communicator.num_calls.clear()
             if of_stage is not None:
-                _stage_step(of_stage, executor, sources, optimizer, tracker, communicator)
+                _stage_step(of_stage, executors, sources, optimizer, tracker, communicator)
             elif program.num_runs == 1:
                 _step(executor, sources, optimizer, tracker, optimizer_cost)
             else:
@@ -205,7 +222,7 @@ def _simulate(
         dict(communicator.num_bytes),
         dict(communicator.num_calls),
         tracker.num_ops,
-        executor,
+        executors,
         tracker.timeline,
         program.num_runs * store.num_bytes,
         program.num_runs * store.num_transfers,
@@ -221,13 +238,14 @@ class _Gathered:
     step_bytes: int = 0
 
     @classmethod
-    def of(cls, local: LocalProgram, cost: OptimizerCost | None) -> _Gathered:
+    def of(cls, locals_: Sequence[LocalProgram], cost: OptimizerCost | None) -> _Gathered:
         if cost is None:
             return cls()
-        mesh, coords = local.communicator.mesh, local.communicator.coords
+        mesh, coords = locals_[0].communicator.mesh, locals_[0].communicator.coords
+        layouts = {tensor: local.values[index].layout for local in locals_ for tensor, index in local.sources.items()}
         state = step = 0
-        for tensor, index in local.sources.items():
-            own, each = local.values[index].layout, cost.of(tensor.key)
+        for tensor, own in layouts.items():
+            each = cost.of(tensor.key)
             whole = whole_pieces(tensor, own, each.reads)
             if tensor.role != "param" or not tensor.requires_grad or whole == own:
                 continue
@@ -255,11 +273,13 @@ def _under(call: Call, state: RunState) -> Call:
     return run
 
 
-def _fake_sources(local: LocalProgram) -> dict[Tensor, Any]:
-    """Return the rank's part of every parameter, buffer, batch entry and constant as a fake tensor."""
+def _fake_sources(local: LocalProgram, known: Mapping[Tensor, Any] | None = None) -> dict[Tensor, Any]:
+    """The rank's part of every parameter, buffer, batch entry and constant, as a fake tensor, but for what is `known`."""
     mesh, coords = local.communicator.mesh, local.communicator.coords
     sources: dict[Tensor, Any] = {}
     for tensor, index in local.sources.items():
+        if known and tensor in known:
+            continue
         shape = local_shape(tensor.shape, tensor.slots, local.values[index].layout, mesh, coords)
         value = torch.empty(shape, dtype=tensor.dtype)
         sources[tensor] = nn.Parameter(value, tensor.requires_grad) if tensor.role == "param" else value
@@ -319,29 +339,33 @@ def _accumulated_step(
 
 def _stage_step(
     of_stage: _OfStage,
-    executor: Executor,
+    executors: Sequence[Executor],
     sources: Mapping[Tensor, Any],
     optimizer: torch.optim.Optimizer,
     tracker: MemoryTracker,
     communicator: SimulatedCommunicator,
 ) -> None:
-    """Run one stage's part of a step; one steady forward and the backward before it stand for those left out."""
-    seen: list[tuple[Counter[str], Counter[str]]] = []
+    """One stage's part of a step; what the first micro-batch communicates stands for those left out."""
+    counted = communicator.num_bytes, communicator.num_calls
+    before = [Counter(each) for each in counted]
+    one: list[Counter[str]] = [Counter(), Counter()]
 
     def note(action: Action) -> None:
-        if action.kind == "backward":
-            seen.append((communicator.num_bytes.copy(), communicator.num_calls.copy()))
+        for place, each in enumerate(counted):
+            if action.micro == 0 and not action.what:
+                one[place].update({kind: each[kind] - before[place][kind] for kind in each})
+            before[place] = Counter(each)
 
     part = {tensor: value for tensor, value in sources.items() if tensor.role == "input"}
     rest = {tensor: value for tensor, value in sources.items() if tensor.role != "input"}
-    runner = PipelineRunner(of_stage.stage, executor, of_stage.actions(), NoLink(), of_stage.tied)
+    pieces = list(map(Piece, of_stage.pieces, executors))
+    runner = PipelineRunner(pieces, of_stage.actions(), NoLink(), of_stage.tied)
     state = run_state(None, tracker.target)
     loss = runner.run(rest, [part] * of_stage.num_followed, state, tracker, note)
-    left_out = of_stage.num_micro_batches - of_stage.num_followed
-    if left_out:
-        for counted, before, after in zip((communicator.num_bytes, communicator.num_calls), *seen[:2]):
-            for kind in after:
-                counted[kind] += left_out * (after[kind] - before[kind])
+    left_out = of_stage.schedule.num_micro_batches - of_stage.num_followed
+    for each, of_one in zip(counted, one):
+        for kind, num in of_one.items():
+            each[kind] += left_out * num
     with tracker.phase("backward"):
         loss.backward()
     with tracker.phase("update"):

@@ -16,6 +16,7 @@ BEGIN = re.compile(r"(?P<block>.+)=begin\((?P<stage>\d+)\)")
 
 def check_task(task: Task) -> None:
     """Raise `UserError` for what stages cannot do, with what can."""
+    schedules(task)
     cost = task.optimizer_cost
     if cost.num_passes != 1.0 or task.goes_again or cost.reads == "model":
         raise UserError(
@@ -34,6 +35,21 @@ def check_task(task: Task) -> None:
                 f"pins of layouts, or of where stages begin, are needed beside --pipeline; {pin!r} pins what is kept, which each "
                 "stage chooses; edit the plan and `check` it instead"
             )
+
+
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+
+
+def schedules(task: Task) -> tuple[str, ...]:
+    """Return the orders in which stages may work; `UserError` for one that there is not."""
+    asked = task.pipeline_schedule
+    if asked == "auto":
+        return SCHEDULES
+    if asked not in SCHEDULES:
+        raise UserError(
+            f"a schedule of stages is needed, one of {', '.join(SCHEDULES)}, or auto; got {asked!r}; try auto"
+        )
+    return (asked,)
 
 
 def numbers_of_stages(task: Task) -> list[int]:

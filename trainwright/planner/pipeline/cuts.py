@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .events import Schedule, StageSeconds, one_f_one_b, simulated_step
-from .table import Fit, Table
+from ...rank.stage_actions import interleaved_in_flight
+from .events import StageSeconds, one_f_one_b, simulated_step
+from .table import Fit, Spans, Table
 
 Cuts = tuple[int, ...]
 """The units at which stages 1 … P-1 begin, in ascending order."""
@@ -27,6 +28,7 @@ class Staged:
     cuts: Cuts
     in_flight: tuple[int, ...]
     fits: tuple[Fit, ...]
+    """One a stage."""
     step_s: float
 
 
@@ -56,18 +58,22 @@ class Judge:
         if not self.allows(cuts):
             return None
         fits = []
-        for (first, stop), depth in zip(self.table.spans(cuts), in_flight):
-            fit = self.table.fit(first, stop, depth, self.budget_bytes)
+        for spans, depths in zip(self.table.stages(cuts), self.table.depths(in_flight)):
+            fit = self.table.fit(spans, depths, self.budget_bytes)
             if fit is None:
                 return None
             fits.append(fit)
         self.num_judged += 1
         return Staged(cuts, in_flight, tuple(fits), step_s(self.table, cuts, in_flight, fits))
 
+    def near(self, cuts: Cuts) -> Iterator[Cuts]:
+        """Yield the cuts that a move leads to; where stages have several pieces, moves to the next piece alone."""
+        return neighbours(cuts, len(self.table.units), 1 if self.table.virtual > 1 else len(cuts))
+
     def moved(self, found: Staged) -> Staged:
         """Return the cuts that no move of a single block from one stage to another makes faster."""
         while True:
-            near = [self.judge(cuts, found.in_flight) for cuts in neighbours(found.cuts, len(self.table.units))]
+            near = [self.judge(cuts, found.in_flight) for cuts in self.near(found.cuts)]
             best = min((one for one in near if one is not None), key=_order, default=None)
             if best is None or best.step_s >= found.step_s * (1 - 1e-12):
                 return found
@@ -76,7 +82,7 @@ class Judge:
 
 def step_s(table: Table, cuts: Cuts, in_flight: tuple[int, ...], fits: Sequence[Fit]) -> float:
     """Return the simulated seconds of a step."""
-    schedule = Schedule(table.num_micro_batches, in_flight)
+    schedule = table.schedule(in_flight)
     stages: list[StageSeconds] = table.seconds(cuts, fits)
     return simulated_step(schedule, stages, table.tied(cuts), overlaps=table.overlaps).step_s
 
@@ -85,14 +91,16 @@ def _order(found: Staged) -> tuple[float, Cuts]:
     return found.step_s, found.cuts
 
 
-def neighbours(cuts: Cuts, num_units: int) -> Iterator[Cuts]:
+def neighbours(cuts: Cuts, num_units: int, furthest: int | None = None) -> Iterator[Cuts]:
     """Yield the cuts with one block moved from a stage to another: all the cuts between the two shift by one.
+
+    furthest: the most cuts that shift together.
 
     >>> sorted(neighbours((2,), 4)), len(list(neighbours((2, 4), 6)))
     ([(1,), (3,)], 6)
     """
     for first in range(len(cuts)):
-        for stop in range(first + 1, len(cuts) + 1):
+        for stop in range(first + 1, min(len(cuts), first + (furthest or len(cuts))) + 1):
             for by in (-1, 1):
                 moved = (*cuts[:first], *(at + by for at in cuts[first:stop]), *cuts[stop:])
                 if is_possible(moved, num_units):
@@ -121,10 +129,21 @@ def depths(num_stages: int, num_micro_batches: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
+def depths_of(table: Table) -> list[tuple[int, ...]]:
+    """Return the numbers in flight to try in the order in which a table's stages work, the usual one first."""
+    num, num_micro = table.num_stages, table.num_micro_batches
+    if table.virtual > 1:
+        return [interleaved_in_flight(num, table.virtual, num_micro)]
+    if table.splits_backward:
+        found = [(min(num_micro, most),) * num for most in (num, 2 * num - 1)]
+        return list(dict.fromkeys([*found, one_f_one_b(num, num_micro)]))
+    return depths(num, num_micro)
+
+
 def fastest(judge: Judge, starts: Sequence[Cuts]) -> Staged | None:
     """Return the fastest stages that moves lead to from `starts`, over all depths; None where nothing was found to fit."""
     table, best = judge.table, None
-    for in_flight in depths(table.num_stages, table.num_micro_batches):
+    for in_flight in depths_of(table):
         begin = [*starts, *([best.cuts] if best is not None else [])]
         known = [one for cuts in dict.fromkeys(begin) if (one := judge.judge(cuts, in_flight)) is not None]
         if not known:
@@ -138,11 +157,10 @@ def fastest(judge: Judge, starts: Sequence[Cuts]) -> Staged | None:
 
 def _repaired(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
     """Return cuts near `cuts` that fit: moves that lower the fullest stage's least bytes, until all fit."""
-    table = judge.table
     seen = set()
     while (one := judge.judge(cuts, in_flight)) is None:
         seen.add(cuts)
-        near = [other for other in neighbours(cuts, len(table.units)) if other not in seen]
+        near = [other for other in judge.near(cuts) if other not in seen]
         if not near:
             return None
         overs = {other: overflow(judge, other, in_flight) for other in near}
@@ -156,24 +174,25 @@ def _repaired(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | 
 def overflow(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> float:
     """Return by how many bytes the stages exceed the budget, all together, when they recompute all that they can."""
     total = 0.0
-    for (first, stop), depth in zip(judge.table.spans(cuts), in_flight):
-        total += max(0.0, least_bytes(judge.table, first, stop, depth) - judge.budget_bytes)
+    for spans, depths in zip(judge.table.stages(cuts), judge.table.depths(in_flight)):
+        total += max(0.0, least_bytes(judge.table, spans, depths) - judge.budget_bytes)
     return total
 
 
-def least_bytes(table: Table, first: int, stop: int, in_flight: int) -> float:
+def least_bytes(table: Table, spans: Spans, depths: Sequence[int]) -> float:
     """Return the least that a stage can hold."""
-    units = table.units[first:stop]
-    kept = sum(min(level.kept_bytes for level in table.levels[unit.kind]) for unit in units[:-1])
-    last = min(in_flight * level.kept_bytes + level.rederived_bytes for level in table.levels[units[-1].kind])
-    return table.fixed_bytes(first, stop, in_flight) + in_flight * kept + last
+    units = [(unit, depth) for (first, stop), depth in zip(spans, depths) for unit in table.units[first:stop]]
+    kept = sum(depth * min(level.kept_bytes for level in table.levels[unit.kind]) for unit, depth in units[:-1])
+    unit, depth = units[-1]
+    last = min(depth * level.kept_bytes + level.rederived_bytes for level in table.levels[unit.kind])
+    return table.fixed_bytes(spans, depths) + kept + last
 
 
 def brute_force(judge: Judge) -> Staged | None:
     """Return the fastest stages of all, each looked at: for small tables, and to hold the search against."""
     table, best = judge.table, None
-    for in_flight in depths(table.num_stages, table.num_micro_batches):
-        for cuts in all_cuts(len(table.units), table.num_stages):
+    for in_flight in depths_of(table):
+        for cuts in all_cuts(len(table.units), table.num_pieces):
             found = judge.judge(cuts, in_flight)
             if found is not None and (best is None or found.step_s < best.step_s):
                 best = found
@@ -197,5 +216,5 @@ def nothing_fits_bytes(judge: Judge, starts: Sequence[Cuts]) -> tuple[float, int
 
 
 def _fullest(table: Table, cuts: Cuts, in_flight: tuple[int, ...]) -> tuple[float, int]:
-    rows = [least_bytes(table, *span, depth) for span, depth in zip(table.spans(cuts), in_flight)]
+    rows = [least_bytes(table, *stage) for stage in zip(table.stages(cuts), table.depths(in_flight))]
     return max(rows), rows.index(max(rows))

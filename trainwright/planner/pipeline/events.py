@@ -1,6 +1,7 @@
 """The seconds of a step with pipeline stages: discrete events over the actions that the ranks will carry out.
 
-Each stage carries out its own actions in order. A forward or a backward takes its seconds; `take` waits until what it names
+Each stage carries out its own actions in order. A forward, a backward or the gradients of weights that a split backward left
+take their seconds, those of each piece where a stage has several; `take` waits until what it names
 has arrived, `sent` until what was sent is gone; a transfer begins when both sides are there and its link is free.
 
     GPU         a transfer goes on beside computation
@@ -17,14 +18,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from ...rank.stage_actions import Action, action_lists, check_order
+from ...rank.stage_actions import Action, Schedule, action_lists, check_order
 
-Kind = Literal["begin", "forward", "backward", "reduce", "tied", "update", "send"]
+Kind = Literal["begin", "forward", "backward", "weight", "reduce", "tied", "update", "send"]
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """The seconds of one stage, for each micro-batch and once a step."""
+    """The seconds of one stage, or of one of its pieces, for each micro-batch and once a step."""
 
     forward_s: float
     backward_s: float
@@ -38,6 +39,8 @@ class StageSeconds:
     """One transfer to the next stage."""
     return_s: float = 0.0
     """One transfer back from the next stage."""
+    weight_s: float = 0.0
+    """What of `backward_s` makes gradients of weights that may come later."""
 
     @property
     def micro_s(self) -> float:
@@ -56,18 +59,6 @@ class Tied:
 
     stages: tuple[int, ...]
     seconds: float
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The order of a step: how many stages and micro-batches, how many forwards are in flight on each stage."""
-
-    num_micro_batches: int
-    in_flight: tuple[int, ...]
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.in_flight)
 
 
 @dataclass(frozen=True)
@@ -111,7 +102,7 @@ def simulated_step(
     overlaps: bool = True,
     keep_spans: bool = False,
 ) -> StepTimeline:
-    """Return the simulated step.
+    """Return the simulated step. stages: what each takes, or each of the pieces where a stage has several.
 
     overlaps: whether transfers go on beside computation, as they do between GPUs. keep_spans: whether who does what when
     is kept too, for a picture.
@@ -129,7 +120,13 @@ def simulated_step(
 @lru_cache(maxsize=64)
 def ordered(schedule: Schedule) -> tuple[Action, ...]:
     """Return all stages' actions in one order in which nothing waits for what comes later."""
-    lists = action_lists(schedule.num_stages, schedule.num_micro_batches, schedule.in_flight)
+    lists = action_lists(
+        schedule.num_stages,
+        schedule.num_micro_batches,
+        schedule.in_flight,
+        schedule.virtual,
+        schedule.splits_backward,
+    )
     return tuple(check_order(lists))
 
 
@@ -138,54 +135,56 @@ class _Run:
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageSeconds], overlaps: bool, keep_spans: bool) -> None:
         self.stages, self.overlaps, self.keep_spans = stages, overlaps, keep_spans
-        num = schedule.num_stages
+        self.splits_backward = schedule.splits_backward
+        self.num = num = schedule.num_stages
         self.now = [0.0] * num
         self.busy = [0.0] * num
         self.spans: list[Span] = []
-        self.posted: dict[tuple[str, int, int], float] = {}
-        """When the side that receives was ready, by what travels, its micro-batch and the stage that it comes from."""
-        self.sending: dict[tuple[str, int, int], float] = {}
-        self.arrived: dict[tuple[str, int, int], float] = {}
+        self.posted: dict[_Transfer, float] = {}
+        """When the side that receives was ready."""
+        self.sending: dict[_Transfer, float] = {}
+        self.arrived: dict[_Transfer, float] = {}
         self.free: dict[tuple[str, int], float] = {}
-        """When the link from a stage has carried what it was given, by what travels."""
+        """When the link behind a stage has carried what it was given, by what travels."""
         for stage in range(num):
-            self._work(stage, "begin", -1, stages[stage].begin_s)
+            self._work(stage, "begin", -1, self._once(stage, "begin_s"))
+
+    def _once(self, stage: int, what: str) -> float:
+        """Return what a stage takes once a step, for all its pieces."""
+        return sum(getattr(piece, what) for piece in self.stages[stage :: self.num])
 
     def carry_out(self, action: Action) -> None:
         stage, micro = action.stage, action.micro
+        piece = self.stages[action.chunk * self.num + (action.lower if action.what else stage)]
+        key = action.what, micro, action.chunk, action.lower
         match action.kind:
             case "forward":
-                self._work(stage, "forward", micro, self.stages[stage].forward_s)
+                self._work(stage, "forward", micro, piece.forward_s)
             case "backward":
-                self._work(stage, "backward", micro, self.stages[stage].backward_s)
+                self._work(
+                    stage, "backward", micro, piece.backward_s - (piece.weight_s if self.splits_backward else 0.0)
+                )
+            case "weight":
+                self._work(stage, "weight", micro, piece.weight_s)
             case "post":
-                self.posted[action.what, micro, _origin(action)] = self.now[stage]
-                self._begin(action.what, micro, _origin(action))
+                self.posted[key] = self.now[stage]
+                self._begin(key, piece)
             case "send":
-                self._send(action.what, micro, stage)
-            case "take":
-                self.now[stage] = max(self.now[stage], self.arrived[action.what, micro, _origin(action)])
-            case "sent":
-                self.now[stage] = max(self.now[stage], self.arrived[action.what, micro, stage])
+                if not self.overlaps:
+                    self._work(stage, "send", micro, _transfer_s(action.what, piece))
+                self.sending[key] = self.now[stage]
+                self._begin(key, piece)
+            case "take" | "sent":
+                self.now[stage] = max(self.now[stage], self.arrived[key])
 
-    def _send(self, what: str, micro: int, stage: int) -> None:
-        if not self.overlaps:
-            self._work(stage, "send", micro, self._seconds(what, stage))
-        self.sending[what, micro, stage] = self.now[stage]
-        self._begin(what, micro, stage)
-
-    def _begin(self, what: str, micro: int, stage: int) -> None:
+    def _begin(self, key: _Transfer, piece: StageSeconds) -> None:
         """Begin a transfer once both sides are there."""
-        key = what, micro, stage
         if key not in self.posted or key not in self.sending:
             return
-        start = max(self.posted[key], self.sending[key], self.free.get((what, stage), 0.0))
-        self.arrived[key] = start + (self._seconds(what, stage) if self.overlaps else 0.0)
-        self.free[what, stage] = self.arrived[key]
-
-    def _seconds(self, what: str, stage: int) -> float:
-        """The seconds of a transfer from `stage`: on to the next one, or gradients back to the one before."""
-        return self.stages[stage].hand_s if what == "activation" else self.stages[stage - 1].return_s
+        what, link = key[0], (key[0], key[-1])
+        start = max(self.posted[key], self.sending[key], self.free.get(link, 0.0))
+        self.arrived[key] = start + (_transfer_s(what, piece) if self.overlaps else 0.0)
+        self.free[link] = self.arrived[key]
 
     def _work(self, stage: int, kind: Kind, micro: int, seconds: float) -> None:
         start = self.now[stage]
@@ -196,18 +195,22 @@ class _Run:
 
     def finished(self, tied: Sequence[Tied]) -> StepTimeline:
         """Return the step, with what stages do behind their last backward."""
-        for stage, each in enumerate(self.stages):
-            self._work(stage, "reduce", -1, each.reduce_s)
+        for stage in range(self.num):
+            self._work(stage, "reduce", -1, self._once(stage, "reduce_s"))
         for group in tied:
             together = max(self.now[stage] for stage in group.stages)
             for stage in group.stages:
                 self.now[stage] = together
                 self._work(stage, "tied", -1, group.seconds)
-        for stage, each in enumerate(self.stages):
-            self._work(stage, "update", -1, each.update_s)
+        for stage in range(self.num):
+            self._work(stage, "update", -1, self._once(stage, "update_s"))
         return StepTimeline(max(self.now), self.now, self.busy, self.spans)
 
 
-def _origin(action: Action) -> int:
-    """The stage that what is received comes from."""
-    return action.stage - 1 if action.what == "activation" else action.stage + 1
+_Transfer = tuple[str, int, int, int]
+"""Identifies a transfer: what travels, the micro-batch, the chunk and the stage that hand the activation on."""
+
+
+def _transfer_s(what: str, piece: StageSeconds) -> float:
+    """Return the seconds of a transfer: on from `piece`, or of gradients back to it."""
+    return piece.hand_s if what == "activation" else piece.return_s

@@ -9,8 +9,9 @@ from ...artifacts import ExplainedCut, Plan
 from ...program.decisions import Decisions
 from ..task import Place
 from .cuts import Judge, Staged
-from .measure import Measured, Outline, measure_as_decided
+from .measure import Outline, measure_as_decided
 from .price import hops_of
+from .table import Spans, Table
 
 FURTHEST = 3
 """So many units to either side of a cut are looked at."""
@@ -26,27 +27,28 @@ def explain_cuts(plan: Plan, place: Place, decisions: Decisions) -> tuple[Explai
     hops = hops_of(plan.cluster, plan.num_stages)
     measured = measure_as_decided(place.problem, outline, decisions, hops, plan.cluster.device.kind)
     cuts = tuple(outline.names.index(name) + 1 for name in plan.pipeline.begins)
-    _learn(plan, measured, cuts, measured.levels_of(decisions))
+    table = measured.table.scheduled(plan.pipeline.virtual, plan.pipeline.split_backward)
+    _learn(plan, table, cuts, measured.levels_of(decisions))
     usable = place.task.usable_bytes
-    judge = Judge(measured.table, math.inf if usable is None else usable)
+    judge = Judge(table, math.inf if usable is None else usable)
     own = judge.judge(cuts, plan.pipeline.in_flight)
     now_s = plan.predicted.step_s if own is None else own.step_s
     return tuple(
-        _explained(plan, judge, outline.names, cuts, stage, now_s) for stage in range(1, plan.pipeline.num_stages)
+        _explained(plan, judge, outline.names, cuts, stage, now_s) for stage in range(1, plan.pipeline.num_pieces)
     )
 
 
-def _learn(plan: Plan, measured: Measured, cuts: tuple[int, ...], levels: Sequence[int]) -> None:
+def _learn(plan: Plan, table: Table, cuts: tuple[int, ...], levels: Sequence[int]) -> None:
     """Let the table know what the plan's stages were found to hold."""
     assert plan.pipeline is not None
-    table = measured.table
-    over: dict[tuple[bool, bool], tuple[float, int, int]] = {}
-    for (first, stop), depth, stage in zip(table.spans(cuts), plan.pipeline.in_flight, plan.predicted.stages):
-        row = stage.peak_bytes - table.peak_bytes(first, stop, depth, levels[first:stop]), first, stop
-        ends = first == 0, stop == len(table.units)
-        over[ends] = max(over.get(ends, row), row)
-    for excess, first, stop in over.values():
-        table.learn(first, stop, excess)
+    over: dict[tuple[bool, bool], tuple[float, Spans]] = {}
+    depths = table.depths(plan.pipeline.in_flight)
+    for spans, depth, stage in zip(table.stages(cuts), depths, plan.predicted.stages):
+        own = [level for first, stop in spans for level in levels[first:stop]]
+        row = stage.peak_bytes - table.peak_bytes(spans, depth, own), spans
+        over[table.ends(spans)] = max(over.get(table.ends(spans), row), row)
+    for excess, spans in over.values():
+        table.learn(spans, excess)
 
 
 def _explained(

@@ -303,6 +303,7 @@ class _Measuring:
                 params=tuple(dict.fromkeys(tensor.key for tensor in _params(own))),
                 begin_s=begin_s if place == len(self.outline.regions) - 1 else 0.0,
                 reduce_s=seconds[place].reduce_s,
+                weight_s=seconds[place].weight_s,
                 work_bytes=self._work_bytes(own),
                 given_bytes=sum(local_bytes(self.problem, self.plain, t) for t in self.outline.crossing[place]),
                 returned_bytes=sum(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ...artifacts import Cluster, Plan, Predicted, StagePrediction
+from ...artifacts import Cluster, PiecePrediction, Plan, Predicted, StagePrediction
 from ...program.decisions import Decisions
 from ...program.program import Tensor
-from ...program.stages import Stage, tied
+from ...program.stages import Stage, stages_of, tied
+from ...rank.execute import Executor
+from ...rank.stage_actions import Schedule
 from ..costs.price import begin_seconds, price_regions
 from ..costs.simulate import Simulation, simulate_stage
-from .events import Schedule, StageSeconds, StepTimeline, Tied, simulated_step
+from .events import StageSeconds, StepTimeline, Tied, simulated_step
 from .measure import local_bytes
-from .table import Hop, tied_sums
+from .table import Hop, hop_behind, tied_sums
 
 if TYPE_CHECKING:
     from ..task import Place
@@ -32,7 +34,8 @@ def hops_of(cluster: Cluster, num_stages: int) -> tuple[Hop, ...]:
 class PricedStages:
     """Stages with their simulations and what a step takes."""
 
-    stages: Sequence[Stage]
+    stages: Sequence[Sequence[Stage]]
+    """The pieces of each stage."""
     simulations: list[Simulation]
     predicted: Predicted
     timeline: StepTimeline
@@ -45,24 +48,26 @@ class PricedStages:
 
 def price_stages(
     place: Place,
-    stages: Sequence[Stage],
+    pieces: Sequence[Stage],
     decisions: Decisions,
-    in_flight: Sequence[int],
+    schedule: Schedule,
     hops: Sequence[Hop],
     known: dict[Any, Simulation] | None = None,
 ) -> PricedStages:
     """Simulate every stage and price the step. `place` is the task on one stage's ranks.
 
+    pieces: of all stages, of each its only one unless the schedule says otherwise. hops: the links between neighbouring stages.
     known: simulations of stages under the same layouts, to be used and added to.
     """
-    simulations = simulate_stages(place, stages, decisions, in_flight, {} if known is None else known)
-    sums = _tied_sums(place, stages, decisions, hops)
-    rows = [_seconds(place, stage, simulation, decisions, hops) for stage, simulation in zip(stages, simulations)]
-    schedule = Schedule(place.task.program.num_runs, tuple(in_flight))
-    timeline = simulated_step(schedule, [seconds for seconds, _ in rows], sums, overlaps=overlaps(place))
+    stages = [pieces[stage :: schedule.num_stages] for stage in range(schedule.num_stages)]
+    simulations = simulate_stages(place, stages, decisions, schedule, {} if known is None else known)
+    sums = _tied_sums(place, pieces, decisions, hops, schedule.num_stages)
+    rows = [_piece_rows(place, own, simulation, decisions, hops) for own, simulation in zip(stages, simulations)]
+    seconds = [rows[at % len(rows)][at // len(rows)][0] for at in range(len(pieces))]
+    timeline = simulated_step(schedule, seconds, sums, overlaps=overlaps(place))
     predicted = [
-        _prediction(seconds, more, simulation, stage, sums, place, decisions)
-        for (seconds, more), simulation, stage in zip(rows, simulations, stages)
+        _prediction(own_rows, simulation, own, sums, place, decisions, schedule)
+        for own_rows, simulation, own in zip(rows, simulations, stages)
     ]
     whole = _predicted(predicted, timeline, schedule.num_micro_batches)
     return PricedStages(stages, simulations, whole, timeline)
@@ -75,20 +80,20 @@ def overlaps(place: Place) -> bool:
 
 def simulate_stages(
     place: Place,
-    stages: Sequence[Stage],
+    stages: Sequence[Sequence[Stage]],
     decisions: Decisions,
-    in_flight: Sequence[int],
+    schedule: Schedule,
     known: dict[Any, Simulation],
 ) -> list[Simulation]:
     """Simulate every stage that is not known; stages that are alike in all that matters, once."""
-    shared = tied(stages)
+    shared = shared_by(stages)
     found = []
     for stage in stages:
-        key = _looks(place, stage, decisions, in_flight, shared)
+        key = _looks(place, stage, decisions, schedule, shared)
         if key not in known:
             known[key] = simulate_stage(
-                stage, decisions, place.task.make_optimizer, in_flight=in_flight,
-                num_micro_batches=place.task.program.num_runs, tied=tuple(shared), target=place.task.cluster.device.kind,
+                stage, decisions, place.task.make_optimizer, schedule=schedule, tied=tuple(shared),
+                target=place.task.cluster.device.kind,
                 num_threads=place.task.num_threads, optimizer_cost=place.task.optimizer_cost,
             )  # fmt: skip
         found.append(known[key])
@@ -96,9 +101,20 @@ def simulate_stages(
 
 
 def _looks(
-    place: Place, stage: Stage, decisions: Decisions, in_flight: Sequence[int], shared: dict[str, tuple[int, ...]]
+    place: Place,
+    stage: Sequence[Stage],
+    decisions: Decisions,
+    schedule: Schedule,
+    shared: dict[str, tuple[int, ...]],
 ) -> Any:
     """Return a key; stages with equal keys take the same bytes and seconds."""
+    at = stage[0].index
+    is_plain = schedule.virtual == 1 and not schedule.splits_backward
+    order = schedule.in_flight[at : at + 2] if is_plain else (schedule, at)  # others depend on all stages
+    return order, tuple(_looks_of_piece(place, piece, decisions, shared) for piece in stage)
+
+
+def _looks_of_piece(place: Place, stage: Stage, decisions: Decisions, shared: dict[str, tuple[int, ...]]) -> Any:
     regions = tuple(
         (
             region.region_class.index,
@@ -112,9 +128,14 @@ def _looks(
         (tensor.shape, tensor.key in shared, place.task.optimizer_cost.of(tensor.key).identity)
         for tensor in stage.program.params
     )
-    depths = tuple(in_flight[stage.index : stage.index + 2])
     given = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*stage.given, *stage.handed))
-    return (stage.is_first, stage.is_last, depths, given, repr((regions, params)))
+    return (stage.is_first, stage.is_last, given, repr((regions, params)))
+
+
+def shared_by(stages: Sequence[Sequence[Stage]]) -> dict[str, tuple[int, ...]]:
+    """Return the parameters that several stages read, with those stages."""
+    pieces = sorted((piece for own in stages for piece in own), key=lambda piece: piece.index)
+    return stages_of(tied(pieces), len(stages))
 
 
 def _values(op: Any) -> list[str]:
@@ -122,28 +143,45 @@ def _values(op: Any) -> list[str]:
     return ["internal", *outputs, *(f"in{place}" for place in range(len(op.inputs)))]
 
 
+def _piece_rows(
+    place: Place, stage: Sequence[Stage], simulation: Simulation, decisions: Decisions, hops: Sequence[Hop]
+) -> list[tuple[StageSeconds, tuple[float, float]]]:
+    """Return `_seconds` of each piece; a parameter that several pieces of the stage read is updated once, by the first."""
+    held: set[Tensor] = set()
+    found = []
+    for piece, executor in zip(stage, simulation.executors):
+        own = {tensor for tensor in piece.program.params if tensor.requires_grad} - held
+        found.append(_seconds(place, piece, executor, own, decisions, hops))
+        held |= own
+    return found
+
+
 def _seconds(
-    place: Place, stage: Stage, simulation: Simulation, decisions: Decisions, hops: Sequence[Hop]
+    place: Place, piece: Stage, executor: Executor, own: Set[Tensor], decisions: Decisions, hops: Sequence[Hop]
 ) -> tuple[StageSeconds, tuple[float, float]]:
-    """Return what a stage takes, and of a micro-batch what it communicates within itself and reruns."""
+    """Return what a piece takes, and of a micro-batch what it communicates within itself and reruns.
+
+    own: the parameters that it updates.
+    """
     problem, optimizer = place.problem, place.task.optimizer_cost
-    regions = price_regions(simulation.executor, problem.costs).values()
+    regions = price_regions(executor, problem.costs).values()
     rerun_s = sum(region.rerun_s for region in regions)
     update_s = sum(
         problem.costs.optimizer_s(tensor, decisions.params[tensor], optimizer)
-        for tensor in stage.program.params
-        if tensor.requires_grad
+        for tensor in piece.program.params
+        if tensor in own
     )
-    handed, returned = _crossing_bytes(place, stage, decisions)
-    hop = None if stage.is_last else hops[stage.index]
+    handed, returned = _crossing_bytes(place, piece, decisions)
+    hop = None if piece.is_last else hop_behind(hops, piece.index)
     seconds = StageSeconds(
         forward_s=sum(region.forward_s for region in regions),
         backward_s=sum(region.backward_s for region in regions) + rerun_s,
-        begin_s=begin_seconds(simulation.executor, problem.costs),
+        begin_s=begin_seconds(executor, problem.costs),
         reduce_s=sum(region.reduce_s for region in regions),
         update_s=update_s,
         hand_s=0.0 if hop is None else hop.seconds(handed),
         return_s=0.0 if hop is None else hop.seconds(returned),
+        weight_s=sum(region.weight_s for region in regions),
     )
     return seconds, (sum(region.comm_s for region in regions), rerun_s)
 
@@ -154,9 +192,11 @@ def _crossing_bytes(place: Place, stage: Stage, decisions: Decisions) -> tuple[i
     return sum(size for size, _ in sizes), sum(size for size, has_grad in sizes if has_grad)
 
 
-def _tied_sums(place: Place, stages: Sequence[Stage], decisions: Decisions, hops: Sequence[Hop]) -> list[Tied]:
-    params: dict[str, Tensor] = {tensor.key: tensor for stage in stages for tensor in stage.program.params}
-    readers = {name: at for name, at in tied(stages).items() if params[name].requires_grad}
+def _tied_sums(
+    place: Place, pieces: Sequence[Stage], decisions: Decisions, hops: Sequence[Hop], num_stages: int
+) -> list[Tied]:
+    params: dict[str, Tensor] = {tensor.key: tensor for piece in pieces for tensor in piece.program.params}
+    readers = {name: at for name, at in stages_of(tied(pieces), num_stages).items() if params[name].requires_grad}
     sizes = {
         name: float(place.problem.costs.local_bytes(params[name], decisions.params[params[name]])) for name in readers
     }
@@ -164,15 +204,16 @@ def _tied_sums(place: Place, stages: Sequence[Stage], decisions: Decisions, hops
 
 
 def _prediction(
-    seconds: StageSeconds,
-    more: tuple[float, float],
+    rows: Sequence[tuple[StageSeconds, tuple[float, float]]],
     simulation: Simulation,
-    stage: Stage,
+    stage: Sequence[Stage],
     sums: Sequence[Tied],
     place: Place,
     decisions: Decisions,
+    schedule: Schedule,
 ) -> StagePrediction:
-    comm_s, rerun_s = more
+    comm_s, rerun_s = (sum(more[place] for _, more in rows) for place in range(2))
+    seconds = summed([own for own, _ in rows])
     return StagePrediction(
         peak_bytes=simulation.peak_bytes,
         peak_at=simulation.peak_at,
@@ -184,11 +225,25 @@ def _prediction(
         begin_s=seconds.begin_s,
         update_s=seconds.update_s,
         reduce_s=seconds.reduce_s,
-        tied=tuple((group.stages, group.seconds) for group in sums if stage.index == group.stages[0]),
-        hand_bytes=_crossing_bytes(place, stage, decisions)[0],
+        tied=tuple((group.stages, group.seconds) for group in sums if stage[0].index == group.stages[0]),
+        hand_bytes=sum(_crossing_bytes(place, piece, decisions)[0] for piece in stage),
         hand_s=seconds.hand_s,
         return_s=seconds.return_s,
         comm_bytes=simulation.comm_bytes,
+        weight_s=seconds.weight_s if schedule.splits_backward else 0.0,
+        pieces=tuple(
+            PiecePrediction(
+                forward_s=own.forward_s, backward_s=own.backward_s, hand_s=own.hand_s, return_s=own.return_s
+            )
+            for own, _ in rows[: len(rows) if schedule.virtual > 1 else 0]
+        ),
+    )
+
+
+def summed(pieces: Sequence[StageSeconds]) -> StageSeconds:
+    """Return the seconds of a stage: those of all its pieces."""
+    return StageSeconds(
+        **{each.name: sum(getattr(piece, each.name) for piece in pieces) for each in fields(StageSeconds)}
     )
 
 
@@ -222,10 +277,14 @@ def schedule_of(plan: Plan) -> StepTimeline | None:
     predicted = plan.predicted
     if plan.pipeline is None or not predicted.stages:
         return None
-    stages = [
-        StageSeconds(s.forward_s, s.backward_s, s.begin_s, s.reduce_s, s.update_s, s.hand_s, s.return_s)
-        for s in predicted.stages
-    ]
+    stages = [_recorded(s, chunk) for chunk in range(plan.pipeline.virtual) for s in predicted.stages]
     sums = [Tied(at, seconds) for stage in predicted.stages for at, seconds in stage.tied]
-    schedule = Schedule(plan.micro_batches, plan.pipeline.in_flight)
+    schedule = Schedule.of(plan.pipeline, plan.micro_batches)
     return simulated_step(schedule, stages, sums, overlaps=plan.cluster.device.kind == "gpu", keep_spans=True)
+
+
+def _recorded(stage: StagePrediction, chunk: int) -> StageSeconds:
+    """Return what a plan says of a piece; what a stage takes once a step is its first piece's."""
+    own = stage.pieces[chunk] if stage.pieces else stage
+    once = (stage.begin_s, stage.reduce_s, stage.update_s) if chunk == 0 else (0.0, 0.0, 0.0)
+    return StageSeconds(own.forward_s, own.backward_s, *once, own.hand_s, own.return_s, stage.weight_s)

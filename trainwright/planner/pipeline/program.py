@@ -45,8 +45,14 @@ class Least:
     backward_s: float
 
 
-def bound_s(least: Sequence[Least], whole_s: float, num_stages: int, num_micro_batches: int) -> float:
+def bound_s(
+    least: Sequence[Least], whole_s: float, num_stages: int, num_micro_batches: int, schedule: str = "1f1b"
+) -> float:
     """Return seconds that no step of so many stages is below, whatever the cuts, depths, levels and layouts.
+
+    schedule: with a split backward (`zero-bubble`) only the last of the rows holds, since gradients of weights may come when
+    others already wait for nothing; of `interleaved` stages that one is as busy as all are on average, and that no unit
+    and no micro-batch is done in less than it takes.
 
     least: each unit's least. whole_s: the least seconds of all micro-batches of the whole program on one stage's ranks, with
     all that is done once a step.
@@ -54,9 +60,12 @@ def bound_s(least: Sequence[Least], whole_s: float, num_stages: int, num_micro_b
     >>> bound_s([Least(1.0, 2.0)] * 4, 48.0, 2, 4)   # two stages of 6 s, three micro-batches behind the first
     30.0
     """
+    m = num_micro_batches
+    if schedule == "interleaved":
+        each_s = [unit.forward_s + unit.backward_s for unit in least]
+        return max(whole_s / num_stages, m * max(each_s), sum(each_s))
     model = Model()
     grid = _Grid(model, len(least), num_stages)
-    m = num_micro_batches
     rows = _Rows(model, num_stages, m, [m] * num_stages)
     beyond: Terms = []
     for stage in range(num_stages):
@@ -67,7 +76,7 @@ def bound_s(least: Sequence[Least], whole_s: float, num_stages: int, num_micro_b
         beyond += [(more_f, float(m)), (more_b, float(m)), (once, 1.0)]
     sure_s = m * sum(each.forward_s + each.backward_s for each in least)
     model.row("all stages together", beyond, lower=_MS * max(0.0, whole_s - sure_s))
-    rows.add()
+    rows.add(splits_backward=schedule == "zero-bubble")
     found = model.solve(gap=1e-4, time_limit_s=10.0)
     return max(0.0, round(found.bound / _MS, 9)) if math.isfinite(found.bound) else 0.0
 
@@ -209,8 +218,8 @@ class _Rows:
         self.there: list[Terms] = [[] for _ in range(num_stages)]
         self.back: list[Terms] = [[] for _ in range(num_stages)]
 
-    def add(self) -> None:
-        """Add the rows, and what is minimised."""
+    def add(self, splits_backward: bool = False) -> None:
+        """Add the rows, and what is minimised; of a split backward those that hold for it."""
         model, m, num = self.model, float(self.m), self.num
         step = model.column(cost=1.0)
         forward = [self._column(terms) for terms in self.forward]
@@ -220,6 +229,10 @@ class _Rows:
         back = [self._column(terms) for terms in self.back]
         hops = [(column, 1.0) for q in range(num - 1) for column in (there[q], back[q])]
         for s in range(num):
+            first = [(column, 1.0) for q in range(s) for column in (forward[q], there[q])]
+            model.row("update", [*first, (whole[s], m), (behind[s], 1.0), (step, -1.0)], upper=0.0)
+            if splits_backward:
+                continue
             ahead = [(whole[q], 1.0) for q in range(s)]
             model.row("stages", [*ahead, *hops[: 2 * s], (whole[s], m), (behind[0], 1.0), (step, -1.0)], upper=0.0)
             early = (forward[s], 1.0 - min(self.in_flight[s], self.m))
@@ -227,8 +240,6 @@ class _Rows:
             model.row(
                 "warm-up", [*all_once, *hops, (whole[s], m - 1), early, (behind[0], 1.0), (step, -1.0)], upper=0.0
             )
-            first = [(column, 1.0) for q in range(s) for column in (forward[q], there[q])]
-            model.row("update", [*first, (whole[s], m), (behind[s], 1.0), (step, -1.0)], upper=0.0)
 
     def _column(self, terms: Terms) -> int:
         """Return a column that equals the terms."""

@@ -11,8 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from .cuts import Cuts, Judge
-from .events import one_f_one_b
+from .cuts import Cuts, Judge, depths_of
 
 PIPELINE_RECIPES = ("even", "balanced", "pipeline-dp", "joint")
 
@@ -23,10 +22,12 @@ def recipe_cuts(name: str, judge: Judge) -> Cuts | None:
         return even(judge)
     if name == "balanced":
         return balanced(judge, lambda first, stop, stage: 0.0)
-    depth = one_f_one_b(judge.table.num_stages, judge.table.num_micro_batches)
+    if judge.table.virtual > 1:
+        return None  # which reruns a piece takes depends on the other pieces of its stage
+    depth = depths_of(judge.table)[0]
 
     def rerun_s(first: int, stop: int, stage: int) -> float:
-        fit = judge.table.fit(first, stop, depth[stage], judge.budget_bytes)
+        fit = judge.table.fit(((first, stop),), (depth[stage],), judge.budget_bytes)
         return math.inf if fit is None else fit.rerun_s
 
     return balanced(judge, rerun_s)
@@ -40,10 +41,10 @@ def even(judge: Judge) -> Cuts | None:
     table = judge.table
     num = Counter(unit.kind for unit in table.units)
     blocks = [at for at, unit in enumerate(table.units) if num[unit.kind] > 1] or list(range(len(table.units)))
-    if len(blocks) < table.num_stages:
+    if len(blocks) < table.num_pieces:
         return None
-    size, more = divmod(len(blocks), table.num_stages)
-    firsts = [stage * size + min(stage, more) for stage in range(1, table.num_stages)]
+    size, more = divmod(len(blocks), table.num_pieces)
+    firsts = [stage * size + min(stage, more) for stage in range(1, table.num_pieces)]
     return tuple(blocks[first] for first in firsts)
 
 
@@ -55,8 +56,8 @@ def balanced(judge: Judge, rerun_s: Callable[[int, int, int], float]) -> Cuts | 
     for unit in table.units:
         before.append(before[-1] + unit.forward_s + unit.backward_s)
     best: dict[int, tuple[float, Cuts]] = {0: (0.0, ())}
-    for stage in range(table.num_stages):
-        left = table.num_stages - 1 - stage
+    for stage in range(table.num_pieces):
+        left = table.num_pieces - 1 - stage
         found: dict[int, tuple[float, Cuts]] = {}
         for first, (most, cuts) in best.items():
             stops = range(first + 1, num - left + 1) if left else [num]

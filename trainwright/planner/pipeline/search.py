@@ -2,7 +2,8 @@
 
 For each of these that its bound does not rule out, layouts come from the solver on one stage's ranks: the fastest ones, and
 those whose parameters take ever less of the budget. Each gives a table (`measure`), cuts to begin from (`program`, `recipes`)
-and the fastest stages that moves lead to (`cuts`). Their stages are then simulated on fake tensors: where one holds more than
+and the fastest stages that moves lead to (`cuts`), with one piece a stage, with several in turn, and with a split backward.
+Their stages are then simulated on fake tensors: where one holds more than
 its estimate, or less, the estimate learns that, and the levels are chosen anew, until all stages are within the budget.
 """
 
@@ -17,6 +18,7 @@ from functools import cached_property
 from ...artifacts import Cluster, Refusal, UserError
 from ...program.decisions import Decisions
 from ...program.stages import cut
+from ...rank.stage_actions import Schedule
 from ..budget import budget_for
 from ..costs.price import Price
 from ..costs.units import size_text
@@ -27,13 +29,13 @@ from ..problem.problem import Decision
 from ..search.answer import Answer
 from ..search.stages import GAP
 from ..task import Place, Task
-from .ask import begin_pins, check_task, numbers_of_stages
-from .cuts import Judge, Staged, depths, fastest, nothing_fits_bytes
-from .events import one_f_one_b
+from .ask import begin_pins, check_task, numbers_of_stages, schedules
+from .cuts import Cuts, Judge, Staged, depths_of, fastest, nothing_fits_bytes
 from .measure import Measured, Outline, measure
 from .price import PricedStages, hops_of, price_stages
 from .program import bound_s, propose
 from .recipes import PIPELINE_RECIPES, recipe_cuts
+from .table import Spans, Table
 
 SHARES = (0.8, 0.5, 0.3)
 """The shares of all stages' memory budgets that parameters and optimizer states may take in the further layouts."""
@@ -41,6 +43,8 @@ MAX_CORRECTIONS = 6
 """The most times that one table learns from simulations."""
 CLOSE = 0.01
 """A stage whose peak leaves no more of the budget than this needs no second look."""
+PIECES_A_STAGE = (2, 3, 4)
+"""The numbers of pieces that interleaved stages are tried with."""
 MICRO_BATCHES_A_STAGE = 8
 """The most micro-batches for each stage that are tried where their number is to be chosen."""
 
@@ -52,7 +56,7 @@ class StagedAnswer:
     cluster: Cluster
     """All of the hardware, not one stage's."""
     begins: tuple[str, ...]
-    in_flight: tuple[int, ...]
+    schedule: Schedule
     decisions: Decisions
     priced: PricedStages
 
@@ -167,9 +171,11 @@ class Case:
 
     @cached_property
     def bound_s(self) -> float:
-        """Return a lower bound in seconds of every step with these numbers and this mesh."""
-        least = self.outline.least(self.place.problem)
-        return bound_s(least, self.place.solver.lower_bound_s(), self.num_stages, self.num_micro_batches)
+        """Return a lower bound in seconds of every step with these numbers and this mesh, in any order that may be chosen."""
+        least, whole_s = self.outline.least(self.place.problem), self.place.solver.lower_bound_s()
+        return min(
+            bound_s(least, whole_s, self.num_stages, self.num_micro_batches, name) for name in schedules(self.whole)
+        )
 
     def layouts(self) -> list[Mapping[Decision, int]]:
         """Return the layouts to look at: the fastest, and those that take less memory at rest."""
@@ -196,6 +202,24 @@ class Case:
         fixed = {stage: names.index(name) + 1 for stage, name in self.fixed.items()}
         return Judge(measured.table, self.budget_bytes, fixed)
 
+    def judges(self, measured: Measured) -> list[Judge]:
+        """Return a judge for each order in which stages may work."""
+        plain, found = self.judge(measured), []
+        for name in schedules(self.whole):
+            if name == "1f1b":
+                found.append(plain)
+            elif name == "zero-bubble":
+                found.append(replace(plain, table=plain.table.scheduled(splits_backward=True)))
+            elif not self.fixed:
+                found += [replace(plain, table=plain.table.scheduled(num)) for num in self._numbers_of_pieces()]
+        return found
+
+    def _numbers_of_pieces(self) -> list[int]:
+        """Return how many pieces interleaved stages may have: groups of as many micro-batches as stages are whole."""
+        if self.num_micro_batches % self.num_stages:
+            return []
+        return [num for num in PIECES_A_STAGE if num * self.num_stages <= len(self.outline.regions)]
+
 
 class _Search:
     """Looks at one case after the other for the fastest stages."""
@@ -219,7 +243,9 @@ class _Search:
 
     def is_hopeless(self, floor_s: float, num_stages: int, num_micro_batches: int) -> bool:
         """True if stages cannot beat the incumbent, however they share `floor_s`."""
-        share = num_micro_batches * (1 - (1 - 1 / num_micro_batches) ** num_stages)
+        share = float(num_stages)
+        if schedules(self.task) == ("1f1b",):
+            share = num_micro_batches * (1 - (1 - 1 / num_micro_batches) ** num_stages)
         hopeless = floor_s / share >= self._to_beat * (1 - GAP)
         self.was_slower |= hopeless
         return hopeless
@@ -241,10 +267,10 @@ class _Search:
             self.was_slower = True
             return
         self.bound_s = min(self.bound_s, case.bound_s)
-        found = [row for options in case.layouts() if (row := self._proposal(case, options)) is not None]
-        for measured, staged in sorted(found, key=lambda row: row[1].step_s):
+        found = [row for options in case.layouts() for row in self._proposals(case, options)]
+        for measured, judge, staged in sorted(found, key=lambda row: row[2].step_s):
             if staged.step_s < self._to_beat:
-                self._realise(case, measured, staged)
+                self._realise(case, measured, judge, staged)
             else:
                 self.was_slower = True
 
@@ -252,35 +278,37 @@ class _Search:
     def _to_beat(self) -> float:
         return self.cutoff_s if self.best is None else min(self.cutoff_s, self.best[1].step_s)
 
-    def _proposal(self, case: Case, options: Mapping[Decision, int]) -> tuple[Measured, Staged] | None:
-        """Return the table of some layouts with the stages that are fastest by it."""
+    def _proposals(self, case: Case, options: Mapping[Decision, int]) -> list[tuple[Measured, Judge, Staged]]:
+        """Return the table of some layouts with the stages that are fastest by it, for each order in which they may work."""
         measured = case.measured(options)
-        judge = case.judge(measured)
-        found = self._chosen(judge)
-        if found is None:
+        found, known = [], list[Cuts]()
+        for judge in case.judges(measured):
+            if (staged := self._chosen(judge, known)) is not None:
+                found.append((measured, judge, staged))
+                known += [staged.cuts] if judge.table.virtual == 1 else []
+        if not found:
+            judge = case.judge(measured)
             starts = self._starts(replace(judge, budget_bytes=math.inf))
             least, stage = nothing_fits_bytes(judge, starts) if starts else (math.inf, 0)
             self.least.append((least, stage, case))
-            return None
-        return measured, found
+        return found
 
-    def _chosen(self, judge: Judge) -> Staged | None:
-        """Return the stages of the solver that was asked for."""
-        table = judge.table
+    def _chosen(self, judge: Judge, known: Sequence[Cuts] = ()) -> Staged | None:
+        """Return the stages of the solver that was asked for. known: cuts to begin from too."""
         if self.solver != "joint":
             cuts = recipe_cuts(self.solver, judge)
-            return None if cuts is None else judge.judge(cuts, one_f_one_b(table.num_stages, table.num_micro_batches))
-        return fastest(judge, self._starts(judge))
+            return None if cuts is None else judge.judge(cuts, depths_of(judge.table)[0])
+        return fastest(judge, [*self._starts(judge), *(known if judge.table.virtual == 1 else [])])
 
-    def _starts(self, judge: Judge) -> list[tuple[int, ...]]:
+    def _starts(self, judge: Judge) -> list[Cuts]:
         table = judge.table
         cuts = [recipe_cuts(name, judge) for name in PIPELINE_RECIPES if name != "joint"]
-        for depth in depths(table.num_stages, table.num_micro_batches)[:2]:
+        for depth in depths_of(table)[: 2 if table.is_plain else 0]:
             proposal = propose(table, depth, judge.budget_bytes, judge.fixed)
             cuts.append(None if proposal is None else proposal.cuts)
         return [found for found in dict.fromkeys(cuts) if found is not None and judge.allows(found)]
 
-    def _realise(self, case: Case, measured: Measured, staged: Staged | None) -> None:
+    def _realise(self, case: Case, measured: Measured, judge: Judge, staged: Staged | None) -> None:
         """Simulate stages, let the table learn what they hold, and choose again, until they fit and little is left."""
         seen: set[tuple[tuple[int, ...], ...]] = set()
         for _ in range(MAX_CORRECTIONS):
@@ -290,7 +318,7 @@ class _Search:
             if key in seen:
                 return
             seen.add(key)
-            answer = self._answer(case, measured, staged)
+            answer = self._answer(case, measured, judge.table, staged)
             peaks = [simulation.peak_bytes for simulation in answer.priced.simulations]
             fits = max(peaks) <= case.budget_bytes
             if not fits:
@@ -302,16 +330,18 @@ class _Search:
                 fit.rerun_s and peak < case.budget_bytes * (1 - CLOSE) for fit, peak in zip(staged.fits, peaks)
             ):
                 return
-            _learn(measured, staged, peaks)
-            staged = self._chosen(case.judge(measured))
+            _learn(judge.table, staged, peaks)
+            judge = Judge(judge.table, judge.budget_bytes, judge.fixed)
+            staged = self._chosen(judge, [staged.cuts])
 
-    def _answer(self, case: Case, measured: Measured, staged: Staged) -> StagedAnswer:
-        levels = [level for fit in staged.fits for level in fit.levels]
+    def _answer(self, case: Case, measured: Measured, table: Table, staged: Staged) -> StagedAnswer:
+        levels = [level for own in table.by_piece(staged.cuts, staged.fits) for level in own]
         decisions, begins = measured.staged(levels), measured.begins(staged.cuts)
         stages = cut(case.task.program, begins)
         hops = hops_of(case.cluster, case.num_stages)
-        priced = price_stages(case.place, stages, decisions, staged.in_flight, hops, measured.simulations)
-        return StagedAnswer(case.cluster, begins, staged.in_flight, decisions, priced)
+        schedule = table.schedule(staged.in_flight)
+        priced = price_stages(case.place, stages, decisions, schedule, hops, measured.simulations)
+        return StagedAnswer(case.cluster, begins, schedule, decisions, priced)
 
     def _tell(self, answer: StagedAnswer) -> None:
         self.task.best.seconds = min(self.task.best.seconds, answer.step_s)
@@ -354,15 +384,14 @@ class _Search:
         )
 
 
-def _learn(measured: Measured, staged: Staged, peaks: Sequence[int]) -> None:
+def _learn(table: Table, staged: Staged, peaks: Sequence[int]) -> None:
     """Note by how much stages hold more than their estimate, or less: the most of those with the same ends."""
-    table, more = measured.table, dict[tuple[bool, bool], tuple[float, int, int]]()
-    for (first, stop), fit, peak in zip(table.spans(staged.cuts), staged.fits, peaks):
-        ends = first == 0, stop == len(table.units)
-        row = (peak - fit.peak_bytes, first, stop)
-        more[ends] = max(more.get(ends, row), row)
-    for excess, first, stop in more.values():
-        table.learn(first, stop, excess)
+    more = dict[tuple[bool, bool], tuple[float, Spans]]()
+    for spans, fit, peak in zip(table.stages(staged.cuts), staged.fits, peaks):
+        row = (peak - fit.peak_bytes, spans)
+        more[table.ends(spans)] = max(more.get(table.ends(spans), row), row)
+    for excess, spans in more.values():
+        table.learn(spans, excess)
 
 
 def _name(case: Case) -> str:

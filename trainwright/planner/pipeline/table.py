@@ -15,10 +15,14 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ...rank.stage_actions import Schedule, most_in_flight
 from .events import StageSeconds, Tied
+
+Spans = tuple[tuple[int, int], ...]
+"""The units (first, one behind the last) of each piece of a stage."""
 
 MAX_POINTS = 512
 """The most ways to trade bytes for seconds that are told apart for one run of units."""
@@ -54,6 +58,8 @@ class Unit:
     """The bytes that cross the boundary at its beginning, for a micro-batch."""
     returned_bytes: float = 0.0
     """The bytes of the gradients that cross the same boundary back."""
+    weight_s: float = 0.0
+    """What of `backward_s` makes gradients of weights that may come later."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,14 @@ class Hop:
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 
+def hop_behind(hops: Sequence[Hop], piece: int) -> Hop:
+    """Return the link from a piece to the next; from the last stage back to the first, the slowest link between two."""
+    stage = piece % (len(hops) + 1)
+    if stage < len(hops):
+        return hops[stage]
+    return max(hops, key=lambda hop: (hop.latency_s, 1 / hop.bytes_per_s))
+
+
 @dataclass(frozen=True)
 class Fit:
     """A stage with its levels chosen."""
@@ -90,8 +104,8 @@ class Fit:
 class _Point:
     num_bytes: float
     seconds: float
-    counts: tuple[tuple[int, int, int], ...]
-    """(kind, level, how many units)."""
+    counts: tuple[tuple[tuple[int, int], int, int], ...]
+    """((kind, depth), level, how many units)."""
 
 
 @dataclass(eq=False)
@@ -108,12 +122,46 @@ class Table:
     """True if transfers overlap computation."""
     excess_bytes: dict[tuple[bool, bool], float] = field(default_factory=dict)
     """The bytes that simulations found above the estimate, by whether a stage holds the first unit and the last one."""
-    _fits: dict[tuple[int, int, int, float], Fit | None] = field(default_factory=dict)
-    _frontiers: dict[tuple[tuple[int, int], ...], list[_Point]] = field(default_factory=dict)
+    virtual: int = 1
+    """The pieces of each stage."""
+    splits_backward: bool = False
+    _fits: dict[tuple[Spans, Sequence[int], float], Fit | None] = field(default_factory=dict)
+    _frontiers: dict[tuple[tuple[tuple[int, int], int], ...], list[_Point]] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether stages have a piece each and go back at once."""
+        return self.virtual == 1 and not self.splits_backward
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.hops) + 1
 
     @property
     def num_stages(self) -> int:
-        return len(self.hops) + 1
+        return self.num_pieces // self.virtual
+
+    def scheduled(self, virtual: int = 1, splits_backward: bool = False) -> Table:
+        """Return the same units with `virtual` pieces a stage, or a split backward; what was learned of others is not known.
+
+        From the last stage back to the first it is as far as over the slowest link between two.
+        """
+        hops = tuple(hop_behind(self.hops, piece) for piece in range(virtual * self.num_stages - 1))
+        return replace(
+            self, hops=hops, virtual=virtual, splits_backward=splits_backward, excess_bytes={}, _fits={}, _frontiers={}
+        )  # fmt: skip
+
+    def schedule(self, in_flight: Sequence[int]) -> Schedule:
+        return Schedule(self.num_micro_batches, tuple(in_flight), self.virtual, self.splits_backward)
+
+    def stages(self, cuts: Sequence[int]) -> list[Spans]:
+        """Return the units of each stage, piece by piece."""
+        spans = self.spans(cuts)
+        return [tuple(spans[stage :: self.num_stages]) for stage in range(self.num_stages)]
+
+    def depths(self, in_flight: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Return how many forwards are in flight at most, by stage and by piece."""
+        return most_in_flight(self.schedule(in_flight)) if self.virtual > 1 else [(depth,) for depth in in_flight]
 
     @cached_property
     def tied_params(self) -> dict[str, tuple[int, ...]]:
@@ -129,69 +177,80 @@ class Table:
         edges = [0, *cuts, len(self.units)]
         return list(itertools.pairwise(edges))
 
-    def params_of(self, first: int, stop: int) -> set[str]:
+    def params_of(self, spans: Spans) -> set[str]:
         """Return the parameters that a stage holds."""
-        return {name for unit in self.units[first:stop] for name in unit.params}
+        return {name for first, stop in spans for unit in self.units[first:stop] for name in unit.params}
 
     # Bytes
 
-    def fixed_bytes(self, first: int, stop: int, in_flight: int) -> float:
+    def fixed_bytes(self, spans: Spans, depths: Sequence[int]) -> float:
         """Return what a stage holds whatever it recomputes."""
-        own = self.units[first:stop]
-        static = sum(self.params[name].held_bytes for name in self.params_of(first, stop))
-        static += sum(unit.other_bytes for unit in own)
-        given, handed = own[0].given_bytes, self.units[stop].given_bytes if stop < len(self.units) else 0.0
-        returned = self.units[stop].returned_bytes if stop < len(self.units) else 0.0
-        crossing = (in_flight + (1 if first else 0)) * given + own[0].returned_bytes + handed + returned
-        return static + crossing + max(unit.work_bytes for unit in own) + self._excess(first, stop)
+        static = sum(self.params[name].held_bytes for name in self.params_of(spans))
+        crossing = work = 0.0
+        for (first, stop), depth in zip(spans, depths):
+            own, behind = self.units[first:stop], self.units[stop] if stop < len(self.units) else None
+            static += sum(unit.other_bytes for unit in own)
+            work = max(work, *(unit.work_bytes for unit in own))
+            crossing += (depth + (1 if first else 0)) * own[0].given_bytes + own[0].returned_bytes
+            crossing += 0.0 if behind is None else behind.given_bytes + behind.returned_bytes
+        return static + crossing + work + self.excess_bytes.get(self.ends(spans), 0.0)
 
-    def _excess(self, first: int, stop: int) -> float:
-        return self.excess_bytes.get((first == 0, stop == len(self.units)), 0.0)
+    def ends(self, spans: Spans) -> tuple[bool, bool]:
+        """Tell whether a stage holds the first unit, and the last."""
+        return spans[0][0] == 0, spans[-1][1] == len(self.units)
 
-    def learn(self, first: int, stop: int, num_bytes: float) -> None:
+    def learn(self, spans: Spans, num_bytes: float) -> None:
         """Note by how many bytes more than its estimate a stage was found to hold."""
-        ends = first == 0, stop == len(self.units)
+        ends = self.ends(spans)
         self.excess_bytes[ends] = self.excess_bytes.get(ends, 0.0) + num_bytes
         self._fits.clear()
 
-    def peak_bytes(self, first: int, stop: int, in_flight: int, levels: Sequence[int]) -> float:
-        """Return the estimated peak of a stage."""
-        chosen = [self.levels[unit.kind][level] for unit, level in zip(self.units[first:stop], levels)]
-        kept = sum(level.kept_bytes for level in chosen)
-        return self.fixed_bytes(first, stop, in_flight) + in_flight * kept + chosen[-1].rederived_bytes
+    def peak_bytes(self, spans: Spans, depths: Sequence[int], levels: Sequence[int]) -> float:
+        """Return the estimated peak of a stage; `levels`: of its units, piece by piece."""
+        chosen = [self.levels[unit.kind][level] for unit, level in zip(self._own(spans), levels)]
+        weights = [depth for (first, stop), depth in zip(spans, depths) for _ in range(first, stop)]
+        kept = sum(depth * level.kept_bytes for level, depth in zip(chosen, weights))
+        return self.fixed_bytes(spans, depths) + kept + chosen[-1].rederived_bytes
 
-    def fit(self, first: int, stop: int, in_flight: int, budget_bytes: float) -> Fit | None:
-        """Return the levels with the fewest seconds of reruns within the budget; None where not even the leanest fit."""
-        key = first, stop, in_flight, budget_bytes
+    def _own(self, spans: Spans) -> list[Unit]:
+        return [unit for first, stop in spans for unit in self.units[first:stop]]
+
+    def fit(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> Fit | None:
+        """Return the levels with the fewest seconds of reruns within the budget; None where not even the leanest fit.
+
+        depths: how many forwards are in flight, for each piece of the stage.
+        """
+        key = spans, tuple(depths), budget_bytes
         if key not in self._fits:
-            self._fits[key] = self._fitted(first, stop, in_flight, budget_bytes)
+            self._fits[key] = self._fitted(spans, depths, budget_bytes)
         return self._fits[key]
 
-    def _fitted(self, first: int, stop: int, in_flight: int, budget_bytes: float) -> Fit | None:
-        fixed, last = self.fixed_bytes(first, stop, in_flight), self.units[stop - 1].kind
-        kinds = Counter(unit.kind for unit in self.units[first : stop - 1])
+    def _fitted(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> Fit | None:
+        fixed, own = self.fixed_bytes(spans, depths), self._own(spans)
+        weights = [depth for (first, stop), depth in zip(spans, depths) for _ in range(first, stop)]
+        kinds = Counter((unit.kind, depth) for unit, depth in zip(own[:-1], weights))
         rest = self._frontier(tuple(sorted(kinds.items())))
         best: tuple[float, float, int, _Point] | None = None
-        for number, level in enumerate(self.levels[last]):
-            room = (budget_bytes - fixed - level.rederived_bytes) / in_flight - level.kept_bytes
-            at = bisect.bisect_right(rest, room, key=lambda point: point.num_bytes) - 1
+        for number, level in enumerate(self.levels[own[-1].kind]):
+            least = fixed + weights[-1] * level.kept_bytes + level.rederived_bytes
+            at = bisect.bisect_right(rest, budget_bytes - least, key=lambda point: point.num_bytes) - 1
             if at >= 0:
-                kept = rest[at].num_bytes + level.kept_bytes
-                peak = fixed + in_flight * kept + level.rederived_bytes
-                found = (rest[at].seconds + level.rerun_s, peak, number, rest[at])
+                found = (rest[at].seconds + level.rerun_s, least + rest[at].num_bytes, number, rest[at])
                 best = found if best is None or found[:2] < best[:2] else best
-        return None if best is None else Fit(self._levels_of(first, stop, best[2], best[3]), best[0], best[1])
+        if best is None:
+            return None
+        return Fit(self._levels_of(own, weights, best[2], best[3]), best[0], best[1])
 
-    def _levels_of(self, first: int, stop: int, last: int, point: _Point) -> tuple[int, ...]:
+    def _levels_of(self, own: Sequence[Unit], weights: Sequence[int], last: int, point: _Point) -> tuple[int, ...]:
         """Hand the counted levels out, the most recomputed first: their backward comes last, when others are gone."""
-        left: dict[int, list[int]] = {}
-        for kind, level, num in sorted(point.counts, reverse=True):
-            left.setdefault(kind, []).extend([level] * num)
-        queues = {kind: iter(levels) for kind, levels in left.items()}
-        return (*(next(queues[unit.kind]) for unit in self.units[first : stop - 1]), last)
+        left: dict[tuple[int, int], list[int]] = {}
+        for key, level, num in sorted(point.counts, reverse=True):
+            left.setdefault(key, []).extend([level] * num)
+        queues = {key: iter(levels) for key, levels in left.items()}
+        return (*(next(queues[unit.kind, depth]) for unit, depth in zip(own[:-1], weights)), last)
 
-    def _frontier(self, kinds: tuple[tuple[int, int], ...]) -> list[_Point]:
-        """Return the best ways to trade bytes for seconds of so many units of each kind, the fewest bytes first."""
+    def _frontier(self, kinds: tuple[tuple[tuple[int, int], int], ...]) -> list[_Point]:
+        """Return the best ways to trade bytes for seconds of so many units of each (kind, depth), the fewest bytes first."""
         if not kinds:
             return [_Point(0.0, 0.0, ())]
         if kinds not in self._frontiers:
@@ -199,10 +258,12 @@ class Table:
             fewer = self._frontier((*others, (kind, num - 1)) if num > 1 else others)
             found = [
                 _Point(
-                    point.num_bytes + level.kept_bytes, point.seconds + level.rerun_s, _more(point.counts, kind, number)
+                    point.num_bytes + kind[1] * level.kept_bytes,
+                    point.seconds + level.rerun_s,
+                    _more(point.counts, kind, number),
                 )
                 for point in fewer
-                for number, level in enumerate(self.levels[kind])
+                for number, level in enumerate(self.levels[kind[0]])
             ]
             self._frontiers[kinds] = _best(found)
         return self._frontiers[kinds]
@@ -210,29 +271,49 @@ class Table:
     # Seconds
 
     def seconds(self, cuts: Sequence[int], fits: Sequence[Fit]) -> list[StageSeconds]:
-        """Return what each stage takes."""
+        """Return what each piece takes; `fits`: of each stage."""
+        reruns, levels = [], self.by_piece(cuts, fits)
+        for (first, stop), own in zip(self.spans(cuts), levels):
+            reruns.append(
+                sum(self.levels[unit.kind][level].rerun_s for unit, level in zip(self.units[first:stop], own))
+            )
+        held: list[set[str]] = [set() for _ in range(self.num_stages)]
         found = []
-        for stage, ((first, stop), fit) in enumerate(zip(self.spans(cuts), fits)):
-            own, is_last = self.units[first:stop], stop == len(self.units)
+        for piece, ((first, stop), rerun_s) in enumerate(zip(self.spans(cuts), reruns)):
+            units, is_last = self.units[first:stop], stop == len(self.units)
             behind = None if is_last else self.units[stop]
+            before = held[piece % self.num_stages]
+            new = self.params_of(((first, stop),)) - before
+            before |= new
             found.append(
                 StageSeconds(
-                    forward_s=sum(unit.forward_s for unit in own),
-                    backward_s=sum(unit.backward_s for unit in own) + fit.rerun_s,
-                    begin_s=max(unit.begin_s for unit in own),
-                    reduce_s=sum(unit.reduce_s for unit in own),
-                    update_s=sum(self.params[name].update_s for name in sorted(self.params_of(first, stop))),
-                    hand_s=0.0 if behind is None else self.hops[stage].seconds(behind.given_bytes),
-                    return_s=0.0 if behind is None else self.hops[stage].seconds(behind.returned_bytes),
+                    forward_s=sum(unit.forward_s for unit in units),
+                    backward_s=sum(unit.backward_s for unit in units) + rerun_s,
+                    begin_s=max(unit.begin_s for unit in units),
+                    reduce_s=sum(unit.reduce_s for unit in units),
+                    update_s=sum(self.params[name].update_s for name in sorted(new)),
+                    hand_s=0.0 if behind is None else self.hops[piece].seconds(behind.given_bytes),
+                    return_s=0.0 if behind is None else self.hops[piece].seconds(behind.returned_bytes),
+                    weight_s=sum(unit.weight_s for unit in units),
                 )
             )
         return found
+
+    def by_piece(self, cuts: Sequence[int], fits: Sequence[Fit]) -> list[tuple[int, ...]]:
+        """Return the levels of the units of each piece, which `fits` have by stage."""
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for spans, fit in zip(self.stages(cuts), fits):
+            at = 0
+            for first, stop in spans:
+                found[first, stop] = fit.levels[at : at + stop - first]
+                at += stop - first
+        return [found[span] for span in self.spans(cuts)]
 
     def tied(self, cuts: Sequence[int]) -> list[Tied]:
         """Return the sums over stages of tied parameters' gradients: one for all parameters of the same stages."""
         return tied_sums(
             {
-                name: tuple(sorted({self.stage_at(cuts, at) for at in units}))
+                name: tuple(sorted({self.stage_at(cuts, at) % self.num_stages for at in units}))
                 for name, units in self.tied_params.items()
             },
             {name: self.params[name].grad_bytes for name in self.tied_params},
@@ -241,7 +322,7 @@ class Table:
 
     @staticmethod
     def stage_at(cuts: Sequence[int], unit: int) -> int:
-        """Return the stage that runs a unit."""
+        """Return the piece that has a unit."""
         return bisect.bisect_right(list(cuts), unit)
 
 
@@ -262,7 +343,9 @@ def tied_sums(stages: dict[str, tuple[int, ...]], grad_bytes: dict[str, float], 
     return [Tied(at, seconds) for at, seconds in sorted(found.items())]
 
 
-def _more(counts: tuple[tuple[int, int, int], ...], kind: int, level: int) -> tuple[tuple[int, int, int], ...]:
+def _more(
+    counts: tuple[tuple[tuple[int, int], int, int], ...], kind: tuple[int, int], level: int
+) -> tuple[tuple[tuple[int, int], int, int], ...]:
     """Return the counts with one unit more."""
     found = {(a, b): num for a, b, num in counts}
     found[kind, level] = found.get((kind, level), 0) + 1

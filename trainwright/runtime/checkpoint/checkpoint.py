@@ -329,7 +329,10 @@ def _name(step: int) -> str:
 
 def _layout(module: ParallelModule) -> dict[str, Any]:
     """What an optimizer's own tensors depend on: the mesh, and how each parameter is cut."""
-    stages = {} if module.plan.pipeline is None else {"begins": list(module.plan.pipeline.begins)}
+    pipeline = module.plan.pipeline
+    stages: dict[str, Any] = {} if pipeline is None else {"begins": list(pipeline.begins)}
+    if pipeline is not None and pipeline.virtual > 1:
+        stages["virtual"] = pipeline.virtual
     return {
         "mesh": list(module.plan.mesh.values()),
         "params": {n: list(p.layout) for n, p in module.plan.params.items()},

@@ -1,0 +1,133 @@
+"""A backward in two parts: what goes on to the stage before, and the gradients of weights, which nobody waits for.
+
+    y = x · Wᵀ + b     backward    dx = dy · W,  db = Σ dy      at once
+                       later       dW = dyᵀ · x                 from x and dy, which are kept until then
+
+Linear maps by a parameter (as it rests, gathered, or in another dtype) are taken apart so; every other gradient comes at once.
+What is added, and in which order of micro-batches, is as without, so gradients are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..program.program import Op
+from ..program.program import Tensor as ProgramTensor
+from .execute import Executor
+from .instructions import Compute, Ref
+from .run_state import RunState
+
+_CASTS = ("_to_copy", "to")
+
+
+def waits(op: Op) -> bool:
+    """Tell whether the gradient of the op's weight may come later: a linear map, by a parameter, of what needs a gradient too."""
+    if op.name not in ("linear", "linear_io") or len(op.inputs) < 2:
+        return False
+    x, weight = op.inputs[:2]
+    return x.requires_grad and weight.requires_grad and _is_of_param(weight)
+
+
+def _is_of_param(tensor: ProgramTensor) -> bool:
+    """Tell whether `tensor` is a parameter, or one in another dtype."""
+    made = tensor.producer
+    if made is None:
+        return tensor.role == "param"
+    return made.name in _CASTS and len(made.inputs) == 1 and _is_of_param(made.inputs[0])
+
+
+@dataclass(eq=False)
+class _Due:
+    """The gradient of one weight that is still to be made."""
+
+    weight: GradientEdge
+    input_first: bool
+    x: Tensor | None = None
+    dy: Tensor | None = None
+
+
+@dataclass(eq=False)
+class LaterGradients:
+    """The gradients of weights that one micro-batch's backward has left for later."""
+
+    due: list[_Due] = field(default_factory=list)
+
+    def make(self) -> None:
+        """Make them, in the order of the backward, and let go of what they are made from."""
+        due, self.due = self.due, []
+        due.reverse()
+        while due:
+            one = due.pop()
+            assert one.x is not None
+            assert one.dy is not None
+            x, dy = one.x.flatten(0, -2), one.dy.flatten(0, -2)
+            torch.autograd.backward([one.weight], [x.t() @ dy if one.input_first else dy.t() @ x])
+            del one, x, dy
+
+
+def take_apart(executor: Executor) -> None:
+    """Let the linear maps of a local program leave the gradients of their weights to `RunState.later`, where that is there."""
+    for instruction in executor.local.instructions:
+        if isinstance(instruction, Compute) and waits(instruction.op) and _is_plain(instruction):
+            executor.calls[instruction.index] = _apart(instruction, executor.calls[instruction.index])
+
+
+def _is_plain(instruction: Compute) -> bool:
+    """Tell whether the op gets its two tensors first, and is called as it is or with its bias added by one rank alone."""
+    known = instruction.function is instruction.op.node.target or hasattr(instruction.function, "retargeted")
+    return known and all(type(arg) is Ref for arg in instruction.args[:2])
+
+
+def _apart(instruction: Compute, plain: Callable[..., None]) -> Callable[..., None]:
+    x_at, weight_at = (arg.value for arg in instruction.args[:2])
+    rest, kwargs, (output,) = instruction.args[2:], instruction.kwargs, instruction.outputs
+    target, function = instruction.op.node.target, instruction.function
+    input_first = instruction.op.name == "linear_io"
+
+    def call(env: dict[int, Any], state: RunState) -> None:
+        if state.later is None or not torch.is_grad_enabled():
+            plain(env, state)
+            return
+        due = _Due(get_gradient_edge(env[weight_at]), input_first)
+        later = state.later
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            found: Tensor = _Linear.apply(x, weight.detach(), bias, target, due, later)
+            return found
+
+        own = function.retargeted(product) if hasattr(function, "retargeted") else product
+        more = [env[arg.value] if type(arg) is Ref else arg for arg in rest]
+        named = {name: env[arg.value] if type(arg) is Ref else arg for name, arg in kwargs.items()}
+        env[output] = own(env[x_at], env[weight_at], *more, **named)
+
+    return call
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map whose backward gives the gradients of input and bias, and notes what that of the weight is made from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Any, due: _Due, later: LaterGradients
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.due, ctx.later = due, later
+        y: Tensor = target(x, weight, bias)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        due, ctx.due = ctx.due, None
+        due.x, due.dy = x, dy
+        ctx.later.due.append(due)
+        dx = dy @ (weight.t() if due.input_first else weight)
+        db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return dx, None, db, None, None, None
