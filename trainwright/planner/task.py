@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .micro_batches import Variants
     from .pipeline.measure import Outline
 
+_SIMULATED_OP_S = 5e-4
+"""The work of simulating one op."""
 OFFLOADS = ("auto", "host", "disk", "none")
 
 
@@ -206,6 +208,7 @@ class Place:
     def simulate(self, decisions: Decisions, timeline: bool = False) -> Simulation:
         """Run the fullest rank's step on fake tensors."""
         task = self.task
+        task.deadline.count(_SIMULATED_OP_S * len(task.program.ops))
         target = task.cluster.device.kind
         return simulate(
             task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,

@@ -30,7 +30,8 @@ class Answer:
     simulation: Simulation
     gap: float | None
     objective_s: float
-    solve_s: float
+    solve_s: float = 0.0
+    """Seconds of work, as the deadline counts it."""
     notes: list[str] = field(default_factory=list)
     binds: bool = True
     """True where the memory budget bound the search; else the answer is the fastest under any budget."""
@@ -95,8 +96,5 @@ class Settings:
         told = None if self.progress is None else self.progress.goes_on
         return Stages(
             model, sharding, self.restriction, recompute, starts, told, left_s, patience=patience,
-            stop=self._is_to_stop,
+            deadline=self.deadline,
         )  # fmt: skip
-
-    def _is_to_stop(self) -> bool:
-        return self.deadline.has_passed

@@ -8,13 +8,13 @@ fitted by itself too: with its sharding held, only what is kept is chosen anew, 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..model.deadline import Deadline
 from ..model.memory import set_budget
 from ..model.milp import Solution
 from ..model.outcome import Outcome
@@ -48,7 +48,7 @@ class Fitting:
     ) -> None:
         self.solver, self.settings, self.budget, self.wider = solver, settings, budget, wider
         self.search = Search(budget, aim, settings.progress)
-        self._deadline = self._until(settings.time_limit_s)
+        self._deadline = settings.deadline.part(settings.time_limit_s)
         self._earlier: tuple[float, np.ndarray] | None = None
         self._held: set[tuple[int, ...]] = set()
 
@@ -93,7 +93,7 @@ class Fitting:
         set_budget(model, memory, search.aim)
         # time for a second look, at the budget of the rows that the first one asks for
         share = min(settings.one_solve, _SHARE_OF_LARGE if is_large(solver.problem) else _SHARE)
-        remaining = max(1.0, share * (self._deadline - time.perf_counter()))
+        remaining = max(1.0, share * self._deadline.left_s)
         stages = settings.stages(model, sharding, recompute, solver.starts_for(settings), remaining)
         stages.cutoff, stages.floor = settings.cutoff_s, solver.floor_s
         if is_large(solver.problem):
@@ -118,7 +118,7 @@ class Fitting:
         if isinstance(smallest, Infeasible):
             return None if smallest.outcome is Outcome.STOPPED and self._known() is not None else smallest
         # However long it took to see that there is nothing to begin with, what is there may be made faster.
-        self._deadline = max(self._deadline, self._until(self.settings.time_limit_s / 2))
+        self._deadline = self._deadline.later(self.settings.deadline.part(self.settings.time_limit_s / 2))
         self.search.aim = rows_peak = self.solver.row_peak
         self.search.note(smallest)
         self._refit(smallest, rows_peak, -math.inf)
@@ -130,14 +130,9 @@ class Fitting:
             return smallest
         return self.solver.refused(smallest)
 
-    def _until(self, seconds: float) -> float:
-        """Return the moment in so many seconds, but no later than the deadline of all that was asked."""
-        return time.perf_counter() + self.settings.deadline.limited(seconds)
-
-    def _is_over(self, moment: float) -> bool:
-        """Return true once `moment` has passed or, where an answer is known, the deadline of the whole question."""
-        is_late = self.search.best is not None and self.settings.deadline.has_passed
-        return is_late or time.perf_counter() > moment
+    def _is_over(self, part: Deadline) -> bool:
+        """Return true once `part` is used up or, where an answer is known, the deadline of the whole question has passed."""
+        return part.is_used_up or (self.search.best is not None and self.settings.deadline.has_passed)
 
     def _cut_off(self) -> Infeasible:
         return Infeasible(Outcome.SLOWER)
@@ -178,7 +173,7 @@ class Fitting:
         self._held.add(tuple(options.values()))
         allowed = {decision: frozenset([option]) for decision, option in options.items()}
         held = replace(self.settings, restriction=replace(self.settings.restriction, allowed=allowed))
-        deadline = max(self._deadline, self._until(_LEAST_SHARE * self.settings.time_limit_s))
+        deadline = self._deadline.later(self.settings.deadline.part(_LEAST_SHARE * self.settings.time_limit_s))
         for _ in range(_MOST_HELD):
             if own.done or self._is_over(deadline):
                 break
@@ -193,10 +188,10 @@ class Fitting:
             if refitted.simulation.peak_bytes <= self.budget and refitted.objective_s < self.settings.cutoff_s:
                 self.search.offer(refitted)
 
-    def _solve_held(self, held: Settings, aim: float, deadline: float) -> Solution:
+    def _solve_held(self, held: Settings, aim: float, deadline: Deadline) -> Solution:
         model, sharding, recompute, memory = self.solver.full()
         set_budget(model, memory, aim)
-        limit = max(1.0, deadline - time.perf_counter())
+        limit = max(1.0, deadline.left_s)
         return solve_in_stages(held.stages(model, sharding, recompute, None, limit))
 
     @property

@@ -82,4 +82,4 @@ def _simulated(place: Place, choice: Choice) -> Answer:
     decisions = decisions_from(place.problem, choice)
     simulation = place.simulate(decisions)
     seconds = place.price(simulation).step_s
-    return Answer(choice, decisions, simulation, 1.0, seconds, 0.0)
+    return Answer(choice, decisions, simulation, 1.0, seconds)

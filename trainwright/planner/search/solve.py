@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from ...program.decisions import Overlap
+from ..model.deadline import Deadline
 from ..model.decode import Choice, decisions_from, read_choice
 from ..model.hidden import hide
 from ..model.memory import Memory, add_memory, set_budget
@@ -87,7 +87,7 @@ class Solver:
 
         fastest: what is fastest where no memory binds, if it is known.
         """
-        began = time.perf_counter()
+        began_s = settings.deadline.work_s
         self.floor_s, self.last_aim = 0.0, None
         fastest = fastest or self.without_memory(settings)
         if fastest is None and settings.restriction.forbids is not None:
@@ -100,7 +100,7 @@ class Solver:
         if isinstance(found, Answer):
             found.notes = settings.restriction.notes
             found.binds = self.last_aim is not None
-            found.solve_s = time.perf_counter() - began
+            found.solve_s = settings.deadline.work_s - began_s
         return found
 
     def _under_budget(self, fastest: Solution, settings: Settings) -> Answer | Infeasible:
@@ -144,8 +144,13 @@ class Solver:
 
     def lower_bound_s(self) -> float:
         """Return seconds that no answer on this mesh can beat, whatever the budget."""
-        model, _ = self.plain()
-        return model.solve(relaxed=True).objective
+        return self.relaxed[0]
+
+    @functools.cached_property
+    def relaxed(self) -> tuple[float, float]:
+        """The seconds of the relaxation without memory, and those of work that it took."""
+        deadline = Deadline()
+        return self.plain()[0].solve(relaxed=True, deadline=deadline).objective, deadline.work_s
 
     # Without memory
 
@@ -175,7 +180,7 @@ class Solver:
         decisions = replace(decisions_from(self.problem, choice), overlap=travel or self.travel_within)
         simulation = self.simulate(decisions)
         gap = min(solution.gap, 1 - self.floor_s / solution.objective if solution.objective > 0 else math.inf)
-        return Answer(choice, decisions, simulation, gap, solution.objective, solution.solve_s)
+        return Answer(choice, decisions, simulation, gap, solution.objective)
 
     # Within a budget
 
@@ -254,8 +259,9 @@ class Solver:
             # proven for this sharding alone
             return self.answer(replace(fastest, bound=self.floor_s), read_choice(fastest.values, sharding, recompute))
         answer = self.answer(replace(solution, bound=-math.inf), choice)
-        answer.objective_s = float(np.dot(model.cost, solution.values))
-        return answer
+        hidden = sharding.hidden
+        cost_s = float(np.dot(model.cost, solution.values)) if hidden is None else hidden.in_full_s(solution.values)
+        return replace(answer, objective_s=cost_s)
 
     def _mostly_peak(self, settings: Settings) -> dict[int, float]:
         """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds."""
