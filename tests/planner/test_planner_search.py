@@ -24,7 +24,7 @@ from trainwright.planner.budget import budget_for
 from trainwright.planner.model.deadline import LEAST_S, Deadline
 from trainwright.planner.model.milp import Model, Solution
 from trainwright.planner.model.outcome import Outcome
-from trainwright.planner.search import branching, fitting, guard, solve, stages
+from trainwright.planner.search import fitting, guard, solve, stages
 from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.search.solve import Solver
@@ -47,9 +47,7 @@ def test_what_the_relaxation_mixes_is_searched_and_loses_nothing(monkeypatch):
     known = place.solve("joint")
     asked = []
     narrow = stages._among_mixed
-    monkeypatch.setattr(branching, "_SOON_S", -1.0)
-    monkeypatch.setattr(branching, "_FAR_GAP", -1.0)
-    monkeypatch.setattr(stages, "FEW_COLUMNS", 0)
+    place.solver.effort = replace(place.solver.effort, looks_among_mixed_after_s=-1.0, far_gap=-1.0, few_columns=0)
     monkeypatch.setattr(stages, "_among_mixed", lambda *args: asked.append(narrow(*args)) or asked[-1])
     found = place.solve("joint")
     assert asked
@@ -155,7 +153,7 @@ def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_sha
     found, nothing = [], Solution(Outcome.STOPPED, None, math.inf, -math.inf)
     real = fitting.solve_in_stages
     monkeypatch.setattr(Fitting, "_solve", lambda self: nothing)
-    monkeypatch.setattr(Solver, "smallest", lambda self, settings: None)
+    monkeypatch.setattr(Solver, "least", lambda self, settings: Outcome.STOPPED)
     monkeypatch.setattr(fitting, "solve_in_stages", lambda asked: found.append(real(asked)) or found[-1])
     settings = place.settings("joint")
     answer = place.solver.within(settings, settings.budget_bytes)
@@ -165,10 +163,9 @@ def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_sha
 
 
 def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_against_recipes(place, monkeypatch):
-    answer = place.solve("joint")
     late = replace(place.settings("joint"), deadline=Deadline(0))
     assert late.stages(*place.solver.plain()).time_limit_s == LEAST_S
-    place.solver.last_aim = float(late.budget_bytes)
+    answer = replace(place.solve("joint"), row_budget=float(late.budget_bytes))
     monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("a known sharding was fitted past the deadline"))
     assert guard.no_slower_than_known(place.solver, late, answer, lambda answer: answer.objective_s) is answer
 
@@ -267,7 +264,7 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
 
     def noted(self, solution):
         held = SimpleNamespace(peak_bytes=990 if self.search.aim <= 900 else 1200)
-        self.search.note(SimpleNamespace(objective_s=0.5, gap=0.0, simulation=held))
+        self.search.note(Answer(None, None, held, 0.0, 0.5))
 
     monkeypatch.setattr(Fitting, "_solve", solved)
     monkeypatch.setattr(Fitting, "_note", noted)
@@ -278,15 +275,14 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
     else:
         assert isinstance(found, Infeasible)
         assert found.outcome is Outcome.SLOWER
-        assert 2 < len(aims) <= 1 + fitting.MAX_CORRECTIONS
+        assert 2 < len(aims) <= 1 + search.effort.corrections
 
 
 @pytest.mark.parametrize(("times", "asks"), [(1.0, False), (1.05, True)])
 def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_its_step(
     place, monkeypatch, times, asks
 ):
-    answer = replace(place.solve("joint"), gap=0.0)
-    place.solver.last_aim = float(place.task.budget_bytes)
+    answer = replace(place.solve("joint"), gap=0.0, row_budget=float(place.task.budget_bytes))
     asked = []
     monkeypatch.setattr(guard, "_of_recipe", lambda *_: asked.append(_))
     monkeypatch.setattr(Fitting, "beside", lambda *_: None)

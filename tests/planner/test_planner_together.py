@@ -118,10 +118,10 @@ def test_where_nothing_fits_what_holds_less_is_searched(monkeypatch, refused):
     assert answer.simulation.peak_bytes <= place.task.usable_bytes
 
 
-def test_that_memory_binds_is_not_forgotten_when_a_later_way_finds_nothing(monkeypatch):
+def test_that_memory_binds_is_not_forgotten_when_a_later_way_finds_nothing():
     """More micro-batches are looked at as long as it does."""
-    monkeypatch.setattr(together, "_DEAR", 0.0)
     (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_500_000).places
+    place.solver.effort = replace(place.solver.effort, dear=0.0)
     assert place.solve("joint").binds
     place.task.budget_bytes = None
     assert not place.solve("joint").binds

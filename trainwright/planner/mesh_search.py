@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from .costs.price import Price
 from .meshes import mesh_shapes
 from .model.outcome import Outcome
+from .search.effort import GAP
 from .search.solve import Answer, Infeasible
-from .search.stages import GAP
 from .task import Place, Task
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from .pipeline.recipes import PIPELINE_RECIPES
 from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, fastest_stages
 from .problem.recipes import RECIPES
 from .refusals import NothingFits
-from .search.stages import GAP
+from .search.effort import GAP
 from .task import Place, Task
 
 PROVEN_OPTIMAL = 1.0001 * GAP
@@ -178,22 +178,12 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
 def _search(task: Task, solver: str) -> Found:
     """Return the fastest answer of all meshes and numbers of micro-batches; raise `NothingFits` where there is none.
 
-    Where offloading is left to us, it is taken up when nothing fits without: it doubles the columns of what is kept.
+    Where offloading is left to us, it is one more thing that a tensor may do: what fits without is among what is searched.
     """
     task.deadline = Deadline(task.time_limit_s)
-    may_offload = task.offload == "auto" and solver == "joint" and task.has_host
-    if not (may_offload and _rests_above(task)):
-        try:
-            return _until_deadline(task, solver)
-        except NothingFits:
-            if not may_offload:
-                raise
-    return _until_deadline(replace(task, offload="host", deadline=Deadline(task.time_limit_s)), solver)
-
-
-def _rests_above(task: Task) -> bool:
-    """Tell whether what rests on a device is beyond the budget by itself: then no search without offloading ends otherwise."""
-    return task.usable_bytes is not None and task.places[0].least_bytes > task.usable_bytes
+    is_free = task.offload == "auto" and solver == "joint" and not task.goes_again
+    may_offload = is_free and task.has_host and task.budget_bytes is not None
+    return _until_deadline(task.offloading if may_offload else task, solver)
 
 
 def _until_deadline(task: Task, solver: str) -> Found:

@@ -49,7 +49,7 @@ class Hidden:
     """δ"""
 
     def weighed(self, relaxation: Relaxation, time_limit_s: float, deadline: Deadline) -> dict[int, float]:
-        """Return the costs with each λ at its row's dual in the relaxation, which is then charged by them; 0 where none is known."""
+        """Return the costs with each λ at its row's dual in the relaxation, 0 where that is unknown, and charge it by them."""
         prices = [0.0 for _ in self.phases]
         if isinstance(relaxation.solve(time_limit_s=time_limit_s, deadline=deadline), Vertex):
             duals = relaxation.duals([phase.row for phase in self.phases])

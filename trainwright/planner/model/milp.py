@@ -31,8 +31,9 @@ _BEGIN_ENTRY_S = 8e-6
 
 @dataclass(frozen=True)
 class Patience:
-    """After so many seconds of work, a solution proven to be within `gap` of the optimum will do; where it grows, after n times as many
-    within n times the gap."""
+    """After so many seconds of work, a solution proven to be within `gap` of the optimum will do.
+
+    Where it grows, after n times as many within n times the gap."""
 
     seconds: float
     gap: float

@@ -25,15 +25,12 @@ from ..model.milp import Patience, Progress, Relaxation, Solution, Vertex
 from ..model.outcome import Outcome
 from ..model.sharding import Sharding
 from ..problem.problem import Decision
+from .effort import Effort
 
 NO_WEIGHT = 1e-6
 """An option to which a relaxation gives no more is not mixed in."""
 _TRIALS = 3
 """Groups whose children are looked at before one of them is branched on, where nothing is known of them yet."""
-_SOON_S = 2.0
-"""A search that takes longer looks once among the options that the root's relaxation mixes, all else left out."""
-_FAR_GAP = 0.02
-"""An incumbent within this gap of the bound makes that look unnecessary."""
 _BEYOND = 0.3
 """The gain, as a share of the parent's objective, that a child without a solution counts as."""
 Allowed = Mapping[Decision, frozenset[int]]
@@ -72,6 +69,7 @@ class Branching:
     progress: Progress | None = None
     narrow: Callable[[Vertex], Solution] | None = None
     """The root's relaxation → the best solution among the options that it mixes; asked once, where no proof comes soon."""
+    effort: Effort = field(default_factory=Effort)
     deadline: Deadline = field(default_factory=Deadline)
     """Once it has passed, the search ends with the incumbent; it counts the work."""
     best: Solution = field(default_factory=lambda: Solution(Outcome.STOPPED, None, math.inf, -math.inf))
@@ -103,9 +101,13 @@ class Branching:
         return Solution(self._outcome(bound), self.best.values, self.best.objective, bound)
 
     def _look_among_mixed(self, root: Vertex) -> None:
-        if self.narrow is not None and self._spent() > _SOON_S and not self._is_close(self._bound(), _FAR_GAP):
+        if self.narrow is not None and self._is_to_look():
             narrow, self.narrow = self.narrow, None
             self._take(narrow(root))
+
+    def _is_to_look(self) -> bool:
+        is_late = self._spent() > self.effort.looks_among_mixed_after_s
+        return is_late and not self._is_close(self._bound(), self.effort.far_gap)
 
     def _outcome(self, bound: float) -> Outcome:
         if self.best.values is not None:

@@ -20,24 +20,10 @@ from ..model.sharding import Sharding
 from ..problem.problem import Decision
 from ..problem.recipes import Restriction
 from .branching import NO_WEIGHT, Branching, connections
+from .effort import GAP, Effort
 
-GAP = 1e-3
-PATIENCE = Patience(2.0, 5e-3)
-"""A binding budget can take minutes to the last thousandth."""
-PATIENCE_OF_LARGE = Patience(2.0, 2e-2)
-"""On three axes, or with an encoder and a decoder on two, a relaxation alone takes seconds."""
-PATIENCE_IN_BUCKETS = Patience(2.0, 5e-3, grows=True)
-"""That a latency is paid once or not at all makes the relaxation weak."""
 Options = Mapping[Decision, int]
 Starts = Callable[[], Sequence[Options]]
-FEW_COLUMNS = 3000
-"""A MIP of so many is solved whole at once."""
-_MANY_COLUMNS = 40_000
-"""With so many, known shardings are tried before the relaxation: one may be close to the floor."""
-_MIXED_SHARE = 2 / 3
-"""The share of a search's time that the MIP of the mixed options may take."""
-_LEAST_SHARE = 1 / 3
-"""The share of a search's time that a known sharding gets, even if less is left, where there is no answer yet."""
 
 
 @dataclass(eq=False)
@@ -53,7 +39,8 @@ class Stages:
     progress: Progress | None = None
     time_limit_s: float = 30.0
     gap: float = GAP
-    patience: Patience = PATIENCE
+    effort: Effort = field(default_factory=Effort)
+    patience: Patience = Effort.patience
     earlier: np.ndarray | None = None
     """A solution of the same rows under a smaller budget."""
     cutoff: float = math.inf
@@ -72,18 +59,19 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     model, limit, deadline = stages.model, stages.time_limit_s, stages.deadline
     began_s = deadline.work_s
     fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
+    third = stages.effort.relaxation_share * limit
     hidden = stages.sharding.hidden if cost is None else None
     held = _Held(stages, fixed, cost if hidden is None else hidden.priced())
     known = None
-    if model.num_columns > _MANY_COLUMNS and stages.starts is not None:
-        known = _in_full(stages, _best_known(stages, held, limit / 3), cost)
+    if model.num_columns > stages.effort.many_columns and stages.starts is not None:
+        known = _in_full(stages, _best_known(stages, held, third), cost)
         if _close(known, stages.floor, stages.patience.gap) and known.objective < stages.cutoff:
             return replace(known, outcome=Outcome.FEASIBLE, bound=stages.floor)
     relaxation = model.relaxation(fixed, cost)
     if hidden is not None:
-        held.cost = hidden.weighed(relaxation, limit / 3, deadline)
+        held.cost = hidden.weighed(relaxation, third, deadline)
         known = known and _charged(held.cost, known)
-    root = relaxation.solve(time_limit_s=limit / 3 if stages.starts else limit, deadline=deadline)
+    root = relaxation.solve(time_limit_s=third if stages.starts else limit, deadline=deadline)
     if root is Outcome.INFEASIBLE:
         return Solution(root, None, math.inf, math.inf)
     bound = max(stages.floor, root.objective) if isinstance(root, Vertex) else stages.floor
@@ -92,13 +80,13 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     left = limit - (deadline.work_s - began_s)
     if isinstance(root, Outcome):
         found = known or _best_known(stages, held, left)
-    elif model.num_columns - len(fixed) <= FEW_COLUMNS:
+    elif model.num_columns - len(fixed) <= stages.effort.few_columns:
         found = _whole(stages, held, root, left)
     else:
         branching = Branching(
             relaxation, stages.sharding.choice, frozenset(fixed), connections(stages.sharding), held.solve, stages.gap,
             stages.patience, left, stages.cutoff, stages.progress,
-            lambda vertex: _among_mixed(stages, held, vertex, _MIXED_SHARE * left), deadline,
+            lambda vertex: _among_mixed(stages, held, vertex, stages.effort.mixed_share * left), stages.effort, deadline,
         )  # fmt: skip
         if known is not None and known.objective < stages.cutoff:
             branching.best = known
@@ -132,7 +120,7 @@ class _Held:
         return stages.model.solve(
             fixed={**self.fixed, **held},
             cost=self.cost,
-            time_limit_s=stages.time_limit_s / 4 if time_limit_s is None else time_limit_s,
+            time_limit_s=stages.effort.leaf_share * stages.time_limit_s if time_limit_s is None else time_limit_s,
             gap=stages.gap / 2,
             patience=stages.patience,
             deadline=stages.deadline,
@@ -177,8 +165,10 @@ def solve_beside(stages: Stages, options: Options) -> Solution:
     began_s = deadline.work_s
     relaxation = stages.model.relaxation(fixed)
     if stages.sharding.hidden is not None:
-        held.cost = stages.sharding.hidden.weighed(relaxation, stages.time_limit_s / 3, deadline)
-    root = relaxation.solve(time_limit_s=stages.time_limit_s / 2, deadline=deadline)
+        held.cost = stages.sharding.hidden.weighed(
+            relaxation, stages.effort.relaxation_share * stages.time_limit_s, deadline
+        )
+    root = relaxation.solve(time_limit_s=stages.effort.beside_share * stages.time_limit_s, deadline=deadline)
     first = held.solve(options)
     if isinstance(root, Outcome):
         return _in_full(stages, first)
@@ -207,7 +197,7 @@ def _best_known(stages: Stages, held: _Held, time_limit_s: float) -> Solution:
     known = stages.starts() if stages.starts is not None else ()
     end_s = stages.deadline.work_s + time_limit_s
     for options in known:
-        least_s = _LEAST_SHARE * stages.time_limit_s if best.values is None else LEAST_S
+        least_s = stages.effort.known_share * stages.time_limit_s if best.values is None else LEAST_S
         found = held.solve(options, max(least_s, end_s - stages.deadline.work_s))
         if found.values is not None and found.objective < best.objective:
             best = replace(found, bound=-math.inf)

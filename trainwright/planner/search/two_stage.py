@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from ..model.outcome import Outcome
 from ..problem.recipes import Restriction
-from .solve import SHARES, Answer, Infeasible, Settings, Solver
+from .answer import Answer, Infeasible, Settings
+from .solve import SHARES, Solver
 
 
 def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
