@@ -186,6 +186,7 @@ def ctrl_c():
 
 
 def test_ctrl_c_ends_the_search_with_the_best_plan_found(place, monkeypatch, ctrl_c):
+    place.task.offload = "none"
     expected = place.solve("joint")
     real, presses = stages.solve_in_stages, []
 

@@ -105,10 +105,10 @@ class Task:
         """The tier that may be offloaded to."""
         return self.offload if self.offload in ("host", "disk") else None  # type: ignore[return-value]
 
-    @cached_property
+    @property
     def offloading(self) -> Task:
-        """The same question with the host to offload to."""
-        found = replace(self, offload="host")
+        """The same question with the host to offload to, in half of the time that is left."""
+        found = replace(self, offload="host", deadline=self.deadline.first_part())
         found.records = self.records
         return found
 
