@@ -236,8 +236,8 @@ def plan(
     optimizer_form: how its step runs: `"fused"`, `"foreach"` or `"loop"`; default: fused where the method has that.
     mesh: sizes of its axes, outermost first: `(2, 4)`, `"2x4"`, `8`; default: the factorisations are searched.
     pins: decisions that are not left to the solver, as text; one or several (docs/planning.md).
-    offload: `"host"`, `"disk"`, `"none"`, or `"auto"`: to the host, for GPUs, where nothing fits without (`frontier` and the
-        other solvers then offload nothing).
+    offload: `"host"`, `"disk"`, `"none"`, or `"auto"`: to the host, for GPUs, where memory binds and it is faster than to
+        compute again (`frontier` and the other solvers then offload nothing).
     keep_graph: keep all that a second backward through the loss needs, which nothing that is recomputed, offloaded or sent in
         buckets is; for the schedule `lanczos`. Optimizers that take the loss have it anyway.
     micro_batches: into how many parts a step cuts the batch, one after the other, with the whole batch's loss and

@@ -18,7 +18,7 @@ from trainwright.capture.export import capture
 from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.milp import Patience
 from trainwright.planner.problem.recipes import Restriction
-from trainwright.planner.search import stages
+from trainwright.planner.search.effort import Effort
 from trainwright.planner.search.solve import Settings
 from trainwright.planner.search.stages import solve_in_stages
 from trainwright.program.program import build_program
@@ -172,7 +172,9 @@ def states_that_may_leave(place, allowed, rng, num):
     return chosen
 
 
-def compare_with_all(seed: int, offload: bool = False, num_states: int = 0, tied: bool = False) -> int:
+def compare_with_all(
+    seed: int, offload: bool = False, num_states: int = 0, tied: bool = False, effort: Effort | None = None
+) -> int:
     """Solve one random case under several budgets; return how many were compared.
 
     num_states: of how many parameters the optimizer's states may be offloaded too, beside one kind of tensors.
@@ -196,10 +198,11 @@ def compare_with_all(seed: int, offload: bool = False, num_states: int = 0, tied
     for budget in sorted(budgets):
         best = min(seconds for seconds, peak in plans if peak <= budget)
         set_budget(model, memory, budget * (1 + 1e-9) + 1e-3)
-        asked = Settings(budget, 60.0, Restriction(allowed, offload=offload)).stages(model, sharding, recompute)
+        settings = Settings(budget, 60.0, Restriction(allowed, offload=offload), effort=effort or place.solver.effort)
+        asked = settings.stages(model, sharding, recompute)
         asked.gap, asked.patience = 1e-7, Patience(60.0, 1e-7)
         solution = solve_in_stages(asked)
-        assert solution.objective == pytest.approx(best, rel=1e-6), (seed, budget, solution.status, best)
+        assert solution.objective == pytest.approx(best, rel=1e-6), (seed, budget, solution.outcome, best)
     set_budget(model, memory, peaks[0] - 16)  # HiGHS holds rows, in MiB, to 1e-6: a byte
     assert solve_in_stages(asked).values is None, (seed, "less than the smallest")
     return len(budgets)
@@ -241,10 +244,11 @@ def test_the_best_of_all_plans_that_may_offload_is_found():
 
 
 @pytest.mark.slow
-def test_branch_and_bound_finds_the_best_of_all(monkeypatch):
+def test_branch_and_bound_finds_the_best_of_all():
     """Small models are one MIP; here they are branched on as large ones are."""
-    monkeypatch.setattr(stages, "FEW_COLUMNS", 0)
-    assert sum(compare_with_all(seed) > 0 for seed in range(100, 100 + NUM_CASES_BRANCHED)) >= NUM_CASES_BRANCHED // 3
+    branches = Effort(few_columns=0)
+    solved = sum(compare_with_all(seed, effort=branches) > 0 for seed in range(100, 100 + NUM_CASES_BRANCHED))
+    assert solved >= NUM_CASES_BRANCHED // 3
 
 
 @pytest.mark.slow

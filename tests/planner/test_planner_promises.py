@@ -15,6 +15,7 @@ from trainwright.capture.export import capture
 from trainwright.models import zoo
 from trainwright.planner import compare, make_plan
 from trainwright.planner.refusals import batch_size
+from trainwright.planner.search.effort import GAP
 from trainwright.program.program import build_program
 
 BUILDS = {"unet": unet.build, "gnn": gnn.build, "gpt2-tiny": lambda: zoo.build("gpt2-tiny")}
@@ -114,6 +115,21 @@ def test_the_first_plan_is_told_of_before_the_search() -> None:
     assert "best" in told[0]
     best = [float(line.split("best ")[1].split()[0]) for line in told if "best" in line]
     assert best == sorted(best, reverse=True)
+
+
+# More memory is never slower
+
+
+def test_a_step_is_no_slower_with_more_memory() -> None:
+    """Tensors leave for the host where that is faster than to compute them again, not only where nothing fits without."""
+    budgets = (1_043_456, 1_150_000)
+    plans = [make_plan(**question(program_of("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=each)) for each in budgets]
+    without = make_plan(
+        **question(program_of("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=budgets[1], offload="none")
+    )
+    assert plans[1].predicted.step_s <= plans[0].predicted.step_s * (1 + GAP)
+    assert plans[1].predicted.step_s < without.predicted.step_s
+    assert all(plan.offload is not None and plan.predicted.peak_bytes <= plan.budget_bytes for plan in plans)
 
 
 # The words are exact

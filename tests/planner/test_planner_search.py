@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from trainwright.planner.budget import budget_for
 from trainwright.planner.model.deadline import LEAST_S, Deadline
 from trainwright.planner.model.milp import Model, Solution
 from trainwright.planner.model.outcome import Outcome
-from trainwright.planner.search import branching, fitting, guard, solve, stages
+from trainwright.planner.search import fitting, guard, solve, stages
 from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.search.solve import Solver
@@ -46,9 +47,7 @@ def test_what_the_relaxation_mixes_is_searched_and_loses_nothing(monkeypatch):
     known = place.solve("joint")
     asked = []
     narrow = stages._among_mixed
-    monkeypatch.setattr(branching, "_SOON_S", -1.0)
-    monkeypatch.setattr(branching, "_FAR_GAP", -1.0)
-    monkeypatch.setattr(stages, "FEW_COLUMNS", 0)
+    place.solver.effort = replace(place.solver.effort, looks_among_mixed_after_s=-1.0, far_gap=-1.0, few_columns=0)
     monkeypatch.setattr(stages, "_among_mixed", lambda *args: asked.append(narrow(*args)) or asked[-1])
     found = place.solve("joint")
     assert asked
@@ -140,7 +139,7 @@ def test_an_encoder_with_a_decoder_on_two_axes_is_planned_no_slower_than_by_a_re
 
 @pytest.mark.parametrize(("outcome", "is_known"), [(Outcome.STOPPED, False), (Outcome.INFEASIBLE, True)])
 def test_no_answer_in_time_is_not_called_a_contradiction(place, monkeypatch, outcome, is_known):
-    nothing = Solution(outcome, None, math.inf, -math.inf, 0.0)
+    nothing = Solution(outcome, None, math.inf, -math.inf)
     for module in (solve, fitting):
         monkeypatch.setattr(module, "solve_in_stages", lambda *args: nothing)
     refused = place.solver.solve(place.settings("joint"))
@@ -151,10 +150,10 @@ def test_no_answer_in_time_is_not_called_a_contradiction(place, monkeypatch, out
 
 def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_shardings(place, monkeypatch):
     """The rows' search and the one for what holds least find nothing: one sharding at a time still does."""
-    found, nothing = [], Solution(Outcome.STOPPED, None, math.inf, -math.inf, 0.0)
+    found, nothing = [], Solution(Outcome.STOPPED, None, math.inf, -math.inf)
     real = fitting.solve_in_stages
     monkeypatch.setattr(Fitting, "_solve", lambda self: nothing)
-    monkeypatch.setattr(Solver, "smallest", lambda self, settings: None)
+    monkeypatch.setattr(Solver, "least", lambda self, settings: Outcome.STOPPED)
     monkeypatch.setattr(fitting, "solve_in_stages", lambda asked: found.append(real(asked)) or found[-1])
     settings = place.settings("joint")
     answer = place.solver.within(settings, settings.budget_bytes)
@@ -164,10 +163,9 @@ def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_sha
 
 
 def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_against_recipes(place, monkeypatch):
-    answer = place.solve("joint")
     late = replace(place.settings("joint"), deadline=Deadline(0))
     assert late.stages(*place.solver.plain()).time_limit_s == LEAST_S
-    place.solver.last_aim = float(late.budget_bytes)
+    answer = replace(place.solve("joint"), row_budget=float(late.budget_bytes))
     monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("a known sharding was fitted past the deadline"))
     assert guard.no_slower_than_known(place.solver, late, answer, lambda answer: answer.objective_s) is answer
 
@@ -188,6 +186,7 @@ def ctrl_c():
 
 
 def test_ctrl_c_ends_the_search_with_the_best_plan_found(place, monkeypatch, ctrl_c):
+    place.task.offload = "none"
     expected = place.solve("joint")
     real, presses = stages.solve_in_stages, []
 
@@ -223,15 +222,34 @@ def test_ctrl_c_interrupts_where_nothing_is_known_or_when_pressed_again(place, m
     assert bool(went_on) is (num_presses == 1)
 
 
-def test_a_solve_that_runs_ends_with_what_it_has_when_it_is_told_to():
-    rng, model, asked = np.random.default_rng(0), Model(), []
+def knapsacks() -> Model:
+    rng, model = np.random.default_rng(0), Model()
     columns = [model.column(cost=-float(rng.integers(5, 60)), integer=True, upper=1.0) for _ in range(80)]
     for row in range(25):
         model.row(f"{row}", [(column, float(rng.integers(5, 60))) for column in columns], upper=600.0)
-    found = model.solve(gap=0.0, stop=lambda: asked.append(True) or True, time_limit_s=200.0)
-    assert asked
+    return model
+
+
+def test_a_solve_that_runs_ends_with_what_it_has_when_it_is_told_to():
+    deadline = Deadline()
+    deadline.interrupt()
+    found = knapsacks().solve(gap=0.0, deadline=deadline, time_limit_s=math.inf)
     assert (found.outcome, found.values is not None) == (Outcome.FEASIBLE, True)
     assert found.bound <= found.objective
+
+
+def test_a_solve_ends_at_a_count_of_work_however_long_that_takes(monkeypatch):
+    """Twice the same point, the second time on a machine that is so busy that each look at the clock is a minute later."""
+    ends = []
+    for _ in range(2):
+        deadline = Deadline()
+        found = knapsacks().solve(gap=0.0, deadline=deadline, time_limit_s=4.0)
+        ends.append((found.objective, found.bound, found.outcome, deadline.work_s))
+        clock = iter(range(0, 10**9, 60))
+        monkeypatch.setattr(time, "perf_counter", lambda clock=clock: float(next(clock)))
+    assert ends[0] == ends[1]
+    assert ends[0][2] is Outcome.FEASIBLE
+    assert 4.0 < ends[0][3] < 4.2
 
 
 @pytest.mark.parametrize(("fast_from", "expected"), [(850, "found"), (2000, "cut off")])
@@ -243,11 +261,11 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
     def solved(self):
         aims.append(self.search.aim)
         good = aims[-1] >= fast_from or len(aims) == 1
-        return Solution(Outcome.OPTIMAL if good else Outcome.SLOWER, np.zeros(1) if good else None, 0.5, 0.5, 0.0)
+        return Solution(Outcome.OPTIMAL if good else Outcome.SLOWER, np.zeros(1) if good else None, 0.5, 0.5)
 
     def noted(self, solution):
         held = SimpleNamespace(peak_bytes=990 if self.search.aim <= 900 else 1200)
-        self.search.note(SimpleNamespace(objective_s=0.5, gap=0.0, simulation=held))
+        self.search.note(Answer(None, None, held, 0.0, 0.5))
 
     monkeypatch.setattr(Fitting, "_solve", solved)
     monkeypatch.setattr(Fitting, "_note", noted)
@@ -258,15 +276,14 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
     else:
         assert isinstance(found, Infeasible)
         assert found.outcome is Outcome.SLOWER
-        assert 2 < len(aims) <= 1 + fitting.MAX_CORRECTIONS
+        assert 2 < len(aims) <= 1 + search.effort.corrections
 
 
 @pytest.mark.parametrize(("times", "asks"), [(1.0, False), (1.05, True)])
 def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_its_step(
     place, monkeypatch, times, asks
 ):
-    answer = replace(place.solve("joint"), gap=0.0)
-    place.solver.last_aim = float(place.task.budget_bytes)
+    answer = replace(place.solve("joint"), gap=0.0, row_budget=float(place.task.budget_bytes))
     asked = []
     monkeypatch.setattr(guard, "_of_recipe", lambda *_: asked.append(_))
     monkeypatch.setattr(Fitting, "beside", lambda *_: None)

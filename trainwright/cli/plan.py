@@ -71,7 +71,7 @@ def plan(
     ] = None,
     offload: Annotated[
         str,
-        typer.Option(metavar="TIER", help="host, disk or none; auto: to the host of GPUs where nothing fits without."),
+        typer.Option(metavar="TIER", help="host, disk or none; auto: to the host of GPUs where that is faster."),
     ] = "auto",
     expert_imbalance: Annotated[
         str,

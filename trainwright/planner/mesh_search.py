@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .costs.price import Price
 from .meshes import mesh_shapes
 from .model.outcome import Outcome
+from .search.effort import GAP
 from .search.solve import Answer, Infeasible
-from .search.stages import GAP
 from .task import Place, Task
 
 if TYPE_CHECKING:
@@ -57,17 +56,18 @@ class MeshSearch:
         self.failures: list[tuple[Place, Infeasible]] = []
         self.slower: list[str] = []
         self.unseen: list[str] = []
-        self._began = time.perf_counter()
-        self._others_began: float | None = None
+        self._began_s = task.deadline.work_s
+        self._others_began_s: float | None = None
         self._bound_of_found_s = math.inf
         """What no answer is below on the meshes that have one; the others are slower, or have none."""
         self._seconds: dict[int, float] = {}
-        """By number of axes, the processor seconds that the bound of a mesh took."""
+        """By number of axes, the seconds of work that the bound of a mesh took."""
 
     def look_at(self, place: Place) -> None:
         """Solve on `place`, unless it cannot win or would take too long."""
         left_s = None if place is self.places[0] else self._left_s()
-        if left_s is not None and self.best is not None and self._expected_s(place) > left_s:
+        is_late = left_s is not None and (self._expected_s(place) > left_s or self.task.deadline.is_interrupted)
+        if is_late and self.best is not None:
             self.unseen.append(place.shape)
             return
         cutoff_s = self.cutoff_s if self.best is None else min(self.cutoff_s, self.best.price.step_s)
@@ -105,16 +105,15 @@ class MeshSearch:
 
     def _left_s(self) -> float:
         """Return what is left for other meshes than the first: of the time limit, or of their own share."""
-        now = time.perf_counter()
-        if self._others_began is None:
-            self._others_began = now
-        limit_s = self.task.time_limit_s
-        return max(limit_s - (now - self._began), limit_s / _SHARE - (now - self._others_began))
+        now_s, limit_s = self.task.deadline.work_s, self.task.time_limit_s
+        if self._others_began_s is None:
+            self._others_began_s = now_s
+        return max(limit_s - (now_s - self._began_s), limit_s / _SHARE - (now_s - self._others_began_s))
 
     def _bound_s(self, place: Place) -> float:
-        began = time.process_time()  # a busy machine does not make a mesh harder
-        bound_s = place.solver.lower_bound_s()
-        self._seconds[len(place.axes)] = time.process_time() - began
+        bound_s, work_s = place.solver.relaxed
+        self._seconds[len(place.axes)] = work_s
+        self.task.deadline.count(work_s)
         return bound_s
 
     def _expected_s(self, place: Place) -> float:

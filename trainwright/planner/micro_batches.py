@@ -16,7 +16,7 @@ from ..artifacts import UserError
 from ..program.program import Program
 from .mesh_search import Found
 from .refusals import NothingFits
-from .search.stages import GAP
+from .search.effort import GAP
 from .task import Task
 
 Search = Callable[[Task, float], Found | None]

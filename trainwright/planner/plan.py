@@ -38,12 +38,13 @@ from .loss_chunks import whole_or_chunked
 from .mesh_search import Found, MeshSearch
 from .micro_batches import fastest_number
 from .model.deadline import Deadline
+from .model.outcome import Outcome
 from .pipeline.price import hops_of, price_stages, shared_by
 from .pipeline.recipes import PIPELINE_RECIPES
 from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, fastest_stages
 from .problem.recipes import RECIPES
 from .refusals import NothingFits
-from .search.stages import GAP
+from .search.effort import GAP, NEAR
 from .task import Place, Task
 
 PROVEN_OPTIMAL = 1.0001 * GAP
@@ -181,23 +182,37 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
 def _search(task: Task, solver: str) -> Found:
     """Return the fastest answer of all meshes and numbers of micro-batches; raise `NothingFits` where there is none.
 
-    Where offloading is left to us, it is taken up when nothing fits without: it doubles the columns of what is kept.
+    Where offloading is left to us, it is one more thing that a tensor may do, and what fits without is among what is searched.
+    A problem without it has half the columns of what is kept, so where the answer is not near its lower bound, or the time ended
+    the search, that is searched in the rest of the time.
     """
     task.deadline = Deadline(task.time_limit_s)
-    # Stages offload nothing; where their number is free they may hold what one stage cannot.
-    may_offload = task.offload == "auto" and solver == "joint" and task.has_host and task.pipeline in (None, "auto")
-    if not (may_offload and task.pipeline is None and _rests_above(task)):
+    is_free = task.offload == "auto" and solver == "joint" and not task.goes_again
+    may_offload = is_free and task.has_host and task.budget_bytes is not None and task.pipeline in (None, "auto")
+    if not may_offload:
+        return _until_deadline(task, solver)
+    if task.pipeline == "auto":  # stages offload nothing, and may hold what one stage cannot
         try:
             return _until_deadline(task, solver)
         except NothingFits:
-            if not may_offload:
-                raise
-    return _until_deadline(replace(task, offload="host", deadline=Deadline(task.time_limit_s)), solver)
-
-
-def _rests_above(task: Task) -> bool:
-    """Tell whether what rests on a device is beyond the budget by itself: then no search without offloading ends otherwise."""
-    return task.usable_bytes is not None and task.places[0].least_bytes > task.usable_bytes
+            return _until_deadline(replace(task.offloading, deadline=Deadline(task.time_limit_s)), solver)
+    try:
+        best = _until_deadline(task.offloading, solver)
+    except NothingFits as refused:
+        if all(failure.outcome is not Outcome.STOPPED for _, failure in refused.failures):
+            raise
+        return _until_deadline(task, solver)
+    is_near = best.step_s <= (1 + NEAR) * best.answer.floor_s
+    if is_near or best.staged is not None or task.deadline.has_passed:
+        return best
+    try:
+        found = _until_deadline(task, solver)
+    except NothingFits:
+        return best
+    if found.step_s >= best.step_s:
+        return best
+    bound_s = min(found.answer.bound_s, best.answer.bound_s)  # offloading may be faster still
+    return replace(found, answer=found.answer.bounded(bound_s))
 
 
 def _until_deadline(task: Task, solver: str) -> Found:

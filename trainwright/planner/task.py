@@ -24,7 +24,7 @@ from .problem.build import build_problem
 from .problem.pins import apply_pins
 from .problem.problem import Problem
 from .problem.recipes import Restriction, restriction
-from .search.guard import PROVEN
+from .search.effort import NEAR
 from .search.progress import Best, ProgressLine
 from .search.proposals import first_that_fits, last_resort
 from .search.solve import Answer, Infeasible, Settings, Solver
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .micro_batches import Variants
     from .pipeline.measure import Outline
 
+_SIMULATED_OP_S = 5e-4
+"""The work of simulating one op."""
 OFFLOADS = ("auto", "host", "disk", "none")
 
 
@@ -56,7 +58,7 @@ class Task:
     literals: Mapping[str, Any] = field(default_factory=dict)
     loss_fn: str | None = None
     offload: str = "auto"
-    """Where tensors may be offloaded to: host, disk, none, or auto: to the host of a GPU, where nothing fits without."""
+    """Where tensors may be offloaded to: host, disk, none, or auto: to the host of a GPU, where memory binds and it is faster."""
     imbalance: float = DEFAULT_IMBALANCE
     """By how much a rank's experts may get more rows than their even share."""
     time_limit_s: float = 30.0
@@ -104,6 +106,13 @@ class Task:
     def tier_name(self) -> Literal["host", "disk"] | None:
         """The tier that may be offloaded to."""
         return self.offload if self.offload in ("host", "disk") else None  # type: ignore[return-value]
+
+    @property
+    def offloading(self) -> Task:
+        """The same question with the host to offload to, in half of the time that is left."""
+        found = replace(self, offload="host", deadline=self.deadline.first_part())
+        found.records = self.records
+        return found
 
     @property
     def has_host(self) -> bool:
@@ -208,6 +217,7 @@ class Place:
     def simulate(self, decisions: Decisions, timeline: bool = False) -> Simulation:
         """Run the fullest rank's step on fake tensors."""
         task = self.task
+        task.deadline.count(_SIMULATED_OP_S * len(task.program.ops))
         target = task.cluster.device.kind
         return simulate(
             task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,
@@ -217,20 +227,6 @@ class Place:
     def price(self, simulation: Simulation) -> Price:
         """Price what was simulated."""
         return price(simulation.executor, self.problem.costs, self.task.optimizer_cost)
-
-    @property
-    def least_bytes(self) -> int:
-        """What no plan on this mesh holds less of at the optimizer's step: parameters, their gradients, and states that stay."""
-        problem, leave = self.problem, self.task.tier_name is not None
-        total = problem.static_bytes
-        for decision in problem.params:
-            trained = decision.tied[0].requires_grad
-            rest, states, leaving = decision.rest_bytes, decision.state_bytes, decision.leaving_state_bytes
-            held = (
-                rest[k] * (2 if trained else 1) + states[k] - (leaving[k] if leave else 0) for k in range(len(rest))
-            )
-            total += decision.count * min(held)
-        return total
 
     def restriction(self, solver: str) -> Restriction:
         """Return what the recipe and the user's pins leave to choose."""
@@ -245,7 +241,9 @@ class Place:
         task = self.task
         limit = task.time_limit_s if time_limit_s is None else time_limit_s
         listener = task.listener(solver, self.shape)
-        return Settings(task.usable_bytes, limit, self.restriction(solver), listener, cutoff_s, task.deadline)
+        return Settings(
+            task.usable_bytes, limit, self.restriction(solver), listener, cutoff_s, task.deadline, self.solver.effort
+        )  # fmt: skip
 
     def solve(self, solver: str, time_limit_s: float | None = None, cutoff_s: float = math.inf) -> Answer | Infeasible:
         """Solve the task on this mesh; an answer that takes `cutoff_s` or more is not wanted.
@@ -266,14 +264,14 @@ class Place:
     def _faster(self, found: Answer | Infeasible, incumbent: Answer) -> Answer:
         """Return the faster of what a search found and the incumbent, with what the search has proven."""
         if isinstance(found, Infeasible):
-            return incumbent.bounded(max(0.0, self.solver.floor_s))
-        if found.gap is not None and found.gap <= PROVEN:
+            return incumbent.bounded(max(0.0, found.floor_s))
+        if found.gap is not None and found.gap <= NEAR:
             return found
         ahead, price = self.overlapped(incumbent)
         if self.overlapped(found)[1].step_s <= price.step_s:
             return found
         ahead = replace(ahead, objective_s=price.step_s).bounded(found.bound_s)
-        return replace(ahead, notes=found.notes, solve_s=found.solve_s, binds=found.binds)
+        return replace(ahead, notes=found.notes, solve_s=found.solve_s, row_budget=found.row_budget)
 
     def overlapped(self, answer: Answer) -> tuple[Answer, Price]:
         """Return an answer with its parameters travelling as far ahead as the budget allows, and its price."""

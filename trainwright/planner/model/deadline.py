@@ -1,4 +1,8 @@
-"""Until when to search: a limit of time, or Ctrl-C, after which what is best so far is taken."""
+"""Until when to search: a count of work, a limit of the wall clock for a slow machine, or Ctrl-C.
+
+Work is counted in seconds as a core takes them that nobody else uses, from what the solver and the simulation did and not from
+a clock. So the same question ends at the same point however busy the machine is, unless it meets the wall clock's limit first.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +12,105 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 LEAST_S = 0.5
 """Each solve that is still asked for past the deadline may take this long, so that it returns something."""
 
 
-class Deadline:
-    """The moment in `seconds` from now, which Ctrl-C may bring forward.
+@dataclass(eq=False)
+class _Question:
+    """What all parts of one question's time share."""
 
-    >>> Deadline(10).limited(60) <= 10, Deadline().limited(60), Deadline(0).limited(60)
-    (True, 60, 0.5)
+    ends_at: float
+    """The moment of the wall clock past which the incumbent is taken."""
+    work_s: float = 0.0
+    is_interrupted: bool = False
+
+
+class Deadline:
+    """So many seconds of counted work, and no more by the wall clock; Ctrl-C ends both.
+
+    >>> deadline = Deadline(10)
+    >>> deadline.count(4.0)
+    >>> deadline.limited(60), deadline.part(3).limited(60), Deadline().limited(60), Deadline(0).limited(60)
+    (6.0, 3.0, 60, 0.5)
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds, self._began = seconds, time.perf_counter()
-        self._at = self._began + seconds
-        self.is_interrupted = False
+        self._question = _Question(self._began + seconds)
+        self._until_s = seconds
+
+    @property
+    def work_s(self) -> float:
+        """Return the seconds of work that were counted since the question began."""
+        return self._question.work_s
+
+    def count(self, seconds: float) -> None:
+        """Count work that was done."""
+        self._question.work_s += seconds
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds of work that this part has left."""
+        return self._until_s - self.work_s
+
+    def later(self, other: Deadline) -> Deadline:
+        """Return the one of two parts of the same question that ends later."""
+        return self if self._until_s >= other._until_s else other
+
+    @property
+    def is_used_up(self) -> bool:
+        """True if all work of this part was done."""
+        return self.left_s <= 0
+
+    @property
+    def is_over(self) -> bool:
+        """True if the wall clock or Ctrl-C ends the whole question."""
+        return time.perf_counter() >= self._question.ends_at
 
     @property
     def has_passed(self) -> bool:
-        """True if the deadline has passed, so that the search takes the incumbent."""
-        return time.perf_counter() >= self._at
+        """True if the search takes the incumbent."""
+        return self.is_used_up or self.is_over
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True after Ctrl-C."""
+        return self._question.is_interrupted
 
     @property
     def spent_s(self) -> float:
-        """Return the seconds that have passed since the search began."""
+        """Return the seconds by the wall clock since the search began."""
         return time.perf_counter() - self._began
 
     def limited(self, seconds: float) -> float:
-        """Return `seconds`, or what is left where that is less, and at least `LEAST_S`."""
-        return max(LEAST_S, min(seconds, self._at - time.perf_counter()))
+        """Return `seconds` of work, or what is left where that is less, and at least `LEAST_S`."""
+        left_s = 0.0 if self.is_over else self.left_s
+        return max(LEAST_S, min(seconds, left_s))
+
+    @property
+    def wall_s(self) -> float:
+        """Return the seconds that one more solve may take by the wall clock."""
+        return max(LEAST_S, self._question.ends_at - time.perf_counter())
+
+    def part(self, seconds: float) -> Deadline:
+        """Return the deadline of a search that may take so many seconds of the work that is left."""
+        found = Deadline.__new__(Deadline)
+        found.seconds, found._began, found._question = self.seconds, self._began, self._question
+        found._until_s = self.work_s + self.limited(seconds)
+        return found
 
     def first_part(self) -> Deadline:
-        """Return the deadline of one of several searches: half of what is left, and the same Ctrl-C."""
-        return _Part(self, max(0.0, self._at - time.perf_counter()) / 2)
+        """Return the deadline of one of several searches: half of the work that is left."""
+        return self.part(max(0.0, self.left_s) / 2)
 
     def interrupt(self) -> None:
         """End the search now."""
-        self.is_interrupted = True
-        self._at = min(self._at, time.perf_counter())
+        self._question.is_interrupted = True
+        self._question.ends_at = min(self._question.ends_at, time.perf_counter())
 
     @contextmanager
     def at_ctrl_c(self) -> Iterator[None]:
@@ -67,17 +130,3 @@ class Deadline:
             yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-class _Part(Deadline):
-    def __init__(self, whole: Deadline, seconds: float) -> None:
-        self._whole = whole
-        super().__init__(seconds)
-        self.seconds, self._began = whole.seconds, whole._began  # people are told of the whole
-
-    @property
-    def has_passed(self) -> bool:
-        return super().has_passed or self._whole.has_passed
-
-    def limited(self, seconds: float) -> float:
-        return self._whole.limited(super().limited(seconds))

@@ -21,11 +21,13 @@ a delay, `together` searches once more, with the δ that the price showed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..problem.problem import Problem
+from .deadline import Deadline
 from .milp import Model, Relaxation, Terms, Vertex
 from .recompute import Recompute
 from .sharding import Sharding
@@ -39,40 +41,38 @@ HIDDEN = "what computation hides of what is on its way"
 
 @dataclass(eq=False)
 class Hidden:
-    """The rows of both phases in the model of a long program, where λ replaces E."""
+    """The rows of both phases in the model of a long program, where a solve may replace E by λ."""
 
     model: Model
     phases: tuple[_Phase, ...]
     delta: float
     """δ"""
-    _costs: dict[int, float]
-    """The costs of the phases' columns with E."""
 
-    def weigh(self, relaxation: Relaxation, time_limit_s: float) -> None:
-        """Set each λ to its row's dual in the relaxation with E, and charge model and relaxation by these λ."""
-        self._charge(relaxation, {**self._costs, **{phase.exposed: 1 - self.delta for phase in self.phases}})
-        if isinstance(relaxation.solve(time_limit_s=time_limit_s), Vertex):
+    def weighed(self, relaxation: Relaxation, time_limit_s: float, deadline: Deadline) -> dict[int, float]:
+        """Return the costs with each λ at its row's dual in the relaxation, 0 where that is unknown, and charge it by them."""
+        prices = [0.0 for _ in self.phases]
+        if isinstance(relaxation.solve(time_limit_s=time_limit_s, deadline=deadline), Vertex):
             duals = relaxation.duals([phase.row for phase in self.phases])
-            for phase, dual in zip(self.phases, duals):
-                phase.price = min(1.0, max(0.0, -dual / (1 - self.delta)))
-        priced = dict(self._costs)
-        for phase in self.phases:
-            priced[phase.exposed] = 0.0
-            for column, seconds in phase.terms:
-                priced[column] += (1 - self.delta) * phase.price * seconds
-        self._charge(relaxation, priced)
+            prices = [min(1.0, max(0.0, -dual / (1 - self.delta))) for dual in duals]
+        costs = self.priced(prices)
+        relaxation.charge({column: costs[column] for phase in self.phases for column in phase.columns})
+        return costs
 
-    def _charge(self, relaxation: Relaxation, costs: dict[int, float]) -> None:
-        for column, cost in costs.items():
-            self.model.cost[column] = cost
-        relaxation.charge(costs)
+    def priced(self, prices: Sequence[float] = (0.0, 0.0)) -> dict[int, float]:
+        """Return the costs of all columns with λ in place of E."""
+        costs = dict(enumerate(self.model.cost))
+        for phase, price in zip(self.phases, prices):
+            costs[phase.exposed] = 0.0
+            for column, seconds in phase.terms:
+                costs[column] += (1 - self.delta) * price * seconds
+        return costs
 
     def in_full_s(self, values: np.ndarray) -> float:
         """Return the seconds with E of a solution, whichever λ it was found with."""
         objective_s = float(np.dot(self.model.cost, values))
         for phase in self.phases:
             beyond_s = sum(seconds * float(values[column]) for column, seconds in phase.terms)
-            objective_s += (1 - self.delta) * (max(0.0, beyond_s) - phase.price * beyond_s)
+            objective_s += (1 - self.delta) * (max(0.0, beyond_s) - float(values[phase.exposed]))
         return objective_s
 
 
@@ -85,8 +85,11 @@ class _Phase:
     """The column E."""
     terms: Terms
     """P − ω · C"""
-    price: float = 0.0
-    """λ"""
+
+    @property
+    def columns(self) -> list[int]:
+        """E, and the columns of P − ω · C."""
+        return [self.exposed, *(column for column, _ in self.terms)]
 
 
 def hide(
@@ -101,13 +104,12 @@ def hide(
         travelling = [(c, seconds[index]) for c, seconds in sharding.joined.travelling.items() if seconds[index]]
         for column, seconds in travelling:
             model.cost[column] -= (1 - delta) * seconds
-        exposed = model.column(cost=0.0 if problem.is_long else 1 - delta)
+        exposed = model.column(cost=1 - delta)
         terms = [*travelling, *((column, -HIDES * seconds) for column, seconds in computing)]
         row = model.row(HIDDEN, [*terms, (exposed, -1.0)], upper=0.0)
         phases.append(_Phase(row, exposed, terms))
     if problem.is_long:
-        costs = {column: model.cost[column] for phase in phases for column, _ in phase.terms}
-        sharding.hidden = Hidden(model, tuple(phases), delta, costs)
+        sharding.hidden = Hidden(model, tuple(phases), delta)
 
 
 def _computing(problem: Problem, sharding: Sharding, recompute: Recompute | None) -> tuple[Terms, Terms]:

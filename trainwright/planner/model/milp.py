@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .deadline import LEAST_S
+from .deadline import LEAST_S, Deadline
 from .outcome import Outcome
 
 Terms = list[tuple[int, float]]
@@ -19,15 +18,22 @@ Terms = list[tuple[int, float]]
 MIB = 2.0**20
 """Rows of bytes are in MiB, so that coefficients stay near 1."""
 INFINITY = math.inf
-Progress = Callable[[float, float, float], None]
-"""Called as (seconds, best objective, bound)."""
-Stop = Callable[[], bool]
+Progress = Callable[[float, float], None]
+"""Called as (best objective, bound)."""
+_PIVOT_S, _PIVOT_ENTRY_S = 15e-6, 1.5e-9
+"""The work of one step of the simplex method, and of each coefficient of the model in it."""
+_CHECK_S, _CHECK_ENTRY_S = 20e-3, 3e-6
+"""The work between two moments at which the solver of a program with whole columns may be interrupted, and of each coefficient."""
+_MOST_PIVOTS = 2**31 - 2
+_BEGIN_ENTRY_S = 8e-6
+"""The work of each coefficient before a solve: its row written, passed on and presolved."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """After so many seconds, a solution proven to be within `gap` of the optimum will do; where it grows, after n times as many
-    within n times the gap."""
+    """After so many seconds of work, a solution proven to be within `gap` of the optimum will do.
+
+    Where it grows, after n times as many within n times the gap."""
 
     seconds: float
     gap: float
@@ -52,7 +58,6 @@ class Solution:
     values: np.ndarray | None
     objective: float
     bound: float
-    solve_s: float
 
     @property
     def gap(self) -> float:
@@ -121,28 +126,37 @@ class Model:
         gap: float = 1e-3,
         patience: Patience | None = None,
         progress: Progress | None = None,
-        stop: Stop | None = None,
+        deadline: Deadline | None = None,
     ) -> Solution:
         """Solve the model, or a variation of it.
 
         relaxed: without integrality. fixed: columns held at a value. cost: an objective in place of the model's own.
         start: values to begin from. gap: stop within this fraction of the optimum. patience: when more than that will do.
-        stop: asked now and then whether what is found so far will do; no sooner than `LEAST_S` after the beginning.
+        time_limit_s: seconds of work, which are counted in `deadline`; where that is over, what is found so far will do.
         """
-        began = time.perf_counter()
+        deadline = Deadline() if deadline is None else deadline
         scale = 1.0 if relaxed else _scale_of(self.cost if cost is None else cost.values())
         highs = self._pass(relaxed, fixed or {}, cost, scale)
-        highs.setOptionValue("time_limit", max(0.05, time_limit_s))
+        highs.setOptionValue("time_limit", deadline.wall_s)
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("threads", 1)
         if start is not None and not relaxed:
             self._start(highs, start)
         if progress is not None and not relaxed:
             _listen(highs, progress, scale)
+        work = self._work(relaxed)
         if not relaxed:
-            _stop_when_good(highs, patience, stop)
+            _stop_when_good(highs, patience, time_limit_s, deadline, work)
         highs.run()
-        return _read(highs, relaxed, time.perf_counter() - began, scale)
+        if relaxed:
+            work.steps = max(0, highs.getInfo().simplex_iteration_count)
+        deadline.count(work.seconds)
+        return _read(highs, relaxed, scale)
+
+    def _work(self, relaxed: bool) -> _Work:
+        step_s, entry_s = (_PIVOT_S, _PIVOT_ENTRY_S) if relaxed else (_CHECK_S, _CHECK_ENTRY_S)
+        size = len(self.coefficients)
+        return _Work(step_s + entry_s * size, _BEGIN_ENTRY_S * size)
 
     def _pass(
         self, relaxed: bool, fixed: Mapping[int, float], cost: Mapping[int, float] | None, scale: float = 1.0
@@ -178,7 +192,7 @@ class Model:
         """Return the model without integrality, to be solved again and again under other bounds."""
         highs = self._pass(True, fixed, cost)
         highs.setOptionValue("threads", 1)
-        return Relaxation(highs)
+        return Relaxation(highs, self._work(True))
 
     def _start(self, highs, values: np.ndarray) -> None:
         import highspy
@@ -186,6 +200,19 @@ class Model:
         solution = highspy.HighsSolution()
         solution.col_value = [float(value) for value in values]
         highs.setSolution(solution)
+
+
+@dataclass
+class _Work:
+    """The work of one solve, counted."""
+
+    step_s: float
+    begin_s: float
+    steps: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.begin_s + self.step_s * self.steps
 
 
 @dataclass(frozen=True)
@@ -200,9 +227,8 @@ class Vertex:
 class Relaxation:
     """A linear program in memory: a change of bounds costs a few dual simplex steps from a basis near by."""
 
-    def __init__(self, highs: Any) -> None:
-        self._highs = highs
-        self.pivots = 0
+    def __init__(self, highs: Any, work: _Work) -> None:
+        self._highs, self._pivot_s, self._begin_s = highs, work.step_s, work.begin_s
 
     def bound(self, columns: Sequence[int], uppers: Sequence[float]) -> None:
         """Let each of `columns` range from 0 to its upper bound."""
@@ -222,18 +248,27 @@ class Relaxation:
         found = self._highs.getSolution().row_dual
         return [float(found[row]) for row in rows]
 
-    def solve(self, basis: Any = None, cutoff: float = INFINITY, time_limit_s: float = 30.0) -> Vertex | Outcome:
-        """Return the optimum from `basis` on, or why there is none: infeasible, slower than `cutoff`, stopped by the time limit."""
+    def solve(
+        self, basis: Any = None, cutoff: float = INFINITY, time_limit_s: float = 30.0, deadline: Deadline | None = None
+    ) -> Vertex | Outcome:
+        """Return the optimum from `basis` on, or why there is none: infeasible, slower than `cutoff`, stopped by the time limit.
+
+        time_limit_s: seconds of work, which are counted in `deadline`.
+        """
         import highspy
 
         highs = self._highs
         if basis is not None:
             highs.setBasis(basis)
         highs.setOptionValue("objective_bound", cutoff)
-        highs.setOptionValue("time_limit", highs.getRunTime() + max(0.05, time_limit_s))
+        deadline = Deadline() if deadline is None else deadline
+        most = time_limit_s / self._pivot_s
+        highs.setOptionValue("simplex_iteration_limit", int(min(most, _MOST_PIVOTS)) + 1)
+        highs.setOptionValue("time_limit", highs.getRunTime() + deadline.wall_s)
         highs.run()
         info = highs.getInfo()
-        self.pivots += max(0, info.simplex_iteration_count)
+        deadline.count(self._begin_s + self._pivot_s * max(1, info.simplex_iteration_count))
+        self._begin_s = 0.0
         status = highs.getModelStatus()
         if status == highspy.HighsModelStatus.kOptimal:
             if info.objective_function_value > cutoff:
@@ -241,7 +276,10 @@ class Relaxation:
             return Vertex(info.objective_function_value, np.array(highs.getSolution().col_value), highs.getBasis())
         if status == highspy.HighsModelStatus.kObjectiveBound:
             return Outcome.SLOWER
-        return Outcome.STOPPED if status == highspy.HighsModelStatus.kTimeLimit else Outcome.INFEASIBLE
+        is_infeasible = status in (
+            highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible
+        )  # fmt: skip
+        return Outcome.INFEASIBLE if is_infeasible else Outcome.STOPPED
 
 
 @functools.cache
@@ -271,11 +309,15 @@ def _scale_of(costs: Iterable[float]) -> float:
     return 2.0 ** max(0, -math.floor(math.log2(largest))) if largest > 0 else 1.0
 
 
-def _stop_when_good(highs, patience: Patience | None, stop: Stop | None) -> None:
+def _stop_when_good(
+    highs: Any, patience: Patience | None, time_limit_s: float, deadline: Deadline, work: _Work
+) -> None:
     def asked(event) -> None:
         out = event.data_out
-        is_good = patience is not None and out.mip_gap <= patience.gap_after(out.running_time)
-        event.interrupt(is_good or (stop is not None and out.running_time > LEAST_S and stop()))
+        work.steps += 1
+        is_good = patience is not None and out.mip_gap <= patience.gap_after(work.seconds)
+        is_late = out.running_time > LEAST_S and deadline.is_over
+        event.interrupt(is_good or is_late or work.seconds > time_limit_s)
 
     highs.cbMipInterrupt.subscribe(asked)
 
@@ -283,24 +325,24 @@ def _stop_when_good(highs, patience: Patience | None, stop: Stop | None) -> None
 def _listen(highs, progress: Progress, scale: float) -> None:
     def heard(event) -> None:
         out = event.data_out
-        progress(out.running_time, out.mip_primal_bound / scale, out.mip_dual_bound / scale)
+        progress(out.mip_primal_bound / scale, out.mip_dual_bound / scale)
 
     highs.cbMipImprovingSolution.subscribe(heard)
 
 
-def _read(highs, relaxed: bool, solve_s: float, scale: float) -> Solution:
+def _read(highs, relaxed: bool, scale: float) -> Solution:
     import highspy
 
     status = highs.getModelStatus()
     info = highs.getInfo()
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        return Solution(Outcome.INFEASIBLE, None, INFINITY, INFINITY, solve_s)
+        return Solution(Outcome.INFEASIBLE, None, INFINITY, INFINITY)
     if not found:
         bound = info.mip_dual_bound / scale if not relaxed else -INFINITY
-        return Solution(Outcome.STOPPED, None, INFINITY, bound, solve_s)
+        return Solution(Outcome.STOPPED, None, INFINITY, bound)
     values = np.array(highs.getSolution().col_value)
     objective = info.objective_function_value / scale
     done = status == highspy.HighsModelStatus.kOptimal
     bound = objective if relaxed else info.mip_dual_bound / scale
-    return Solution(Outcome.OPTIMAL if done else Outcome.FEASIBLE, values, objective, bound, solve_s)
+    return Solution(Outcome.OPTIMAL if done else Outcome.FEASIBLE, values, objective, bound)

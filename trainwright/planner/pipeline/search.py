@@ -27,7 +27,7 @@ from ..meshes import mesh_shapes
 from ..model.decode import read_choice
 from ..problem.problem import Decision
 from ..search.answer import Answer
-from ..search.stages import GAP
+from ..search.effort import GAP
 from ..task import Place, Task
 from .ask import begin_pins, check_task, numbers_of_stages, schedules
 from .cuts import Cuts, Judge, Staged, depths_of, fastest, nothing_fits_bytes
@@ -181,7 +181,7 @@ class Case:
         """Return the layouts to look at: the fastest, and those that take less memory at rest."""
         settings, solver = self.place.settings("joint"), self.place.solver
         fastest_one = solver.without_memory(settings)
-        if fastest_one is None or fastest_one.values is None:
+        if fastest_one.values is None:
             return []
         first = read_choice(fastest_one.values, solver.plain()[1], None).options
         found: list[Mapping[Decision, int]] = [first]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from .effort import NEAR
+
 if TYPE_CHECKING:
     from .answer import Answer
     from .progress import ProgressLine
 
 UNBOUNDED = 2**60
-CLOSE = 0.02
-"""A plan whose peak is within this share of the budget is not looked at again."""
 
 
 class Search:
@@ -30,7 +30,7 @@ class Search:
 
     def note_nothing(self) -> bool:
         """Move on from an aim that let in nothing that is wanted; False where no larger one is left to try."""
-        if self.high is None or self.high - self.aim < 0.2 * CLOSE * self.budget:
+        if self.high is None or self.high - self.aim < 0.2 * NEAR * self.budget:
             return False
         self.aim = (self.aim + self.high) / 2
         return True
@@ -48,7 +48,7 @@ class Search:
         if left >= 0:
             self.low = self.aim
             self.offer(answer)
-            self.done = left <= CLOSE * self.budget or self.budget == UNBOUNDED
+            self.done = left <= NEAR * self.budget or self.budget == UNBOUNDED
             self.aim += 0.97 * left
         else:
             self.high = self.aim
@@ -56,7 +56,7 @@ class Search:
             # where less in the rows is not as much less in truth, larger steps
             self.aim += (0.02 + self._misses) * left - 0.001 * self.budget
         if self.low is not None and self.high is not None:
-            self.done |= self.high - self.low < 0.2 * CLOSE * self.budget
+            self.done |= self.high - self.low < 0.2 * NEAR * self.budget
             if not self.low < self.aim < self.high:
                 self.aim = (self.low + self.high) / 2
 

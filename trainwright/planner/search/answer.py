@@ -15,8 +15,9 @@ from ..model.outcome import Outcome
 from ..model.recompute import Recompute
 from ..model.sharding import Sharding
 from ..problem.recipes import Restriction
+from .effort import Effort
 from .progress import ProgressLine
-from .stages import PATIENCE, PATIENCE_IN_BUCKETS, Stages, Starts
+from .stages import Stages, Starts
 
 Simulate = Callable[[Decisions], Simulation]
 
@@ -30,10 +31,18 @@ class Answer:
     simulation: Simulation
     gap: float | None
     objective_s: float
-    solve_s: float
+    solve_s: float = 0.0
+    """Seconds of work, as the deadline counts it."""
     notes: list[str] = field(default_factory=list)
-    binds: bool = True
-    """True where the memory budget bound the search; else the answer is the fastest under any budget."""
+    row_budget: float | None = None
+    """The rows' budget under which the answer fits the true one; None where it fits without rows."""
+    floor_s: float = 0.0
+    """Seconds that no answer of this search beats, whatever the memory."""
+
+    @property
+    def binds(self) -> bool:
+        """True where the memory budget bound the search; else the answer is the fastest under any budget."""
+        return self.row_budget is not None
 
     @property
     def bound_s(self) -> float:
@@ -63,6 +72,24 @@ class Infeasible:
     outcome: Outcome
     binding: tuple[str, ...] = ()
     smallest: Answer | None = None
+    floor_s: float = 0.0
+    """Seconds that no answer of this search beats, whatever the memory."""
+
+
+def refused(outcome: Outcome) -> Infeasible:
+    """Return why there is no answer where none is known that holds least."""
+    if outcome is Outcome.INFEASIBLE:
+        return Infeasible(outcome, ("the restrictions contradict one another",))
+    return Infeasible(Outcome.STOPPED)
+
+
+@dataclass(frozen=True)
+class Least:
+    """The answer that holds least by the rows, their peak, and the fullest of them."""
+
+    answer: Answer
+    rows_peak: float
+    binding: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -77,6 +104,9 @@ class Settings:
     """An answer that takes as long as this is not wanted: another mesh has one."""
     deadline: Deadline = field(default_factory=Deadline)
     """The deadline of the whole question; `time_limit_s` limits one search."""
+    effort: Effort = field(default_factory=Effort)
+    floor_s: float = 0.0
+    """Seconds that no answer beats, whatever the memory; known once the fastest one is."""
     one_solve: float = 1.0
     """The share of the time limit that one solve may take: its answer may not fit, and correcting it takes time too."""
 
@@ -91,12 +121,9 @@ class Settings:
         """Return what `solve_in_stages` takes."""
         limit = self.time_limit_s if time_limit_s is None else time_limit_s
         left_s = self.deadline.limited(limit)
-        patience = PATIENCE_IN_BUCKETS if sharding.joined.is_weak else PATIENCE
+        patience = self.effort.patience_in_buckets if sharding.joined.is_weak else self.effort.patience
         told = None if self.progress is None else self.progress.goes_on
         return Stages(
-            model, sharding, self.restriction, recompute, starts, told, left_s, patience=patience,
-            stop=self._is_to_stop,
+            model, sharding, self.restriction, recompute, starts, told, left_s, effort=self.effort, patience=patience,
+            deadline=self.deadline,
         )  # fmt: skip
-
-    def _is_to_stop(self) -> bool:
-        return self.deadline.has_passed

@@ -14,26 +14,23 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..model.milp import Patience, Progress, Relaxation, Solution, Stop, Vertex
+from ..model.deadline import Deadline
+from ..model.milp import Patience, Progress, Relaxation, Solution, Vertex
 from ..model.outcome import Outcome
 from ..model.sharding import Sharding
 from ..problem.problem import Decision
+from .effort import Effort
 
 NO_WEIGHT = 1e-6
 """An option to which a relaxation gives no more is not mixed in."""
 _TRIALS = 3
 """Groups whose children are looked at before one of them is branched on, where nothing is known of them yet."""
-_SOON_S = 2.0
-"""A search that takes longer looks once among the options that the root's relaxation mixes, all else left out."""
-_FAR_GAP = 0.02
-"""An incumbent within this gap of the bound makes that look unnecessary."""
 _BEYOND = 0.3
 """The gain, as a share of the parent's objective, that a child without a solution counts as."""
 Allowed = Mapping[Decision, frozenset[int]]
@@ -72,13 +69,13 @@ class Branching:
     progress: Progress | None = None
     narrow: Callable[[Vertex], Solution] | None = None
     """The root's relaxation → the best solution among the options that it mixes; asked once, where no proof comes soon."""
-    stop: Stop | None = None
-    """Asked now and then; where it says true, the search ends with the incumbent."""
-    best: Solution = field(default_factory=lambda: Solution(Outcome.STOPPED, None, math.inf, -math.inf, 0.0))
-    num_nodes: int = 0
+    effort: Effort = field(default_factory=Effort)
+    deadline: Deadline = field(default_factory=Deadline)
+    """Once it has passed, the search ends with the incumbent; it counts the work."""
+    best: Solution = field(default_factory=lambda: Solution(Outcome.STOPPED, None, math.inf, -math.inf))
 
     def __post_init__(self) -> None:
-        self._began = time.perf_counter()
+        self._began_s = self.deadline.work_s
         self._now: dict[Decision, frozenset[int] | None] = {}
         self._gains: dict[Decision, list[float]] = {}
         self._order = itertools.count()
@@ -93,7 +90,7 @@ class Branching:
         self._push(root.objective, {}, root)
         while self._open:
             bound = self._bound()
-            if self._is_close(bound) or self._spent() > self.time_limit_s or (self.stop is not None and self.stop()):
+            if self._is_close(bound) or self._spent() > self.time_limit_s or self.deadline.has_passed:
                 break
             _, _, allowed, vertex = heapq.heappop(self._open)
             node: tuple[Allowed, Vertex] | None = (allowed, vertex)
@@ -101,12 +98,16 @@ class Branching:
                 node = self._expand(*node)
                 self._look_among_mixed(root)
         bound = min(self._bound(), self.best.objective)
-        return Solution(self._outcome(bound), self.best.values, self.best.objective, bound, self._spent())
+        return Solution(self._outcome(bound), self.best.values, self.best.objective, bound)
 
     def _look_among_mixed(self, root: Vertex) -> None:
-        if self.narrow is not None and self._spent() > _SOON_S and not self._is_close(self._bound(), _FAR_GAP):
+        if self.narrow is not None and self._is_to_look():
             narrow, self.narrow = self.narrow, None
             self._take(narrow(root))
+
+    def _is_to_look(self) -> bool:
+        is_late = self._spent() > self.effort.looks_among_mixed_after_s
+        return is_late and not self._is_close(self._bound(), self.effort.far_gap)
 
     def _outcome(self, bound: float) -> Outcome:
         if self.best.values is not None:
@@ -115,7 +116,7 @@ class Branching:
         return Outcome.INFEASIBLE if math.isinf(bound) else Outcome.STOPPED
 
     def _spent(self) -> float:
-        return time.perf_counter() - self._began
+        return self.deadline.work_s - self._began_s
 
     def _bound(self) -> float:
         nearest = self._open[0][0] if self._open else math.inf
@@ -182,7 +183,7 @@ class Branching:
 
     def _tell(self) -> None:
         if self.progress is not None:
-            self.progress(self._spent(), self.best.objective, self._bound())
+            self.progress(self.best.objective, self._bound())
 
     def _branch(
         self, allowed: Allowed, vertex: Vertex, mixed: Mapping[Decision, float]
@@ -237,9 +238,8 @@ class Branching:
                     is_open = column not in self.closed and (options is None or option in options)
                     uppers.append(float(is_open))
         self.relaxation.bound(columns, uppers)
-        self.num_nodes += 1
         limit = self._limit
-        found = self.relaxation.solve(parent.basis, limit, self.time_limit_s - self._spent())
+        found = self.relaxation.solve(parent.basis, limit, self.time_limit_s - self._spent(), self.deadline)
         if isinstance(found, Vertex):
             return found
         self._given_up = min(self._given_up, parent.objective if found is Outcome.STOPPED else limit)

@@ -8,31 +8,23 @@ fitted by itself too: with its sharding held, only what is kept is chosen anew, 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..model.deadline import Deadline
 from ..model.memory import set_budget
 from ..model.milp import Solution
 from ..model.outcome import Outcome
-from ..model.sharding import is_large
-from .aim import CLOSE, Search
-from .answer import Answer, Infeasible, Settings
-from .stages import PATIENCE_OF_LARGE, Options, solve_beside, solve_in_stages
+from .aim import Search
+from .answer import Answer, Infeasible, Settings, refused
+from .effort import NEAR
+from .stages import Options, solve_beside, solve_in_stages
 
 if TYPE_CHECKING:
     from .solve import Solver
-
-MAX_CORRECTIONS = 5
-_MOST_HELD = 6
-"""The number of times that the kept tensors are chosen anew for one sharding."""
-_SHARE, _SHARE_OF_LARGE = 2 / 3, 1 / 2
-"""The share of the remaining time that one solve may take, in general and for a large problem: its answer may not fit."""
-_LEAST_SHARE = 1 / 3
-"""The share of the time limit for which one sharding is fitted even if less is left: an answer in hand must not be lost."""
 
 
 class Fitting:
@@ -47,15 +39,16 @@ class Fitting:
         wider: Callable[[], float] | None = None,
     ) -> None:
         self.solver, self.settings, self.budget, self.wider = solver, settings, budget, wider
+        self.effort = solver.effort
         self.search = Search(budget, aim, settings.progress)
-        self._deadline = self._until(settings.time_limit_s)
+        self._deadline = settings.deadline.part(settings.time_limit_s)
         self._earlier: tuple[float, np.ndarray] | None = None
         self._held: set[tuple[int, ...]] = set()
 
     def run(self) -> Answer | Infeasible:
         """Return the answer, or why there is none."""
         search = self.search
-        for _ in range(MAX_CORRECTIONS + 1):
+        for _ in range(self.effort.corrections + 1):
             solution = self._solve()
             if solution.values is not None:
                 self._note(solution)
@@ -72,13 +65,12 @@ class Fitting:
                 return refused
             if search.done or self._is_over(self._deadline):
                 break
-        # an answer that fitted no aim of the whole search fits, and yet not without rows
-        self.solver.last_aim = float(self.budget) if search.low is None else search.low
-        if search.best is not None:
-            return search.best
-        if math.isfinite(self.settings.cutoff_s):
+        if search.best is None and math.isfinite(self.settings.cutoff_s):
             return self._cut_off()
-        return self._known() or self._smallest()
+        best = search.best or self._known()
+        # an answer that fitted no aim of the whole search fits, and yet not without rows
+        low = float(self.budget) if search.low is None else search.low
+        return self._smallest_that_fits() if best is None else replace(best, row_budget=low)
 
     def _known(self) -> Answer | None:
         """Return the fastest answer with a known sharding that fits: where the search found none in time."""
@@ -92,12 +84,11 @@ class Fitting:
         model, sharding, recompute, memory = solver.full()
         set_budget(model, memory, search.aim)
         # time for a second look, at the budget of the rows that the first one asks for
-        share = min(settings.one_solve, _SHARE_OF_LARGE if is_large(solver.problem) else _SHARE)
-        remaining = max(1.0, share * (self._deadline - time.perf_counter()))
+        share = min(settings.one_solve, self.effort.solve_share)
+        remaining = max(1.0, share * self._deadline.left_s)
         stages = settings.stages(model, sharding, recompute, solver.starts_for(settings), remaining)
-        stages.cutoff, stages.floor = settings.cutoff_s, solver.floor_s
-        if is_large(solver.problem):
-            stages.patience = PATIENCE_OF_LARGE
+        stages.cutoff, stages.floor = settings.cutoff_s, settings.floor_s
+        stages.patience = self.effort.patience_within or stages.patience
         if self._earlier is not None and self._earlier[0] <= search.aim:
             stages.earlier = self._earlier[1]
         solution = solve_in_stages(stages)
@@ -107,37 +98,39 @@ class Fitting:
 
     def _note(self, solution: Solution) -> None:
         assert solution.values is not None
-        answer = self.solver.answer(solution)
+        answer = self.solver.answer(solution, self.settings.floor_s)
         rows_peak = self.solver.full()[3].peak_bytes(solution.values)
         self.search.note(answer)
         self._refit(answer, rows_peak, solution.bound)
 
     def _begin_from_smallest(self) -> Infeasible | None:
         """Restart from the smallest plan, since the rows rejected every one: its own peak by the rows is the next row budget."""
-        smallest = self._smallest()
-        if isinstance(smallest, Infeasible):
-            return None if smallest.outcome is Outcome.STOPPED and self._known() is not None else smallest
+        least = self.solver.least(self.settings)
+        if isinstance(least, Outcome):
+            return None if least is not Outcome.INFEASIBLE and self._known() is not None else refused(least)
+        smallest, rows_peak = least.answer, least.rows_peak
+        if smallest.simulation.peak_bytes > self.budget:
+            return Infeasible(Outcome.DOES_NOT_FIT, least.binding, smallest)
         # However long it took to see that there is nothing to begin with, what is there may be made faster.
-        self._deadline = max(self._deadline, self._until(self.settings.time_limit_s / 2))
-        self.search.aim = rows_peak = self.solver.row_peak
+        self._deadline = self._deadline.later(
+            self.settings.deadline.part(self.effort.beside_share * self.settings.time_limit_s)
+        )
+        self.search.aim = rows_peak
         self.search.note(smallest)
         self._refit(smallest, rows_peak, -math.inf)
         return None
 
-    def _smallest(self) -> Answer | Infeasible:
-        smallest = self.solver.smallest(self.settings)
-        if smallest is not None and smallest.simulation.peak_bytes <= self.budget:
-            return smallest
-        return self.solver.refused(smallest)
+    def _smallest_that_fits(self) -> Answer | Infeasible:
+        least = self.solver.least(self.settings)
+        if isinstance(least, Outcome):
+            return refused(least)
+        if least.answer.simulation.peak_bytes <= self.budget:
+            return replace(least.answer, row_budget=float(self.budget))
+        return Infeasible(Outcome.DOES_NOT_FIT, least.binding, least.answer)
 
-    def _until(self, seconds: float) -> float:
-        """Return the moment in so many seconds, but no later than the deadline of all that was asked."""
-        return time.perf_counter() + self.settings.deadline.limited(seconds)
-
-    def _is_over(self, moment: float) -> bool:
-        """Return true once `moment` has passed or, where an answer is known, the deadline of the whole question."""
-        is_late = self.search.best is not None and self.settings.deadline.has_passed
-        return is_late or time.perf_counter() > moment
+    def _is_over(self, part: Deadline) -> bool:
+        """Return true once `part` is used up or, where an answer is known, the deadline of the whole question has passed."""
+        return part.is_used_up or (self.search.best is not None and self.settings.deadline.has_passed)
 
     def _cut_off(self) -> Infeasible:
         return Infeasible(Outcome.SLOWER)
@@ -146,7 +139,7 @@ class Fitting:
         """Choose anew what is kept with the sharding of `answer`, where that does not fit or leaves much."""
         left = self.budget - answer.simulation.peak_bytes
         options = answer.choice.options
-        if 0 <= left <= CLOSE * self.budget or tuple(options.values()) in self._held:
+        if 0 <= left <= NEAR * self.budget or tuple(options.values()) in self._held:
             return
         own = Search(self.budget, rows_peak)
         own.note(answer)
@@ -178,25 +171,31 @@ class Fitting:
         self._held.add(tuple(options.values()))
         allowed = {decision: frozenset([option]) for decision, option in options.items()}
         held = replace(self.settings, restriction=replace(self.settings.restriction, allowed=allowed))
-        deadline = max(self._deadline, self._until(_LEAST_SHARE * self.settings.time_limit_s))
-        for _ in range(_MOST_HELD):
+        deadline = self._deadline.later(
+            self.settings.deadline.part(self.effort.known_share * self.settings.time_limit_s)
+        )
+        for _ in range(self.effort.refits):
             if own.done or self._is_over(deadline):
                 break
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
                 # the row budget fell too far below one whose answer did not fit: bisect between the two
-                if not self.solver.problem.is_quick or not own.note_nothing():
+                if not self.effort.bisects_refits or not own.note_nothing():
                     break
                 continue
-            refitted = self.solver.answer(replace(found, bound=min(found.objective, max(bound, self.solver.floor_s))))
+            refitted = self._answer_of(found, bound)
             own.note(refitted)
             if refitted.simulation.peak_bytes <= self.budget and refitted.objective_s < self.settings.cutoff_s:
                 self.search.offer(refitted)
 
-    def _solve_held(self, held: Settings, aim: float, deadline: float) -> Solution:
+    def _answer_of(self, found: Solution, bound: float) -> Answer:
+        floor_s = self.settings.floor_s
+        return self.solver.answer(replace(found, bound=min(found.objective, max(bound, floor_s))), floor_s)
+
+    def _solve_held(self, held: Settings, aim: float, deadline: Deadline) -> Solution:
         model, sharding, recompute, memory = self.solver.full()
         set_budget(model, memory, aim)
-        limit = max(1.0, deadline - time.perf_counter())
+        limit = max(1.0, deadline.left_s)
         return solve_in_stages(held.stages(model, sharding, recompute, None, limit))
 
     @property

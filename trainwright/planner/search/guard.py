@@ -14,21 +14,9 @@ from dataclasses import dataclass, replace
 from ..model.outcome import Outcome
 from ..problem.recipes import restriction
 from .answer import Answer, Infeasible, Settings
+from .effort import GAP, NEAR, Effort
 from .fitting import Fitting
 from .solve import Solver, both
-from .stages import FEW_COLUMNS, GAP
-
-PROVEN = 0.02
-"""An answer further than this from what is proven is held against a whole recipe too, as is one that is `OFF`."""
-OFF = 0.02
-"""The relative error of the objective, price against objective, above which other shardings are tried as well."""
-_OFTEN_OFF = 0.005
-"""The typical relative error of the objective: a known sharding that it ranks slower by no more may be the faster one."""
-_NEAR = 1.1
-_MORE_ROOM = 1.02
-_MUCH_MORE_ROOM = 1.25
-"""How much more than the budget the rows' is for a known sharding at first; much, where they were seen to be too careful, or
-where to see it takes little."""
 
 Takes = Callable[[Answer], float]
 """The seconds of a step, its parameters travelling as far ahead as the budget allows."""
@@ -38,19 +26,22 @@ def no_slower_than_known(
     solver: Solver, settings: Settings, answer: Answer | Infeasible, takes: Takes
 ) -> Answer | Infeasible:
     """Return `answer`, or the one of a known sharding that is faster within the budget."""
-    budget, aim = settings.budget_bytes, solver.last_aim
+    effort = solver.effort
+    budget, settings = settings.budget_bytes, replace(settings, floor_s=answer.floor_s)
     if isinstance(answer, Infeasible):
-        found = None if budget is None or not _is_near(answer, budget) else _of_recipe(solver, settings, budget)
+        if budget is None or not _is_near(answer, effort.tries_below * budget):
+            return answer
+        found = _of_recipe(solver, settings, budget)
         return answer if found is None else unproven(solver, found)
-    if budget is None or aim is None or settings.restriction.fates or settings.deadline.has_passed:
+    if budget is None or answer.row_budget is None or settings.restriction.fates or settings.deadline.has_passed:
         return answer
-    best = _Best(answer, takes, solver.full()[0].num_columns <= FEW_COLUMNS)
-    is_unproven = answer.gap is None or answer.gap > PROVEN or best.is_off
+    best = _Best(answer, takes, effort, solver.is_small)
+    is_unproven = answer.gap is None or answer.gap > NEAR or best.is_off
     if is_unproven:
         best.offer(_of_recipe(solver, settings, budget))
-        wanted = replace(best.below(settings), time_limit_s=settings.time_limit_s / 2)
-        best.offer(Fitting(solver, wanted, budget, _MORE_ROOM * budget).beside(best.answer))
-    room = _MUCH_MORE_ROOM * budget if is_unproven or solver.problem.is_quick else _MORE_ROOM * aim
+        wanted = replace(best.below(settings), time_limit_s=settings.time_limit_s * effort.beside_share)
+        best.offer(Fitting(solver, wanted, budget, effort.room * budget).beside(best.answer))
+    room = effort.wide_room * budget if is_unproven or effort.is_wide else effort.room * answer.row_budget
     for options in solver.starts(settings):
         if settings.deadline.has_passed:
             break
@@ -65,6 +56,7 @@ class _Best:
 
     answer: Answer
     takes: Takes
+    effort: Effort
     is_small: bool
     """True for a small model, where fitting a sharding that the objective ranks slower costs little."""
 
@@ -74,23 +66,27 @@ class _Best:
     @property
     def is_off(self) -> bool:
         """True where the price exceeds the objective by so much that the bound says little about the step."""
-        return self.step_s > self.answer.objective_s * (1 + OFF)
+        return self.step_s > self.answer.objective_s * (1 + NEAR)
 
     def below(self, settings: Settings) -> Settings:
         """Ask for what may be faster: by the objective or, where that is soon seen or it was off, by what a step takes."""
         cutoff_s = self.answer.objective_s * (1 - GAP)
         if self.is_small:
-            cutoff_s = self.answer.objective_s * (1 + _OFTEN_OFF)
+            cutoff_s = self.answer.objective_s * (1 + self.effort.often_off)
         if self.is_off:
             cutoff_s = max(cutoff_s, self.step_s)
-        return replace(settings, cutoff_s=min(cutoff_s, settings.cutoff_s), time_limit_s=settings.time_limit_s / 4)
+        limit_s = settings.time_limit_s * self.effort.guard_share
+        return replace(settings, cutoff_s=min(cutoff_s, settings.cutoff_s), time_limit_s=limit_s)
 
     def offer(self, found: Answer | None) -> None:
         """Take another answer where it is faster, with the gap that it has to what is proven."""
         if found is None or (step_s := self.takes(found)) >= self.step_s:
             return
         better = found.bounded(self.answer.bound_s)
-        self.answer = replace(better, notes=self.answer.notes, solve_s=self.answer.solve_s)
+        self.answer = replace(
+            better, notes=self.answer.notes, solve_s=self.answer.solve_s, row_budget=self.answer.row_budget,
+            floor_s=self.answer.floor_s,
+        )  # fmt: skip
         self.step_s = step_s
 
 
@@ -99,10 +95,10 @@ def unproven(solver: Solver, found: Answer) -> Answer:
     return found.bounded(solver.lower_bound_s())
 
 
-def _is_near(refused: Infeasible, budget: int) -> bool:
+def _is_near(refused: Infeasible, most_bytes: float) -> bool:
     """Return true where the smallest plan of the search exceeds the budget by so little that a recipe may fit."""
     least = refused.smallest
-    return refused.outcome is not Outcome.SLOWER and least is not None and least.simulation.peak_bytes <= _NEAR * budget
+    return refused.outcome is not Outcome.SLOWER and least is not None and least.simulation.peak_bytes <= most_bytes
 
 
 def _of_recipe(solver: Solver, settings: Settings, budget: int) -> Answer | None:

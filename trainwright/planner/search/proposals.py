@@ -33,7 +33,7 @@ def first_that_fits(place: Place, solver: str, settings: Settings) -> Answer | N
     if solver not in _SEARCHED:
         return None
     for choice in _choices(place.solver, settings):
-        answer = _simulated(place, choice)
+        answer = _simulated(place, choice, settings.budget_bytes)
         if settings.budget_bytes is None or answer.simulation.peak_bytes <= settings.budget_bytes:
             return answer
     return None
@@ -78,8 +78,8 @@ def _rederived(solver: Solver, options: dict[Decision, int], kept: set[Decision]
     return Choice(options, reruns={decision: decision.count for decision in again}, converts=converts)
 
 
-def _simulated(place: Place, choice: Choice) -> Answer:
+def _simulated(place: Place, choice: Choice, budget_bytes: int | None) -> Answer:
     decisions = decisions_from(place.problem, choice)
     simulation = place.simulate(decisions)
     seconds = place.price(simulation).step_s
-    return Answer(choice, decisions, simulation, 1.0, seconds, 0.0)
+    return Answer(choice, decisions, simulation, 1.0, seconds, row_budget=budget_bytes)

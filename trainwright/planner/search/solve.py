@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from ...program.decisions import Overlap
+from ..model.deadline import Deadline
 from ..model.decode import Choice, decisions_from, read_choice
 from ..model.hidden import hide
 from ..model.memory import Memory, add_memory, set_budget
-from ..model.milp import MIB, Model, Patience, Solution
+from ..model.milp import MIB, Model, Solution
 from ..model.offload import add_offload
 from ..model.outcome import Outcome
 from ..model.recompute import Recompute, add_recompute
@@ -28,21 +28,18 @@ from ..model.sharding import Sharding, add_sharding
 from ..problem.problem import Decision, Problem
 from ..problem.recipes import Restriction, restriction
 from .aim import UNBOUNDED
-from .answer import Answer, Infeasible, Settings, Simulate
+from .answer import Answer, Infeasible, Least, Settings, Simulate, refused
+from .effort import Effort
 from .fitting import Fitting
-from .stages import FEW_COLUMNS, Options, Starts, held_at, solve_in_stages
+from .stages import Options, Starts, held_at, solve_in_stages
 
 Allowed = Mapping[Decision, frozenset[int]]
 SHARES = (1.0, 0.5, 0.25)
 """The shares of the budget that a sharding which is chosen first may take at rest."""
-FAR = 1.1
-"""The plan that keeps everything is not simulated if its peak by the rows is this many times the budget."""
 TIME_WEIGHT = 0.04
 """What seconds count beside bytes where the least memory is looked for: without, most columns cost nothing and the
 relaxation's vertices are many."""
 
-_START_SHARE = 1 / 6
-"""The share of the time limit that one sharding to begin from may take."""
 _KEPT_TO_LEAST = 4
 """A rough ratio of the fastest sharding's memory to the least possible one; it only scales `TIME_WEIGHT`."""
 
@@ -64,67 +61,73 @@ class Solver:
         """
         self.problem, self.simulate, self.delta = problem, simulate, delta
         self.travel, self.travel_within = travel, travel_within
+        self.effort = Effort.of(problem)
         self._others: dict[Overlap, Solver] = {travel_within: self}
         self._plain: tuple[Model, Sharding] | None = None
         self._full: tuple[Model, Sharding, Recompute, Memory] | None = None
         self._rest: tuple[Model, Sharding, int] | None = None
+        self._unbound: list[tuple[Restriction, Solution]] = []
+        """The last restriction with its fastest solution without memory, of all ways in which parameters travel."""
         self._known: tuple[tuple[Restriction, int | None], list[Mapping[Decision, int]]] | None = None
 
     def travelling(self, within: Overlap) -> Solver:
         """Return a solver of the same problem whose parameters travel so within a budget."""
         if within not in self._others:
             other = Solver(self.problem, self.simulate, self.travel, within, self.delta)
-            other._plain = self.plain()
+            other._plain, other._unbound, other.effort = self.plain(), self._unbound, self.effort
             self._others[within] = other
         return self._others[within]
 
     def exposing(self, delta: float) -> Solver:
         """Return a solver of the same problem, by whose objective less of what travels is hidden."""
-        return Solver(self.problem, self.simulate, self.travel, self.travel_within, delta)
+        other = Solver(self.problem, self.simulate, self.travel, self.travel_within, delta)
+        other.effort = self.effort
+        return other
 
-    def solve(self, settings: Settings, fastest: Solution | None = None) -> Answer | Infeasible:
-        """Return the fastest answer whose simulated peak is within the budget.
-
-        fastest: what is fastest where no memory binds, if it is known.
-        """
-        began = time.perf_counter()
-        self.floor_s, self.last_aim = 0.0, None
-        fastest = fastest or self.without_memory(settings)
-        if fastest is None and settings.restriction.forbids is not None:
+    def solve(self, settings: Settings) -> Answer | Infeasible:
+        """Return the fastest answer whose simulated peak is within the budget."""
+        began_s = settings.deadline.work_s
+        fastest = self.without_memory(settings)
+        if fastest.values is None and settings.restriction.forbids is not None:
             settings = replace(settings, restriction=_loosened(settings.restriction))
             fastest = self.without_memory(settings)
-        if fastest is None:
-            return self.refused(None)
-        self.fastest = fastest
-        found = self._under_budget(fastest, settings)
+        if fastest.values is None:
+            return refused(fastest.outcome)
+        if settings.restriction.fates:
+            # an objective without memory knows nothing of what pins make leave or rerun
+            settings = replace(settings, floor_s=0.0)
+            budget = UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes
+            found = self.within(settings, budget)
+        else:
+            settings = replace(settings, floor_s=min(fastest.bound, fastest.objective))
+            found = self._under_budget(fastest, settings)
+        found.floor_s = settings.floor_s
         if isinstance(found, Answer):
             found.notes = settings.restriction.notes
-            found.binds = self.last_aim is not None
-            found.solve_s = time.perf_counter() - began
+            found.solve_s = settings.deadline.work_s - began_s
         return found
 
     def _under_budget(self, fastest: Solution, settings: Settings) -> Answer | Infeasible:
         """Take the fastest answer, which no memory row has seen, if it fits; or look for one that does."""
-        if settings.restriction.fates:
-            return self.within(settings, UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes)
-        budget = settings.budget_bytes
-        self.floor_s = min(fastest.bound, fastest.objective)
+        budget, floor_s = settings.budget_bytes, settings.floor_s
         if settings.progress is not None:
-            settings.progress.proves(self.floor_s)
+            settings.progress.proves(floor_s)
         choice = read_choice(values_of(fastest), self.plain()[1], None)
-        kept = functools.cache(lambda: self.answer(fastest, choice))
+        kept = functools.cache(lambda: self.answer(fastest, floor_s, choice))
         if budget is None or not settings.restriction.recompute:
-            return self._all_kept(self.answer(fastest, choice, self.travel), settings)
+            return self._all_kept(self.answer(fastest, floor_s, choice, self.travel), settings)
         rows_peak = self._rows_peak(choice)
-        if rows_peak > FAR * budget and self.problem.is_long:
+        if rows_peak > self.effort.simulates_below * budget:
             return self.within(settings, budget, wider=lambda: self._first_aim(rows_peak, kept(), budget))
-        if rows_peak <= FAR * budget:
-            answer = kept() if self.travel == self.travel_within else self.answer(fastest, choice, self.travel)
+        if rows_peak <= self.effort.tries_below * budget:
+            answer = kept() if self.travel == self.travel_within else self.answer(fastest, floor_s, choice, self.travel)
             if answer.simulation.peak_bytes <= budget:
                 return answer
         found = self.within(settings, budget, self._first_aim(rows_peak, kept(), budget))
         fits = kept().simulation.peak_bytes <= budget
-        return kept() if fits and isinstance(found, Infeasible) and found.outcome is not Outcome.SLOWER else found
+        if fits and isinstance(found, Infeasible) and found.outcome is not Outcome.SLOWER:
+            return replace(kept(), row_budget=float(budget))
+        return found
 
     def _all_kept(self, answer: Answer, settings: Settings) -> Answer | Infeasible:
         """Return an answer that keeps everything if it fits, else one that holds no copy from one region to another."""
@@ -137,15 +140,20 @@ class Solver:
         if answer.decisions.shared:
             apart = replace(settings, restriction=replace(settings.restriction, share=False))
             slower = self.without_memory(apart)
-            if slower is not None:
-                choice = read_choice(values_of(slower), self.plain()[1], None)
-                return self._all_kept(self.answer(slower, choice, "none"), apart)
+            if slower.values is not None:
+                choice = read_choice(slower.values, self.plain()[1], None)
+                return self._all_kept(self.answer(slower, settings.floor_s, choice, "none"), apart)
         return Infeasible(Outcome.DOES_NOT_FIT, (f"the peak, {answer.simulation.peak_at}",), answer)
 
     def lower_bound_s(self) -> float:
         """Return seconds that no answer on this mesh can beat, whatever the budget."""
-        model, _ = self.plain()
-        return model.solve(relaxed=True).objective
+        return self.relaxed[0]
+
+    @functools.cached_property
+    def relaxed(self) -> tuple[float, float]:
+        """The seconds of the relaxation without memory, and those of work that it took."""
+        deadline = Deadline()
+        return self.plain()[0].solve(relaxed=True, deadline=deadline).objective, deadline.work_s
 
     # Without memory
 
@@ -157,25 +165,27 @@ class Solver:
             hide(model, self.problem, self._plain[1], delta=self.delta)
         return self._plain
 
-    def without_memory(self, settings: Settings) -> Solution | None:
-        """Return the fastest solution that keeps everything, whatever it holds."""
-        model, sharding = self.plain()
-        solution = solve_in_stages(settings.stages(model, sharding))
-        self._nothing_fits = solution.outcome is Outcome.INFEASIBLE
-        return None if solution.values is None else solution
+    def without_memory(self, settings: Settings) -> Solution:
+        """Return the fastest solution that keeps everything, whatever it holds; `values` is None where none was found."""
+        asked = settings.restriction
+        if all(known is not asked for known, _ in self._unbound):
+            self._unbound[:] = [(asked, solve_in_stages(settings.stages(*self.plain())))]
+        return self._unbound[0][1]
 
-    def answer(self, solution: Solution, choice: Choice | None = None, travel: Overlap | None = None) -> Answer:
+    def answer(
+        self, solution: Solution, floor_s: float, choice: Choice | None = None, travel: Overlap | None = None
+    ) -> Answer:
         """Return what a solution says, simulated; `choice` is read from it where it is not given.
 
-        travel: how parameters travel, by default as they do within a budget.
+        floor_s: seconds that no answer beats. travel: how parameters travel, by default as they do within a budget.
         """
         if choice is None:
             _, sharding, recompute, _ = self.full()
             choice = read_choice(values_of(solution), sharding, recompute)
         decisions = replace(decisions_from(self.problem, choice), overlap=travel or self.travel_within)
         simulation = self.simulate(decisions)
-        gap = min(solution.gap, 1 - self.floor_s / solution.objective if solution.objective > 0 else math.inf)
-        return Answer(choice, decisions, simulation, gap, solution.objective, solution.solve_s)
+        gap = min(solution.gap, 1 - floor_s / solution.objective if solution.objective > 0 else math.inf)
+        return Answer(choice, decisions, simulation, gap, solution.objective)
 
     # Within a budget
 
@@ -202,6 +212,11 @@ class Solver:
         return 0.0 if found.values is None else memory.peak_bytes(found.values)
 
     @property
+    def is_small(self) -> bool:
+        """True where the whole model is solved at once."""
+        return self.full()[0].num_columns <= self.effort.few_columns
+
+    @property
     def hides(self) -> bool:
         """True where the device computes while parameters are in flight."""
         return self.problem.costs.device.kind == "gpu"
@@ -218,7 +233,7 @@ class Solver:
         By all of that where simulations take little, which will often be too much, and lets more in.
         """
         too_much = max(0.0, rows_peak - kept.simulation.peak_bytes)
-        share = 1.0 if self.problem.is_quick else min(1.0, budget / kept.simulation.peak_bytes)
+        share = 1.0 if self.effort.begins_wide else min(1.0, budget / kept.simulation.peak_bytes)
         return budget + too_much * share
 
     def within(
@@ -232,37 +247,43 @@ class Solver:
 
     def smallest(self, settings: Settings) -> Answer | None:
         """Return the answer that holds least by the rows."""
+        least = self.least(settings)
+        return least.answer if isinstance(least, Least) else None
+
+    def least(self, settings: Settings) -> Least | Outcome:
+        """Return the answer that holds least by the rows, or why there is none."""
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
-        limit = min(15.0, settings.time_limit_s)
+        limit = min(self.effort.longest_least_s, settings.time_limit_s)
         stages = settings.stages(model, sharding, recompute, self.starts_for(settings), limit)
-        stages.gap, stages.patience = 5e-3, Patience(1.0, 2e-2)
-        stages.floor = -math.inf
+        stages.gap, stages.patience = self.effort.gap_of_least, self.effort.patience_for_least
         solution = solve_in_stages(stages, self._mostly_peak(settings))
-        self._nothing_fits = solution.outcome is Outcome.INFEASIBLE
         if solution.values is None:
-            return None
-        self.row_peak = memory.peak_bytes(solution.values)
-        self._binding_rows = _tight_rows(model, memory, solution.values)
+            return solution.outcome
+        rows_peak = memory.peak_bytes(solution.values)
+        binding = _tight_rows(model, memory, solution.values)
         choice = read_choice(solution.values, sharding, recompute)
         # The same sharding, with no more recomputation than that budget asks for.
-        set_budget(model, memory, self.row_peak * 1.0001 + 1024)
+        set_budget(model, memory, rows_peak * 1.0001 + 1024)
         only = {decision: frozenset([option]) for decision, option in choice.options.items()}
         same = replace(settings, restriction=replace(settings.restriction, allowed=only))
         fastest = solve_in_stages(same.stages(model, sharding, recompute, None, limit))
         if fastest.values is not None:
             # proven for this sharding alone
-            return self.answer(replace(fastest, bound=self.floor_s), read_choice(fastest.values, sharding, recompute))
-        answer = self.answer(replace(solution, bound=-math.inf), choice)
-        answer.objective_s = float(np.dot(model.cost, solution.values))
-        return answer
+            found = replace(fastest, bound=settings.floor_s)
+            choice = read_choice(fastest.values, sharding, recompute)
+        else:
+            hidden = sharding.hidden
+            in_full_s = (lambda values: float(np.dot(model.cost, values))) if hidden is None else hidden.in_full_s
+            found = replace(solution, bound=-math.inf, objective=in_full_s(solution.values))
+        return Least(self.answer(found, settings.floor_s, choice), rows_peak, binding)
 
     def _mostly_peak(self, settings: Settings) -> dict[int, float]:
         """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds."""
         model, _, _, memory = self.full()
         cost, budget = {memory.peak: 1.0}, settings.budget_bytes
-        floor_s = self.floor_s or self.lower_bound_s()
-        if model.num_columns > FEW_COLUMNS and floor_s > 0:
+        floor_s = settings.floor_s or self.lower_bound_s()
+        if model.num_columns > self.effort.few_columns and floor_s > 0:
             scale = (self._kept_bytes(settings) / _KEPT_TO_LEAST if budget is None else budget) / MIB
             rate = TIME_WEIGHT * scale / floor_s
             cost.update({column: rate * seconds for column, seconds in enumerate(model.cost) if seconds})
@@ -271,7 +292,7 @@ class Solver:
     def _kept_bytes(self, settings: Settings) -> float:
         """Return what the rows count of the fastest sharding when everything is kept."""
         fastest = self.without_memory(settings)
-        return 0.0 if fastest is None else self._rows_peak(read_choice(values_of(fastest), self.plain()[1], None))
+        return 0.0 if fastest.values is None else self._rows_peak(read_choice(fastest.values, self.plain()[1], None))
 
     def starts_for(self, settings: Settings) -> Starts:
         return functools.cache(lambda: self.starts(settings))
@@ -301,7 +322,7 @@ class Solver:
 
     def _fastest(self, settings: Settings) -> dict[Decision, int] | None:
         model, sharding = self.plain()
-        limit = settings.time_limit_s * _START_SHARE
+        limit = settings.time_limit_s * self.effort.start_share
         solution = solve_in_stages(settings.stages(model, sharding, time_limit_s=limit))
         return None if solution.values is None else read_choice(solution.values, sharding, None).options
 
@@ -339,25 +360,6 @@ class Solver:
             hide(model, self.problem, sharding, delta=self.delta)
             self._rest = model, sharding, model.row("parameters at rest", terms)
         return self._rest
-
-    fastest: Solution | None = None
-    """What the last search would have if no memory bound it."""
-    last_aim: float | None = None
-    """The rows' budget under which the last answer fitted the true one; None where it fitted without rows."""
-    floor_s = 0.0
-    """A lower bound on the seconds of the sharding alone, for where the whole problem gives none."""
-    row_peak = 0.0
-    _binding_rows: tuple[str, ...] = ()
-    _nothing_fits = False
-    """True where the last solve proved that there is no answer under any memory budget."""
-
-    def refused(self, smallest: Answer | None) -> Infeasible:
-        """Return what kept the last search from an answer; `smallest` is the one that holds least, if there is any."""
-        if smallest is not None:
-            return Infeasible(Outcome.DOES_NOT_FIT, self._binding_rows, smallest)
-        if self._nothing_fits:
-            return Infeasible(Outcome.INFEASIBLE, ("the restrictions contradict one another",))
-        return Infeasible(Outcome.STOPPED)
 
 
 def values_of(solution: Solution) -> np.ndarray:

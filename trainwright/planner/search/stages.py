@@ -7,38 +7,23 @@ to be good (`starts`) take its place, without a bound.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..model.deadline import LEAST_S
-from ..model.milp import Model, Patience, Progress, Solution, Stop, Vertex
+from ..model.deadline import LEAST_S, Deadline
+from ..model.milp import Model, Patience, Progress, Solution, Vertex
 from ..model.outcome import Outcome
 from ..model.recompute import Recompute
 from ..model.sharding import Sharding
 from ..problem.problem import Decision
 from ..problem.recipes import Restriction
 from .branching import NO_WEIGHT, Branching, connections
+from .effort import GAP, Effort
 
-GAP = 1e-3
-PATIENCE = Patience(2.0, 5e-3)
-"""A binding budget can take minutes to the last thousandth."""
-PATIENCE_OF_LARGE = Patience(2.0, 2e-2)
-"""On three axes, or with an encoder and a decoder on two, a relaxation alone takes seconds."""
-PATIENCE_IN_BUCKETS = Patience(2.0, 5e-3, grows=True)
-"""That a latency is paid once or not at all makes the relaxation weak."""
 Options = Mapping[Decision, int]
 Starts = Callable[[], Sequence[Options]]
-FEW_COLUMNS = 3000
-"""A MIP of so many is solved whole at once."""
-_MANY_COLUMNS = 40_000
-"""With so many, known shardings are tried before the relaxation: one may be close to the floor."""
-_MIXED_SHARE = 2 / 3
-"""The share of a search's time that the MIP of the mixed options may take."""
-_LEAST_SHARE = 1 / 3
-"""The share of a search's time that a known sharding gets, even if less is left, where there is no answer yet."""
 
 
 @dataclass(eq=False)
@@ -54,15 +39,16 @@ class Stages:
     progress: Progress | None = None
     time_limit_s: float = 30.0
     gap: float = GAP
-    patience: Patience = PATIENCE
+    effort: Effort = field(default_factory=Effort)
+    patience: Patience = Effort.patience
     earlier: np.ndarray | None = None
     """A solution of the same rows under a smaller budget."""
     cutoff: float = math.inf
     """An answer that is not below this is not wanted."""
     floor: float = -math.inf
     """A lower bound on every answer's objective."""
-    stop: Stop | None = None
-    """Asked while a solve runs; where it says true, a solve with a solution ends with it."""
+    deadline: Deadline = field(default_factory=Deadline)
+    """The deadline of the whole question, which also counts the work."""
 
 
 def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> Solution:
@@ -70,35 +56,37 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
 
     The outcome is `SLOWER` where the relaxation proves that nothing is below `stages.cutoff`.
     """
-    began = time.perf_counter()
-    model, limit = stages.model, stages.time_limit_s
+    model, limit, deadline = stages.model, stages.time_limit_s, stages.deadline
+    began_s = deadline.work_s
     fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
-    held = _Held(stages, fixed, cost)
+    third = stages.effort.relaxation_share * limit
+    hidden = stages.sharding.hidden if cost is None else None
+    held = _Held(stages, fixed, cost if hidden is None else hidden.priced())
     known = None
-    if model.num_columns > _MANY_COLUMNS and stages.starts is not None:
-        known = _in_full(stages, _best_known(stages, held, limit / 3), cost)
+    if model.num_columns > stages.effort.many_columns and stages.starts is not None:
+        known = _in_full(stages, _best_known(stages, held, third), cost)
         if _close(known, stages.floor, stages.patience.gap) and known.objective < stages.cutoff:
-            return replace(known, outcome=Outcome.FEASIBLE, bound=stages.floor, solve_s=time.perf_counter() - began)
+            return replace(known, outcome=Outcome.FEASIBLE, bound=stages.floor)
     relaxation = model.relaxation(fixed, cost)
-    if cost is None and stages.sharding.hidden is not None:
-        stages.sharding.hidden.weigh(relaxation, limit / 3)
-        known = known and _charged(model, known)
-    root = relaxation.solve(time_limit_s=limit / 3 if stages.starts else limit)
+    if hidden is not None:
+        held.cost = hidden.weighed(relaxation, third, deadline)
+        known = known and _charged(held.cost, known)
+    root = relaxation.solve(time_limit_s=third if stages.starts else limit, deadline=deadline)
     if root is Outcome.INFEASIBLE:
-        return Solution(root, None, math.inf, math.inf, time.perf_counter() - began)
+        return Solution(root, None, math.inf, math.inf)
     bound = max(stages.floor, root.objective) if isinstance(root, Vertex) else stages.floor
     if bound >= stages.cutoff:
-        return Solution(Outcome.SLOWER, None, math.inf, bound, time.perf_counter() - began)
-    left = limit - (time.perf_counter() - began)
+        return Solution(Outcome.SLOWER, None, math.inf, bound)
+    left = limit - (deadline.work_s - began_s)
     if isinstance(root, Outcome):
         found = known or _best_known(stages, held, left)
-    elif model.num_columns - len(fixed) <= FEW_COLUMNS:
+    elif model.num_columns - len(fixed) <= stages.effort.few_columns:
         found = _whole(stages, held, root, left)
     else:
         branching = Branching(
             relaxation, stages.sharding.choice, frozenset(fixed), connections(stages.sharding), held.solve, stages.gap,
             stages.patience, left, stages.cutoff, stages.progress,
-            lambda vertex: _among_mixed(stages, held, vertex, _MIXED_SHARE * left), stages.stop,
+            lambda vertex: _among_mixed(stages, held, vertex, stages.effort.mixed_share * left), stages.effort, deadline,
         )  # fmt: skip
         if known is not None and known.objective < stages.cutoff:
             branching.best = known
@@ -106,13 +94,13 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
             branching.try_options(chosen(stages.sharding, stages.earlier))
         found = branching.search(root)
         if found.values is None and found.outcome is Outcome.STOPPED:
-            found = _best_known(stages, held, max(1.0, limit - (time.perf_counter() - began)))
+            found = _best_known(stages, held, max(1.0, limit - (deadline.work_s - began_s)))
     bound = max(bound, found.bound if math.isfinite(found.bound) else -math.inf)
     if found.values is None:
-        return Solution(found.outcome, None, math.inf, bound, time.perf_counter() - began)
+        return Solution(found.outcome, None, math.inf, bound)
     found = _in_full(stages, found, cost)
     outcome = Outcome.OPTIMAL if _close(found, bound, stages.gap) else Outcome.FEASIBLE
-    return Solution(outcome, found.values, found.objective, bound, time.perf_counter() - began)
+    return Solution(outcome, found.values, found.objective, bound)
 
 
 @dataclass(eq=False)
@@ -128,14 +116,14 @@ class _Held:
         stages = self.stages
         held = held_at(stages.sharding, options)
         if any(held[column] > 0 for column in self.fixed.keys() & held.keys()):
-            return Solution(Outcome.INFEASIBLE, None, math.inf, math.inf, 0.0)
+            return Solution(Outcome.INFEASIBLE, None, math.inf, math.inf)
         return stages.model.solve(
             fixed={**self.fixed, **held},
             cost=self.cost,
-            time_limit_s=stages.time_limit_s / 4 if time_limit_s is None else time_limit_s,
+            time_limit_s=stages.effort.leaf_share * stages.time_limit_s if time_limit_s is None else time_limit_s,
             gap=stages.gap / 2,
             patience=stages.patience,
-            stop=stages.stop,
+            deadline=stages.deadline,
         )
 
 
@@ -147,7 +135,7 @@ def _whole(stages: Stages, held: _Held, root: Vertex, time_limit_s: float) -> So
     start = first.values if first.values is not None else stages.earlier
     whole = stages.model.solve(
         fixed=held.fixed, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
-        patience=stages.patience, progress=stages.progress, stop=stages.stop,
+        patience=stages.patience, progress=stages.progress, deadline=stages.deadline,
     )  # fmt: skip
     return whole if whole.values is not None or first.values is None else replace(first, bound=whole.bound)
 
@@ -165,7 +153,7 @@ def _among_mixed(
     }
     return stages.model.solve(
         fixed={**held.fixed, **unused}, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
-        patience=stages.patience, stop=stages.stop,
+        patience=stages.patience, deadline=stages.deadline,
     )  # fmt: skip
 
 
@@ -173,15 +161,18 @@ def solve_beside(stages: Stages, options: Options) -> Solution:
     """Return a solution that is no worse than the best with `options`: among these and what the relaxation mixes."""
     fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
     held = _Held(stages, fixed, None)
-    began = time.perf_counter()
+    deadline = stages.deadline
+    began_s = deadline.work_s
     relaxation = stages.model.relaxation(fixed)
     if stages.sharding.hidden is not None:
-        stages.sharding.hidden.weigh(relaxation, stages.time_limit_s / 3)
-    root = relaxation.solve(time_limit_s=stages.time_limit_s / 2)
+        held.cost = stages.sharding.hidden.weighed(
+            relaxation, stages.effort.relaxation_share * stages.time_limit_s, deadline
+        )
+    root = relaxation.solve(time_limit_s=stages.effort.beside_share * stages.time_limit_s, deadline=deadline)
     first = held.solve(options)
     if isinstance(root, Outcome):
         return _in_full(stages, first)
-    found = _among_mixed(stages, held, root, stages.time_limit_s - (time.perf_counter() - began), first)
+    found = _among_mixed(stages, held, root, stages.time_limit_s - (deadline.work_s - began_s), first)
     return replace(_in_full(stages, first if found.values is None else found), bound=root.objective)
 
 
@@ -193,19 +184,21 @@ def _in_full(stages: Stages, found: Solution, cost: Mapping[int, float] | None =
     return replace(found, objective=hidden.in_full_s(found.values))
 
 
-def _charged(model: Model, found: Solution) -> Solution:
-    """Return a solution with what it costs by the model's present costs."""
-    return found if found.values is None else replace(found, objective=float(np.dot(model.cost, found.values)))
+def _charged(cost: Mapping[int, float], found: Solution) -> Solution:
+    """Return a solution with its objective by other costs than those that it was found with."""
+    if found.values is None:
+        return found
+    return replace(found, objective=sum(each * float(found.values[column]) for column, each in cost.items()))
 
 
 def _best_known(stages: Stages, held: _Held, time_limit_s: float) -> Solution:
     """Return the best over known shardings: a last resort where the relaxation takes too long."""
-    best = Solution(Outcome.STOPPED, None, math.inf, -math.inf, 0.0)
+    best = Solution(Outcome.STOPPED, None, math.inf, -math.inf)
     known = stages.starts() if stages.starts is not None else ()
-    end = time.perf_counter() + time_limit_s
+    end_s = stages.deadline.work_s + time_limit_s
     for options in known:
-        least_s = _LEAST_SHARE * stages.time_limit_s if best.values is None else LEAST_S
-        found = held.solve(options, max(least_s, end - time.perf_counter()))
+        least_s = stages.effort.known_share * stages.time_limit_s if best.values is None else LEAST_S
+        found = held.solve(options, max(least_s, end_s - stages.deadline.work_s))
         if found.values is not None and found.objective < best.objective:
             best = replace(found, bound=-math.inf)
     return best

@@ -11,36 +11,24 @@ the answer is far from what is proven, or where memory costs much for what a sea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from ...program.decisions import Overlap
 from ..costs.price import Price
 from ..model.hidden import EXPOSED
-from ..model.milp import Solution
 from ..model.outcome import Outcome
 from ..problem.recipes import restriction
 from .answer import Answer, Infeasible, Settings
-from .guard import OFF, PROVEN, Takes, no_slower_than_known, unproven
+from .effort import GAP, NEAR
+from .guard import Takes, no_slower_than_known, unproven
 from .solve import Solver, both
-from .stages import FEW_COLUMNS, GAP
 from .two_stage import solve_two_stage
 
 _KNOWN = "fsdp"
 """The recipe that `joint` is held against: of those that hold little, it is solved soonest."""
-_WORTH = 0.01
-"""The share of a step that all shareable latencies must take for a search to be worthwhile."""
 _AHEAD: tuple[Overlap, ...] = ("ahead", "buckets", "none")
 _ONE_BY_ONE: tuple[Overlap, ...] = ("none", "buckets")
-_DEAR = 1.25
-"""Where memory makes a step this many times slower than without a budget, overlaps that hold less are searched too."""
-_DEAR_OF_SMALL = 1.02
-"""The same ratio for a problem that is quick to simulate, or is small and had prefetches undercounted by the rows."""
-_SHARE = 1 / 2
-"""The share of the time limit that the second search gets."""
-_ONE_SOLVE = 1 / 5
-"""The share of that which one solve may take."""
 
 Overlapped = Callable[[Answer], tuple[Answer, Price]]
 """An answer with its parameters travelling as far ahead as the budget allows, and what that takes."""
@@ -54,7 +42,7 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
     """
     best = _search_ways(solver, recipe, settings, overlapped)
     is_bound = best.binds if isinstance(best, Answer) else best.outcome is Outcome.STOPPED
-    if recipe != "joint" or not is_bound or settings.budget_bytes is None or not solver.problem.is_quick:
+    if recipe != "joint" or not is_bound or settings.budget_bytes is None or not solver.effort.is_held_against_fsdp:
         return best
     given = settings.restriction
     narrow = both(given.allowed, restriction(solver.problem, _KNOWN).allowed)
@@ -65,10 +53,10 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
     if isinstance(known, Infeasible):
         return best
     if isinstance(best, Infeasible):
-        return replace(unproven(solver, known), binds=True)
+        return replace(unproven(solver, known), row_budget=known.row_budget or float(settings.budget_bytes))
     if overlapped(known)[1].step_s >= overlapped(best)[1].step_s:
         return best
-    return replace(_better(best, known), binds=True)
+    return _better(best, known)
 
 
 def _search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Overlapped) -> Answer | Infeasible:
@@ -92,7 +80,7 @@ def _search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ov
         step_s = takes(best)
         if not _is_worth_it(first, best, step_s, settings.budget_bytes):
             return best
-        found = _search(other, recipe, _below(settings, step_s), takes, first.fastest)
+        found = _search(other, recipe, _below(solver, settings, step_s), takes)
         if isinstance(found, Answer) and takes(found) < step_s:
             best = _better(best, found)
     return best
@@ -101,10 +89,10 @@ def _search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ov
 def _as_seen(solver: Solver, settings: Settings, answer: Answer, price: Price, takes: Takes) -> Answer:
     """Return `answer`, or what is found by an objective that exposes of parameters on their way what its step does."""
     missed_s = price.step_s - answer.objective_s
-    if missed_s <= OFF * answer.objective_s or price.hidden_comm_s <= 0:
+    if missed_s <= NEAR * answer.objective_s or price.hidden_comm_s <= 0:
         return answer
     delta = EXPOSED + (1 - EXPOSED) * missed_s / (price.hidden_comm_s + missed_s)
-    found = _search(solver.exposing(delta), "joint", _below(settings, price.step_s), takes)
+    found = _search(solver.exposing(delta), "joint", _below(solver, settings, price.step_s), takes)
     if isinstance(found, Answer) and takes(found) < price.step_s:
         return _better(answer, found)
     return answer
@@ -120,26 +108,27 @@ def _in_part(settings: Settings) -> Settings:
     return replace(settings, deadline=settings.deadline.first_part())
 
 
-def _below(settings: Settings, seconds: float) -> Settings:
+def _below(solver: Solver, settings: Settings, seconds: float) -> Settings:
     """Ask for what is faster than `seconds`, in a part of the time."""
     cutoff_s = min(settings.cutoff_s, seconds * (1 - GAP))
-    limit_s = settings.time_limit_s * _SHARE
-    return replace(settings, cutoff_s=cutoff_s, time_limit_s=limit_s, one_solve=_ONE_SOLVE)
+    limit_s = settings.time_limit_s * solver.effort.later_way_share
+    return replace(settings, cutoff_s=cutoff_s, time_limit_s=limit_s, one_solve=solver.effort.later_solve_share)
 
 
 def _better(answer: Answer, found: Answer) -> Answer:
     """Return the better answer with its gap to the bound that both searches prove."""
     better = found.bounded(min(answer.bound_s, found.bound_s))
-    return replace(better, notes=answer.notes, solve_s=answer.solve_s + found.solve_s)
+    return replace(
+        better, notes=answer.notes, solve_s=answer.solve_s + found.solve_s, row_budget=answer.row_budget,
+        floor_s=answer.floor_s,
+    )  # fmt: skip
 
 
-def _search(
-    solver: Solver, recipe: str, settings: Settings, takes: Takes, fastest: Solution | None = None
-) -> Answer | Infeasible:
-    """Search one way; `fastest` is what is fastest where no memory binds, if it is known."""
+def _search(solver: Solver, recipe: str, settings: Settings, takes: Takes) -> Answer | Infeasible:
+    """Search one way."""
     if recipe == "two-stage":
         return solve_two_stage(solver, settings)
-    answer = solver.solve(settings, fastest)
+    answer = solver.solve(settings)
     return no_slower_than_known(solver, settings, answer, takes) if recipe == "joint" else answer
 
 
@@ -147,10 +136,8 @@ def _is_worth_it(solver: Solver, answer: Answer, seconds: float, budget: int) ->
     """Return true where the other overlap may gain more than the gap on an answer that takes `seconds`."""
     if solver.hides:
         # the rows saw less than there is: what travels ahead holds what binds
-        is_tight = solver.last_aim is not None and solver.last_aim <= budget
-        is_small = solver.full()[0].num_columns <= FEW_COLUMNS
-        is_soon_seen = solver.problem.is_quick or (is_small and is_tight)
-        dear = _DEAR_OF_SMALL if is_soon_seen else math.inf if solver.problem.is_long else _DEAR
-        return answer.gap is None or answer.gap > PROVEN or seconds > dear * solver.floor_s
+        is_tight = answer.row_budget is not None and answer.row_budget <= budget
+        dear = solver.effort.dear_of_small if is_tight and solver.is_small else solver.effort.dear
+        return answer.gap is None or answer.gap > NEAR or seconds > dear * answer.floor_s
     shareable_s = solver.plain()[1].joined.shareable_s
-    return shareable_s > _WORTH * answer.objective_s and seconds * (1 - GAP) > solver.floor_s
+    return shareable_s > solver.effort.worth * answer.objective_s and seconds * (1 - GAP) > answer.floor_s

@@ -1,0 +1,124 @@
+"""How much a search does, by the size of its problem: every threshold and every share of the time, in one record.
+
+Sizes are of three kinds. A program of few ops is simulated soon (`problem.is_quick`), one of many takes seconds and has weak
+relaxations (`problem.is_long`). A problem on three axes, or with an encoder and a decoder on two, has relaxations that take
+seconds (`sharding.is_large`). A model of few columns is solved whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..model.milp import Patience
+from ..model.sharding import is_large
+from ..problem.problem import Problem
+
+GAP = 1e-3
+"""A search ends where its answer is proven to be within this of the optimum, and looks for nothing that gains less."""
+NEAR = 0.02
+"""What is within this share of its bound, budget or price is not looked at again."""
+
+
+_PATIENCE = Patience(2.0, 5e-3)
+_PATIENCE_IN_BUCKETS = Patience(2.0, 5e-3, grows=True)
+_PATIENCE_OF_LARGE = Patience(2.0, 2e-2)
+_PATIENCE_FOR_LEAST = Patience(1.0, 2e-2)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The thresholds of the searches of one problem; seconds are of counted work (`deadline`)."""
+
+    # How long a solve goes on
+
+    patience: Patience = _PATIENCE
+    """A binding budget can take minutes to the last thousandth."""
+    patience_in_buckets: Patience = _PATIENCE_IN_BUCKETS
+    """That a latency is paid once or not at all makes the relaxation weak."""
+    patience_within: Patience | None = None
+    """The patience within a budget, where it differs from these."""
+    patience_for_least: Patience = _PATIENCE_FOR_LEAST
+    """The patience with what holds least: a little more does, since its rows are fitted afterwards."""
+    gap_of_least: float = 5e-3
+    """The gap of what holds least."""
+    longest_least_s: float = 15.0
+    """No search for what holds least takes longer."""
+
+    # What is solved how
+
+    few_columns: int = 3000
+    """A model of so many columns is solved whole at once, and a sharding that the objective ranks slower is fitted too."""
+    many_columns: int = 40_000
+    """With so many, known shardings are tried before the relaxation: one may be close to the floor."""
+    looks_among_mixed_after_s: float = 2.0
+    """A branch and bound that takes longer looks once among the options that the root's relaxation mixes."""
+    far_gap: float = NEAR
+    """An incumbent within this gap of the bound makes that look unnecessary."""
+
+    # Shares of a search's time
+
+    mixed_share: float = 2 / 3
+    """The share of the program of the options that the relaxation mixes."""
+    solve_share: float = 2 / 3
+    """The share of the time left that one solve within a budget may take: its answer may not fit."""
+    relaxation_share: float = 1 / 3
+    """The share of the relaxation, where known shardings can take its place."""
+    known_share: float = 1 / 3
+    """The share that a known sharding gets even if less is left, where there is no answer yet: none must be lost."""
+    leaf_share: float = 1 / 4
+    """The share of one solve with the sharding held."""
+    start_share: float = 1 / 6
+    """The share of finding one sharding to begin from."""
+    guard_share: float = 1 / 4
+    """The share of fitting one known sharding against an answer."""
+    beside_share: float = 1 / 2
+    """The share of looking beside an answer, and of going on from what holds least."""
+    later_way_share: float = 1 / 2
+    """The share of a later way for parameters to travel."""
+    later_solve_share: float = 1 / 5
+    """The share of one solve in that."""
+
+    # What is looked at
+
+    corrections: int = 5
+    """The row budget of a search is corrected so often."""
+    refits: int = 6
+    """What is kept is chosen anew for one sharding so often."""
+    bisects_refits: bool = False
+    """True where the refits of one sharding go back up between two row budgets."""
+    begins_wide: bool = False
+    """True where the rows begin with all that they count too much, which lets more in, and more that does not fit."""
+    simulates_below: float = math.inf
+    """The plan that keeps everything is simulated before the search if its peak by the rows is below this many times the budget."""
+    tries_below: float = 1.1
+    """That plan may fit if its peak by the rows is below this many times the budget; a recipe, if the least found is."""
+    often_off: float = 5e-3
+    """The typical relative error of the objective: a known sharding that it ranks slower by no more may be the faster one."""
+    room: float = 1.02
+    """The first row budget of a known sharding, as a multiple of the answer's."""
+    wide_room: float = 1.25
+    """The same as a multiple of the budget, where the rows were seen to be too careful, or where to see it takes little."""
+    is_wide: bool = False
+    """True where known shardings always begin with the wide one."""
+    worth: float = 0.01
+    """The share of a step that all shareable latencies must take for buckets to be worth a search, where nothing is hidden."""
+    dear: float = 1.25
+    """Where memory makes a step this many times slower than without a budget, ways that hold less are searched too."""
+    dear_of_small: float = 1.02
+    """The same ratio where that takes little."""
+    is_held_against_fsdp: bool = False
+    """True where `joint` is held against a search of `fsdp` by itself."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> Effort:
+        """Return the thresholds for the size of a problem."""
+        fields: dict[str, object] = {}
+        if problem.is_quick:
+            fields |= dict.fromkeys(("bisects_refits", "begins_wide", "is_wide", "is_held_against_fsdp"), True)
+            fields |= {"dear": cls.dear_of_small}
+        if problem.is_long:
+            fields |= {"simulates_below": cls.tries_below, "dear": math.inf}
+        if is_large(problem):
+            fields |= {"patience_within": _PATIENCE_OF_LARGE, "solve_share": 1 / 2}
+        return cls(**fields)  # type: ignore[arg-type]
