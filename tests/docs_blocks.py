@@ -143,6 +143,10 @@ class Shell:
             out, err = f"{self.status}\n", ""
         elif words[0] == "trainwright":
             out, err = self._own(words[1:], command.settings)
+        elif words[0] == "mkdir":
+            for name in words[1:]:
+                (self.folder / name).mkdir()
+            out, err = "", ""
         elif words[0] in ("python", "torchrun"):
             out, err = self._other(words, command.settings)
         else:

@@ -23,7 +23,8 @@ def planned(share: float) -> Plan:
     """
     low, high = peaks()
     budget = int(low + share * (high - low))
-    return make_plan(**question(deep_program(), "2xh100", budget_bytes=budget, time_limit_s=150.0))
+    asked = question(deep_program(), "2xh100", budget_bytes=budget, time_limit_s=150.0, offload="none")
+    return make_plan(**asked)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6])

@@ -87,14 +87,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: trained(DirectionNet(2), learning_rate=-1.0), "learning_rate above 0"),
     (lambda: descend("gda"), "a method such as .* is needed; got 'gda'"),
     (lambda: descend(GDA(0.1, 0.1), 2.5), "num_components .* got 2.5"),
-    (lambda: two_levels(method="bsvrb"), r"a method BSVRB\(…\) or BOREP\(…\) is needed; got 'bsvrb'"),
+    (lambda: two_levels(method="bsvrb"), r"a method such as BSVRB\(…\) is needed; got 'bsvrb'"),
     (lambda: two_levels(y0=vector(math.nan)[None]), "a finite y0 .* NaN or infinity"),
     (lambda: online.play("x", lambda t, x: (x, x), max_iterations=3), "a learner such as .* is needed; got 'x'"),  # type: ignore[arg-type]
     (
         lambda: online.play(online.OGD(online.Ball(2), strong_convexity=1.0), lambda t, x: x, max_iterations=3),  # type: ignore[arg-type,return-value]
         r"returns \(loss, gradient\) is needed; got Tensor",
     ),
-    (lambda: consensus.minimize(squares, [(-1, 1)], method="cbo"), "a method CBO.* got 'cbo'"),  # type: ignore[arg-type]
+    (lambda: consensus.minimize(squares, [(-1, 1)], method="cbo"), "a method such as CBO.* got 'cbo'"),  # type: ignore[arg-type]
     (lambda: consensus.minimize(squares, [(-1, 1)], num_particles=2.5), "num_particles of at least 1"),  # type: ignore[arg-type]
     (lambda: consensus.minimize(squares, x0=vector(math.nan), spread=1.0), "a finite x0"),
     (lambda: convex_nets.ReLURegressor().fit(ROWS, ["a"] * 4), "y of real numbers is needed"),

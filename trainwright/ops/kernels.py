@@ -51,6 +51,11 @@ class Kernel:
         return next((kind for begin, kind in _MADE_HERE.items() if self.name.startswith(begin)), "elementwise")
 
 
+def moving(num_bytes: int) -> Kernel:
+    """Return the simplest kernel that moves so many bytes: one operation an element."""
+    return Kernel("mul", (num_bytes,), num_bytes)
+
+
 def kernel_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Kernel:
     """Return the kernel of the call `out = func(*args, **kwargs)`; only shapes and strides are read.
 

@@ -54,6 +54,8 @@ class OpRule:
     """The operand whose gradient is a tensor made for it, which no other operand's gradient shares."""
     reads_rows: bool = False
     """True if it reads from its first operand only the rows that it returns."""
+    linear_map: Literal["out_in", "in_out"] | None = None
+    """For a linear map of its first operand by its second, the order of the second's dims."""
     tensor_parallel: bool = False
     """True if Megatron's recipe says how to split it."""
     dropout: tuple[str, Any] | None = None

@@ -27,6 +27,8 @@ describe(
 
 describe("clone", "contiguous", copies=True)
 describe("linear", "linear_io", "convolution", fresh_gradient=1)
+describe("linear", linear_map="out_in")
+describe("linear_io", linear_map="in_out")
 describe("embedding", fresh_gradient=0, reads_rows=True)
 
 describe(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from ..artifacts import Compiled, Device, UserError
-from ..ops.kernels import Kernel
+from ..ops.kernels import moving
 from ..torch_internals import private
 from ..torch_internals.fakes import FakeMode
 from .gpu import GpuForms
@@ -280,7 +280,7 @@ def _may_be_overwritten(node: fx.Node) -> bool:
 def _moving_s(device: Device, size: int, dtype: torch.dtype) -> float:
     """The seconds of the simplest kernel that moves so many bytes."""
     if device.kernels and size:
-        measured_s = table_of(device).seconds(Kernel("mul", (size,), size), dtype_name(dtype))
+        measured_s = table_of(device).seconds(moving(size), dtype_name(dtype))
         if measured_s is not None:
             return measured_s
     return size / device.bandwidth_bytes_per_s

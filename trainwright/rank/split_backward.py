@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..ops import find
 from ..program.program import Op
 from ..program.program import Tensor as ProgramTensor
 from .execute import Executor
 from .instructions import Compute, Ref
 from .run_state import RunState
 
-_CASTS = ("_to_copy", "to")
-
 
 def waits(op: Op) -> bool:
     """Tell whether the gradient of the op's weight may come later: a linear map, by a parameter, of what needs a gradient too."""
-    if op.name not in ("linear", "linear_io") or len(op.inputs) < 2:
+    if find(op.name).linear_map is None or len(op.inputs) < 2:
         return False
     x, weight = op.inputs[:2]
     return x.requires_grad and weight.requires_grad and _is_of_param(weight)
@@ -39,7 +38,10 @@ def _is_of_param(tensor: ProgramTensor) -> bool:
     made = tensor.producer
     if made is None:
         return tensor.role == "param"
-    return made.name in _CASTS and len(made.inputs) == 1 and _is_of_param(made.inputs[0])
+    if len(made.inputs) != 1 or not find(made.name).linear:
+        return False
+    (source,) = made.inputs
+    return source.shape == tensor.shape and source.dtype != tensor.dtype and _is_of_param(source)
 
 
 @dataclass(eq=False)
@@ -88,7 +90,7 @@ def _apart(instruction: Compute, plain: Callable[..., None]) -> Callable[..., No
     x_at, weight_at = (arg.value for arg in instruction.args[:2])
     rest, kwargs, (output,) = instruction.args[2:], instruction.kwargs, instruction.outputs
     target, function = instruction.op.node.target, instruction.function
-    input_first = instruction.op.name == "linear_io"
+    input_first = find(instruction.op.name).linear_map == "in_out"
 
     def call(env: dict[int, Any], state: RunState) -> None:
         if state.later is None or not torch.is_grad_enabled():
