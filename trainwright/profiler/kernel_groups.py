@@ -76,7 +76,7 @@ class KernelGroup:
 
     @property
     def name(self) -> str:
-        """The name that inductor would give the kernel: `fused_add_mul_sum`."""
+        """Return the name that inductor would give the kernel: `fused_add_mul_sum`."""
         ops = dict.fromkeys(private.packet(node.target).split("::")[-1] for node in (*self.inlined, *self.nodes))
         return "fused_" + "_".join(sorted(ops)[:6])
 

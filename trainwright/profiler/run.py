@@ -145,7 +145,7 @@ class Run:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The peak of the bytes that the GPU's caching allocator reserves; None without one."""
+        """Return the peak of the bytes that the GPU's caching allocator reserves; None without one."""
         return None if self.tracker.allocator is None else self.tracker.allocator.peak_reserved_bytes
 
     # What the step tells its observer

@@ -188,7 +188,7 @@ class MemoryTracker(PlainDispatchMode):
 
     @property
     def peak_at(self) -> str:
-        """Phase, op and module at the peak: `backward: aten.mm in transformer.h.3.mlp`."""
+        """Return phase, op and module at the peak: `backward: aten.mm in transformer.h.3.mlp`."""
         phase, func, path = self._peak_call
         if func is None:
             return phase
@@ -196,7 +196,7 @@ class MemoryTracker(PlainDispatchMode):
 
     @property
     def live_breakdown(self) -> dict[str, int]:
-        """Bytes alive now, by category."""
+        """Return the bytes alive now, by category."""
         return dict(self._by_category)
 
     def saved_by_path(self) -> dict[str, int]:

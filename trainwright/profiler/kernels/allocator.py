@@ -47,12 +47,12 @@ class AllocatorRecord:
 
     @property
     def peak_delta_bytes(self) -> int:
-        """The peak of the bytes alive at once, over all steps."""
+        """Return the peak of the bytes alive at once, over all steps."""
         return max((event.live_bytes for event in self.events), default=0)
 
     @property
     def end_delta_bytes(self) -> int:
-        """The bytes alive at the end: for a training step, gradients and optimizer state."""
+        """Return the bytes alive at the end: for a training step, gradients and optimizer state."""
         return self.events[-1].live_bytes if self.events else 0
 
     def peak_of_step(self, step: int) -> int:
