@@ -1,4 +1,4 @@
-"""Elastic averaging: workers and a common centre that pull at one another."""
+"""Elastic averaging SGD: workers and a common centre are pulled towards each other."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EASGD(Method):
 
     @property
     def centre(self) -> Tensor:
-        """The centre, a vector of all parameters."""
+        """Return the centre, a vector of all parameters."""
         centre = self.state["centre"]
         assert isinstance(centre, Tensor)
         return centre
@@ -61,7 +61,7 @@ class EASGD(Method):
             self.state["centre"] = centre + self.centre_pull * (mean - centre)
 
     def finish(self) -> Steps[None]:
-        """Give all workers the centre."""
+        """Set all workers' parameters to the centre."""
         self.replica.write(self.centre)
         yield from ()
 

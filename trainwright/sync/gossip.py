@@ -1,4 +1,4 @@
-"""Averages with neighbours alone: ATC-DSGD and DmSGD, and DecentLaM, whose momentum adds no bias."""
+"""Averages parameters with neighbours only: ATC-DSGD and DmSGD, and DecentLaM, whose momentum adds no bias."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .replica import Worker
 from .requests import Exchange, Steps
 
 _ROUNDS, _FEW_ROUNDS, _MANY = 64, 8, 64
-"""Rounds by which a price follows who waits for whom; fewer where there are many workers."""
+"""The rounds that a price simulates, a smaller number of them for more than `_MANY` workers."""
 
 
 class Gossip(Method):
@@ -55,7 +55,7 @@ class Gossip(Method):
         self.replica.write((yield from self.average(self.replica.read())))
 
     def resized(self) -> None:
-        """Take the graph of that name between those who are there, with Metropolis–Hastings weights."""
+        """Use the named graph over the present workers, with Metropolis–Hastings weights."""
         if not isinstance(self.graph, str):
             raise UserError(
                 f"a graph by name is needed where workers come and go, so that there is one for {self.worker.size}; got edges; "
@@ -65,7 +65,7 @@ class Gossip(Method):
         self.weights = [metropolis(each) for each in self.graphs]
 
     def average(self, vector: Tensor) -> Steps[Tensor]:
-        """Return Σ_j w_ij u_j, added in the order of ranks."""
+        """Return Σ_j w_ij u_j, summed in the order of ranks."""
         came = yield from self.again(lambda: Exchange(vector, self._near()))
         turn, rank = self._turn(), self.worker.rank
         total = torch.zeros_like(vector)
@@ -122,21 +122,21 @@ class DecentLaM(Gossip):
 
 
 def _penalised(x: Tensor, mixed: Tensor, lr: Tensor | float, gradient: Tensor) -> Tensor:
-    """(x − mixed) / lr, and the gradient itself where lr is 0."""
+    """Return (x − mixed) / lr, and the gradient itself where lr is 0."""
     lr = torch.as_tensor(lr, dtype=x.dtype)
     return torch.where(lr == 0, gradient, (x - mixed) / torch.where(lr == 0, 1.0, lr))
 
 
 def _edge_bytes(size: Size) -> int:
-    """Return the bytes of one round of all graphs in turn."""
+    """Return the bytes sent while each graph is used once."""
     graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
     return sum(2 * len(graph.edges) for graph in graphs) * size.param_bytes
 
 
 def _round_s(size: Size, network: Network, compute_s: float) -> float:
-    """Return the seconds that one round of all graphs in turn adds: who is done when, some rounds on.
+    """Return the seconds that using each graph once adds to the computation, from a simulation of some rounds.
 
-    A node begins when its neighbours' vectors are there, and sends to one neighbour after the other, while it computes too.
+    A node starts when its neighbours' vectors have arrived, and sends to one neighbour after the other while it computes.
     """
     graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
     rounds = _FEW_ROUNDS if size.num_workers > _MANY else _ROUNDS
@@ -162,7 +162,7 @@ def _rounds(size: Size, k: int) -> int:
 
 
 def _edges() -> tuple[Message, ...]:
-    """Whole rounds of the graphs in turn, and what has been sent of the round that is under way."""
+    """Return the messages of whole rounds over all graphs, and those of a round in progress."""
 
     def rest(size: Size, k: int) -> int:
         graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")

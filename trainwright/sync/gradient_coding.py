@@ -1,4 +1,4 @@
-"""Gradient coding on a master and its workers: the slowest s of a round are not waited for."""
+"""Gradient coding on a master and its workers: a round does not wait for its s slowest workers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GradientCoding(Coded):
 
     @property
     def num_chunks(self) -> int:
-        """Into how many chunks the data is cut: one a worker."""
+        """Return the number of chunks of the data: one for each worker."""
         return self.code.num_workers
 
     @property
@@ -77,7 +77,7 @@ class GradientCoding(Coded):
         self.replica.write(message)
 
     def answer(self, closure: Any) -> Steps[Tensor]:
-        """Return the sum of the own chunks' gradients."""
+        """Return the weighted sum of the gradients of this worker's chunks."""
         rank, total = self.worker.rank - 1, torch.zeros(self.up_length, dtype=torch.float64)
         for chunk in self.code.chunks(rank):
             self.replica.gradients_by(functools.partial(closure, chunk))
@@ -94,7 +94,7 @@ class GradientCoding(Coded):
 
 
 def decoded(code: GradientCode, sums: dict[int, Tensor]) -> Tensor:
-    """Return the sum of all chunks' gradients, in the order of workers, in float64."""
+    """Return the sum of all chunks' gradients, decoded from the workers' sums in their order, in float64."""
     weights = code.decoding(sums)
     total = torch.zeros_like(next(iter(sums.values())))
     for worker in sorted(sums):

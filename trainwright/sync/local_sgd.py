@@ -1,4 +1,4 @@
-"""Data-parallel training, and local SGD: workers that average their parameters now and then."""
+"""Data-parallel training, and local SGD, in which workers average their parameters periodically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .requests import AllReduce, Steps
 
 
 class DataParallel(Method):
-    r"""Average the gradients in each step, as DistributedDataParallel does: what the other methods are compared with.
+    r"""Average the gradients in each step, as DistributedDataParallel does: the baseline of the other methods.
 
         g = Σ_i b_i g_i / Σ_i b_i        b_i: `num_samples` of worker i, 1 unless said
 
@@ -68,7 +68,7 @@ class LocalSGD(DataParallel):
 
 
 def reduced_gradient(size: Size) -> int:
-    """Bytes of an all-reduce of the gradient and the count of its examples."""
+    """Return the bytes of an all-reduce of the gradient and the number of its examples."""
     return all_reduced(Size((*size.shapes, 1), size.itemsize, size.num_workers))
 
 

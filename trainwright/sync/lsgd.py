@@ -1,4 +1,4 @@
-"""Leader SGD: workers are pulled to the best of them, whose parameters alone travel."""
+"""Leader SGD: workers are pulled towards the best of them, which alone sends its parameters."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class LSGD(Method):
 
     @property
     def num_rounds(self) -> int:
-        """Exchanges so far."""
+        """Return the number of exchanges so far."""
         return int(self.state["num_rounds"])
 
     def start(self) -> Steps[None]:
@@ -110,14 +110,14 @@ class LSGD(Method):
         return bool(taken >= (self.num_rounds + 1) * self.worker.size * self.period)
 
     def resized(self) -> None:
-        """Leaders keep what they led to; who they are is known again after the next exchange."""
+        """Keep the leaders' last parameters, and forget their ranks until the next exchange."""
         if self.has_groups:
             raise UserError("lsgd needs one group where workers come and go; got several; leave num_groups out")
         self.groups = groups_of(self.worker.size, 1)
         self.state |= {"group_leader_rank": _NOBODY, "global_leader_rank": _NOBODY}
 
     def _follow(self, x: Tensor) -> Steps[Tensor]:
-        """Find the leaders and move towards them: the group's first; all anew where a worker was gone meanwhile."""
+        """Find the leaders and return `x` moved towards them, the group's first; start again if a worker leaves meanwhile."""
         while True:
             counted = dict(self.state)
             try:
@@ -145,14 +145,14 @@ class LSGD(Method):
         return x if who == self.worker.rank else x - share * (x - theirs)
 
     def _pulled(self, x: Tensor, name: str, share: float) -> Tensor:
-        """Towards a leader as it last was; one that leads itself is not pulled."""
+        """Return `x` pulled towards a leader's last parameters; the leader itself is not pulled."""
         theirs = self.state.get(name)
         leads = self.state[f"{name}_rank"] == self.worker.rank
         return x if theirs is None or leads else x - share * (x - theirs)
 
 
 def leader(losses: list[float], members: Members) -> int | None:
-    """Return the member with the smallest loss, the first of several; `None` where all are NaN.
+    """Return the member with the smallest loss, the lowest rank of equal ones; `None` if all losses are NaN.
 
     >>> leader([math.nan, 2.0, 1.0, 1.0], (0, 1, 2, 3)), leader([math.nan, 0.0], (0,))
     (2, None)
@@ -162,7 +162,7 @@ def leader(losses: list[float], members: Members) -> int | None:
 
 
 def groups_of(num_workers: int, num_groups: int) -> tuple[Members, ...]:
-    """Return groups of consecutive ranks, of one size.
+    """Return `num_groups` groups of consecutive ranks, of equal size.
 
     >>> groups_of(4, 2)
     ((0, 1), (2, 3))
@@ -172,7 +172,7 @@ def groups_of(num_workers: int, num_groups: int) -> tuple[Members, ...]:
 
 
 def has_groups(num_groups: int, group_period: int, global_period: int) -> bool:
-    """Return whether there are leaders of groups beside that of all."""
+    """Tell whether there are leaders of groups beside the global one."""
     return num_groups > 1 and group_period < global_period
 
 
