@@ -92,7 +92,7 @@ def is_adapters(model: nn.Module, name: str) -> bool:
 
 
 def reset_adapter(model: nn.Module, path: str) -> bool:
-    """Initialise the LoRA weights at module `path` as PEFT does; False where there are none.
+    """Initialise the LoRA weights of the module at `path` as PEFT does; return False if it has none.
 
     Raises `UserError` for an initialisation that is computed from the base's weights: on the meta device there are none.
     """

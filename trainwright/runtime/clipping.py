@@ -12,7 +12,7 @@ from .module import ParallelModule
 
 
 def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
-    """Scale all gradients of `module` in place so that their norm is at most `max_norm`; return the norm before.
+    """Scale all gradients of `module` in place so that their norm is at most `max_norm`; return their norm before.
 
         norm = √(Σ_p ‖g_p‖²),    g ← g · min(1, max_norm / (norm + 1e-6))
 

@@ -47,7 +47,7 @@ class Parts:
 
     @property
     def blocks(self) -> list[Part]:
-        """The parts that rest in the store."""
+        """Return the parts that rest in the store."""
         return [part for part in self.parts if not part.stays]
 
 

@@ -22,7 +22,7 @@ _ROUNDS, _FEW_ROUNDS, _MANY = 64, 8, 64
 
 
 class Gossip(Method):
-    r"""Step, then average with the neighbours (adapt, then combine).
+    r"""Run the optimizer's step, then average with the neighbours (adapt, then combine).
 
         u_i = the optimizer's step from x_i
         x_i ← Σ_j w_ij u_j
@@ -81,7 +81,7 @@ class Gossip(Method):
 
 
 class DecentLaM(Gossip):
-    r"""Momentum over neighbours without the bias that momentum brings, at the same traffic.
+    r"""Run SGD with momentum over neighbours without the bias that momentum adds, at the same traffic.
 
         u_i = x_i − γ g_i
         g̃_i = (x_i − Σ_j w_ij u_j) / γ
