@@ -14,6 +14,7 @@ A product counts 2 per multiply-add. Ops with a formula in `torch.utils.flop_cou
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+from .registry import RULES
 
 aten = torch.ops.aten
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
@@ -60,8 +63,8 @@ def is_convolution(func: Any) -> bool:
 def bytes_moved(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Return the bytes that a call reads and writes: each tensor argument and each output once, views none.
 
-    An expanded argument counts what lies behind it, not its shape. A gather (`embedding`, `index_select`, `gather`)
-    reads as many rows as it writes.
+    An expanded argument counts the memory behind it, not its shape. A lookup (`embedding`, `gather`: `OpRule.reads_rows`)
+    reads as many bytes as it writes.
 
     >>> a = torch.zeros(10)
     >>> bytes_moved(torch.ops.aten.add.Tensor, (a, a), a + a)
@@ -73,7 +76,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return 0
     packet = getattr(func, "overloadpacket", func)
     written = sum(_num_bytes(tensor) for tensor in _tensors(out))
-    if packet in _GATHERS:
+    if packet in _lookups():
         return 2 * written
     if packet in _FILLS:
         return written
@@ -113,7 +116,7 @@ def _other_flops(func: Any, packet: Any, args: tuple[Any, ...], out: Any) -> int
     if packet in _COPIES or moves_nothing(func):
         return 0
     sizes = [tensor.numel() for tensor in _tensors(out)]
-    if packet not in _GATHERS:
+    if packet not in _lookups():
         sizes += [tensor.numel() for tensor in _tensors(args)]
     return max(sizes, default=0)
 
@@ -201,8 +204,14 @@ def _rnn_layer_backward(args, kwargs, out) -> int:
 
 
 def _named(*names: str) -> list[Any]:
-    """The ATen ops of these names that this torch has."""
+    """Return the ATen ops of these names that this torch has."""
     return [getattr(aten, name) for name in names if hasattr(aten, name)]
+
+
+@functools.cache
+def _lookups() -> frozenset[Any]:
+    """Return the ATen ops that look their results up in their first operand."""
+    return frozenset(_named(*(name for name, rule in RULES.items() if rule.reads_rows)))
 
 
 _CONVOLUTIONS = set(
@@ -253,7 +262,6 @@ _HEAVY: dict[Any, Formula] = {
     **dict.fromkeys(_named("mkldnn_rnn_layer"), _rnn_layer),
     **dict.fromkeys(_named("mkldnn_rnn_layer_backward"), _rnn_layer_backward),
 }
-_GATHERS = set(_named("embedding", "index_select", "gather", "index", "take", "_embedding_bag"))
 _COPIES = set(
     _named(
         "clone",

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from ..ops import find
 from ..torch_internals import private
 
 Kind = Literal["view", "elementwise", "reduction", "alone"]
@@ -52,7 +53,6 @@ _ELEMENTWISE = frozenset(
     ]
 )  # fmt: skip
 _VIEWS = frozenset({"_unsafe_view", "reshape"})
-_LOOKUPS = frozenset({"embedding", "index", "gather", "index_select", "_unsafe_index", "_unsafe_masked_index"})
 _DEAR_ON_CPU = frozenset({"exp", "sigmoid"})
 
 
@@ -128,7 +128,7 @@ def read_bytes(node: fx.Node, readers: Iterable[fx.Node]) -> int:
     looked_up = [
         num_bytes(reader.meta.get("val"))
         for reader in readers
-        if private.packet(reader.target) in _LOOKUPS and reader.args and reader.args[0] is node
+        if find(private.packet(reader.target)).reads_rows and reader.args and reader.args[0] is node
     ]
     return min(size, sum(looked_up)) if looked_up else size
 
