@@ -24,8 +24,8 @@ def sample_gradients(module: ParallelModule, batch: Any) -> Iterator[dict[str, T
 
     Every rank calls this with the same batch and consumes every item: a dict from parameter names to gradients, each a
     `DTensor` in its parameter's layout; `gradient.full_tensor()` gathers it. All ranks run one step for each example, so a
-    batch takes as long as that many batches of one; the first one is captured once. The module's step count and
-    gradients do not change.
+    batch takes as long as that many batches of one; the first one is captured once. The module's step count and gradients do
+    not change, and so dropout draws the same random numbers for every example: those of the next step.
 
     module: what `parallelize` returned, in training or evaluation mode. batch: at most the planned number of examples.
 
