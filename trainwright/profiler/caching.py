@@ -33,10 +33,10 @@ class _Block:
     """One block of a segment, free or in use, linked to the blocks before and after it in the segment."""
 
     address: tuple[int, int]
-    """(number of the segment, offset in it)"""
+    """The number of the segment, and the offset in it."""
     num_bytes: int
     pool: tuple[Hashable, bool]
-    """Its stream, and whether it is of the small pool."""
+    """The stream of its pool, and whether that is the small pool."""
     before: _Block | None = None
     after: _Block | None = None
 

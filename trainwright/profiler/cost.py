@@ -21,7 +21,7 @@ class Cost:
     moved_bytes: int
     """The bytes read and written."""
     time_s: float
-    """0 without a device."""
+    """The seconds on the device; 0 without one."""
 
 
 class Costs:

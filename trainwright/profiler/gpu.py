@@ -28,7 +28,7 @@ aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_MAX_HEAD_DIM = 256
 _BIAS_ALIGNMENT = 16
-"""Elements: the memory-efficient kernel reads a mask whose rows are padded to a multiple of this."""
+"""The number of elements to a multiple of which the memory-efficient kernel needs a mask's rows padded."""
 
 _IN_FP32 = frozenset(
     [

@@ -21,7 +21,7 @@ from .replica import Worker
 from .requests import Compute, Exchange, Steps
 
 _MOST_CHI, _TERMS, _UNITS = 0.5, 18, 40
-"""χ1 χ2 up to which theory holds; terms of the series of e^A for ‖A‖ ≤ 1/2; units of time that a price looks at."""
+"""The largest χ1 χ2 for which theory holds; the terms of e^A's series for ‖A‖ ≤ 1/2; the units of time that a price simulates."""
 _VARIABLES = ("x", "x_tilde", "y", "y_tilde", "z", "z_tilde")
 
 

@@ -121,7 +121,7 @@ class Table:
     overlaps: bool = True
     """True if transfers overlap with computation."""
     excess_bytes: dict[tuple[bool, bool], float] = field(default_factory=dict)
-    """By how many bytes simulated peaks exceed the estimate, by whether a stage has the first unit, and the last one."""
+    """The bytes by which simulated peaks exceed the estimate, by whether a stage has the first unit, and the last one."""
     virtual: int = 1
     """The pieces of each stage."""
     splits_backward: bool = False
