@@ -56,6 +56,8 @@ def gradients_of(model: nn.Module) -> Gradients:
 def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return fingerprints of the attributes of `model`'s modules other than parameters, buffers and submodules.
 
+    An attribute that changes has another fingerprint.
+
     >>> layer = nn.ReLU()
     >>> before = plain_state(layer)
     >>> layer.num_calls = 1

@@ -68,6 +68,9 @@ def table_of(device: Device) -> KernelTable:
 def rate(rates: dict[str, float], dtype: torch.dtype) -> float:
     """Return the FLOPs per second for `dtype`.
 
+    Without a rate of its own, a 16-bit dtype has that of the other one; any dtype then has that of fp32 or fp64, else the lowest
+    that is listed.
+
     >>> rate({"fp32": 1.0, "bf16": 2.0}, torch.float16)
     2.0
     """
