@@ -88,7 +88,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    """The positional arguments that an op's schema says it writes to."""
+    """Return the positional arguments that an op writes, by its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return []
@@ -104,7 +104,7 @@ def moves_nothing(func: Any) -> bool:
 
 
 def _only_a_view(func: Any) -> bool:
-    """True for an ATen op whose tensor outputs all alias an argument that is not written, by its schema."""
+    """Tell whether all tensor outputs of an op alias an argument that is not written, by its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False
@@ -130,7 +130,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """The distinct bytes behind a tensor: dims of stride 0 are one element."""
+    """Return the bytes behind a tensor's elements; dims of stride 0 count once."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride()):
         if stride != 0 or size == 0:
@@ -309,7 +309,7 @@ _FILLS = set(
         *("new_zeros", "new_ones", "new_full", "bernoulli_", "normal_", "uniform_", "rand_like", "randn_like"),
     )
 )
-"""They write and read nothing: a tensor among their arguments lends its shape, or is what they write."""
+"""Ops that write and read nothing: a tensor among their arguments gives its shape, or is the one that they write."""
 _OVERWRITES = set(_named("copy_"))
-"""They do not read the first argument, which they write."""
+"""Ops that write their first argument without reading it."""
 _FREE: dict[Any, bool] = {}
