@@ -35,14 +35,14 @@ class DADAO(Method):
         gradient (rate 1 a node):   h = ∇f_i(x) − νx − ỹ,   x ← x − γh,   x̃ ← x̃ − γ̃h,   ỹ ← ỹ + (δ + δ̃)h
         edge (rate λ_ij):           m = (y + z)_i − (y + z)_j,   z_i ← z_i − βm,   z̃_i ← z̃_i − β̃m,   j with +
 
-    `sync.step(closure)` goes on by one unit of time, in which a node takes about one gradient: the closure returns f_i's
-    loss, each time that it is called. Constants follow from smoothness, L, and convexity, μ, of the f_i, which have to
-    be right: a wrong μ is slow or diverges. The events are drawn by one seed on all nodes, so a run can be repeated on
-    any engine.
+    `sync.step(closure)` advances by one unit of time, in which a node computes about one gradient: the closure returns f_i's
+    loss each time it is called. The constants follow from the smoothness L and the convexity μ of the f_i, which have to be
+    right: with a wrong μ it is slow or diverges. All nodes draw the events from one seed, so a run can be repeated on any
+    engine.
 
-    graph: as for `gossip`. rates: λ_ij in the order of the graph's edges; uniform unless given, at the least sum that
-    theory allows, χ1 χ2 = 1/2; `trainwright.sync.optimal_rates` makes do with fewer where there is a bottleneck. In float64,
-    please: ỹ is stiff. Six copies of the parameters. Not for losses that are not strongly convex.
+    graph: as for `gossip`. rates: λ_ij in the order of the graph's edges; by default uniform, with the least sum that
+    theory allows, χ1 χ2 = 1/2; `trainwright.sync.optimal_rates` needs fewer messages on a graph with a bottleneck. Use float64,
+    since ỹ is stiff. It keeps six copies of the parameters, and is only for strongly convex losses.
 
     Source: Nabli & Oyallon 2023, DADAO: Decoupled Accelerated Decentralized Asynchronous Optimization (arXiv:2208.00779).
     """

@@ -19,9 +19,8 @@ class EASGD(Method):
         x_i ← the optimizer's step with worker i's own gradient
         x_i, z ← x_i − α (x_i − z),  z + β ((1/n) Σ_j x_j − z)          every `period` steps
 
-    period: steps between exchanges. pull: α; β/n unless given, as in the paper. centre_pull: β. Workers may settle in
-    different basins, with the centre in neither: `lsgd` follows the best of them instead. `method.centre` is the model
-    to evaluate.
+    period: steps between exchanges. pull: α, by default β/n, as in the paper. centre_pull: β. Workers may settle in different
+    basins, with the centre in neither; `lsgd` follows the best of them instead. `method.centre` is the model to evaluate.
 
     Source: Zhang, Choromanska & LeCun 2015, Deep learning with Elastic Averaging SGD (arXiv:1412.6651), synchronous form.
     """

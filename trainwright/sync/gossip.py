@@ -31,8 +31,8 @@ class Gossip(Method):
     symmetric and doubly stochastic. graph: a name (`trainwright.sync.graphs`), a `Graph`, or edges. weights: W;
     Metropolis–Hastings unless given.
 
-    Nobody waits for more than its neighbours. Workers whose data differ end up around the minimum, not on it: by lr² for
-    SGD, by lr² / (1 − momentum)² with momentum; `decentlam` has the former with momentum too.
+    A worker waits only for its neighbours. Workers with different data end up around the minimum, not on it: by lr² for SGD, by
+    lr² / (1 − momentum)² with momentum; `decentlam` has the smaller bias with momentum too.
 
     Source: Lian et al. 2017 (arXiv:1705.09056); DmSGD: Yu, Jin & Yang 2019 (arXiv:1905.03817).
     """
@@ -91,8 +91,8 @@ class DecentLaM(Gossip):
     dampening. Its weight decay enters g_i, so that neighbours average it. momentum = 0 is ATC-DSGD. Where γ is 0,
     nothing is averaged.
 
-    Differences are taken in fp32 at least; in a very small γ they still cancel. For large batches, where the bias is what is
-    left; with much noise the methods end alike.
+    Differences are computed in fp32 at least; with a very small γ they still cancel. It helps with large batches, where the bias
+    dominates; with much noise all methods end alike.
 
     Source: Yuan et al. 2021, DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training (arXiv:2104.11981).
     """

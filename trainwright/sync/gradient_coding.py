@@ -29,16 +29,16 @@ class GradientCoding(Coded):
     normalisation, no means of unequal chunks, and no dropout or batch norm, which would differ between the copies of a
     chunk.
 
-    stragglers: s. patience: μ; a round waits (1 + μ) times as long as its fastest worker took, and longer only while the
-    answers do not give the whole. A worker that is late does not hold up the next round: it goes on with the newest
-    parameters. cyclic: the cyclic code even where fractional repetition fits. After the last step, `sync.finish()` gives
-    all ranks the parameters of the master.
+    stragglers: s. patience: μ; a round lasts (1 + μ) times as long as its fastest worker took, and longer only while the answers
+    cannot be decoded. A late worker does not delay the next round: it continues with the newest parameters. cyclic: whether to
+    use the cyclic code even if fractional repetition fits. After the last step, `sync.finish()` sets all ranks' parameters to
+    the master's.
 
-    At a meeting, a worker that is killed, hangs or is cut off counts as a straggler for ever, and one that joins takes its
-    place; where the others' answers do not give the whole, or the master is gone, all end with the name.
+    At a meeting, a worker that is killed, hangs or is cut off counts as a straggler until one that joins takes its place; if
+    the others' answers cannot be decoded, or the master is gone, all end with an error that names it.
 
-    Data is held s + 1 times and computed s + 1 times: worth it where waiting costs more. Sequential codes need far less work,
-    over several jobs in turn: `sr-sgc`, `m-sgc`.
+    Data is held s + 1 times and computed s + 1 times, which pays off only if waiting costs more. Sequential codes, `sr-sgc` and
+    `m-sgc`, need far less work, over several jobs in turn.
 
     Source: Tandon, Lei, Dimakis & Karampatziakis 2017, Gradient Coding: Avoiding Stragglers in Distributed Learning (ICML).
     """

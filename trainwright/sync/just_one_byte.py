@@ -31,9 +31,9 @@ class JustOneByte(Method):
 
     num_samples: directions a worker and step. epsilon: ε. seed: of all perturbations. Memory is that of evaluation and
     one copy; each step generates n·num_samples directions on each worker, which is what limits n. The parameters stay
-    equal to the bit on all workers: they are restored from the copy, never by subtraction, and directions come from a
-    counter and tables, not from a device's own generator. For fine-tuning, where few directions matter; from scratch it
-    hardly learns.
+    equal bit for bit on all workers: they are restored from the copy, never by subtraction, and directions come from a
+    counter and tables, not from a device's own generator. It is for fine-tuning, where few directions matter; from scratch
+    it hardly learns.
 
     Source: Zelikman et al. 2023, Just One Byte (per gradient) (arXiv:2306.10015); MeZO: Malladi et al. 2023
     (arXiv:2305.17333).

@@ -25,14 +25,14 @@ class LSGD(Method):
         x ← x − c_l (x − z_l)                                       every l steps, to the new leader of the group
         x ← x − c_g (x − z_g)                                       every g steps, to the new leader of all
 
-    A leader is not pulled to itself, and stationary points stay what they were: all pulls vanish where a worker is the
-    leader. group_period: l. global_period: g, a multiple of l. num_groups: groups of workers with consecutive ranks;
-    with one, or l = g, only the leader of all exists. group_pull, global_pull: p_l, p_g. group_move, global_move: c_l, c_g.
+    A leader is not pulled, so the stationary points are those of the loss. group_period: l. global_period: g, a multiple of l.
+    num_groups: the number of groups, of consecutive ranks; with one, or l = g, there is only the leader of all. group_pull,
+    global_pull: p_l, p_g. group_move, global_move: c_l, c_g.
 
-    Losses are averaged over the l steps; a NaN never leads, ties go to the lowest rank, and where all losses are NaN
-    nobody leads. Momentum is not pulled. asynchronous: workers exchange when all together have taken n·l steps, however
-    many each, so that slow ones take fewer; end such a loop by `method.num_rounds`, which all share, not by steps. What
-    it computes then depends on how fast each is.
+    Losses are averaged over the l steps; a worker with NaN never leads, ties go to the lowest rank, and if all losses are NaN
+    nobody leads. Momentum is not pulled. asynchronous: workers exchange once all together have taken n·l steps, so that slow
+    ones take fewer; end such a loop by `method.num_rounds`, which all share, not by steps. The results then depend on the
+    workers' speeds.
 
     Source: Teng et al. 2019, Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models
     (arXiv:1905.10395).

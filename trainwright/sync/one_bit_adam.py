@@ -85,13 +85,13 @@ class OneBitAdam(OneBit):
         later:                 m_i ← β₁ m + (1 − β₁) g_i,   m ← compressed mean of the m_i,   v as it was
         x ← x − lr (m / (√v + ε) + weight_decay · x)
 
-    lr, betas, eps and weight_decay are those of `optimizer`, Adam or AdamW, whose step only counts. No bias correction,
-    as in the authors' code. freeze_step: 15 to 25 % of all steps, when v has become steady; earlier, small v make steps
-    explode.
+    lr, betas, eps and weight_decay are those of `optimizer`, Adam or AdamW, whose own step only counts. There is no bias
+    correction, as in the authors' code. freeze_step: 15 to 25 % of all steps, when v has become steady; if it is earlier, small
+    entries of v make steps explode.
 
-    Each parameter has a scale of its own; under a plan that shards it, each shard has.
-    Elements whose gradient was 0 throughout the first phase stay as they are: one bit cannot say 0. Each worker's gradient
-    has to be its own: clipping by a common norm does not go with it.
+    Each parameter has its own scale; under a plan that shards it, each shard has.
+    Elements whose gradient was 0 throughout the first phase never change, since one bit cannot encode 0. Each worker's gradient
+    has to be its own, which excludes clipping by a common norm.
 
     Source: Tang et al. 2021, 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed
     (arXiv:2102.02888).

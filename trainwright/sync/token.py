@@ -81,7 +81,7 @@ class SASRRW(Method):
     1]; with a > b α does nothing in the limit. The optimizer is SGD without momentum, as a rule: its state stays at each
     node.
 
-    For one link that is busy at a time and nodes that hold their own data; the wall time is that of one worker and its
+    It is for networks with one busy link at a time and nodes with their own data; the wall time is that of one worker and its
     messages.
 
     Source: Hu, Doshi & Eun 2024, Accelerating Distributed Stochastic Optimization via Self-Repellent Random Walks

@@ -68,7 +68,7 @@ class PowerSGD(Method):
     of all steps is a start. error_feedback, warm_start: keep e and Q. epsilon: added to norms, so that a matrix
     of zeros gives zeros; torch's own default, 0, gives NaN there. seed: of the first Q.
 
-    Not for models whose parameters are mostly vectors or small, and not for gradients without a few leading directions.
+    It gains nothing on models whose parameters are mostly vectors or small, or on gradients without a few leading directions.
 
     Source: Vogels, Karimireddy & Jaggi 2019, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization
     (arXiv:1905.13727); code: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
@@ -162,11 +162,11 @@ class PostLocalSGD(Method):
         steps ≤ shared_steps:  the optimizer steps with the mean of all gradients
         later:                 … of those of the own subgroup;  x_i ← (1/n) Σ_j x_j every `period` steps, first at once
 
-    subgroup: neighbouring ranks that go on averaging gradients in each step, those of one machine, say; 1: none. It has to divide
-    the number of workers. Any optimizer; its state stays with each worker.
+    subgroup: the number of consecutive ranks, such as those of one machine, that average gradients in every step; 1: none. It has
+    to divide the number of workers. Any optimizer works; its state stays with each worker.
 
-    `local-sgd` with `shared_steps` averages at the end of each period instead, goes on with workers that come and go, and has no
-    subgroups. Not for data that differ much between workers, unless the period is short.
+    `local-sgd` with `shared_steps` averages at the end of each period instead, continues when workers come and go, and has no
+    subgroups. If data differ much between workers, keep the period short.
 
     Source: Lin, Stich, Patel & Jaggi 2020, Don't Use Large Mini-batches, Use Local SGD (arXiv:1808.07217); code:
     torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook, torch.distributed.algorithms.model_averaging.
