@@ -1,8 +1,8 @@
-"""What the C library does with memory that a step has freed, where steps run on the CPU.
+"""Makes the C library keep the memory that a step on the CPU has freed.
 
-Every step frees all that it allocated. Glibc then gives the top of its heap back to the system, and the next step gets
-it again page by page, each cleared first: 2 to 8 % of a step of a small model. Kept, it is there already; the process
-holds no more than it did at its peak.
+Every step frees all that it allocated. Glibc then returns the top of its heap to the system, and the next step gets it
+again page by page, each cleared first: 2 to 8 % of a step of a small model. Memory that is kept costs nothing to get
+again, and the process holds no more than at its peak.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from functools import cache
 
 LARGEST_KEPT_BYTES = 32 * 2**20
-"""Larger tensors keep a mapping of their own, given back when freed: glibc's own upper limit for what its heap serves."""
+"""Larger tensors get a mapping of their own, unmapped when freed; glibc allows no higher limit for its heap."""
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
@@ -20,10 +20,10 @@ _NEVER = -1
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees for its next step; return whether it does from now on.
+    """Make glibc keep the memory that this process frees; return whether it does from now on.
 
-    Left as it is where the environment says how (`MALLOC_TRIM_THRESHOLD_` and its like, `GLIBC_TUNABLES`), and where the C
-    library is not glibc.
+    Nothing is changed if the environment configures malloc (`MALLOC_TRIM_THRESHOLD_` and its like, `GLIBC_TUNABLES`), or if
+    the C library is not glibc.
     """
     if any(name in os.environ for name in SETTINGS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
