@@ -74,22 +74,32 @@ class CompiledStep:
     @contextmanager
     def of(self, question: Question) -> Iterator[None]:
         """Compile the question's model in place, by one step of it, and run it so inside."""
-        model = question.model
-        self._paths = {path for path, _ in model.named_modules()}
-        with private.compiled_in_place(model, self._take):
-            try:
-                self._compile(question)
-            except private.compiler_errors() as error:
-                raise UserError(
-                    f"a model that torch.compile takes is needed; it says: {_first_line(error)}; profile it without --compile"
-                ) from error
+        with private.compiled_in_place(question.model, self._take), self.made_by(question):
             if not self.graphs:
                 raise UserError(
                     "a model that torch.compile takes is needed; it found no graph in it (a forward that is disabled, or "
                     "nothing but Python); profile it without --compile"
                 )
-            with torch.compiler.set_stance("fail_on_recompile"):
-                yield
+            yield
+
+    @contextmanager
+    def of_script(self) -> Iterator[None]:
+        """Let what is compiled inside make its graphs here, once `made_by` is entered."""
+        with private.compiled_by_script(self._take):
+            yield
+
+    @contextmanager
+    def made_by(self, question: Question) -> Iterator[None]:
+        """Compile what there is to compile in the question's model, by steps of it; inside, nothing is compiled anew."""
+        self._paths = {path for path, _ in question.model.named_modules()}
+        try:
+            self._compile(question)
+        except private.compiler_errors() as error:
+            raise UserError(
+                f"a model that torch.compile takes is needed; it says: {_first_line(error)}; profile it without compiling"
+            ) from error
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
 
     def _compile(self, question: Question) -> None:
         """Run steps until one makes no graph anew (a model may set what its forward asks for), and leave nothing of them."""
@@ -135,6 +145,11 @@ class CompiledStep:
             num_kernels=sum(len(graph.groups) for graph in run),
             pool_bytes=pool_bytes,
         )
+
+
+def has_compiled(model: torch.nn.Module) -> bool:
+    """Tell whether a script has compiled pieces of its model."""
+    return any(private.is_compiled(module) for module in model.modules())
 
 
 class _Graph:
