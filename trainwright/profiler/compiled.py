@@ -157,6 +157,8 @@ class _Graph:
 
     def __init__(self, module: fx.GraphModule, is_backward: bool, static: frozenset[int], step: CompiledStep) -> None:
         self.module, self.is_backward, self.static, self.step = module, is_backward, static, step
+        if not is_backward:
+            private.laid_out_as_compiled(module, step.is_gpu)
         self.inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         (self.output,) = (node for node in module.graph.nodes if node.op == "output")
         self.groups = kernel_groups(module.graph, is_cpu=not step.is_gpu)

@@ -7,6 +7,8 @@ import inspect
 import re
 import sys
 import traceback
+import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -58,6 +60,7 @@ __all__ = [
     "is_profiled",
     "is_random",
     "is_view",
+    "laid_out_as_compiled",
     "local_part",
     "mode_of",
     "modes_entered",
@@ -533,6 +536,45 @@ def _up_to_kernels(take: Take) -> dict[str, Any]:
         "guard_filter_fn": lambda guards: [guard.guard_type != "TENSOR_MATCH" for guard in guards]
     }
     return {"backend": backend, "dynamic": False, "options": without_tensors}
+
+
+def laid_out_as_compiled(graph: torch.fx.GraphModule, is_gpu: bool) -> None:
+    """Let a forward graph's images lie as inductor has them: channels last, where it takes its convolutions to be faster so.
+
+    It decides that by rules of its own (always on a CPU with oneDNN), for all that leads to a convolution or comes of one. What
+    comes in otherwise, weights and images, is copied; of what is kept for the backward it is the copy that is kept.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    enabled = not is_gpu and torch.backends.mkldnn.is_available()
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch.backends.mkldnn.flags(enabled=enabled),
+    ):  # it warns of Intel's GPUs
+        if not GraphLowering.decide_layout_opt(graph, is_inference=False):
+            return
+    about: Any = types.SimpleNamespace(module=graph)
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    returned = list(output.args[0])
+    visible = {returned[place] for place in output.meta.get("user_visible_output_idxs", ())}
+    begin = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for node in GraphLowering.find_nodes_prefer_channels_last(about):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or node in visible or min(value.shape) == 0:
+            continue
+        if value.is_contiguous(memory_format=torch.channels_last):
+            continue
+        laid_out = value.new_empty(value.shape).contiguous(memory_format=torch.channels_last)
+        if node.op == "placeholder":
+            with graph.graph.inserting_before(begin):
+                copied = graph.graph.call_function(
+                    torch.ops.aten.clone.default, (node,), {"memory_format": torch.channels_last}
+                )
+            copied.meta = {**node.meta, "val": laid_out}
+            node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+        else:
+            node.meta["val"] = laid_out
+    graph.graph.lint()
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
