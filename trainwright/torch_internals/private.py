@@ -571,7 +571,8 @@ def laid_out_as_compiled(graph: torch.fx.GraphModule, is_gpu: bool) -> None:
                     torch.ops.aten.clone.default, (node,), {"memory_format": torch.channels_last}
                 )
             copied.meta = {**node.meta, "val": laid_out}
-            node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+            for user in [user for user in node.users if user is not copied]:
+                user.replace_input_with(node, copied)
         else:
             node.meta["val"] = laid_out
     graph.graph.lint()
