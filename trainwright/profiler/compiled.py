@@ -106,7 +106,8 @@ class CompiledStep:
         model = question.model
         for _ in range(_MOST_STEPS):
             num_graphs = len(self.graphs)
-            with GpuForms() if self.is_gpu else nullcontext():
+            # what a wrapper allocates for itself is to be a fake as well
+            with GpuForms() if self.is_gpu else nullcontext(), nullcontext() if question.compile else self.mode:
                 reference_step(
                     model,
                     torch.optim.SGD(model.parameters(), lr=0.0, foreach=False),

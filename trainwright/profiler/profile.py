@@ -210,7 +210,6 @@ def _wrapped(
     mode = new_mode()
     step = CompiledStep(question.device, mode)
     with imagined(processes), step.of_script():
-        values = KnownValues(mode)
         with torch.device("meta"):
             made = make_model()
         model, batch, loss_fn = (*made, None)[:3] if isinstance(made, tuple) else (made, question.batch, None)
@@ -226,6 +225,7 @@ def _wrapped(
             loss_fn = loss_fn if loss_fn is not None else question.loss_fn
             asked = replace(question, model=model.train(), batch=faked_batch, loss_fn=loss_fn)
             with step.made_by(asked) if has_compiled(model) else nullcontext():
+                values = KnownValues(mode)
                 found = step.run = Run(asked, values)
                 found.compiled = step if step.graphs else None
                 with values:
