@@ -78,10 +78,11 @@ def _priced(program: Program) -> dict[str, Any]:
     cluster = resolve(program.hardware)
     if options.pop("tf32", None):
         cluster = cluster.model_copy(update={"device": cluster.device.with_tf32()})
-    found = profile(
-        program.model, program.batch, loss_fn=program.loss_fn, make_optimizer=program.make_optimizer, hardware=cluster,
-        timeline=False, **options,
-    )  # fmt: skip
+    with program.around():
+        found = profile(
+            program.model, program.batch, loss_fn=program.loss_fn, make_optimizer=program.make_optimizer,
+            hardware=cluster, timeline=False, **options,
+        )  # fmt: skip
     return {
         "allocated_bytes": found.peak_bytes,
         "reserved_bytes": found.reserved_bytes,

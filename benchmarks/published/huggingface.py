@@ -66,7 +66,7 @@ def pythia(row: Row) -> Program:
         "use_cache is on, so that the outputs hold k and v of every layer; each layer has a "
         "causal mask and tables of its own"
     )
-    return _summed(row, model, "rtx3080ti", f"{_LOOP}; {read}")
+    return _summed(row, model, "rtx3080ti-laptop", f"{_LOOP}; {read}")
 
 
 def neox_scores(

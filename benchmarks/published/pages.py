@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from .causes import FITTED_TO, cause_of
-from .rows import Row, load
+from .rows import Pair, Row, load, pairs
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "benchmarks" / "results" / "published.md"
 PLOTS = ROOT / "docs"
 Known = dict[str, Any]
 Errors = list[tuple[Row, float]]
+Ratios = list[tuple[Pair, float]]
 MEMORY_MISS, TIME_MISS = 0.03, 0.15
 
 
@@ -28,18 +29,13 @@ def time_errors(rows: list[Row], known: Known) -> Errors:
     return _errors(rows, known, "step_s", lambda row: row.step_s if row.is_time_comparable else None)
 
 
-def ratio_errors(rows: list[Row], known: Known) -> Errors:
-    """Return the same of each row's time over that of the first of its source and model."""
-    first: dict[tuple[str, str], Row] = {}
-    found = []
-    for row in rows:
-        if row.step_s is None or "step_s" not in known.get(row.id, {}):
-            continue
-        base = first.setdefault((row.source, row.data["model"]["name"]), row)
-        if base is not row:
-            predicted = known[row.id]["step_s"] / known[base.id]["step_s"]
-            found.append((row, predicted / (row.step_s / base.step_s) - 1))
-    return found
+def ratio_errors(rows: list[Row], known: Known) -> Ratios:
+    """Return the same of the ratio of two rows' times, for each pair of `pairs` that both have one."""
+    timed = [row for row in rows if row.step_s and known.get(row.id, {}).get("step_s")]
+    return [
+        (pair, known[pair.second.id]["step_s"] / known[pair.first.id]["step_s"] / pair.published - 1)
+        for pair in pairs(timed)
+    ]
 
 
 def _errors(rows: list[Row], known: Known, key: str, published: Callable[[Row], float | None]) -> Errors:
@@ -73,11 +69,11 @@ def _counted(errors: Errors) -> tuple[int, str]:
     return len(errors), f"median {_median(errors)}"
 
 
-def _median(errors: Errors) -> str:
+def _median(errors: Errors | Ratios) -> str:
     return f"{statistics.median(abs(error) for _, error in errors):.1%}" if errors else "–"
 
 
-def _worst(errors: Errors) -> str:
+def _worst(errors: Errors | Ratios) -> str:
     return f"{max(abs(error) for _, error in errors):.0%}" if errors else "–"
 
 
@@ -115,7 +111,24 @@ def as_markdown(known: Known) -> str:
     for source in dict.fromkeys(row.source for row in rows):
         lines += ["", f"## {source}", ""]
         lines += _table([row for row in rows if row.source == source], known)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_ratios(rows, known)]) + "\n"
+
+
+def _ratios(rows: list[Row], known: Known) -> list[str]:
+    """Return the section of ratios."""
+    lines = [
+        "## Ratios", "",
+        "Each pair of rows of one table or log of which a single thing that was asked differs (`rows.pairs`): the second's step "
+        "over the first's. Rows of other dates are no pairs: their software differs as well.", "",
+        "| source | asked otherwise | first | second | published | error |", "|---|---|---|---|--:|--:|",
+    ]  # fmt: skip
+    for pair, error in ratio_errors(rows, known):
+        fitted = " (fitted)" if pair.first.source in FITTED_TO else ""
+        lines.append(
+            f"| {pair.first.source}{fitted} | {pair.changed} | {pair.first.id} | {pair.second.id} | {pair.published:.3f} | "
+            f"{_percent(error)} |"
+        )
+    return lines
 
 
 def _table(rows: list[Row], known: Known) -> list[str]:
@@ -131,7 +144,7 @@ def _table(rows: list[Row], known: Known) -> list[str]:
         lines += [_cells(row, known[row.id]) for row in said]
     missing = [row.id for row in rows if row.id not in known]
     if missing:
-        lines += ["", f"Not run for this record (minutes each): {', '.join(f'`{name}`' for name in missing)}."]
+        lines += ["", f"Not run for this record: {', '.join(f'`{name}`' for name in missing)}."]
     unsaid = [row for row in rows if "reason" in known.get(row.id, {})]
     if unsaid:
         lines += ["", "Not predicted:", ""] + [f"* `{row.id}`: {known[row.id]['reason']}" for row in unsaid]

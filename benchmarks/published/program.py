@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ class Program:
     make_optimizer: MakeOptimizer | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of `profile`."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What the script enters for the whole step."""
 
 
 class CannotExpress(Exception):

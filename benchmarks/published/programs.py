@@ -31,10 +31,6 @@ _REASONS = {
 
 def program_of(row: Row) -> Program:
     """Return the row's run as a program; `CannotExpress`, with the reason, where there is none."""
-    if row.data["compile"].startswith("compile") and "eager" not in row.data["compile"]:
-        raise CannotExpress(
-            "compiled by inductor, which fuses and keeps what it chooses; eager steps alone are modelled"
-        )
     if row.data["compile"].startswith("graph_trainer"):
         raise CannotExpress("run from a captured graph by torchtitan's graph trainer, whose passes are its own")
     if row.source == "litgpt" and row.num_gpus > 1:

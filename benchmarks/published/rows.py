@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ SOURCES = {
 }  # fmt: skip
 """By the beginning of a row's id."""
 LAPTOP = "laptop"
+LOGITS_LET_GO, NEW_KERNELS = "2024-06", "2025-08"
+"""Since when torchtitan's loop lets go of its logits before the backward (recalled), and eager nn.RMSNorm is one kernel on GPUs
+(pytorch/pytorch#153666) and torchtitan asks for cuDNN's attention first (attention.py; the month recalled)."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +49,49 @@ class Row:
     @property
     def setting(self) -> str:
         """Return the setting that decides the prediction, as a text: rows of one setting are predicted once."""
-        keys = ("model", "dtype_scheme", "seq_len", "image_size", "micro_batch_per_gpu", "accumulation", "compile",
+        keys = ("model", "dtype_scheme", "optimizer", "seq_len", "image_size", "micro_batch_per_gpu", "accumulation", "compile",
                 "activation_checkpointing", "attention")  # fmt: skip
         detail = str(self.data["parallelism"]["detail"])
         told = {key: self.data.get(key) for key in keys}
         told |= {
             "gpu": self.data["gpu"]["type"], "mesh": self.data["parallelism"]["mesh"], "of": self.source,
+            "chunked": "chunked" in str(self.data["notes"]),
             "reshard": detail if detail.startswith(("no reshard", "reshard after forward everywhere")) else "",
-            "expandable": "expandable" in str(self.data["memory"]), "recent": self.data["source"]["date"] >= "2024-06",
+            "expandable": "expandable" in str(self.data["memory"]),
+            "since": [self.data["source"]["date"] >= date for date in (LOGITS_LET_GO, NEW_KERNELS)],
         }  # fmt: skip
-        named = self.source in ("timm", "transformers-v100", "litgpt") or "chunked" in self.id
+        named = self.source in ("timm", "transformers-v100", "litgpt")
         return json.dumps([told, self.id if named else ""], sort_keys=True)
+
+    @property
+    def document(self) -> tuple[str, ...]:
+        """Return the table, log or commit that the row stands in: rows of one were run with one software."""
+        source = self.data["source"]
+        return tuple(str(source[key]) for key in ("repo", "path", "commit", "date"))
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Return what was asked of the run, thing by thing; the work of one device is one of them."""
+        data = self.data
+        layout = data["parallelism"]
+        per_device = data["global_batch"] / (self.num_gpus * data["accumulation"])
+        return {
+            "model": data["model"]["name"],
+            "dtype": data["dtype_scheme"],
+            "optimizer": data["optimizer"],
+            "size of an example": (data.get("seq_len"), data.get("image_size")),
+            "examples a device": per_device,
+            "accumulation": data["accumulation"],
+            "layout": (self.num_gpus, layout["kind"], layout["mesh"]),
+            "wrapper": layout["detail"]
+            if layout["detail"] != "FSDP2"
+            else None,  # as of the source's rows without detail
+            "loss": "chunked" in str(data["notes"]),
+            "recomputation": data["activation_checkpointing"],
+            "compilation": data["compile"],
+            "attention": data["attention"],
+            "GPU": data["gpu"]["type"],
+        }
 
     @property
     def step_s(self) -> float | None:
@@ -82,6 +118,37 @@ class Row:
             if is_meant(found["measures"]) and "before" not in found["measures"]:
                 return found["value"] * _unit(found)
         return None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two rows that say what one change of what is asked does to the time of a step."""
+
+    first: Row
+    second: Row
+    changed: str
+
+    @property
+    def published(self) -> float:
+        """Return the second's step over the first's."""
+        assert self.first.step_s is not None
+        assert self.second.step_s is not None
+        return self.second.step_s / self.first.step_s
+
+
+def pairs(rows: list[Row]) -> list[Pair]:
+    """Return all pairs of one document of which a single thing that was asked differs: `Row.asked`.
+
+    Rows of two dates differ in their software as well, and rows that differ in several things tell none of them.
+    """
+    found = []
+    for first, second in itertools.combinations(rows, 2):
+        if first.document != second.document:
+            continue
+        changed = [name for name, value in first.asked.items() if value != second.asked[name]]
+        if len(changed) == 1 and changed != ["model"]:
+            found.append(Pair(first, second, changed[0]))
+    return found
 
 
 def load(file: Path = FILE) -> list[Row]:

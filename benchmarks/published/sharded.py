@@ -7,20 +7,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .program import CannotExpress, Program, ids
-from .rows import Row
+from .rows import LOGITS_LET_GO, NEW_KERNELS, Row
 
 _GPUS = {
     "H100-95GiB": "h100-96gb", "H100-SXM5-80GB": "h100", "A100-80GB": "a100", "A100-40GB": "a100-40gb",
     "RTX3090-24GB": "rtx3090", "RTX4090": "rtx4090", "A100-SXM4-40GB": "a100-40gb",
 }  # fmt: skip
 _LOSS_CHUNKS = 8
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -29,6 +35,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
+        self.asks_for_cudnn = False
         self.wq = nn.Linear(width, width, bias=False)
         self.wk = nn.Linear(width, kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(width, kv_heads * self.head_dim, bias=False)
@@ -42,7 +49,8 @@ class Attention(nn.Module):
         if repeats > 1:
             k, v = _repeated(k, repeats), _repeated(v, repeats)
         parts = (part.transpose(1, 2) for part in (q, k, v))
-        found = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None)
+        with sdpa_kernel(_CUDNN_FIRST, set_priority=True) if self.asks_for_cudnn else nullcontext():
+            found = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None)
         return self.wo(found.transpose(1, 2).contiguous().view(batch, length, -1))
 
 
@@ -74,7 +82,7 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = norm(data["hidden"]), norm(data["hidden"])
 
     def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turns, mask)
+        x = x + self.attention(self.attention_norm(x), turns, mask=mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -110,14 +118,19 @@ class Titan(nn.Module):
 
 
 class Trained(nn.Module):
-    """The loop since 2024-06: the logits are let go before the backward, the loss is in fp32."""
+    """The loop since 2024-06: the logits are let go before the backward, the loss is in fp32, in chunks of positions."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, num_chunks: int = 1) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.num_chunks = model, num_chunks
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return _fp32_loss(self.model(tokens), (tokens, targets))
+        logits = self.model(tokens)
+        if self.num_chunks == 1:
+            return _fp32_loss(logits, (tokens, targets))
+        parts = zip(logits.chunk(self.num_chunks, dim=1), targets.chunk(self.num_chunks, dim=1))
+        losses = [_fp32_loss(part, (tokens, target)) for part, target in parts]
+        return sum(losses[1:], losses[0]) / self.num_chunks
 
 
 class WideLogits(nn.Module):
@@ -132,33 +145,49 @@ class WideLogits(nn.Module):
 
 
 def titan(row: Row) -> Program:
-    if "chunked" in row.id:
-        raise CannotExpress("a loss in chunks by the source's own class, whose chunks the row does not state")
-    data, num_layers = row.data["model"], row.data["model"]["layers"]
+    data, num_layers, date = row.data["model"], row.data["model"]["layers"], row.data["source"]["date"]
+    if row.data["compile"].startswith("compile") and row.data["activation_checkpointing"].startswith("full"):
+        raise CannotExpress(
+            "compiled blocks that are recomputed whole, around whose attention torch keeps the state of random numbers by an op "
+            "that a profile does not follow yet"
+        )
     is_2d = row.data["parallelism"]["kind"] == "2d"
     shards, ways = _mesh_of(row)
-    recent = row.data["source"]["date"] >= "2024-06"
+    recent = date >= LOGITS_LET_GO
 
     def make() -> nn.Module:
-        model = Titan(data, row.data["seq_len"], nn.RMSNorm if recent else WideNorm)
+        model = Titan(data, row.data["seq_len"], nn.RMSNorm if date >= NEW_KERNELS else WideNorm)
+        for layer in model.layers.values():
+            layer.attention.asks_for_cudnn = date >= NEW_KERNELS
         meshes = _meshes(shards, ways)
         if is_2d:
             _split_tensors(model, meshes["tp"])
         _checkpoint(model, row.data["activation_checkpointing"])
+        if row.data["compile"].startswith("compile"):
+            _compile_blocks(model)
         _shard(model, meshes["dp"], row.data["parallelism"]["detail"], num_layers)
-        return Trained(model) if recent else WideLogits(model)
+        return Trained(model, _LOSS_CHUNKS if row.asked["loss"] else 1) if recent else WideLogits(model)
 
     tokens = ids(row.data["micro_batch_per_gpu"], row.data["seq_len"])
     read = (
         "torchtitan's parallelize_llama.py: bf16 gather, fp32 reduction, the last block kept gathered; the root too, found by "
         "looking for what was missing, then recalled of torch at the time; "
-        "policies of selective checkpointing; before 2024-06 fp32 logits bound through the backward and norms by hand; since, "
-        "logits let go before the backward, loss in fp32, fused norms (dates recalled)"
+        "policies of selective checkpointing; each block compiled by itself; norms from ops in fp32 until torch had a kernel "
+        "(norms.py, pytorch#153666), cuDNN's attention from about then on (attention.py); before 2024-06 fp32 logits bound "
+        "through the backward; since, "
+        "logits let go before the backward, loss in fp32 (dates recalled), in 8 chunks where the row says so (loss.py)"
     )
     return Program(
-        make, (tokens, tokens), _hardware(row), read, None if recent else _fp32_loss, _foreach_adamw,
+        make, (tokens, tokens), _hardware(row), read, None if recent else _fp32_loss,
+        _fused_adamw if row.data["optimizer"].endswith("fused") else _foreach_adamw,
         {"processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"])},
+        loss_parallel if is_2d else nullcontext,
     )  # fmt: skip
+
+
+def _compile_blocks(model: Titan) -> None:
+    for name, layer in model.layers.items():
+        model.layers[name] = torch.compile(layer, fullgraph=True)
 
 
 def _mesh_of(row: Row) -> tuple[int, int]:
@@ -243,6 +272,7 @@ def every_second_product() -> Any:
     kept = {
         aten.mm.default, aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_cudnn_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }  # fmt: skip
     counts: dict[bool, int] = defaultdict(int)
@@ -257,11 +287,6 @@ def every_second_product() -> Any:
 
 
 def _fp32_loss(out: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-    if hasattr(out, "device_mesh"):
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        with loss_parallel():
-            return F.cross_entropy(out.flatten(0, 1).float(), batch[-1].flatten(0, 1))
     return F.cross_entropy(out.flatten(0, 1).float(), batch[-1].flatten(0, 1))
 
 
@@ -348,6 +373,12 @@ def torchtune(row: Row) -> Program:
     data, length, micro = row.data["model"], row.data["seq_len"], row.data["micro_batch_per_gpu"]
     if length is None:
         raise CannotExpress("samples of the length that the data has, which the source does not state")
+    if "LoRA" in row.data["optimizer"]:
+        raise CannotExpress(
+            "activations offloaded by hooks of the source's own, and a rank of LoRA that it does not state"
+        )
+    if row.data["compile"].startswith("compile"):
+        raise CannotExpress("a loss that is compiled beside compiled blocks, which a profile does not follow yet")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -363,4 +394,4 @@ def torchtune(row: Row) -> Program:
 
 
 def _fused_adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=2e-5, foreach=False)
+    return torch.optim.AdamW(params, lr=2e-5, fused=True)

@@ -199,6 +199,19 @@ def test_what_cannot_be_compiled_is_refused_by_name(model: nn.Module, asked: dic
         tw.profile(model, (torch.ones(2, 4),), loss_fn=_loss, capture=False, **asked)
 
 
+def test_images_and_weights_are_kept_as_channels_last_copies() -> None:
+    """Inductor turns a convolution's layout on a CPU: what is kept for the backward is the turned copy, also of a weight."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    x = torch.zeros(2, 3, 16, 16)
+    turned = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    as_it_lies = tw.profile(model, (x,), loss_fn=_loss, compile=True, capture=False)
+    already = tw.profile(
+        turned, (x.contiguous(memory_format=torch.channels_last),), loss_fn=_loss, compile=True, capture=False
+    )
+    copies = x.nbytes + model[0].weight.nbytes + model[2].weight.nbytes
+    assert as_it_lies.saved_bytes - already.saved_bytes == copies
+
+
 def test_processes_are_refused() -> None:
     with pytest.raises(UserError, match="one process is needed for --compile"):
         tw.profile(lambda: (nn.Linear(4, 4), (torch.ones(2, 4),), _loss), processes=2, compile=True)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiler_models import gpt2, llama, mlp
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.hardware import resolve
@@ -121,6 +122,27 @@ def test_head_dims_that_flash_does_not_take_are_padded():
 def test_the_kernel_that_takes_the_arguments(dtype, shape, mask, causal, kernel):
     query = torch.empty(shape, dtype=dtype, device="meta")
     assert attention_kernel(query, query, query, mask, causal) == kernel
+
+
+def test_the_kernel_is_the_first_in_the_order_that_the_script_asks_for():
+    query = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="meta")
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        assert attention_kernel(query, query, query, None, True) == "cudnn"
+        assert attention_kernel(query.float(), query.float(), query.float(), None, True) == "math"
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        assert attention_kernel(query, query, query, None, True) == "efficient"
+    assert attention_kernel(query, query, query, None, True) == "flash"
+
+
+def test_rms_norm_is_one_kernel_where_types_agree():
+    def ops(dtype):
+        model = torch.nn.RMSNorm(64, dtype=dtype)
+        x = torch.zeros(4, 64, dtype=torch.bfloat16)
+        costs = profile(model, (x,), loss_fn=lambda out, batch: out.sum(), hardware=resolve("h100"), capture=False)
+        return {op.op for op in costs.ops if op.phase == "forward"}
+
+    assert ops(torch.bfloat16) == {"aten.native_layer_norm", "aten.sum"}
+    assert "aten.rsqrt" in ops(torch.float32)  # a weight of another type: elementwise ops
 
 
 def test_causal_attention_over_more_keys_than_queries_is_not_flash():

@@ -62,5 +62,19 @@ def test_errors_are_of_the_right_sign_and_ratios_of_one_source() -> None:
     some = row("hf-bert-4x256-sdpa"), row("hf-bert-16x512-sdpa")
     known = {some[0].id: {"allocated_bytes": 2 * 764.834e6, "step_s": 0.017}, some[1].id: {"step_s": 0.022}}
     assert [error for _, error in pages.memory_errors(list(some), known, "allocated")] == [pytest.approx(1.0)]
-    (ratio,) = pages.ratio_errors(list(some), known)
-    assert ratio[1] == pytest.approx((0.022 / 0.017) / (0.044 / 0.017) - 1)
+    assert pages.ratio_errors(list(some), known) == []  # two things were asked otherwise
+    eager = row("hf-bert-4x256-eager")
+    known[eager.id] = {"step_s": 0.046}
+    ((pair, error),) = pages.ratio_errors([eager, *some], known)
+    assert (pair.first, pair.second, pair.changed) == (eager, some[0], "attention")
+    assert error == pytest.approx((0.017 / 0.046) / (0.017 / 0.023) - 1)
+
+
+def test_pairs_are_of_one_date_and_differ_in_one_thing() -> None:
+    found = {(pair.first.id, pair.second.id): pair.changed for pair in rows.pairs(ROWS)}
+    assert found["titan-8b-reshard-default", "titan-8b-reshard-never"] == "wrapper"
+    assert found["titan-8b-8h100-bs2-sac-eager", "titan-8b-8h100-bs2-sac-compile"] == "compilation"
+    assert found["titan-l2-7b-fsdp2-full", "titan-l2-7b-fsdp2-sac"] == "recomputation"
+    assert ("titan-8b-toml-699", "titan-8b-1881-fsdp8") not in found  # a year apart
+    assert ("hf-v100-fp32-bs4", "hf-v100-amp-bs1-ga4-gc") not in found  # three things
+    assert not any(first.startswith("timm") for first, _ in found)  # each of its models ran once

@@ -56,6 +56,33 @@ def test_gathered_weights_that_stay_are_held_through_the_forward() -> None:
     assert held[1] - held[0] == kept_bytes
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(x)
+        return x + self.down(up.sigmoid() * up)
+
+
+def test_blocks_that_the_script_compiles_are_followed_as_compiled() -> None:
+    def build(compiles: bool):
+        net = nn.Sequential(*[Gated() for _ in range(3)])
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for place in range(3):
+            net[place] = torch.compile(net[place], fullgraph=True) if compiles else net[place]
+            fully_shard(net[place], mesh=mesh)
+        return fully_shard(net, mesh=mesh), batch(), nn.MSELoss()
+
+    plain, compiled = (found(lambda compiles=compiles: build(compiles)) for compiles in (False, True))
+    assert plain.compiled is None
+    assert compiled.compiled.num_graphs == 2  # one forward and one backward, which all blocks share
+    assert compiled.forward_flops == plain.forward_flops
+    assert compiled.saved_bytes < plain.saved_bytes
+    assert torch.compile.__module__ == "torch"
+
+
 def test_the_gather_is_of_the_policys_type() -> None:
     narrow, wide = (found(sharded(dtype=dtype)).peak_bytes for dtype in (torch.bfloat16, torch.float32))
     assert narrow < wide

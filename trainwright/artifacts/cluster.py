@@ -30,6 +30,9 @@ class Overheads(Record):
     """The way into such a graph: guards, the function that autograd knows, the unpacking of its arguments."""
 
 
+AttentionRate = Literal["forward", "backward", "cudnn forward", "cudnn backward"]
+
+
 class Device(Record):
     """One accelerator or one process of a CPU machine."""
 
@@ -46,8 +49,8 @@ class Device(Record):
     """Floor of one op."""
     num_units: int = Field(default=0, ge=0)
     """A GPU's multiprocessors, over which a product's tiles are spread; 0: products run at their rate in any shape."""
-    attention: dict[Literal["forward", "backward"], Annotated[float, Field(gt=0)]] = {}
-    """The share of the rate of products that a GPU's fused attention of long sequences reaches."""
+    attention: dict[AttentionRate, Annotated[float, Field(gt=0)]] = {}
+    """The share of the rate of products that a GPU's fused attention of long sequences reaches; cuDNN's, else as the others."""
     reorder_bytes_per_s: float = Field(default=0.0, ge=0)
     """The rate at which a GPU turns 16-bit images into channels-last or back, reads and writes together, bandwidth permitting."""
     blas_workspace_bytes: int = Field(default=0, ge=0)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 
 from ..artifacts import Cluster, Device, Link, Overheads, Tier, UserError
+from ..artifacts.cluster import AttentionRate
 from ..launch.cores import num_cores
 from . import machine
 from .collectives import GLOO_FACTORS
@@ -177,14 +178,17 @@ def _sheet_device(name: str, sheet: Sheet) -> Device:
         bandwidth_bytes_per_s=_BANDWIDTH_FRACTION * sheet.bandwidth * _GIGA,
         launch_s=_GPU_LAUNCH_S,
         num_units=units.count,
-        attention={
-            "forward": kind.attention[0] / kind.products,
-            "backward": kind.attention[1] / kind.products,
-        },
+        attention=_attention(kind),
         reorder_bytes_per_s=REORDER_BYTES_PER_CLOCK * units.count * kind.clock * _GIGA,
         overheads=_HOST,
         blas_workspace_bytes=sheet.blas_workspace,
     )
+
+
+def _attention(kind: Kind) -> dict[AttentionRate, float]:
+    flash, cudnn = kind.attention, kind.cudnn or kind.attention
+    names: tuple[AttentionRate, ...] = ("forward", "backward", "cudnn forward", "cudnn backward")
+    return {name: share / kind.products for name, share in zip(names, (*flash, *cudnn))}
 
 
 def _convolutions(kind: Kind, sheet_rates: Mapping[str, float], wide: set[str]) -> dict[str, float]:

@@ -41,6 +41,8 @@ class Kind:
     """Fused attention, forward and backward, long sequences, of the sheet's 16-bit rate."""
     clock: float
     """GHz."""
+    cudnn: tuple[float, float] | None = None
+    """The same of cuDNN's attention; None: not known, as the flash kernel."""
 
 
 KINDS = {
@@ -49,15 +51,17 @@ KINDS = {
     "ampere": Kind(0.76, 0.97, 0.5, (0.6, 0.48), 1.41),
     "geforce": Kind(1.1, 0.9, 0.95, (0.95, 0.72), 1.7),
     "ada": Kind(1.0, 0.9, 0.95, (0.97, 0.72), 2.5),
-    "hopper": Kind(0.62, 0.8, 0.33, (0.42, 0.34), 1.9),
+    "hopper": Kind(0.62, 0.8, 0.33, (0.376, 0.332), 1.9, (0.58, 0.54)),
     "blackwell": Kind(0.62, 0.8, 0.33, (0.42, 0.34), 1.9),
-    "hopper-500w": Kind(0.5, 0.8, 0.33, (0.4, 0.32), 1.6),
+    "hopper-500w": Kind(0.5, 0.8, 0.33, (0.357, 0.315), 1.6, (0.47, 0.435)),
     "cdna": Kind(0.5, 0.6, 0.3, (0.3, 0.2), 2.1),
 }
 """Products: fitted to the published rows of transformers-v100 (Volta), transformers-bert (Ampere), timm (GeForce, whose clock is
 above the sheet's); Hopper: 0.6 of the sheet at 700 W and 0.5 at 500 W, as training runs report. Convolutions: lambda and timm.
 Attention: FlashAttention-2 as measured on A100 (180 TFLOP/s forward at 1k to 4k, 32 heads of 128; github.com/liangan1/GPU_travel)
-and RTX 4090 (169 and 125; tl_doc of apache/tvm); Hopper: the paper's figure of that kernel, recalled. Turing, Blackwell, CDNA:
+and RTX 4090 (169 and 125; tl_doc of apache/tvm); Hopper: of it and cuDNN on an H100 of 700 W, figures 5 and 6 of
+arXiv:2407.08608 (370 and 322, 600 to 545 causal and 518 TFLOP/s); at 500 W cuDNN's is taken to be held back as products are, and
+that of the other, which draws less, by a twentieth. Turing, Blackwell, CDNA:
 guesses from their neighbours."""
 REORDER_BYTES_PER_CLOCK = 6.0
 """Bytes of 16-bit elements that one multiprocessor transposes a clock, reads and writes: fitted to lambda, V100 to H100."""
@@ -113,6 +117,10 @@ SHEETS: dict[str, Sheet] = {
     "a10g": _card("NVIDIA A10G, data sheet 2021 (Amazon EC2 G5)", 22.1, 600, _rates(0.55, 35.0, 70.0)),
     "a6000": _card("NVIDIA RTX A6000, data sheet 2020", 47.5, 768, _rates(0.6, 38.7, 154.8)),
     "rtx3080ti": _card(_GA102, 11.7, 912, _rates(0.53, 34.1, 68.0)),
+    "rtx3080ti-laptop": _card(
+        "NVIDIA GeForce RTX 3080 Ti Laptop GPU, specifications 2022: 7424 cores at 1590 MHz (the most; less below 150 W), "
+        "256 bits of GDDR6 at 16 Gbit/s", 15.7, 512, _rates(0.37, 23.6, 47.2),
+    ),
     "rtx3090": _card(_GA102, 23.7, 936, _rates(0.56, 35.6, 71.0)),
     "h100": _nvlink(f"{_H100_SHEET}, SXM", 79.1, 3350, _HOPPER),
     "h100-96gb": _nvlink(
@@ -156,7 +164,8 @@ class Units:
 _UNITS: dict[str, tuple[str, int, float]] = {
     "v100": ("volta", 80, 0), "v100-16gb": ("volta", 80, 0), "t4": ("turing", 40, 0),
     "a100": ("ampere", 108, 156), "a100-40gb": ("ampere", 108, 156),
-    "a10g": ("geforce", 80, 35), "a6000": ("geforce", 84, 77.4), "rtx3080ti": ("geforce", 80, 34), "rtx3090": ("geforce", 82, 35.6),
+    "a10g": ("geforce", 80, 35), "a6000": ("geforce", 84, 77.4), "rtx3080ti": ("geforce", 80, 34),
+    "rtx3080ti-laptop": ("geforce", 58, 23.6), "rtx3090": ("geforce", 82, 35.6),
     "h100": ("hopper", 132, 494), "h100-96gb": ("hopper-500w", 132, 494), "h100-pcie": ("hopper-500w", 114, 378),
     "gh200": ("hopper", 132, 494), "h200": ("hopper", 132, 494), "b200": ("blackwell", 148, 1125),
     "rtx4070ti": ("ada", 60, 40), "rtx4090": ("ada", 128, 82.6), "l4": ("ada", 58, 60), "l40s": ("ada", 142, 183),

@@ -10,6 +10,7 @@ anything else   [bytes read and written]                     work: those bytes; 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -71,7 +72,7 @@ def kernel_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         if is_convolution(func):
             return Kernel(*_convolution(name, args, out), work)
         if "attention" in name:
-            return Kernel(*_attention(name, args, kwargs), work)
+            return Kernel(*_attention(func, args, kwargs), work)
         return Kernel(*_product(name, args, out), work)
     num_bytes = bytes_moved(func, args, out)
     name = _packet_name(func)
@@ -148,14 +149,22 @@ def _convolution(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, tuple
     return kind, (positions, weight.shape[1] * groups, weight.shape[0], math.prod(weight.shape[2:]))
 
 
-def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    name = _packet_name(func)
     backward = "backward" in name
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
-    place = 7 if backward else 4
-    causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
-    kind = "attention_backward" if backward else "attention"
-    kind += "_causal" if causal is True else ""
+    place = _place_of_causal(func)
+    causal = kwargs.get("is_causal", args[place] if place is not None and place < len(args) else False)
+    kind = "attention_cudnn" if "cudnn" in name else "attention"
+    kind += ("_backward" if backward else "") + ("_causal" if causal is True else "")
     return kind, (math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1])
+
+
+@functools.cache
+def _place_of_causal(func: Any) -> int | None:
+    """Return where `is_causal` stands among the arguments: each kernel's forward and backward has an order of its own."""
+    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+    return next((place for place, argument in enumerate(arguments) if argument.name == "is_causal"), None)
 
 
 def _rows(name: str, args: tuple[Any, ...]) -> tuple[int, int]:

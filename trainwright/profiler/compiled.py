@@ -74,29 +74,40 @@ class CompiledStep:
     @contextmanager
     def of(self, question: Question) -> Iterator[None]:
         """Compile the question's model in place while the context lasts; steps on fake tensors make its graphs beforehand."""
-        model = question.model
-        self._paths = {path for path, _ in model.named_modules()}
-        with private.compiled_in_place(model, self._take):
-            try:
-                self._compile(question)
-            except private.compiler_errors() as error:
-                raise UserError(
-                    f"a model that torch.compile takes is needed; it says: {_first_line(error)}; profile it without --compile"
-                ) from error
+        with private.compiled_in_place(question.model, self._take), self.made_by(question):
             if not self.graphs:
                 raise UserError(
                     "a model that torch.compile takes is needed; it found no graph in it (a forward that is disabled, or "
                     "nothing but Python); profile it without --compile"
                 )
-            with torch.compiler.set_stance("fail_on_recompile"):
-                yield
+            yield
+
+    @contextmanager
+    def of_script(self) -> Iterator[None]:
+        """Let what is compiled inside make its graphs here, once `made_by` is entered."""
+        with private.compiled_by_script(self._take):
+            yield
+
+    @contextmanager
+    def made_by(self, question: Question) -> Iterator[None]:
+        """Compile what there is to compile in the question's model, by steps of it; inside, nothing is compiled anew."""
+        self._paths = {path for path, _ in question.model.named_modules()}
+        try:
+            self._compile(question)
+        except private.compiler_errors() as error:
+            raise UserError(
+                f"a model that torch.compile takes is needed; it says: {_first_line(error)}; profile it without compiling"
+            ) from error
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
 
     def _compile(self, question: Question) -> None:
         """Run steps until one compiles no new graph (a model may set attributes that its forward reads); leave no gradients."""
         model = question.model
         for _ in range(_MOST_STEPS):
             num_graphs = len(self.graphs)
-            with GpuForms() if self.is_gpu else nullcontext():
+            # what a wrapper allocates for itself is to be a fake as well
+            with GpuForms() if self.is_gpu else nullcontext(), nullcontext() if question.compile else self.mode:
                 reference_step(
                     model,
                     torch.optim.SGD(model.parameters(), lr=0.0, foreach=False),
@@ -137,11 +148,18 @@ class CompiledStep:
         )
 
 
+def has_compiled(model: torch.nn.Module) -> bool:
+    """Tell whether a script has compiled pieces of its model."""
+    return any(private.is_compiled(module) for module in model.modules())
+
+
 class _Graph:
     """Runs one compiled graph on fake tensors, kernel by kernel, in the place of inductor's code."""
 
     def __init__(self, module: fx.GraphModule, is_backward: bool, static: frozenset[int], step: CompiledStep) -> None:
         self.module, self.is_backward, self.static, self.step = module, is_backward, static, step
+        if not is_backward:
+            private.laid_out_as_compiled(module, step.is_gpu)
         self.inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         (self.output,) = (node for node in module.graph.nodes if node.op == "output")
         self.groups = kernel_groups(module.graph, is_cpu=not step.is_gpu)

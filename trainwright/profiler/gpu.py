@@ -2,12 +2,13 @@
 
     attention    fp16, bf16, no mask: the flash kernel, which keeps q, k, v, out, a log-sum-exp and a seed;
                  with a mask, or fp32: the memory-efficient kernel, which keeps the same; else (fp64, odd head dims):
-                 scores and softmax, quadratic. Dropout is inside the fused kernels (a CPU falls back to scores for it)
+                 scores and softmax, quadratic. Dropout is inside the fused kernels (a CPU falls back to scores for it).
+                 Where `torch.nn.attention.sdpa_kernel` names others or another order (cuDNN's first), that holds
     dropout      a fused kernel that keeps a mask of bytes (a CPU keeps the scaled mask, as wide as the values)
+    RMS norm     one kernel where the weight has the input's type (torch 2.9 and later), which keeps the input and a factor a row
     autocast     CUDA's list of ops that run in fp32
 
-Where torch prefers cuDNN's attention (Hopper with a recent cuDNN), it keeps what the flash kernel keeps. Sizes come
-from torch's own shape functions of these kernels. From documentation and source, not measured.
+Sizes come from torch's own shape functions of these kernels. From documentation and source, not measured.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..torch_internals import private
 
 aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-_FLASH_MAX_HEAD_DIM = 256
+_FLASH_MAX_HEAD_DIM, _CUDNN_MAX_HEAD_DIM = 256, 128
 _BIAS_ALIGNMENT = 16
 """The number of elements to a multiple of which the memory-efficient kernel needs a mask's rows padded."""
 
@@ -87,6 +88,10 @@ def attention(
     kernel = attention_kernel(query, key, value, attn_mask, is_causal, enable_gqa)
     if kernel == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
+    if kernel == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, _needs_grad(query, key, value), dropout_p, is_causal, False, scale=scale
+        )[0]
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
@@ -101,7 +106,8 @@ def attention(
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool = False
 ) -> str:
-    """Return the attention kernel that CUDA selects: the first of `flash`, `efficient`, `math` that supports the arguments.
+    """Return the attention kernel that CUDA selects: the first of `flash`, `efficient`, `cudnn`, `math`, in the order of
+    `torch.nn.attention.sdpa_kernel`, that is enabled and supports the arguments.
 
     >>> q = torch.empty(2, 4, 8, 64, dtype=torch.bfloat16, device="meta")
     >>> attention_kernel(q, q, q, None, True), attention_kernel(q, q, q, torch.ones(8, 8), False)
@@ -114,13 +120,14 @@ def attention_kernel(
         return "math"
     head_dims = {tensor.shape[-1] for tensor in tensors}
     is_square = query.shape[-2] == key.shape[-2]
-    fits_flash = len(head_dims) == 1 and max(head_dims) <= _FLASH_MAX_HEAD_DIM and (is_square or not is_causal)
-    if query.dtype in _HALVES and attn_mask is None and fits_flash:
-        return "flash"
+    is_plain = query.dtype in _HALVES and attn_mask is None and len(head_dims) == 1 and (is_square or not is_causal)
     alignment = {torch.float32: 4, torch.float16: 8, torch.bfloat16: 8}.get(query.dtype)
-    if alignment is not None and all(size % alignment == 0 for size in head_dims):
-        return "efficient"
-    return "math"
+    takes = {
+        "flash": is_plain and max(head_dims) <= _FLASH_MAX_HEAD_DIM,
+        "cudnn": is_plain and max(head_dims) <= _CUDNN_MAX_HEAD_DIM and max(head_dims) % 8 == 0,
+        "efficient": alignment is not None and all(size % alignment == 0 for size in head_dims),
+    }
+    return next((kernel for kernel in private.attention_kernels() if takes.get(kernel, True)), "math")
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
@@ -191,7 +198,23 @@ def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return dropout(input, p, train)
 
 
+def rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """`F.rms_norm` by the fused kernel; from elementwise ops where the weight's type is another (pytorch/pytorch#153666).
+
+    That kernel is layer norm's, which leaves out the mean, and has no form on a CPU; the other's moves and keeps the same but
+    for one number a row.
+    """
+    if weight is not None and weight.dtype is not input.dtype:
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    return F.layer_norm(
+        input, list(normalized_shape), weight, None, torch.finfo(input.dtype).eps if eps is None else eps
+    )
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
+    F.rms_norm: rms_norm,
     F.scaled_dot_product_attention: attention,
     F.dropout: dropout,
     torch.dropout: _torch_dropout,

@@ -4,7 +4,7 @@
                   to the result, idle units in the last wave counted, for the best of four tile sizes
     convolutions  FLOPs / their own rate; 16-bit and TF32 ones read channels-last, so tensors in another layout are reordered
                   first, at `reorder_bytes_per_s`; depthwise ones: bytes / (`_DEPTHWISE` · bandwidth)
-    attention     FLOPs / (rate · its forward or backward factor · length / (length + `_LENGTH`)); causal: half of the FLOPs
+    attention     FLOPs / (rate · its forward or backward factor · length / (length + `_LENGTHS`)); causal: half of the FLOPs
     batch norm    reads its input twice in the forward, and both inputs twice in the backward, at `_BATCH_NORM` of the bandwidth
     reductions    bytes / (`_SUMMED` · bandwidth); strided copies: bytes / (`_STRIDED` · bandwidth)
     the rest      bytes / bandwidth
@@ -21,19 +21,23 @@ import torch
 from torch import Tensor
 
 from ..artifacts import Device
+from ..artifacts.cluster import AttentionRate
 from ..ops.flops import bytes_moved
 from ..ops.kernels import Kernel, skips_half
 from .kernels.gpu_workspace import operand_copies
 
+Direction = Literal["forward", "backward"]
 # Tile sizes of cuBLAS's kernels, and what the smaller ones reach of the largest: fitted to transformers-bert and timm.
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 _DEPTH = 96
-_LENGTH = 256
+# The length at which attention reaches half of its rate: FlashAttention-2 on an H100, figures 5 and 6 of arXiv:2407.08608
+# (309 to 370 TFLOP/s at 512 to 16k forward, 191 to 335 causal, 214 to 322 backward).
+_LENGTHS = {"forward": 95, "causal": 300, "backward": 256}
+_CUDNN: dict[Direction, AttentionRate] = {"forward": "cudnn forward", "backward": "cudnn backward"}
 # Of the bandwidth that plain elementwise kernels reach; fitted to timm and lambda.
 _BATCH_NORM, _BATCH_NORM_PASSES = 0.85, {"forward": 1.5, "backward": 5 / 3}
 _DEPTHWISE, _STRIDED, _SUMMED = 0.4, 0.9, 0.68
 _HALVES = (torch.float16, torch.bfloat16)
-Direction = Literal["forward", "backward"]
 
 
 def gpu_seconds(device: Device, kernel: Kernel, rate: float, args: tuple[Any, ...], out: Any, func: Any) -> float:
@@ -107,10 +111,15 @@ def _is_apart(tensor: Tensor) -> bool:
 
 
 def _attention_s(device: Device, kernel: Kernel, rate: float) -> float:
-    reached = device.attention.get(_direction(kernel), 0.75)
-    work = kernel.work / 2 if skips_half(kernel) else kernel.work
-    length = kernel.dims[2] if len(kernel.dims) > 2 else _LENGTH
-    return work / (rate * reached * length / (length + _LENGTH))
+    direction = _direction(kernel)
+    reached = device.attention.get(direction, 0.75)
+    if "cudnn" in kernel.name:
+        reached = device.attention.get(_CUDNN[direction], reached)
+    is_causal = skips_half(kernel)
+    work = kernel.work / 2 if is_causal else kernel.work
+    half = _LENGTHS["causal" if is_causal and direction == "forward" else direction]
+    length = kernel.dims[2] if len(kernel.dims) > 2 else half
+    return work / (rate * reached * length / (length + half))
 
 
 def _bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:

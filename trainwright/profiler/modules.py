@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..torch_internals import private
+
 _LABEL = "trainwright_path"
 
 
@@ -22,7 +24,7 @@ class ModuleTrace:
     def __init__(self, model: nn.Module, enter: Callable[[str], None]) -> None:
         self._enter = enter
         self._stack: list[str] = [""]
-        for path, module in model.named_modules():
+        for path, module in _called(model):
             module.register_forward_pre_hook(self._opening(path), with_kwargs=True)
             module.register_forward_hook(self._closing(path), always_call=True)
 
@@ -56,6 +58,14 @@ class ModuleTrace:
             self._enter(self._stack[-1])
 
         return hook
+
+
+def _called(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules whose calls Python sees: what is inside a compiled one would be compiled again for its hooks."""
+    inside = tuple(
+        f".{path}".rstrip(".") + "." for path, module in model.named_modules() if private.is_compiled(module)
+    )
+    return [(path, module) for path, module in model.named_modules() if not (path and f".{path}".startswith(inside))]
 
 
 def block_patterns(model: nn.Module) -> dict[str, str]:

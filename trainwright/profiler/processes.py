@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..artifacts import MeshAxis, UserError
+from ..artifacts import Link, MeshAxis, UserError
 from ..hardware import collectives
 from ..torch_internals import private
 from ..torch_internals.trees import tensors_in
@@ -54,18 +54,18 @@ _KINDS: dict[str, collectives.Collective] = {
 
 def is_exchange(func: Any) -> bool:
     """Tell whether `func` is an op of `torch.distributed`: a collective or a wait for one."""
-    return func.namespace in ("c10d", "_c10d_functional")
+    return getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
 
 
-def collective_of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[collectives.Collective, int, int] | None:
-    """Return a collective's kind, bytes (of the full tensor) and number of ranks; None for any other op."""
+def collective_of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[collectives.Collective, int, list[int]] | None:
+    """Return a collective's kind, bytes (of the full tensor) and ranks; None for any other op."""
     if not is_exchange(func):
         return None
     kind = _KINDS.get(str(func.overloadpacket).rpartition(".")[2])
     if kind is None:
         return None
     num_bytes = max((tensor.numel() * tensor.element_size() for tensor in tensors_in((args, out))), default=0)
-    return kind, num_bytes, _num_ranks(args)
+    return kind, num_bytes, _ranks(args)
 
 
 class Communication:
@@ -106,30 +106,40 @@ def is_prefetched(func: Any) -> bool:
     return func.namespace == "c10d" and "allgather" in str(func.overloadpacket)
 
 
-def _num_ranks(args: tuple[Any, ...]) -> int:
-    """Return the number of ranks in a collective's group, found by the group or the group's name among its arguments."""
+def _ranks(args: tuple[Any, ...]) -> list[int]:
+    """Return the ranks of a collective's group, found by the group or the group's name among its arguments."""
     import torch.distributed as dist
 
     for value in args:
         if isinstance(value, torch.ScriptObject):
-            return int(dist.ProcessGroup.unbox(value).size())
+            return private.group_ranks(dist.ProcessGroup.unbox(value).group_name)
         if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
-            return private.group_size(value)
-    return dist.get_world_size()
+            return private.group_ranks(value)
+    return list(range(dist.get_world_size()))
 
 
-def axis_for(links: tuple[Any, ...], num_ranks: int) -> MeshAxis:
-    """Return the mesh axis of `num_ranks` neighbours: on the innermost link that spans them, else on the outermost one."""
-    span = 1
+def axis_for(links: tuple[Link, ...], ranks: list[int]) -> MeshAxis:
+    """Return the axis of a group of `ranks`, which fill the links innermost first.
+
+    A group within one node has its link. One over several nodes runs as rings, each of which leaves a node by another of its
+    members, so that all their shares of the network are used: the lesser of that and the link within.
+
+    >>> links = (Link(name="node", size=2, bandwidth_bytes_per_s=1e9, latency_s=0), Link(name="gpu", size=4,
+    ...          bandwidth_bytes_per_s=3e9, latency_s=0))
+    >>> [axis_for(links, ranks).bandwidth_bytes_per_s / 1e9 for ranks in ([0, 1], [0, 4], [0, 1, 4, 5], list(range(8)))]
+    [3.0, 1.0, 2.0, 3.0]
+    """
+    found, bandwidth, units = links[-1], links[-1].bandwidth_bytes_per_s, set(ranks)
     for link in reversed(links):
-        span *= link.size
-        if num_ranks <= span:
-            return _axis(link, num_ranks)
-    return _axis(links[0], num_ranks)
-
-
-def _axis(link: Any, num_ranks: int) -> MeshAxis:
+        above = {unit // link.size for unit in units}
+        if len(above) < len(units):
+            share = len(ranks) / len(units) * link.bandwidth_bytes_per_s
+            found, bandwidth = link, share if len(units) == len(ranks) else min(bandwidth, share)
+        units = above
     return MeshAxis(
-        name=link.name, size=num_ranks, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s,
-        factors=link.factors,
-    )  # fmt: skip
+        name=found.name,
+        size=len(ranks),
+        bandwidth_bytes_per_s=bandwidth,
+        latency_s=found.latency_s,
+        factors=found.factors,
+    )

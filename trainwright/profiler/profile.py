@@ -6,6 +6,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..capture.export import as_batch
 from ..capture.export_errors import ValuesNeeded, explained
 from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
 from ..torch_internals.trees import tensors_in
-from .compiled import CompiledStep
+from .compiled import CompiledStep, has_compiled
 from .graph import MAX_FORWARD_OPS, not_tried, try_capture
 from .processes import MakeModel, imagined, is_exchange
 from .run import MakeOptimizer, Question, Run
@@ -206,9 +207,9 @@ def _wrapped(
     question: Question, make_optimizer: MakeOptimizer, make_model: MakeModel, processes: int
 ) -> tuple[Run, list[str]]:
     """Return the profiled step of rank 0 of `processes`, whose model `make_model` makes and wraps, and its notes."""
-    with imagined(processes):
-        mode = new_mode()
-        values = KnownValues(mode)
+    mode = new_mode()
+    step = CompiledStep(question.device, mode)
+    with imagined(processes), step.of_script():
         with torch.device("meta"):
             made = make_model()
         model, batch, loss_fn = (*made, None)[:3] if isinstance(made, tuple) else (made, question.batch, None)
@@ -222,9 +223,13 @@ def _wrapped(
         with explained(model, batch):
             faked_batch = _fake_batch(as_batch(batch), mode)
             loss_fn = loss_fn if loss_fn is not None else question.loss_fn
-            found = Run(replace(question, model=model.train(), batch=faked_batch, loss_fn=loss_fn), values)
-            with values:
-                found.go(make_optimizer, rehearse=False)
+            asked = replace(question, model=model.train(), batch=faked_batch, loss_fn=loss_fn)
+            with step.made_by(asked) if has_compiled(model) else nullcontext():
+                values = KnownValues(mode)
+                found = step.run = Run(asked, values)
+                found.compiled = step if step.graphs else None
+                with values:
+                    found.go(make_optimizer, rehearse=False)
     if any(is_exchange(func) for _, _, func in found.totals.tallies):
         return found, [f"one of {processes} processes, whose model is wrapped by its own script"]
     return found, [

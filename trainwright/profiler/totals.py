@@ -98,8 +98,8 @@ class Totals:
         found = collective_of(func, args, out)
         if found is None:
             return False
-        kind, num_bytes, num_ranks = found
-        seconds = collectives.seconds(kind, axis_for(self.links, num_ranks), num_bytes)
+        kind, num_bytes, ranks = found
+        seconds = collectives.seconds(kind, axis_for(self.links, ranks), num_bytes)
         (self._beside.gather if is_prefetched(func) else self._beside.reduce)(self.step_s, seconds)
         self.tallies[phase, "", func].num_ops += 1
         self.op_s.append(self._took(0.0))

@@ -7,6 +7,8 @@ import inspect
 import re
 import sys
 import traceback
+import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -40,22 +42,25 @@ __all__ = [
     "PlainDispatchMode",
     "TorchDispatchMode",
     "arguments",
+    "attention_kernels",
     "bound",
     "called",
     "classes_in_form",
+    "compiled_by_script",
     "compiled_in_place",
     "dtensor_like",
     "flatten",
     "flatten_batch",
     "form_from_text",
     "form_to_text",
-    "group_size",
+    "group_ranks",
     "imagined_group",
     "innermost_frames",
     "is_mutating",
     "is_profiled",
     "is_random",
     "is_view",
+    "laid_out_as_compiled",
     "local_part",
     "mode_of",
     "modes_entered",
@@ -302,12 +307,20 @@ def imagined_group(num_processes: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def group_size(name: str) -> int:
-    """Return the number of ranks of the process group that a functional collective names."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+@torch.compiler.assume_constant_result
+def attention_kernels() -> list[str]:
+    """Return the kernels that attention may take, in the order in which torch tries them (`torch.nn.attention.sdpa_kernel`)."""
+    from torch.nn.attention import _cur_sdpa_kernel_backends
+
+    return [backend.name.partition("_")[0].lower() for backend in _cur_sdpa_kernel_backends(with_priority=True)]
+
+
+def group_ranks(name: str) -> list[int]:
+    """Return the ranks of the process group that a functional collective names."""
+    from torch.distributed.distributed_c10d import _resolve_process_group, get_process_group_ranks
 
     resolve: Any = _resolve_process_group  # takes a type of its own in some releases
-    return int(resolve(name).size())
+    return get_process_group_ranks(resolve(name))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -438,23 +451,77 @@ def graphs_of(module: torch.nn.Module) -> list[torch.fx.Graph]:
     return [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
 
 
+Take = Callable[[torch.fx.GraphModule, bool, frozenset[int]], Callable[[list[Any]], Any]]
+"""`take(graph, is_backward, static)` gets each graph that a compilation makes, and the positions of inputs that stay where they
+are (parameters); it returns what runs in its place, called with one list that it is to empty."""
+
+
 @contextmanager
-def compiled_in_place(
-    module: torch.nn.Module, take: Callable[[torch.fx.GraphModule, bool, frozenset[int]], Callable[[list[Any]], Any]]
-) -> Iterator[None]:
+def compiled_in_place(module: torch.nn.Module, take: Take) -> Iterator[None]:
     """Let calls of `module` run as `torch.compile` would have them, up to where inductor writes kernels.
 
     Dynamo cuts the model into graphs; AOTAutograd makes each one's backward, with inductor's decompositions and passes, and
-    its partitioner (min-cut) decides what is kept. `take(graph, is_backward, static)` gets each graph that comes out, and the
-    positions of inputs that stay where they are (parameters); it returns what runs in its place, called with one list that
-    it is to empty.
+    its partitioner (min-cut) decides what is kept. `take` gets what comes out.
 
     A dispatch mode changes the keys of every tensor, which Dynamo's guards on tensors would take for another input, so those
     guards are left out: `take` has to see that shapes are those of the graph. Caches of compiled code are not asked.
     """
+    with _compiling_anew():
+        own = vars(module).get("forward")
+        # `module.compile()` compiles what torch's own containers call piece by piece; `torch.compile(module)` the whole forward
+        compiled = torch.compile(module.forward, **_up_to_kernels(take))
+        module.forward = functools.wraps(module.forward)(lambda *args, **kwargs: compiled(*args, **kwargs))
+        try:
+            yield
+        finally:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+@contextmanager
+def compiled_by_script(take: Take) -> Iterator[None]:
+    """Let all that is compiled inside by `torch.compile` or `Module.compile` end as in `compiled_in_place`.
+
+    What a script says of its pieces (`fullgraph`) holds; its backend and mode give way.
+    """
+    original, how = torch.compile, _up_to_kernels(take)  # one backend: pieces of one code share their graphs
+
+    def compile(model: Any = None, *, fullgraph: bool = False, disable: bool = False, **_: Any) -> Any:
+        return original(model, fullgraph=fullgraph, disable=disable, **how)
+
+    with _compiling_anew():
+        torch.compile = compile  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.compile = original  # type: ignore[assignment]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tell whether calls of `module` go to compiled code: a wrapper by `torch.compile`, or after `Module.compile`."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+@contextmanager
+def _compiling_anew() -> Iterator[None]:
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
+
+    with (
+        dynamo_config.patch(recompile_limit=4096, accumulated_recompile_limit=65536, fail_on_recompile_limit_hit=True),
+        functorch_config.patch(enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False),
+    ):
+        yield
+
+
+def _up_to_kernels(take: Take) -> dict[str, Any]:
+    """Return the arguments of `torch.compile` that hand each graph to `take` in the place of inductor's code."""
     from torch._inductor.compile_fx import compile_fx
 
     def inner(graph: torch.fx.GraphModule, example_inputs: Any, **about: Any) -> Any:
@@ -468,22 +535,47 @@ def compiled_in_place(
     without_tensors: dict[str, Any] = {
         "guard_filter_fn": lambda guards: [guard.guard_type != "TENSOR_MATCH" for guard in guards]
     }
+    return {"backend": backend, "dynamic": False, "options": without_tensors}
+
+
+def laid_out_as_compiled(graph: torch.fx.GraphModule, is_gpu: bool) -> None:
+    """Let a forward graph's images lie as inductor has them: channels last, where it takes its convolutions to be faster so.
+
+    It decides that by rules of its own (always on a CPU with oneDNN), for all that leads to a convolution or comes of one. What
+    comes in otherwise, weights and images, is copied; of what is kept for the backward it is the copy that is kept.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    enabled = not is_gpu and torch.backends.mkldnn.is_available()
     with (
-        dynamo_config.patch(recompile_limit=4096, accumulated_recompile_limit=65536, fail_on_recompile_limit_hit=True),
-        functorch_config.patch(enable_autograd_cache=False),
-        inductor_config.patch(fx_graph_cache=False),
-    ):
-        own = vars(module).get("forward")
-        # `module.compile()` compiles what torch's own containers call piece by piece; `torch.compile(module)` the whole forward
-        compiled = torch.compile(module.forward, backend=backend, dynamic=False, options=without_tensors)
-        module.forward = functools.wraps(module.forward)(lambda *args, **kwargs: compiled(*args, **kwargs))
-        try:
-            yield
-        finally:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
+        warnings.catch_warnings(action="ignore"),
+        torch.backends.mkldnn.flags(enabled=enabled),
+    ):  # it warns of Intel's GPUs
+        if not GraphLowering.decide_layout_opt(graph, is_inference=False):
+            return
+    about: Any = types.SimpleNamespace(module=graph)
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    returned = list(output.args[0])
+    visible = {returned[place] for place in output.meta.get("user_visible_output_idxs", ())}
+    begin = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for node in GraphLowering.find_nodes_prefer_channels_last(about):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or node in visible or min(value.shape) == 0:
+            continue
+        if value.is_contiguous(memory_format=torch.channels_last):
+            continue
+        laid_out = value.new_empty(value.shape).contiguous(memory_format=torch.channels_last)
+        if node.op == "placeholder":
+            with graph.graph.inserting_before(begin):
+                copied = graph.graph.call_function(
+                    torch.ops.aten.clone.default, (node,), {"memory_format": torch.channels_last}
+                )
+            copied.meta = {**node.meta, "val": laid_out}
+            for user in [user for user in node.users if user is not copied]:
+                user.replace_input_with(node, copied)
+        else:
+            node.meta["val"] = laid_out
+    graph.graph.lint()
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
