@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +128,23 @@ def test_recomputing_plans_take_the_same_steps(tmp_path: Path, tight: Plan) -> N
     module.tier.close()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion", "adafactor", "adamw8bit"])
-def test_other_optimizers_take_the_same_steps(tmp_path: Path, optimizer: str) -> None:
+def plan_for(optimizer: str) -> Plan:
     loaded = gpt2()
-    own = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", optimizer=optimizer)
-    try:
-        _, found, module = run(own, TierOptions([tmp_path], store=SMALL), 3)
-    except UserError as error:
-        assert "updates each parameter by itself" in str(error)  # noqa: PT017
-        return
+    return tw.plan(loaded.model, loaded.batch, hardware="cpu:1", optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "adamw8bit"])
+def test_other_optimizers_take_the_same_steps(tmp_path: Path, optimizer: str) -> None:
+    own = plan_for(optimizer)
+    _, found, module = run(own, TierOptions([tmp_path], store=SMALL), 3)
     assert same(found, run(own, None, 3)[1])
     module.tier.close()
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor"])
+def test_optimizers_that_look_at_several_parameters_are_refused(tmp_path: Path, optimizer: str) -> None:
+    with pytest.raises(UserError, match="updates each parameter by itself"):
+        module_of(plan_for(optimizer), TierOptions([tmp_path], store=SMALL))
 
 
 @pytest.mark.parametrize(
@@ -259,6 +266,38 @@ def test_clipping_by_the_norm_of_the_step_before(tmp_path: Path, plan: Plan) -> 
     with pytest.raises(UserError, match="clip_previous_norm"):
         tw.clip_grad_norm_(tiered, 1.0)
     tiered.tier.close()
+
+
+def test_what_reads_a_gradient_learns_that_it_has_gone(
+    tmp_path: Path, plan: Plan, reference: dict[str, torch.Tensor]
+) -> None:
+    """torch's own clipping would pass over gradients that are `None`, and clip nothing."""
+    module, optimizer = module_of(plan, TierOptions([tmp_path], keep_bytes=100_000, store=SMALL))
+    for step in range(4):
+        module(**plan.shard_batch(like(plan, batch_of(step)))).loss.backward()
+        grads = [param.grad for param in module.parameters()]
+        assert all(grad.shape == param.shape for grad, param in zip(grads, module.parameters(), strict=True))
+        with pytest.raises(UserError, match="clip_previous_norm"):
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        with pytest.raises(UserError, match="clip_previous_norm"):
+            torch.nn.utils.clip_grad_value_(module.parameters(), 1.0)
+        optimizer.step()
+        assert all(param.grad is None for param in module.parameters())
+    assert same(weights_of(module), reference)
+    module.tier.close()
+
+
+def test_room_for_all_is_asked_before_anything_is_written(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both places of parameters and AdamW's states, of 4 and 8 bytes a number, and of gradients that wait."""
+    num_params = sum(param.numel() for param in gpt2().model.parameters())
+    usage = shutil.disk_usage(tmp_path)
+    for options, needed in (({}, 24 * num_params), ({"update": "after"}, 32 * num_params)):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=needed - 1: usage._replace(free=free))
+        with pytest.raises(UserError, match="are free"):
+            tw.parallelize(gpt2().model, plan, tier=TierOptions([tmp_path], store=SMALL, **options))
+        assert not any(tmp_path.iterdir())
 
 
 def test_frozen_weights_come_and_go(tmp_path: Path) -> None:

@@ -97,8 +97,11 @@ def _rates(text: str | None) -> tuple[float | None, float | None]:
     return parts[0], parts[-1]
 
 
-def tier_line(steps: list[dict[str, Any]], step_s: float) -> str:
-    """Return what the disks have moved, a step and a day, and how long steps waited for them."""
+LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def tier_lines(steps: list[dict[str, Any]], step_s: float) -> str:
+    """Return what the disks have moved, a step, a day and over the last step, and how long steps waited for them."""
     later = steps[1:] or steps
     read, written, waited_s = (
         sum(step[name] for step in later) / len(later)
@@ -106,7 +109,17 @@ def tier_line(steps: list[dict[str, Any]], step_s: float) -> str:
     )
     planned_read, planned_written = (later[-1][f"tier_planned_{name}_bytes"] for name in ("read", "write"))
     a_day = format_bytes(written * 86_400 / step_s)
-    return (
+    total = (
         f"disks  read {format_bytes(read)} a step, planned {format_bytes(planned_read)}; written {format_bytes(written)}, planned "
         f"{format_bytes(planned_written)}, {a_day} a day at this pace; waited for {format_s(waited_s)} of {format_s(step_s)}"
     )
+    rates = later[-1]["tier_rates"]
+    most = max(max(each) for each in rates.values())
+    return "\n".join([total, *(_link_line(direction, each, most) for direction, each in rates.items())])
+
+
+def _link_line(direction: str, rates: list[float], most: float) -> str:
+    """Return one direction's bytes a second over the step, both directions drawn to one scale."""
+    drawn = "".join(LEVELS[round((len(LEVELS) - 1) * rate / most)] if most else LEVELS[0] for rate in rates)
+    mean = sum(rates) / len(rates)
+    return f"{direction:<5}  {drawn}  {format_bytes(mean)}/s over the last step, {format_bytes(max(rates))}/s at most"

@@ -1,7 +1,7 @@
 """Disks as a tier of memory: named bytes in striped files, moved directly, checked, versioned, bounded and counted."""
 
 from .buffers import ALIGNMENT, BufferPool, aligned_empty, padded
-from .counting import Moved, Traffic, now
+from .counting import DIRECTIONS, Moved, Traffic, now
 from .faults import KINDS, Fault, TierFault
 from .places import check_folders
 from .schedule import Layer, Policy, Rates, StepTime, StepTraffic, bound_s, simulate, traffic
@@ -11,6 +11,7 @@ from .throttle import TokenBucket
 __all__ = [
     "ALIGNMENT",
     "CHUNK_BYTES",
+    "DIRECTIONS",
     "KINDS",
     "BufferPool",
     "Fault",

@@ -25,8 +25,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ...artifacts import Plan, UserError
 from ...rank.execute import Executor
 from ...rank.offload_states import check_updates_alone, with_groups
-from ...tiers import Layer, Moved, Policy, StepTraffic, traffic
+from ...tiers import DIRECTIONS, Layer, Moved, Policy, StepTraffic, now, traffic
 from ..regions import Region
+from .gone import gone_like
 from .options import TierOptions
 from .places import open_store
 from .plain_states import as_notes, from_notes
@@ -68,15 +69,32 @@ class Tier:
         self._buffers: dict[str, Tensor] = {}
         self._said_at_s, self._num_taken = time.monotonic(), 0
         self._told: dict[str, Moved] = {}
-        self._told_s = 0.0
+        self._told_s, self._told_at = 0.0, now()
         self._is_open = False
         """True from the first gradient of a step until it is finished or taken back."""
 
     # Parameters
 
+    def make_room(self, sizes: Mapping[str, int], state_bytes: int) -> None:
+        """Take room for all parameters before the first is written; `UserError` where these, their states and gradients have none.
+
+        state_bytes: of the optimizer that the plan was made for; another's are known when it is attached.
+        """
+        if self.options.resume:
+            return
+        grad_bytes = sum(sizes.values()) if self.options.update == "after" else 0
+        try:
+            self.store.add(
+                {f"param.{name}": num_bytes for name, num_bytes in sizes.items() if num_bytes},
+                later_bytes=state_bytes + grad_bytes,
+            )
+        except UserError:
+            self.store.remove()  # the folder is as it was found
+            raise
+
     def value(self, name: str, dtype: torch.dtype, region: Region, read: Callable[[str, Region], Tensor]) -> Tensor:
         """Return this rank's part of a new parameter, in memory of its own; in a run that goes on, room for it."""
-        if f"param.{name}" in self.store:
+        if self.options.resume:
             return torch.empty(region.local_shape, dtype=dtype)
         local = read(name, region).to(dtype).contiguous()
         alone = local.untyped_storage().nbytes() == local.numel() * local.element_size()
@@ -90,8 +108,7 @@ class Tier:
             return
         assert local.untyped_storage().nbytes() == num_bytes, name  # else something else would go with it
         parked = self.parked[name] = Parked(name, param, local, num_bytes)
-        if key not in self.store:
-            self.store.add({key: num_bytes})
+        if not self.options.resume:
             self.store.write(key, local.detach()).wait()
         self.residence.add(parked)
         self.residence.let_go(parked)
@@ -182,6 +199,7 @@ class Tier:
         """Make room for the states before anything is trained: a step without values says how large they are."""
         assert self.updates is not None
         sizes = {}
+        expected = self.updates.expected_bytes
         for parked in trained:
             stand_in = nn.Parameter(torch.empty(parked.local.shape, dtype=parked.local.dtype, device="meta"))
             stand_in.grad = torch.empty_like(stand_in)
@@ -197,7 +215,8 @@ class Tier:
                 return  # it reads values: room is made with its first step
             for name, value in trial.state.get(stand_in, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    sizes[state_key(parked, name)] = value.numel() * value.element_size()
+                    size = sizes[state_key(parked, name)] = value.numel() * value.element_size()
+                    expected[parked.name] = expected.get(parked.name, 0) + size
             if self.options.update == "after":
                 sizes[f"grad.{parked.name}"] = parked.num_bytes
         self.store.add(sizes)
@@ -224,6 +243,7 @@ class Tier:
             if tier is not None and param.grad is not None:
                 grad, param.grad = param.grad, None
                 tier._take(parked, grad)
+                param.grad = gone_like(param)
 
         return take
 
@@ -287,13 +307,15 @@ class Tier:
         return traffic(self.layers(), policy)
 
     def told(self) -> dict[str, Any]:
-        """Return what moved since the last call, for the events of a run: bytes, and seconds that the step waited."""
+        """Return what moved since the last call, for the events of a run: bytes, those a second over the time, seconds waited."""
         updates, found = self._ready(), {}
-        for direction in ("read", "write"):
+        for direction in DIRECTIONS:
             total = self.store.traffic.total(direction)
             moved = total.since(self._told.get(direction, Moved()))
             self._told[direction] = total
             found[f"tier_{direction}_bytes"] = float(moved.num_bytes)
+        begun, self._told_at = self._told_at, now()
+        found["tier_rates"] = {each: self.store.traffic.rates(each, begun, self._told_at) for each in DIRECTIONS}
         waited_s = self.residence.waited_s + updates.waited_s
         planned = self.planned()
         found["tier_planned_read_bytes"], found["tier_planned_write_bytes"] = planned.read_bytes, planned.written_bytes
@@ -365,7 +387,7 @@ class Tier:
 
     def _close_step(self) -> None:
         for parked in self.parked.values():
-            parked.is_updating = False
+            parked.is_updating, parked.param.grad = False, None
         self._is_open = False
 
     def _total(self, value: float) -> float:

@@ -79,7 +79,9 @@ def _all_finite(module: ParallelModule, loss: Tensor) -> bool:
 
 
 def _gradients(module: ParallelModule) -> dict[str, Tensor]:
-    """This rank's part of every gradient."""
+    """This rank's part of every gradient; with a tier they have gone to it."""
+    if module.tier is not None:
+        return {}
     grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
     return {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
