@@ -85,18 +85,17 @@ def left():
     blocks = blocks[1::2]
     return round(held() - before)
 
-print(settings["keep_freed_memory"](), left(), settings["give_freed_memory_back"](), left())
+print(settings["give_freed_memory_back"](), left(), settings["keep_freed_memory"](), left())
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
 def test_with_a_tier_gaps_between_what_stays_are_given_back() -> None:
-    """Of 128 MiB in 16 tensors, of which every second one goes, a heap that keeps what is freed still counts all."""
+    """Of 128 MiB in 16 blocks, of which every second one goes, a heap that keeps what is freed still counts nearly all."""
     own = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
-    done = subprocess.run(
-        [sys.executable, "-c", GAPS], capture_output=True, text=True, check=True, env=own, timeout=200
-    )
-    made, kept, made_again, given_back = done.stdout.split()[-4:]
+    command = [sys.executable, "-c", GAPS, host_memory.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=own, timeout=200)
+    made, given_back, made_again, kept = done.stdout.split()[-4:]
     assert (made, made_again) == ("True", "True")
-    assert int(kept) >= 120
     assert int(given_back) <= 68
+    assert int(kept) >= 116
