@@ -15,7 +15,7 @@ from tests.pool import Pool
 from trainwright.artifacts import Plan, UserError
 from trainwright.runtime import TierOptions, train_loop
 from trainwright.runtime.tiered.saving import TierSaving
-from trainwright.tiers import Fault, StoreOptions, TierFault
+from trainwright.tiers import Fault, Policy, StoreOptions, TierFault
 from trainwright.training import made, optimizer_of
 
 SMALL = StoreOptions(chunk_bytes=16384, buffer_bytes=8 * 16384)
@@ -172,6 +172,22 @@ def test_a_step_moves_what_is_planned(tmp_path: Path, plan: Plan, options: dict[
         assert told["tier_read_bytes"] == told["tier_planned_read_bytes"]
         assert told["tier_write_bytes"] == told["tier_planned_write_bytes"]
     tier.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"window_bytes": 60_000, "keep_bytes": 90_000, "commit_every": 2}, {"update": "after"}], ids=str
+)
+def test_a_plan_says_what_its_run_moves(tmp_path: Path, options: dict[str, Any]) -> None:
+    loaded, policy = gpt2(), Policy(**{"window_bytes": 400_000, **options})
+    own = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", tier=policy)
+    module, _ = module_of(own, TierOptions([tmp_path], store=SMALL, **vars(policy)))
+    moved, told = module.tier.planned(), own.tier
+    assert told is not None
+    assert (told.read_bytes, told.written_bytes) == (moved.read_bytes, round(moved.written_bytes))
+    assert told.written_a_day == round(moved.written_bytes * 86_400 / told.step_s)
+    buffers = 2 * sum(4096 for key in module.tier.store.items if key.startswith("buffer."))
+    assert told.disk_bytes + buffers == pytest.approx(module.tier.store.num_bytes, rel=0.2)  # filled up to pages
+    module.tier.close()
 
 
 def test_kept_layers_are_written_with_the_steps_that_are_kept(tmp_path: Path, plan: Plan) -> None:

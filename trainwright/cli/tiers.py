@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..artifacts import Plan, UserError, parse_bytes
 from ..reports.units import format_bytes, format_s
+
+if TYPE_CHECKING:
+    from ..tiers import Policy
 
 PANEL = "Disks as a tier"
 TierOption = Annotated[
@@ -15,6 +18,13 @@ TierOption = Annotated[
     typer.Option(
         "--tier", metavar="DIR[,DIR]", rich_help_panel=PANEL,
         help="Parameters, gradients and optimizer states rest there, striped; with --resume, go on from there.",
+    ),
+]  # fmt: skip
+PlannedTierOption = Annotated[
+    bool,
+    typer.Option(
+        "--tier", rich_help_panel=PANEL,
+        help="Say what disks move, and how fast they wear, where `train --tier` lets everything rest there.",
     ),
 ]  # fmt: skip
 TierWindowOption = Annotated[
@@ -74,6 +84,17 @@ def check_tier(
     if not resume:
         check_empty(paths)
     return found
+
+
+def policy_of(window: str, keep: str | None, update: str, commit_every: int) -> Policy:
+    """Return how `plan --tier` is to use its disks; `UserError` for what cannot be."""
+    from ..runtime import TierOptions
+    from ..tiers import Policy
+
+    options = TierOptions(
+        (), parse_bytes(window), 0 if keep is None else parse_bytes(keep), update, commit_every=commit_every
+    )
+    return Policy(options.window_bytes, options.keep_bytes, options.update, options.commit_every)
 
 
 def tier_of(given: dict[str, Any]) -> Any:
