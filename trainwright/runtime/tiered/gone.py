@@ -22,7 +22,9 @@ class Gone(Tensor):
     """
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own says that it is disabled
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
         raise UserError(
             f"a gradient is needed by {name}; with a tier each goes to its update as soon as it is there, and is none until the "

@@ -308,7 +308,8 @@ class Tier:
 
     def told(self) -> dict[str, Any]:
         """Return what moved since the last call, for the events of a run: bytes, those a second over the time, seconds waited."""
-        updates, found = self._ready(), {}
+        updates = self._ready()
+        found: dict[str, Any] = {}
         for direction in DIRECTIONS:
             total = self.store.traffic.total(direction)
             moved = total.since(self._told.get(direction, Moved()))
