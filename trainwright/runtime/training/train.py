@@ -165,7 +165,7 @@ def _may_update(
     loss: Tensor,
 ) -> bool:
     """Return True if the update may be made; the norms of the gradients are added to `told` before."""
-    if norms is not None:
+    if norms is not None and module.tier is None:  # to which the gradients have gone
         pipe = module.pipe
         grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
         if pipe is not None:
