@@ -89,7 +89,9 @@ class Tier:
                 later_bytes=state_bytes + grad_bytes,
             )
         except UserError:
-            self.store.remove()  # the folder is as it was found
+            self.store.remove()  # the folders are as they were found
+            for path in self.store.paths if self.num_ranks > 1 else ():
+                path.rmdir()
             raise
 
     def value(self, name: str, dtype: torch.dtype, region: Region, read: Callable[[str, Region], Tensor]) -> Tensor:
