@@ -398,6 +398,22 @@ def test_what_cannot_be_is_refused(tmp_path: Path, plan: Plan) -> None:
     module.tier.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"micro_batches": 2}, "micro-batches"),
+        ({"hardware": "h100"}, "CPUs"),
+        ({"pipeline": 2, "hardware": "cpu:2"}, "no pipeline stages|micro-batches"),
+        ({"optimizer": "sophiag"}, "sophiag does not"),
+    ],
+    ids=str,
+)
+def test_a_question_whose_plan_cannot_rest_on_disks_is_refused(options: dict[str, Any], match: str) -> None:
+    loaded = gpt2()
+    with pytest.raises(UserError, match=match):
+        tw.plan(loaded.model, loaded.batch, tier=Policy(2**20), **{"hardware": "cpu:1", **options})
+
+
 def test_a_second_backward_before_the_step_is_refused(tmp_path: Path, plan: Plan) -> None:
     module, _ = module_of(plan, TierOptions([tmp_path], store=SMALL))
     batch = plan.shard_batch(like(plan, batch_of(0)))
