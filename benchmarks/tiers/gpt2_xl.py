@@ -44,28 +44,32 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import trainwright as tw
+    from trainwright.models import zoo
     from trainwright.runtime import TierOptions
     from trainwright.training import made, optimizer_of
 
     stages: dict[str, Any] = {}
     stage(stages, "imported")
     began = time.perf_counter()
-    loaded = tw.load_model(options.model, device="meta", batch_size=options.batch, seq_len=options.length)
-    num_params = sum(param.numel() for param in loaded.model.parameters())
+    fewer = {} if options.layers is None else {"num_hidden_layers": options.layers}
+    model, example = zoo.build(
+        options.model.removeprefix("zoo:"), batch_size=options.batch, seq_len=options.length, **fewer
+    )
+    num_params = sum(param.numel() for param in model.parameters())
     budget = 16 * num_params + int(options.activations * GIB)
-    plan = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", memory=budget, time_limit_s=60.0)
+    plan = tw.plan(model, example, hardware="cpu:1", memory=budget, time_limit_s=60.0)
     planned_s = time.perf_counter() - began
     stage(stages, "planned")
     tier = TierOptions([options.folder], window_bytes=int(options.window * GIB))
-    module = tw.parallelize(loaded.model, plan, seed=0, tier=tier).train()
-    chosen, _ = optimizer_of(plan, model=loaded.model)
+    module = tw.parallelize(model, plan, seed=0, tier=tier).train()
+    chosen, _ = optimizer_of(plan, model=model)
     optimizer = made(chosen, module, 1e-4)
     assert module.tier is not None
     module.tier.attach(optimizer)
     loaded_s = time.perf_counter() - began - planned_s
     stage(stages, "loaded")
     torch.manual_seed(0)
-    ids = torch.randint(0, loaded.model.config.vocab_size, (options.batch, options.length))
+    ids = torch.randint(0, model.config.vocab_size, (options.batch, options.length))
     batch = {name: ids if name in ("input_ids", "labels") else torch.ones_like(ids) for name in plan.batch}
     steps = []
     for step in range(options.steps):
@@ -137,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--model", default="zoo:gpt2-xl")
+    parser.add_argument("--layers", type=int, help="fewer of them: with a smaller limit the same in minutes")
     parser.add_argument("--limit", type=float, default=6.0, help="GiB")
     parser.add_argument("--window", type=float, default=1.0, help="GiB")
     parser.add_argument("--activations", type=float, default=2.0, help="GiB")
