@@ -51,7 +51,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     stages: dict[str, Any] = {}
     stage(stages, "imported")
     began = time.perf_counter()
-    fewer = {} if options.layers is None else {"num_hidden_layers": options.layers}
+    fewer: dict[str, Any] = {} if options.layers is None else {"num_hidden_layers": options.layers}
     model, example = zoo.build(
         options.model.removeprefix("zoo:"), batch_size=options.batch, seq_len=options.length, **fewer
     )
