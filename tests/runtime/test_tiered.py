@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import trainwright as tw
@@ -16,6 +17,7 @@ from trainwright import optim
 from trainwright.artifacts import Plan, UserError
 from trainwright.rank.offload_states import check_updates_alone
 from trainwright.runtime import TierOptions, train_loop
+from trainwright.runtime.tiered.places import check_room_for_all
 from trainwright.runtime.tiered.saving import TierSaving
 from trainwright.tiers import Fault, Policy, StoreOptions, TierFault
 from trainwright.training import made, optimizer_of
@@ -445,10 +447,29 @@ def test_two_ranks_have_disks_of_their_own(pool2: Pool, tmp_path: Path) -> None:
     assert found == [[True, True, 1, True]] * 2
 
 
+def test_room_is_asked_for_all_ranks_of_a_disk(pool2: Pool, tmp_path: Path) -> None:
+    """Each has room for itself; both together have not: both are told, and nothing is left behind."""
+    found = pool2.run("tests.runtime.test_tiered:without_room", folder=str(tmp_path))
+    assert found == [["2000 bytes are needed", "2000 bytes are needed", ""]] * 2
+
+
+def without_room(folder: str) -> list[str]:
+    from unittest import mock
+
+    usage = shutil.disk_usage(folder)._replace(free=1999)
+    said = []
+    for own in (500, 0 if dist.get_rank() else 1000, 499):  # two versions of each
+        try:
+            with mock.patch("shutil.disk_usage", return_value=usage):
+                check_room_for_all([Path(folder)], own, 2)
+            said.append("")
+        except UserError as error:
+            said.append(str(error).split(" on ")[0])
+    return said
+
+
 def on_two_ranks(plan: str, folder: str) -> list[Any]:
     """Train with and without a tier; then let one rank's last step be lost, and go on from the one before."""
-    import torch.distributed as dist
-
     parsed = Plan.parse(plan, where="the plan")
     expected = run(parsed, None, 4)[1]
     _, found, module = run(parsed, TierOptions([folder], window_bytes=60_000, store=SMALL), 2)

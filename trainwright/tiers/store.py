@@ -29,7 +29,7 @@ from .buffers import ALIGNMENT, BufferPool, memory_at, padded
 from .counting import Traffic, now
 from .faults import Fault, Planted, happen_to_read, happen_to_write, raise_as_fault, raise_for
 from .files import StripeFile
-from .layout import NUM_SLOTS, Item, Layout, Piece
+from .layout import Item, Layout, Piece
 from .manifest import NAME, PREVIOUS, read_manifest, write_manifest
 from .places import check_empty, check_folders, check_room
 from .throttle import TokenBucket
@@ -182,18 +182,14 @@ class TierStore:
     def __contains__(self, key: str) -> bool:
         return key in self.items
 
-    def add(self, sizes: Mapping[str, int], later_bytes: int = 0) -> None:
-        """Make room for items of so many bytes by name; `UserError` where the disks have too little, before any is taken.
-
-        later_bytes: of items that come later, for which there has to be room beside these.
-        """
+    def add(self, sizes: Mapping[str, int]) -> None:
+        """Make room for items of so many bytes by name; `UserError` where the disks have too little, before any is taken."""
         if doubled := sorted(self.items.keys() & sizes.keys()):
             raise UserError(f"new names are needed in a tier; {doubled[0]} is there; write it")
         before = list(self._layout.ends)
         added = {key: self._layout.add(key, num_bytes) for key, num_bytes in sizes.items()}
         try:
-            later = -(-NUM_SLOTS * later_bytes // len(self.paths))
-            check_room(self.paths, [end - begin + later for begin, end in zip(before, self._layout.ends, strict=True)])
+            check_room(self.paths, [end - begin for begin, end in zip(before, self._layout.ends, strict=True)])
             for path, file, end in zip(self.paths, self._files, self._layout.ends, strict=True):
                 try:
                     file.reserve(end)

@@ -29,7 +29,7 @@ from ...tiers import DIRECTIONS, Layer, Moved, Policy, StepTraffic, now, traffic
 from ..regions import Region
 from .gone import gone_like
 from .options import TierOptions
-from .places import open_store
+from .places import check_room_for_all, open_store
 from .plain_states import as_notes, from_notes
 from .residence import Parked, Reads, Residence
 from .updates import Updates, local_of, state_key
@@ -78,21 +78,20 @@ class Tier:
     def make_room(self, sizes: Mapping[str, int], state_bytes: int) -> None:
         """Take room for all parameters before the first is written; `UserError` where these, their states and gradients have none.
 
-        state_bytes: of the optimizer that the plan was made for; another's are known when it is attached.
+        state_bytes: of the optimizer that the plan was made for; another's are known when it is attached. A collective call.
         """
         if self.options.resume:
             return
-        grad_bytes = sum(sizes.values()) if self.options.update == "after" else 0
+        param_bytes = sum(sizes.values())
+        grad_bytes = param_bytes if self.options.update == "after" else 0
         try:
-            self.store.add(
-                {f"param.{name}": num_bytes for name, num_bytes in sizes.items() if num_bytes},
-                later_bytes=state_bytes + grad_bytes,
-            )
+            check_room_for_all(self.store.paths, param_bytes + state_bytes + grad_bytes, self.num_ranks)
         except UserError:
             self.store.remove()  # the folders are as they were found
             for path in self.store.paths if self.num_ranks > 1 else ():
                 path.rmdir()
             raise
+        self.store.add({f"param.{name}": num_bytes for name, num_bytes in sizes.items() if num_bytes})
 
     def value(self, name: str, dtype: torch.dtype, region: Region, read: Callable[[str, Region], Tensor]) -> Tensor:
         """Return this rank's part of a new parameter, in memory of its own; in a run that goes on, room for it."""
