@@ -489,7 +489,7 @@ class Oracle:
         for stored in self._passing(decision):
             staying = fate.kept[stored] - fate.leaves.get(stored, 0)
             total += self._size(stored) * (1 - staying / stored.source.decision.count)
-        total += self._in_flight_bytes(fate, decision)
+        total += self._in_flight_bytes(fate, decision) + decision.workspace_bytes[self.options[decision]]
         for use in self._read_by(decision):
             native = self._native(use)
             own = [want for want in self.wants[use] if (use.source, want) not in self.shared]

@@ -6,6 +6,7 @@ A worker's own link carries `mbit` megabits a second each way: `tc tbf` on what 
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from types import TracebackType
@@ -14,13 +15,16 @@ from typing import Self
 BURST_BYTES, _QUEUE, CONTROL = 16 * 1024, "400ms", "reno"
 """The bytes that an idle link lets through at once, and the longest that a packet waits for its turn; how TCP finds its rate."""
 
+_NUMBERS = itertools.count()
+"""The kernel takes its time to forget the links of a namespace that is gone, so names are not used twice."""
+
 
 class Namespaces:
     """A context manager: `num` namespaces with addresses 10.77.0.1 …; `command(k)` is what runs a program in one."""
 
     def __init__(self, num: int, mbit: float) -> None:
         self.num, self.mbit = num, mbit
-        self._tag = f"tw{os.getpid() % 10_000}"
+        self._tag = f"tw{os.getpid() % 10_000}n{next(_NUMBERS)}"
 
     def command(self, index: int) -> list[str]:
         return ["ip", "netns", "exec", self._name(index)]

@@ -43,7 +43,11 @@ def run(num_ranks: int, mbit: float, module: str, *arguments: str) -> list[dict[
         for index in range(num_ranks):
             numbers = {"RANK": index, "WORLD_SIZE": num_ranks, "LOCAL_RANK": index, "MASTER_PORT": 29400}
             environment = os.environ | {name: str(value) for name, value in numbers.items()}
-            environment |= {"MASTER_ADDR": spaces.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+            environment |= {
+                "MASTER_ADDR": spaces.address(0),
+                "OWN_ADDR": spaces.address(index),
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
             environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
             command = [*spaces.command(index), sys.executable, "-m", f"benchmarks.sync.{module}", *arguments]
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))

@@ -124,6 +124,57 @@ def by_decent_dp(seed: int) -> dict[str, Any]:
     return {"method": "decent-dp, ring, SGD", **found}
 
 
+def by_torchft(seed: int) -> dict[str, Any]:
+    """The same by torchft's DiLoCo, where it is installed, with a lighthouse beside the first rank; bytes as by decent-dp."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft._torchft import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    own, found = os.environ["OWN_ADDR"], [""]
+    if rank() == 0:
+        server = LighthouseServer(bind="0.0.0.0:0", min_replicas=world_size(), join_timeout_ms=2000)
+        found[0] = f"http://{own}:{server.address().rpartition(':')[2]}"
+    dist.broadcast_object_list(found)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    inner = torch.optim.AdamW(model.parameters(), **ADAM)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)  # as `diloco` has them by default
+    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(), min_replica_size=world_size(), use_async_quorum=False, rank=0, world_size=1, init_sync=False,
+        store_addr=own, store_port=store.port, lighthouse_addr=found[0], replica_id=f"replica-{rank()}", hostname=own,
+        load_state_dict=model.load_state_dict, state_dict=model.state_dict,
+    )  # fmt: skip
+    inputs, labels, held_x, held_y = data()
+    generator = torch.Generator().manual_seed(100 * seed + rank())
+    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    spent_s, steps, sent, loss = 0.0, 0, 0, float("inf")
+    with DiLoCo(manager, [model], inner, outer, sync_every=METHODS["diloco"][1]["period"]):
+        while loss > GOAL and steps < MOST_STEPS:
+            dist.barrier()
+            began_s, before = time.perf_counter(), int(counter.read_text())
+            for _ in range(EVERY):
+                rows = torch.randint(len(inputs), (BATCH,), generator=generator)
+                inner.zero_grad()
+                cross_entropy(model(inputs[rows]), labels[rows]).backward()
+                inner.step()
+            spent_s += time.perf_counter() - began_s
+            steps += EVERY
+            sent += int(counter.read_text()) - before
+            loss = _loss_of_mean(model, held_x, held_y)
+    total = torch.tensor([sent])
+    dist.all_reduce(total)
+    dist.barrier()
+    row = {
+        "reached": loss <= GOAL,
+        "steps": steps,
+        "KiB sent by all": int(total) / 1024,
+        "seconds": spent_s,
+        "loss": loss,
+    }
+    return {"method": "torchft's DiLoCo", **row}
+
+
 def _loss_of_mean(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """The held-out loss at the mean of all workers' parameters, which nobody takes over."""
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -241,8 +292,11 @@ def main(what: str, link: str = "") -> None:
         else:
             rows = [trained(title, seed=0) for title in METHODS]
             rows += [by_decent_dp(seed=0)] if importlib.util.find_spec("decent_dp") else []
+            rows += [by_torchft(seed=0)] if importlib.util.find_spec("torchft") else []
         if rank() == 0:
             print("ROWS " + json.dumps(rows), flush=True)
+        dist.barrier()
+    os._exit(0)  # threads of torchft's managers would hold the process
 
 
 if __name__ == "__main__":

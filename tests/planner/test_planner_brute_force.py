@@ -14,6 +14,7 @@ from torch import nn
 from tests.builders import task
 from tests.planner_oracle import Oracle
 from trainwright.artifacts import Tier
+from trainwright.capture.experts import experts
 from trainwright.capture.export import capture
 from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.milp import Patience
@@ -23,7 +24,7 @@ from trainwright.planner.search.solve import Settings
 from trainwright.planner.search.stages import solve_in_stages
 from trainwright.program.program import build_program
 
-MAX_PLANS, MAX_PLANS_TIED = 1000, 4000
+MAX_PLANS, MAX_PLANS_MORE = 1000, 4000
 NUM_CASES, NUM_CASES_BRANCHED, NUM_CASES_SHORT = 120, 16, 8
 STATE_SEEDS = (1, 7, 8)
 TIED_SEEDS = (3, 10)
@@ -74,6 +75,25 @@ class TiedEnds(nn.Module):
         return self.end(x).square().mean()
 
 
+class Mixture(nn.Module):
+    """A product, and six experts of which each row has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 6, bias=False)
+        self.w_in, self.w_out = nn.Parameter(torch.rand(6, 6, 6)), nn.Parameter(torch.rand(6, 6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        weights, ids = x.softmax(-1).topk(2)
+        return experts(x, ids, weights, self.w_in, self.w_out, gate="gelu").mean()
+
+
+@functools.cache
+def mixture_program(batch: int):
+    return build_program(capture(Mixture(), (torch.ones(batch, 6),), lambda out, _: out))
+
+
 @functools.cache
 def program_of(num_blocks: int, kind: str, batch: int):
     model = nn.Sequential(nn.Linear(6, 6, bias=False), Mixed(num_blocks, kind))
@@ -85,24 +105,27 @@ def tied_program(num_readers: int, batch: int):
     return build_program(capture(TiedEnds(num_readers), (torch.ones(batch, 6),), lambda out, _: out))
 
 
-def random_case(seed: int, tied: bool = False):
+def random_case(seed: int, tied: bool = False, mixture: bool = False):
     """A place, and for a few of its decisions two options to choose from, for the others one.
 
     tied: of a model with a matrix that several regions read, alike as a rule; whether they share a copy is open, and one
-    other decision.
+    other decision. mixture: of a model with experts, whose split is one of the open ones.
     """
     rng = random.Random(seed)
-    if tied:
+    if mixture:
+        program = mixture_program(rng.choice([8, 64]))
+    elif tied:
         program = tied_program(rng.choice([2, 3]), rng.choice([4, 64]))
     else:
         program = program_of(
             rng.choice([1, 1, 2, 3]), rng.choice(["plain", "gate", "norm", "two"]), rng.choice([4, 64])
         )
     several = [("cpu:2", (2,)), ("cpu:2", (2,)), ("cpu:4", (2, 2))]
-    hardware, mesh = rng.choice(several if tied else [("cpu:1", (1,)), ("cpu:1", (1,)), *several])
+    hardware, mesh = rng.choice(several if tied or mixture else [("cpu:1", (1,)), ("cpu:1", (1,)), *several])
     (place,) = task(program, hardware, mesh=mesh).places
     decisions = place.problem.decisions
-    open_ones = set(rng.sample(range(len(decisions)), 1 if tied else 2))
+    open_ones = set(rng.sample(range(len(decisions)), 1 if tied or mixture else 2))
+    open_ones |= {index for index, decision in enumerate(decisions) if mixture and decision.key.endswith(":experts")}
     allowed = {}
     for index, decision in enumerate(decisions):
         num = min(2 if index in open_ones else 1, len(decision.options))
@@ -173,19 +196,20 @@ def states_that_may_leave(place, allowed, rng, num):
 
 
 def compare_with_all(
-    seed: int, offload: bool = False, num_states: int = 0, tied: bool = False, effort: Effort | None = None
-) -> int:
+    seed: int, offload: bool = False, num_states: int = 0, tied: bool = False, effort: Effort | None = None,
+    mixture: bool = False,
+) -> int:  # fmt: skip
     """Solve one random case under several budgets; return how many were compared.
 
     num_states: of how many parameters the optimizer's states may be offloaded too, beside one kind of tensors.
     """
-    place, allowed, rng = random_case(seed, tied)
+    place, allowed, rng = random_case(seed, tied, mixture)
     may_leave, kept = offloading(place, allowed, rng) if offload else ((), {})
     may_leave = may_leave[:1] if num_states else may_leave
     states = states_that_may_leave(place, allowed, rng, num_states) if offload else ()
     if tied and not may_share(place.problem, allowed):
         return 0
-    plans = all_plans(place.problem, allowed, may_leave, states, MAX_PLANS_TIED if tied else MAX_PLANS)
+    plans = all_plans(place.problem, allowed, may_leave, states, MAX_PLANS_MORE if tied or mixture else MAX_PLANS)
     if not plans or (offload and not may_leave) or len(states) < num_states:
         return 0
     peaks = sorted({peak for _, peak in plans})
@@ -223,6 +247,11 @@ def test_the_best_of_all_plans_that_may_offload_states_is_found_short():
 @pytest.mark.slow
 def test_the_best_of_all_plans_with_a_tied_parameter_is_found_short():
     assert all(compare_with_all(seed, tied=True) > 0 for seed in TIED_SEEDS)
+
+
+@pytest.mark.slow
+def test_the_best_of_all_plans_with_experts_is_found():
+    assert sum(compare_with_all(seed, mixture=True) > 0 for seed in range(5000, 5012)) >= 6
 
 
 @pytest.mark.slow

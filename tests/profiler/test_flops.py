@@ -219,6 +219,8 @@ BYTES = {
     "comparison": (lambda x: x > 0, 4 * 60 + 60),
     "where": (lambda x: torch.where(torch.ones(12, 5, dtype=torch.bool), x, x), 60 + 60 + 4 * 60 * 3),
     "gathered columns": (lambda x: x.index_select(1, torch.tensor([0, 2])), 4 * (24 + 24)),
+    "gathered entries": (lambda x: x.gather(0, torch.zeros(2, 5, dtype=torch.long)), 8 * 10 + 4 * (10 + 10)),
+    "indexed rows": (lambda x: aten._unsafe_index(x, [torch.tensor([0, 2])]), 4 * (10 + 10)),
     "convolution": (lambda x: F.conv1d(x[None], torch.empty(3, 12, 2)), 4 * (60 + 72 + 12)),
     "cross entropy": (
         lambda x: F.cross_entropy(x, torch.zeros(12, dtype=torch.long)),

@@ -289,7 +289,7 @@ def test_gradient_coding_at_twenty_random_points(server: Server, name: str, one_
     draw = random.Random(name)
     for point in range(20):
         store, address = sync.host_meeting()
-        workers = by_place(begun(server, address, name, steps=60))
+        workers = by_place(begun(server, address, name, steps=60, silence_s=1.0))
         struck = workers.pop(1 + draw.randrange(2))
         time.sleep(draw.random() * 0.4)
         struck.send(draw.choice([signal.SIGKILL, signal.SIGSTOP]))
@@ -316,7 +316,7 @@ def test_twenty_random_points(server: Server, name: str) -> None:
     draw = random.Random(name)
     for point in range(20):
         store, address = sync.host_meeting()
-        workers = begun(server, address, name, steps=30)
+        workers = begun(server, address, name, steps=30, silence_s=1.0)
         struck = workers.pop(draw.randrange(3))
         struck.until("joined")
         time.sleep(draw.random() * 0.4)

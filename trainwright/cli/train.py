@@ -153,6 +153,7 @@ def train(
             "--sync-option": (sync_option, None), "--replicas": (replicas, None), "--sync-checkpoints": (sync_checkpoints, False),
             "--restarts": (restarts, 0), "--on-imbalance": (on_imbalance, "warn"), "--trace": (trace, None),
             "--select": (select, None), "--autocast": (model.autocast, None), "--tier": (tier, None),
+            "--timeout": (timeout_s, 600.0),
         })  # fmt: skip
         train_streamed(
             model, stream=stream, optimizer=optimizer, memory=stream_memory, nproc=nproc, steps=100 if steps is None else steps,

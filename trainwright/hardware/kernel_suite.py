@@ -24,6 +24,7 @@ def suite(quick: bool) -> Iterator[Call]:
     """Yield the calls to measure, from small sizes to large."""
     for dtype in ("fp32",) if quick else ("fp32", "bf16"):
         yield from _products(dtype, quick)
+        yield from _grouped(dtype, quick)
         yield from _attention(dtype, quick)
         yield from _movers(dtype, quick)
         yield from _in_rows(dtype, quick or dtype != "fp32")
@@ -56,6 +57,26 @@ def _products(dtype: str, quick: bool) -> Iterator[Call]:
 def _batched() -> Iterator[tuple[int, int, int]]:
     yield from itertools.product((8, 64), (16, 64, 256), (16, 64))
     yield from itertools.product((16,), (128, 512), (32, 128))
+
+
+def _grouped(dtype: str, quick: bool) -> Iterator[Call]:
+    """The products of experts: as many rows for each, of two widths."""
+    import torch
+
+    from ..ops.grouped import grouped_mm  # noqa: F401 - registers the ops
+
+    ours = torch.ops.trainwright
+    sizes = ((8,), (16, 128), (64, 256)) if quick else ((4, 32), (8, 64, 512), (64, 512))
+    for groups, rows, width in itertools.product(*sizes):
+        inner = 2 * width
+        ends = rows * torch.arange(1, groups + 1, dtype=torch.int32)
+        wide, narrow = _random(dtype, groups * rows, inner), _random(dtype, groups * rows, width)
+        for left, columns in ((narrow, inner), (wide, width)):
+            matrices = _random(dtype, groups, left.shape[1], columns)
+            yield Call(ours.grouped_mm.default, (left, matrices, ends), dtype)
+            back = matrices.transpose(1, 2)
+            yield Call(ours.grouped_mm.default, (_random(dtype, groups * rows, columns), back, ends), dtype)
+        yield Call(ours.grouped_outer.default, (narrow, wide, ends), dtype)
 
 
 def _attention(dtype: str, quick: bool) -> Iterator[Call]:

@@ -14,6 +14,7 @@ A product counts 2 per multiply-add. Ops with a formula in `torch.utils.flop_cou
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+from .registry import RULES
 
 aten = torch.ops.aten
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
@@ -60,8 +63,8 @@ def is_convolution(func: Any) -> bool:
 def bytes_moved(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Return the bytes that a call reads and writes: each tensor argument and each output once, views none.
 
-    An expanded argument counts what lies behind it, not its shape. A gather (`embedding`, `index_select`, `gather`)
-    reads as many rows as it writes.
+    An expanded argument counts the memory behind it, not its shape. A lookup (`embedding`, `gather`: `OpRule.reads_rows`)
+    reads as many bytes as it writes.
 
     >>> a = torch.zeros(10)
     >>> bytes_moved(torch.ops.aten.add.Tensor, (a, a), a + a)
@@ -73,7 +76,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return 0
     packet = getattr(func, "overloadpacket", func)
     written = sum(_num_bytes(tensor) for tensor in _tensors(out))
-    if packet in _GATHERS:
+    if packet in _lookups():
         return 2 * written
     if packet in _FILLS:
         return written
@@ -85,7 +88,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    """The positional arguments that an op's schema says it writes to."""
+    """Return the positional arguments that an op writes, by its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return []
@@ -101,7 +104,7 @@ def moves_nothing(func: Any) -> bool:
 
 
 def _only_a_view(func: Any) -> bool:
-    """True for an ATen op whose tensor outputs all alias an argument that is not written, by its schema."""
+    """Tell whether all tensor outputs of an op alias an argument that is not written, by its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False
@@ -113,7 +116,7 @@ def _other_flops(func: Any, packet: Any, args: tuple[Any, ...], out: Any) -> int
     if packet in _COPIES or moves_nothing(func):
         return 0
     sizes = [tensor.numel() for tensor in _tensors(out)]
-    if packet not in _GATHERS:
+    if packet not in _lookups():
         sizes += [tensor.numel() for tensor in _tensors(args)]
     return max(sizes, default=0)
 
@@ -127,7 +130,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """The distinct bytes behind a tensor: dims of stride 0 are one element."""
+    """Return the bytes behind a tensor's elements; dims of stride 0 count once."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride()):
         if stride != 0 or size == 0:
@@ -201,8 +204,14 @@ def _rnn_layer_backward(args, kwargs, out) -> int:
 
 
 def _named(*names: str) -> list[Any]:
-    """The ATen ops of these names that this torch has."""
+    """Return the ATen ops of these names that this torch has."""
     return [getattr(aten, name) for name in names if hasattr(aten, name)]
+
+
+@functools.cache
+def _lookups() -> frozenset[Any]:
+    """Return the ATen ops that look their results up in their first operand."""
+    return frozenset(_named(*(name for name, rule in RULES.items() if rule.reads_rows)))
 
 
 _CONVOLUTIONS = set(
@@ -253,7 +262,6 @@ _HEAVY: dict[Any, Formula] = {
     **dict.fromkeys(_named("mkldnn_rnn_layer"), _rnn_layer),
     **dict.fromkeys(_named("mkldnn_rnn_layer_backward"), _rnn_layer_backward),
 }
-_GATHERS = set(_named("embedding", "index_select", "gather", "index", "take", "_embedding_bag"))
 _COPIES = set(
     _named(
         "clone",
@@ -301,7 +309,7 @@ _FILLS = set(
         *("new_zeros", "new_ones", "new_full", "bernoulli_", "normal_", "uniform_", "rand_like", "randn_like"),
     )
 )
-"""They write and read nothing: a tensor among their arguments lends its shape, or is what they write."""
+"""Ops that write and read nothing: a tensor among their arguments gives its shape, or is the one that they write."""
 _OVERWRITES = set(_named("copy_"))
-"""They do not read the first argument, which they write."""
+"""Ops that write their first argument without reading it."""
 _FREE: dict[Any, bool] = {}

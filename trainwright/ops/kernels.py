@@ -95,11 +95,11 @@ def stand_ins(name: str) -> tuple[str, ...]:
 
     >>> stand_ins("attention_causal"), stand_ins("sub_strided")
     (('attention_causal', 'attention', 'mul'), ('sub_strided', 'mul_strided'))
-    >>> stand_ins("addmm")
-    ('addmm', 'mm')
+    >>> stand_ins("addmm"), stand_ins("grouped_mm")
+    (('addmm', 'mm'), ('grouped_mm', 'bmm'))
     """
-    if name in _WITH_ADDITION:
-        return name, _WITH_ADDITION[name]
+    if name in _LIKE:
+        return name, _LIKE[name]
     return tuple(dict.fromkeys((name, name.removesuffix("_causal"), family(name))))
 
 
@@ -123,6 +123,12 @@ def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, tuple[int
         return name, (args[0].shape[0], args[0].shape[1], args[2].shape[-1])
     if not isinstance(out, Tensor) or out.dim() < 2:
         return "mm", (1, max(args[0].numel(), 1), 1)
+    if name == "grouped_mm":  # as many rows in each run: how they fall is in no shape
+        groups, inner, columns = args[1].shape
+        return name, (groups, -(-args[0].shape[0] // groups), inner, columns)
+    if name == "grouped_outer":
+        groups, rows, columns = out.shape
+        return name, (groups, rows, -(-args[0].shape[0] // groups), columns)
     left = args[1] if name.startswith(("add", "badd")) else args[0]
     inner = left.shape[-1]
     if "bmm" in name:
@@ -179,7 +185,9 @@ def _steps(tensor: Tensor) -> tuple[int, ...]:
 
 
 _WITH_ADDITION = {"addmm": "mm", "baddbmm": "bmm"}
-_PRODUCTS = ("mm", "bmm", *_WITH_ADDITION)
+_LIKE = {**_WITH_ADDITION, "grouped_mm": "bmm", "grouped_outer": "bmm"}
+"""Products beside the plain ones, with whose measurements stand for theirs: of as many dims."""
+_PRODUCTS = ("mm", "bmm", *_LIKE)
 _BATCH_NORMS = ("native_batch_norm", "native_batch_norm_backward")
 _SUMS_OF_ROWS = ("sum", "mean", "native_layer_norm", "_softmax", "_log_softmax", "native_group_norm")
 _MADE_HERE: dict[str, Kind] = {"convolution": "convolutions", "depthwise": "depthwise", "attention": "attention"}

@@ -53,7 +53,7 @@ class OpRule:
     fresh_gradient: int | None = None
     """The operand whose gradient is a tensor made for it, which no other operand's gradient shares."""
     reads_rows: bool = False
-    """True if it reads from its first operand only the rows that it returns."""
+    """True if it looks its results up in its first operand, of which it reads about as many bytes as it returns."""
     linear_map: Literal["out_in", "in_out"] | None = None
     """For a linear map of its first operand by its second, the order of the second's dims."""
     tensor_parallel: bool = False

@@ -29,7 +29,12 @@ describe("clone", "contiguous", copies=True)
 describe("linear", "linear_io", "convolution", fresh_gradient=1)
 describe("linear", linear_map="out_in")
 describe("linear_io", linear_map="in_out")
-describe("embedding", fresh_gradient=0, reads_rows=True)
+describe("embedding", fresh_gradient=0)
+describe(
+    "embedding", "index_select", "gather", "take_along_dim", "index", "take", "_embedding_bag", "_unsafe_index",
+    "_unsafe_masked_index",
+    reads_rows=True,
+)  # fmt: skip
 
 describe(
     "linear", "linear_io", "mm", "addmm", "bmm", "baddbmm", "matmul", "scaled_dot_product_attention",

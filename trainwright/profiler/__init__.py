@@ -1,4 +1,4 @@
-"""Program or model → Profile: storages' lifetimes, FLOPs, a target's differences, time."""
+"""Profiles a training step of a model: the memory, FLOPs and seconds that it takes on a device."""
 
 from .kernels.allocator import AllocatorRecord, ForwardMarks, measure, static_bytes, storage_bytes
 from .profile import profile

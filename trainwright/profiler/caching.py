@@ -1,4 +1,4 @@
-"""`CachingAllocator`: what torch's CUDA allocator would ask of the device for a sequence of allocations and releases.
+"""Simulates torch's CUDA caching allocator: the memory that it reserves for a sequence of allocations and releases.
 
 The rules (documented in torch's notes on CUDA memory, and c10/cuda/CUDACachingAllocator.cpp):
 
@@ -30,13 +30,13 @@ ROUND_SEGMENT_BYTES = 2 * 2**20
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A stretch of a segment, free or not; its neighbours in the same segment."""
+    """One block of a segment, free or in use, linked to the blocks before and after it in the segment."""
 
     address: tuple[int, int]
-    """(number of the segment, offset in it)"""
+    """The number of the segment, and the offset in it."""
     num_bytes: int
     pool: tuple[Hashable, bool]
-    """Its stream, and whether it is of the small pool."""
+    """The stream of its pool, and whether that is the small pool."""
     before: _Block | None = None
     after: _Block | None = None
 
@@ -47,7 +47,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Pool:
-    """Free blocks, the smallest first, by address among equals."""
+    """Holds the free blocks of one pool, sorted by size, then by address."""
 
     keys: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
     blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
@@ -66,10 +66,12 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Follows `allocate(key, num_bytes)` and `free(key)`: `allocated_bytes` now, `reserved_bytes`, and its peak.
+    """Simulates the allocator: counts the bytes in blocks that are in use, the bytes reserved from the device, and their peak.
 
-    capacity_bytes: of the device; segments without a block in use are given back before more than that is asked for.
-    What still does not fit is reserved all the same, so `peak_reserved_bytes` can exceed the capacity.
+    Call `allocate(key, num_bytes)` and `free(key)`; read `allocated_bytes`, `reserved_bytes` and `peak_reserved_bytes`.
+
+    capacity_bytes: the device's memory; before more than that is reserved, segments without a block in use are released.
+    A request that still does not fit is reserved all the same, so `peak_reserved_bytes` can exceed the capacity.
 
     >>> allocator = CachingAllocator()
     >>> allocator.allocate("a", 100), allocator.allocate("b", 3 * 2**20)
@@ -91,9 +93,10 @@ class CachingAllocator:
         self._segments = itertools.count()
 
     def allocate(self, key: Hashable, num_bytes: int, stream: Hashable = None) -> int:
-        """Take a block for `key` and return its size, which a rest that is not split off adds to; zero bytes take none.
+        """Allocate a block for `key` and return its size; a request of zero bytes gets no block.
 
-        stream: the one that is current as it is asked for.
+        The block is larger than the request where its remainder is too small to be split off. stream: the current stream
+        at the time of the request.
         """
         if num_bytes <= 0:
             return 0
@@ -111,7 +114,7 @@ class CachingAllocator:
         return block.num_bytes
 
     def free(self, key: Hashable) -> None:
-        """Give the block of `key` back to its pool; a key without one is passed over."""
+        """Return the block of `key` to its pool and merge it with free neighbours; do nothing for a key that has no block."""
         block = self._used.pop(key, None)
         if block is None:
             return
@@ -141,7 +144,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _grown(self, wanted: int, at: tuple[Hashable, bool]) -> _Block:
-        """Return a free block at the end of the pool's segment, which grows by what it lacks."""
+        """Return a free block at the end of the pool's expandable segment, which grows by the bytes that are missing."""
         is_small = at[1]
         end, pool = self._ends.get(at), self._pools[at]
         is_free = end is not None and end.address in pool.blocks

@@ -1,8 +1,8 @@
-"""A step of `torch.compile`: its graphs as torch itself makes them, run on fakes kernel by kernel.
+"""Profiles a step under `torch.compile`: torch itself makes the graphs, which then run on fake tensors kernel by kernel.
 
-Dynamo follows the copy on fakes, and AOTAutograd, with inductor's decompositions and passes, makes a forward and a backward of
-each graph that it finds; the partitioner (min-cut) decides what is kept in between. So what is saved is not guessed. In
-the place of the code that inductor would write, each graph runs as the kernels of kernel_groups.py:
+Dynamo traces a copy of the model on fake tensors, and AOTAutograd, with inductor's decompositions and passes, makes a forward
+and a backward of each graph that it finds; the min-cut partitioner decides what is saved between them, so that is not guessed.
+Instead of the code that inductor would generate, each graph runs as the kernels of kernel_groups.py:
 
     memory   a kernel takes what something outside it reads; what it reads for the last time is given back, before its results
              are taken where one of the same size is elementwise from it (inductor writes in place), else after
@@ -42,7 +42,7 @@ _MOST_STEPS = 4
 
 
 class FusedKernel:
-    """The name of a kernel, in the place of an op."""
+    """Stands for a fused kernel where the tracker and the totals expect an op; it has the kernel's name only."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,13 +58,13 @@ class FusedKernel:
 
 
 class CompiledStep:
-    """The graphs of a model's compiled step, and the run that they tell what they do."""
+    """Holds the graphs of a model's compiled step, and the run to which they report their kernels."""
 
     def __init__(self, device: Device | None, mode: FakeMode, cuda_graphs: bool = False) -> None:
         self.device, self.mode, self.cuda_graphs = device, mode, cuda_graphs
         self.graphs: list[_Graph] = []
         self.run: Run | None = None
-        """Hears of every kernel once it is set."""
+        """The run that is told of every kernel, once it is set."""
         self._paths: set[str] = set()
 
     @property
@@ -73,7 +73,7 @@ class CompiledStep:
 
     @contextmanager
     def of(self, question: Question) -> Iterator[None]:
-        """Compile the question's model in place, by one step of it, and run it so inside."""
+        """Compile the question's model in place while the context lasts; steps on fake tensors make its graphs beforehand."""
         model = question.model
         self._paths = {path for path, _ in model.named_modules()}
         with private.compiled_in_place(model, self._take):
@@ -92,7 +92,7 @@ class CompiledStep:
                 yield
 
     def _compile(self, question: Question) -> None:
-        """Run steps until one makes no graph anew (a model may set what its forward asks for), and leave nothing of them."""
+        """Run steps until one compiles no new graph (a model may set attributes that its forward reads); leave no gradients."""
         model = question.model
         for _ in range(_MOST_STEPS):
             num_graphs = len(self.graphs)
@@ -114,7 +114,7 @@ class CompiledStep:
         )
 
     def path_of(self, node: fx.Node) -> str | None:
-        """Return the path of the module that a node belongs to; None where that is not known."""
+        """Return the path of the module that a graph node belongs to; None where that is not known."""
         names = private.module_names(node)
         paths = (".".join(names[start:]) for start in range(len(names)))
         return next((path for path in paths if path in self._paths), "" if names else None)
@@ -124,7 +124,7 @@ class CompiledStep:
         return self.graphs[-1]
 
     def found(self) -> Compiled:
-        """Return what the compiler has made, as the profile says it."""
+        """Return the counts that the profile reports: graphs, ops, kernels, and the bytes of the CUDA graphs' pool."""
         pool_bytes = None
         if self.cuda_graphs and self.run is not None and self.run.tracker.allocator is not None:
             pool_bytes = self.run.tracker.allocator.reserved_by_stream[GRAPH_POOL]
@@ -138,7 +138,7 @@ class CompiledStep:
 
 
 class _Graph:
-    """One compiled graph."""
+    """Runs one compiled graph on fake tensors, kernel by kernel, in the place of inductor's code."""
 
     def __init__(self, module: fx.GraphModule, is_backward: bool, static: frozenset[int], step: CompiledStep) -> None:
         self.module, self.is_backward, self.static, self.step = module, is_backward, static, step
@@ -148,10 +148,10 @@ class _Graph:
         self.costs = [self._cost(group) for group in self.groups]
         self._has_copies = False
         self.has_run = False
-        """Whether the step that is reported ran it."""
+        """Whether the reported step has run this graph."""
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run the graph on fakes; `args` is emptied, as of a boxed call."""
+        """Run the graph on fake tensors; `args` is emptied, as by a boxed call, so that the inputs can be freed inside."""
         self._check(args)
         env: dict[fx.Node, Any] = dict(zip(self.inputs, args))
         args.clear()
@@ -190,7 +190,7 @@ class _Graph:
             yield
 
     def _copy_inputs(self, run: Run) -> None:
-        """Take the places into which inputs that move are copied before a graph is launched; once."""
+        """Count, once, the static buffers into which a CUDA graph copies the inputs whose address changes from step to step."""
         if not self.is_backward and not self._has_copies:
             moving = [node for place, node in enumerate(self.inputs) if place not in self.static]
             run.tracker.hold(sum(num_bytes(node.meta.get("val")) for node in moving))
@@ -241,7 +241,7 @@ class _Graph:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
     def _value(self, node: Any, env: dict[fx.Node, Any]) -> Any:
-        """Return what a node stands for: memory, or a view of it."""
+        """Return the tensor of a node; one that has no memory of its own is recomputed as a view of those that have."""
         if node in env:
             return env[node]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: self._value(source, env))
@@ -251,7 +251,7 @@ class _Graph:
             return node.target(*args, **kwargs)
 
     def _cost(self, group: KernelGroup) -> tuple[int, int, float]:
-        """Return a fused kernel's elementwise operations, bytes and seconds."""
+        """Return the elementwise operations, moved bytes and seconds of a fused kernel; zeros for a kernel of one op."""
         if not group.is_fused:
             return 0, 0, 0.0
         nodes = (*group.inlined, *group.nodes)
@@ -270,15 +270,16 @@ class _Graph:
 
 
 def _may_be_overwritten(node: fx.Node) -> bool:
-    """Tell whether a kernel may write where `node` is read for the last time: not over what autograd or a caller has given.
+    """Tell whether a kernel that reads `node` last may write its result in the same memory.
 
-    What the forward saved is the backward's own, as AOTAutograd's donated buffers are.
+    It may not overwrite the graph's primals and tangents, which autograd or the caller owns. What the forward saved belongs to
+    the backward, as AOTAutograd's donated buffers do.
     """
     return node.op == "call_function" or not node.name.startswith(("primals", "tangents"))
 
 
 def _moving_s(device: Device, size: int, dtype: torch.dtype) -> float:
-    """The seconds of the simplest kernel that moves so many bytes."""
+    """Return the seconds of a copy of `size` bytes: measured where the device has measured kernels, else by bandwidth."""
     if device.kernels and size:
         measured_s = table_of(device).seconds(moving(size), dtype_name(dtype))
         if measured_s is not None:
@@ -287,7 +288,7 @@ def _moving_s(device: Device, size: int, dtype: torch.dtype) -> float:
 
 
 def _beyond_moving_s(device: Device, node: fx.Node) -> float:
-    """What an op takes longer, by itself, than the simplest one that moves its bytes."""
+    """Return the seconds by which the op alone exceeds a copy of the same bytes: its arithmetic beyond the memory traffic."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0.0
@@ -298,7 +299,7 @@ def _beyond_moving_s(device: Device, node: fx.Node) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what the compiler says: the first line, and where that ends in a colon what it introduces."""
+    """Return the first line of the compiler's message; where that ends in a colon, the second line too."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return said.rstrip(".;")

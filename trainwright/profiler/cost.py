@@ -1,4 +1,4 @@
-"""What a call costs, in FLOPs, bytes and, on a device, seconds; calls alike are priced once."""
+"""Prices one ATen call in FLOPs, bytes and, on a known device, seconds; calls with equal signatures are priced once."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .time import op_seconds
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one call."""
+    """The FLOPs, memory traffic and time of one ATen call."""
 
     heavy_flops: int
-    """Of matmul, convolution and attention."""
+    """The FLOPs of matmul, convolution and attention."""
     other_flops: int
     moved_bytes: int
-    """Read and written."""
+    """The bytes read and written."""
     time_s: float
-    """0 without a device."""
+    """The seconds on the device; 0 without one."""
 
 
 class Costs:
-    """Prices calls: `costs.of(func, args, kwargs, out)`; without a device no seconds.
+    """Prices ATen calls and caches the prices by signature; without a device the seconds are 0.
 
     >>> import torch
     >>> a, b = torch.zeros(3, 5), torch.zeros(5, 7)
@@ -38,7 +38,7 @@ class Costs:
         self._known: dict[Key, Cost] = {}
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
-        """Return what the call `out = func(*args, **kwargs)` costs; only shapes and strides are read."""
+        """Return the cost of the call `out = func(*args, **kwargs)`; only shapes and strides are read."""
         key = signature(func, args, kwargs)
         if key is None:
             return self._price(func, args, kwargs, out)

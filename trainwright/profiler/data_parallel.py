@@ -1,8 +1,9 @@
-"""`DistributedDataParallel` among imagined processes: its buckets and their all-reduces, without the values it asks for.
+"""Replaces `DistributedDataParallel` in a simulated process group: the same buckets and all-reduces, without real values.
 
-torch's own is made by C++ code that compares the ranks' parameters by value. This stands in for it: the same buckets in the
-same order (the last parameters first; 1 MiB in the first, `bucket_cap_mb` in the others), each a flat tensor that lives as long
-as the model does, apart from the gradients unless `gradient_as_bucket_view` is set. A full bucket is reduced beside the backward.
+torch's own C++ reducer compares the ranks' parameters by value, which fake tensors do not have. The replacement makes the same
+buckets in the same order (the last parameters first; 1 MiB in the first, `bucket_cap_mb` in the others), each a flat tensor that
+lives as long as the model. Gradients are separate tensors unless `gradient_as_bucket_view` is set. The all-reduce of a full
+bucket overlaps with the backward.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MIB = 2**20
 
 @contextmanager
 def stood_in() -> Iterator[None]:
-    """Let `DistributedDataParallel(module, …)` make the stand-in while the context lasts."""
+    """Make `DistributedDataParallel(module, …)` construct the replacement while the context lasts."""
     names = {"__init__": _made, "forward": _forward}
     before = {name: getattr(DistributedDataParallel, name) for name in names}
     try:
@@ -34,7 +35,7 @@ def stood_in() -> Iterator[None]:
 
 
 def bucket_of(params: list[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Return the parameters by bucket, those of the last layers first; a bucket is full when it has reached its cap.
+    """Return the parameters of each bucket, the last layers' first; a bucket is full when it has reached its cap.
 
     >>> layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]  # 1 MiB each
     >>> [len(bucket) for bucket in bucket_of([layer.weight for layer in layers], 2 * 2**20)]
@@ -70,7 +71,7 @@ def _made(
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Parameters have taken their final form only now: hook them once."""
+    """Run the wrapped module; the first call registers the gradient hooks, since only now do parameters have their final form."""
     if not self.is_hooked:
         self.is_hooked = True
         _hook(self)
@@ -92,7 +93,7 @@ def _hook(self: Any) -> None:
 
 
 class _Arrival:
-    """Copies a parameter's gradient into its bucket as it comes, and reduces the bucket that is full."""
+    """Post-accumulate hook of one parameter: copies its gradient into its bucket and all-reduces the bucket once it is full."""
 
     def __init__(self, owner: Any, bucket: int, part: Tensor) -> None:
         self.owner, self.bucket, self.part = owner, bucket, part
@@ -114,7 +115,7 @@ class _Arrival:
 
 
 def _finish(owner: Any) -> None:
-    """Hand the reduced gradients back and wait for the next backward."""
+    """Copy the reduced buckets back into the gradients and reset the counts for the next backward."""
     for bucket, (members, sizes) in enumerate(zip(owner.members, owner.sizes)):
         owner.waiting[bucket] = len(sizes)
         for param, part in zip(members, getattr(owner, f"bucket_{bucket}").split(sizes)):

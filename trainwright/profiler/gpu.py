@@ -1,4 +1,4 @@
-"""Calls as a CUDA device would take them, where that differs from the CPU on which the fakes run.
+"""Replaces functions by the form that they have on a CUDA device, where fake CPU tensors would take another one.
 
     attention    fp16, bf16, no mask: the flash kernel, which keeps q, k, v, out, a log-sum-exp and a seed;
                  with a mask, or fp32: the memory-efficient kernel, which keeps the same; else (fp64, odd head dims):
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_MAX_HEAD_DIM = 256
 _BIAS_ALIGNMENT = 16
-"""Elements: the memory-efficient kernel reads a mask whose rows are padded to a multiple of this."""
+"""The number of elements to a multiple of which the memory-efficient kernel needs a mask's rows padded."""
 
 _IN_FP32 = frozenset(
     [
@@ -41,12 +41,12 @@ _IN_FP32 = frozenset(
         "triplet_margin_loss",
     ]
 )  # fmt: skip
-"""What autocast runs in fp32 on CUDA, as torch documents it; sums and products are told to accumulate in it."""
+"""The ops that autocast runs in fp32 on CUDA, as torch documents them; sums and products get `dtype=float32` instead."""
 _ACCUMULATED_IN_FP32 = frozenset({"sum", "prod", "cumsum", "cumprod"})
 
 
 class GpuForms(TorchFunctionMode):
-    """Enter it around forward and backward: calls on CPU tensors take the form that they have on a CUDA device.
+    """Torch function mode for forward and backward: calls on CPU tensors take the form that they have on a CUDA device.
 
     >>> x = torch.zeros(2, 3, requires_grad=True)
     >>> with GpuForms():
@@ -79,7 +79,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` by the kernel that a CUDA device (Ampere or later) takes.
+    """Compute `F.scaled_dot_product_attention` with the ops of the kernel that a CUDA device (Ampere or later) selects.
 
     query [b, h, s_q, d]; key, value [b, h or its groups, s_k, d]; attn_mask boolean or added to the scores.
     """
@@ -101,7 +101,7 @@ def attention(
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool = False
 ) -> str:
-    """Return `flash`, `efficient` or `math`: the first that takes these arguments.
+    """Return the attention kernel that CUDA selects: the first of `flash`, `efficient`, `math` that supports the arguments.
 
     >>> q = torch.empty(2, 4, 8, 64, dtype=torch.bfloat16, device="meta")
     >>> attention_kernel(q, q, q, None, True), attention_kernel(q, q, q, torch.ones(8, 8), False)
@@ -142,7 +142,7 @@ def _scores(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention by its definition: the scores, their softmax, and the dropout's mask are all there at once."""
+    """Compute attention by its definition, as the math kernel does: scores, softmax and dropout mask are all materialised."""
     root = math.sqrt(scale or 1 / math.sqrt(query.shape[-1]))
     scores = (query * root) @ (key * root).transpose(-2, -1)
     if is_causal:
@@ -154,7 +154,7 @@ def _scores(
 
 
 def _added(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask as what is added to the scores."""
+    """Return the mask in additive form: a boolean one becomes 0 where it is true and −∞ where it is false."""
     if attn_mask.dtype is not torch.bool:
         return attn_mask
     zero = torch.zeros_like(attn_mask, dtype=dtype)
@@ -173,7 +173,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Attention is on autocast's list of ops in low precision."""
+    """Cast the tensors to autocast's dtype, since attention is on autocast's list of low-precision ops."""
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     dtype = torch.get_autocast_dtype("cpu")
@@ -181,7 +181,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout` by the fused kernel, which keeps a mask of one byte an element."""
+    """Compute `F.dropout` with CUDA's fused kernel, which saves a mask of one byte per element."""
     if not training or not 0 < p < 1 or inplace:
         return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training)
     return torch.native_dropout(input, p, training)[0]
@@ -205,7 +205,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """`Tensor.backward` under a mode, which its own way to the engine would ask again."""
+    """Run the autograd engine for `Tensor.backward`, without the function-mode dispatch that would call this mode again."""
     gradient = torch.ones_like(tensor) if gradient is None else gradient
     inputs = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     private.run_backward(tensor, gradient, create_graph if retain_graph is None else retain_graph, create_graph, inputs)
@@ -213,7 +213,7 @@ def _backward(
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    """Replace what a function calls itself, past every mode."""
+    """Patch `F`'s attention and dropout while the context lasts, for functions whose inner calls reach no function mode."""
     names = ("scaled_dot_product_attention", "dropout")
     before = [getattr(F, name) for name in names]
     try:
@@ -226,7 +226,7 @@ def _replaced() -> Iterator[None]:
 
 
 def _widened(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments as CUDA's autocast would hand them to the op of that name."""
+    """Return the arguments as CUDA's autocast would pass them to the op `name`: in fp32 for ops on its fp32 list."""
     if name in _ACCUMULATED_IN_FP32 and args and _is_half(args[0]) and "dtype" not in kwargs:
         return args, {**kwargs, "dtype": torch.float32}
     if name not in _IN_FP32:

@@ -1,12 +1,12 @@
-"""Seconds of a GPU's kernel, by kind and shape, where the roofline of op_seconds is too coarse.
+"""Predicts the seconds of a GPU kernel from its kind and shape, where the roofline of op_seconds is too coarse.
 
-    products      FLOPs / (rate · filled · k / (k + `_DEPTH`)): `filled` is the share of the units' tiles that the result fills,
-                  in the best of four tile sizes, the last wave of tiles included
-    convolutions  FLOPs / their own rate; 16-bit and TF32 ones read channels-last, so what lies otherwise is reordered, at
-                  what the units transpose; one channel a group: bytes / `_DEPTHWISE` of the bandwidth
-    attention     FLOPs / a rate each for forward and backward · length / (length + `_LENGTH`); causal: half of the FLOPs
-    batch norm    reads its input twice, forward, and both inputs twice, backward, at `_BATCH_NORM` of the bandwidth
-    reductions    rows are summed at `_SUMMED` of the bandwidth; memory out of order is moved at `_STRIDED`
+    products      FLOPs / (rate · filled · k / (k + `_DEPTH`)): `filled` is the share of the scheduled tiles' elements that belong
+                  to the result, idle units in the last wave counted, for the best of four tile sizes
+    convolutions  FLOPs / their own rate; 16-bit and TF32 ones read channels-last, so tensors in another layout are reordered
+                  first, at `reorder_bytes_per_s`; depthwise ones: bytes / (`_DEPTHWISE` · bandwidth)
+    attention     FLOPs / (rate · its forward or backward factor · length / (length + `_LENGTH`)); causal: half of the FLOPs
+    batch norm    reads its input twice in the forward, and both inputs twice in the backward, at `_BATCH_NORM` of the bandwidth
+    reductions    bytes / (`_SUMMED` · bandwidth); strided copies: bytes / (`_STRIDED` · bandwidth)
     the rest      bytes / bandwidth
 
 The constants are named below with their origin.
@@ -37,7 +37,7 @@ Direction = Literal["forward", "backward"]
 
 
 def gpu_seconds(device: Device, kernel: Kernel, rate: float, args: tuple[Any, ...], out: Any, func: Any) -> float:
-    """Return the seconds of the kernel alone, launched already; `rate` is the device's for products of its type.
+    """Return the seconds of the kernel without its launch; `rate` is the device's FLOPs per second for the kernel's dtype.
 
     >>> gpu = Device(name="x", kind="gpu", memory_bytes=1, flops_per_s={"fp32": 1e12}, bandwidth_bytes_per_s=1e12,
     ...              launch_s=0.0, num_units=1)
@@ -73,7 +73,7 @@ def _direction(kernel: Kernel) -> Direction:
 
 
 def _filled(num_units: int, kernel: Kernel) -> float:
-    """Return the share of the units' rate that a product of this shape reaches."""
+    """Return the share of the device's peak rate that a matrix product of this shape reaches."""
     batch, rows, depth, columns = kernel.dims if len(kernel.dims) == 4 else (1, *kernel.dims)
     if min(batch, rows, depth, columns) < 1:
         return 1.0
@@ -87,7 +87,7 @@ def _filled(num_units: int, kernel: Kernel) -> float:
 
 
 def _reorder_s(device: Device, direction: Direction, args: tuple[Any, ...], out: Any) -> float:
-    """Return the seconds of the copies into channels-last and back that tensor cores need."""
+    """Return the seconds of the copies into channels-last and back that a convolution on tensor cores needs."""
     tensors = [args[0], args[1], args[2], *out[:2]] if direction == "backward" else [args[0], args[1], out]
     found = [value for value in tensors if isinstance(value, Tensor) and _is_apart(value)]
     if not found or not device.reorder_bytes_per_s or not _reads_channels_last(device, found[0].dtype):

@@ -1,4 +1,4 @@
-"""Whether a model can be captured as a graph, hence planned; tried beside the profile, which needs no graph."""
+"""Tries whether a model can be captured as a graph, hence planned; the profile itself needs no graph."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..capture.cached import cached_capture
 from .step import DTYPES, LossFn
 
 MAX_FORWARD_OPS = 2500
-"""Forwards of more ATen calls are captured on request only: a call takes an export about 1.5 ms, the profile 0.1 ms."""
+"""Forwards of more ATen calls than this are captured on request only: an export takes about 1.5 ms a call, a profile 0.1 ms."""
 
 
 def try_capture(
     model: nn.Module, batch: Any, loss_fn: LossFn | None, autocast: str | None
 ) -> tuple[float | None, str | None]:
-    """Return the seconds that a capture took, or None and what stands in the way, in a line.
+    """Return the seconds that the capture took and None; or None and the reason why it failed, in one line.
 
     >>> import torch
     >>> seconds, reason = try_capture(nn.Linear(2, 1), (torch.ones(3, 2),), lambda out, batch: out.mean(), None)
@@ -32,7 +32,7 @@ def try_capture(
 
 
 def not_tried(num_ops: int) -> str:
-    """Return the note of a profile without an attempt."""
+    """Return the note of a profile for which no capture was tried."""
     return (
         f"whether the model can be captured, hence planned, was not tried: {num_ops} ops forward take longer to export "
         "than to profile; capture=True (--capture) tries"

@@ -1,15 +1,15 @@
-"""`kernel_groups`: which ops of a compiled graph run as one kernel, by the rules of inductor's scheduler in short.
+"""Groups the ops of a compiled graph into kernels, by a short form of the rules of inductor's scheduler.
 
     views        run no kernel
     products, convolutions, attention, scatters, sorts, and whatever is not known to be elementwise or a reduction:
                  a kernel each
-    elementwise  is worked out where it is read and has no memory, unless a kernel of the former kind, a caller or the backward
-                 reads it, or it is read by several and is dear: more than 4 tensors to read, or 30 operations (50 on a CPU,
-                 where an exponential is dear too); or if it reads more than 8 tensors (12)
-    reductions   have memory, unless all that reads them is in the same kernel
-    one kernel   are those that share a tensor, at most 64 ops apart, whose loops are alike: as many elements; or reductions
-                 of the last dims with what has as many elements as they read or give; and of which nothing outside
-                 depends on one and is needed by another
+    elementwise  is inlined into its readers and has no memory, unless a kernel of the former kind, the caller or the backward
+                 reads it; or it has several readers and is expensive: it reads more than 4 tensors or takes more than 30
+                 operations (50 on a CPU, where an exponential is expensive too); or it reads more than 8 tensors (12 on a CPU)
+    reductions   have memory, unless all their readers are in the same kernel
+    one kernel   fuses ops that share a tensor, are at most 64 ops apart and have matching loops: equal numbers of elements, or a
+                 reduction of the last dims with an op over as many elements as it reads or makes. It never fuses two ops
+                 between which an op outside the kernel stands, since the kernel would wait for itself
 
 The thresholds are inductor's defaults (`realize_reads_threshold`, `realize_opcount_threshold`, `realize_acc_reads_threshold`, and
 the distance of its `are_long_distant_nodes`). What it decides by measuring (tiles, templates for products) is not followed.
@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from ..ops import find
 from ..torch_internals import private
 
 Kind = Literal["view", "elementwise", "reduction", "alone"]
@@ -52,31 +53,30 @@ _ELEMENTWISE = frozenset(
     ]
 )  # fmt: skip
 _VIEWS = frozenset({"_unsafe_view", "reshape"})
-_LOOKUPS = frozenset({"embedding", "index", "gather", "index_select", "_unsafe_index", "_unsafe_masked_index"})
 _DEAR_ON_CPU = frozenset({"exp", "sigmoid"})
 
 
 @dataclass(eq=False)
 class KernelGroup:
-    """Ops that run as one kernel, in the graph's order."""
+    """The ops that run as one kernel, in the graph's order."""
 
     nodes: list[fx.Node]
-    """Those whose results would have memory if they were alone; what is worked out on the way is `inlined`."""
+    """The ops that `_Values` counts as materialised; those computed inline on the way to them are in `inlined`."""
     is_fused: bool
-    """False for a kernel of one op that is called as it is."""
+    """False for a kernel of one op that runs as it would without a compiler."""
     inlined: dict[fx.Node, None] = field(default_factory=dict)
     reads: list[fx.Node] = field(default_factory=list)
-    """Memory made elsewhere, each once."""
+    """The tensors from other kernels or the graph's inputs that this kernel reads, each once."""
     writes: list[fx.Node] = field(default_factory=list)
-    """Of `nodes`, those that something outside reads."""
+    """Those of `nodes` that an op outside the kernel, or the caller, reads."""
     dies: list[fx.Node] = field(default_factory=list)
-    """Memory that nothing in the graph reads later, the graph's inputs among it."""
+    """The tensors, the graph's inputs included, that nothing reads after this kernel."""
     number: int = 0
-    """Its place among the groups as they were begun."""
+    """The index of the group in the order of creation."""
 
     @property
     def name(self) -> str:
-        """How inductor would call it: `fused_add_mul_sum`."""
+        """Return the name that inductor would give the kernel: `fused_add_mul_sum`."""
         ops = dict.fromkeys(private.packet(node.target).split("::")[-1] for node in (*self.inlined, *self.nodes))
         return "fused_" + "_".join(sorted(ops)[:6])
 
@@ -95,7 +95,7 @@ def kernel_groups(graph: fx.Graph, is_cpu: bool) -> list[KernelGroup]:
 
 
 def kind_of(node: fx.Node) -> Kind:
-    """Return how a call of a graph runs when it is compiled."""
+    """Return how a call of a compiled graph runs: as a view, as part of a fused kernel, or as a kernel of its own."""
     target = node.target
     if target is operator.getitem:
         return "view"
@@ -110,31 +110,31 @@ def kind_of(node: fx.Node) -> Kind:
 
 
 def num_elements(value: Any) -> int:
-    """Return the elements of a tensor, or of the first of several."""
+    """Return the number of elements of a node's tensor, or of its first one; 1 if it has none."""
     tensors = tensors_of(value)
     return tensors[0].numel() if tensors else 1
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors that a node stands for."""
+    """Return the tensors in a node's value."""
     if isinstance(value, Tensor):
         return [value]
     return [item for item in value if isinstance(item, Tensor)] if isinstance(value, (tuple, list)) else []
 
 
 def read_bytes(node: fx.Node, readers: Iterable[fx.Node]) -> int:
-    """Return the bytes of `node` that `readers` read: of a table that is looked up, no more than is found there."""
+    """Return the bytes of `node` that `readers` read; from a table they read no more than the rows that they look up."""
     size = num_bytes(node.meta.get("val"))
     looked_up = [
         num_bytes(reader.meta.get("val"))
         for reader in readers
-        if private.packet(reader.target) in _LOOKUPS and reader.args and reader.args[0] is node
+        if find(private.packet(reader.target)).reads_rows and reader.args and reader.args[0] is node
     ]
     return min(size, sum(looked_up)) if looked_up else size
 
 
 def num_bytes(value: Any) -> int:
-    """Return the bytes of the tensors that a node stands for, repeated elements of an expanded one once."""
+    """Return the bytes of the tensors in a node's value; expanded dims (stride 0) count once."""
     return sum(
         math.prod(size for size, step in zip(tensor.shape, tensor.stride()) if step) * tensor.element_size()
         for tensor in tensors_of(value)
@@ -142,26 +142,26 @@ def num_bytes(value: Any) -> int:
 
 
 class _Values:
-    """What every node of a graph reads, and which of them have memory."""
+    """Holds, for every node of a graph, what it reads, and whether it is materialised in memory or inlined into its readers."""
 
     def __init__(self, graph: fx.Graph, is_cpu: bool) -> None:
         self.order = {node: place for place, node in enumerate(graph.nodes)}
         self.kinds: dict[fx.Node, Kind] = {node: kind_of(node) for node in graph.nodes if node.op == "call_function"}
         self.sources: dict[fx.Node, dict[fx.Node, None]] = {}
-        """Memory that a value is worked out from; of one that has memory, itself."""
+        """For each node: the materialised nodes that its value is computed from; of a materialised one, itself."""
         self.reads: dict[fx.Node, dict[fx.Node, None]] = {}
-        """Of one that has memory and is made by a kernel: what that kernel reads for it."""
+        """For each materialised node that a kernel makes: the materialised nodes that the kernel reads for it."""
         self.inlined: dict[fx.Node, dict[fx.Node, None]] = {}
-        """Of one that has no memory: the ops, itself among them, that work it out where it is read."""
+        """For each node without memory: the ops, itself included, that its readers recompute inline."""
         self.on_the_way: dict[fx.Node, dict[fx.Node, None]] = {}
-        """Of one that has: the ops that its kernel works out before it."""
+        """For each materialised node: the ops that its kernel computes inline before it."""
         self.is_cpu = is_cpu
         self.most_ops, self.most_reads = (50, 12) if is_cpu else (30, 8)
         for node in graph.nodes:
             self._look_at(node)
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
-        """Return what reads a node, past views of it."""
+        """Return the nodes that read `node`, directly or through views of it."""
         found = []
         for user in node.users:
             found += self.readers(user) if self.kinds.get(user) == "view" else [user]
@@ -194,14 +194,14 @@ class _Values:
 
 @dataclass
 class _Loop:
-    """The loops of a kernel: over `full` elements, of which `outer` are left where it reduces its last dims."""
+    """The loops of a kernel: over `full` elements; a reduction leaves `outer` of them, by reducing the last dims if `is_inner`."""
 
     full: int
     outer: int | None = None
     is_inner: bool = True
 
     def joined(self, other: _Loop) -> _Loop | None:
-        """Return the loops of both in one kernel; None where they are not alike."""
+        """Return the loops of one kernel that fuses both; None where the loops do not match."""
         first, second = (self, other) if self.outer is not None else (other, self)
         if second.outer is not None:
             return first if first == second else None
@@ -258,7 +258,7 @@ def _nearby(
     group_of: dict[fx.Node, KernelGroup],
     reading: dict[fx.Node, list[KernelGroup]],
 ) -> list[KernelGroup]:
-    """Return the groups that share memory with what `node` reads and are not far, those that share the most first."""
+    """Return the fused groups near `node` that make or read a tensor which it reads too, those that share most bytes first."""
     shared: dict[int, int] = defaultdict(int)
     candidates = {}
     for source in reads:
@@ -272,7 +272,7 @@ def _nearby(
 
 
 def _reaches(after: dict[int, set[int]], start: int, ends: set[int]) -> bool:
-    """Tell whether one of `ends` comes after `start`, so that both as one kernel would wait for themselves."""
+    """Tell whether a group of `ends` depends on `start`: then fusing a reader of it into `start` would close a cycle."""
     seen, pending = {start}, [start]
     while pending and ends:
         for group in after[pending.pop()]:
@@ -285,7 +285,7 @@ def _reaches(after: dict[int, set[int]], start: int, ends: set[int]) -> bool:
 
 
 def _ordered(found: _Values, groups: list[KernelGroup], graph: fx.Graph) -> list[KernelGroup]:
-    """Return the groups in an order in which they can run, the earlier ones of the graph first, with what each reads and ends."""
+    """Return the groups in topological order, the graph's order among equals; fill in what each reads, writes and frees."""
     group_of = {node: group for group in groups for node in group.nodes}
     returned = {source for node in graph.nodes if node.op == "output" for arg in node.all_input_nodes
                 for source in found.sources[arg]}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which module is running: forward by hooks, backward by the autograd nodes that each module's forward made."""
+"""Tracks which module is running: in the forward by hooks, in the backward by the autograd nodes that its forward made."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LABEL = "trainwright_path"
 
 
 class ModuleTrace:
-    """Tells `enter(path)` which of `model`'s modules is running, whenever that changes.
+    """Calls `enter(path)` with the path of the running module of `model`, whenever that changes.
 
-    Autograd nodes have no module; they get one when the module that made them returns: all that its outputs lead back
-    to and that no inner module has claimed. What a module received was claimed by its caller before it began. In the
-    backward, each node then announces its module. Only for models of our own making (copies): the hooks stay.
+    Autograd nodes know no module. When a module returns, it claims the nodes behind its outputs that no inner module has
+    claimed; the nodes behind its inputs were claimed by its caller before it began. In the backward, a prehook of each node calls
+    `enter` with the path of the node's module. Pass a copy of the user's model: the hooks stay in it.
     """
 
     def __init__(self, model: nn.Module, enter: Callable[[str], None]) -> None:
@@ -27,7 +27,7 @@ class ModuleTrace:
             module.register_forward_hook(self._closing(path), always_call=True)
 
     def claim(self, value: Any) -> None:
-        """Give the autograd nodes behind `value` that are still unclaimed to the module that is running."""
+        """Assign the autograd nodes behind `value` that no module has claimed to the running module."""
         path = self._stack[-1]
         pending = [tensor.grad_fn for tensor in _tensors(value) if tensor.grad_fn is not None]
         while pending:
@@ -59,10 +59,10 @@ class ModuleTrace:
 
 
 def block_patterns(model: nn.Module) -> dict[str, str]:
-    """Map each module's path to one in which the numbers of repeated blocks are `*`.
+    """Return, for each module's path, the path with `*` for the indices of repeated blocks.
 
-    Numbered modules are blocks where all of them in one place are of one type; those of a `Sequential` of different
-    ones keep their numbers.
+    The elements of a list are repeated blocks if they are all of one type; the elements of a `Sequential` of several types
+    keep their indices.
 
     >>> linear, relu = nn.Linear(2, 2), nn.ReLU()
     >>> block_patterns(nn.Sequential(nn.Sequential(linear, relu), nn.Sequential(linear, relu)))["1.0"]

@@ -1,12 +1,12 @@
-"""A step as one process of several runs it, the model wrapped by the user's own code: `fully_shard`, tensor parallel styles, DDP.
+"""Simulates the process group of a model that the user's own code wraps: `fully_shard`, tensor parallel styles, DDP.
 
-The function that makes and wraps the model is called in a process group whose other processes are imagined, so what
-torch's own wrappers (for `DistributedDataParallel`, a stand-in) gather, copy, hold and reduce is followed as any other op.
-Collectives take time beside the computation where the wrapper issues them so:
+The function that makes and wraps the model is called in a process group whose other processes do not exist, so the tracker sees
+what torch's own wrappers (for `DistributedDataParallel`, a replacement) gather, copy, hold and reduce, as it sees any other op.
+Collectives overlap with the computation as the wrapper issues them:
 
-    gather        may start when the computation has begun that the gather before it was for (one is under way ahead)
-    reduction     starts when the gradients are there; the update waits for the last
-    in the way    a collective that is waited for at once (tensor parallel) adds its whole time
+    gather        is prefetched by one: it may start when the computation begins that the previous gather was for
+    reduction     starts when its gradients are computed; the update waits for the last one
+    exposed       a collective that is waited for at once (tensor parallel) adds its whole time
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..torch_internals.trees import tensors_in
 from .data_parallel import stood_in
 
 MakeModel = Callable[[], Any]
-"""Returns a wrapped model, or it with a batch, or with a batch and a loss."""
+"""A function that returns a wrapped model, alone, with a batch, or with a batch and a loss function."""
 
 
 @contextmanager
 def imagined(num_processes: int) -> Iterator[None]:
-    """Initialise `torch.distributed` with `num_processes`, of which this is the first, while the context lasts."""
+    """Initialise `torch.distributed` as rank 0 of `num_processes`, whose other ranks do not exist, while the context lasts."""
     import torch.distributed as dist
 
     if num_processes < 1:
@@ -53,7 +53,7 @@ _KINDS: dict[str, collectives.Collective] = {
 
 
 def is_exchange(func: Any) -> bool:
-    """Tell whether an op is one of `torch.distributed`'s."""
+    """Tell whether `func` is an op of `torch.distributed`: a collective or a wait for one."""
     return func.namespace in ("c10d", "_c10d_functional")
 
 
@@ -69,7 +69,7 @@ def collective_of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[collectiv
 
 
 class Communication:
-    """When collectives run beside the computation, whose clock (seconds since the step began) the caller keeps.
+    """The schedule of the collectives that overlap with computation; the caller keeps the clock, in seconds since the step began.
 
     >>> beside = Communication()
     >>> beside.gather(0.0, 2.0)
@@ -83,31 +83,31 @@ class Communication:
         self._free_s = self._begun_s = 0.0
 
     def gather(self, clock_s: float, seconds: float) -> None:
-        """Issue a gather that the wrapper prefetches."""
+        """Issue a gather that the wrapper prefetches: it may start when the computation before this one began."""
         self._free_s = max(self._free_s, min(self._begun_s, clock_s)) + seconds
 
     def reduce(self, clock_s: float, seconds: float) -> None:
-        """Issue what depends on what was computed until now."""
+        """Issue a collective whose input was computed at `clock_s`: it starts no earlier."""
         self._free_s = max(self._free_s, clock_s) + seconds
 
     def arrived(self, clock_s: float) -> float:
-        """Return the clock after waiting for all that was issued."""
+        """Return the clock after waiting for every collective that was issued."""
         self._begun_s = max(clock_s, self._free_s)
         return self._begun_s
 
 
 def waits(func: Any) -> bool:
-    """Tell whether the op reads what a collective brought: what `fully_shard` copies out, or a wait."""
+    """Tell whether the op needs a collective's result: `fully_shard`'s copies out of its buffers, or a wait."""
     return str(func.overloadpacket).rpartition(".")[2] in ("split_with_sizes_copy", "wait_tensor", "chunk_cat")
 
 
 def is_prefetched(func: Any) -> bool:
-    """Tell whether the collective is one that `fully_shard` issues ahead."""
+    """Tell whether the collective is a gather that `fully_shard` prefetches."""
     return func.namespace == "c10d" and "allgather" in str(func.overloadpacket)
 
 
 def _num_ranks(args: tuple[Any, ...]) -> int:
-    """The size of the group, from what a collective is given: the group itself, its name, or its size."""
+    """Return the number of ranks in a collective's group, found by the group or the group's name among its arguments."""
     import torch.distributed as dist
 
     for value in args:
@@ -119,7 +119,7 @@ def _num_ranks(args: tuple[Any, ...]) -> int:
 
 
 def axis_for(links: tuple[Any, ...], num_ranks: int) -> MeshAxis:
-    """Return the axis of a group of `num_ranks` neighbours: the innermost link that spans them, else the slowest."""
+    """Return the mesh axis of `num_ranks` neighbours: on the innermost link that spans them, else on the outermost one."""
     span = 1
     for link in reversed(links):
         span *= link.size

@@ -1,4 +1,4 @@
-"""`profile`: what a training step of a model costs, found by running the user's own model on tensors without memory."""
+"""Profiles a training step by running the user's own model on fake tensors, which take no memory."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _profile_of(
 
 
 def _check_compiled(question: Question, may_run: bool, is_wrapped: bool) -> None:
-    """Refuse by name what a compiled step cannot be asked for."""
+    """Raise `UserError` for an option that cannot be combined with `--compile`."""
     if not question.compile:
         return
     if is_wrapped:
@@ -161,7 +161,7 @@ def _check_compiled(question: Question, may_run: bool, is_wrapped: bool) -> None
 
 
 def _followed(question: Question, make_optimizer: MakeOptimizer, may_run: bool) -> tuple[Run, list[str]]:
-    """Return the step as it was followed, and what a reader of its figures has to know."""
+    """Return the profiled step, on fake tensors or else for real, and the notes that a reader of its figures needs."""
     notes = [] if question.autocast is None else [f"autocast to {question.autocast}"]
     if question.accumulate > 1:
         notes.append(f"{question.accumulate} micro-batches, each like the batch, before the update")
@@ -205,7 +205,7 @@ def _notes_on_values(values: KnownValues | None) -> list[str]:
 def _wrapped(
     question: Question, make_optimizer: MakeOptimizer, make_model: MakeModel, processes: int
 ) -> tuple[Run, list[str]]:
-    """Follow the step of the first of `processes` processes, whose model `make_model` makes and wraps."""
+    """Return the profiled step of rank 0 of `processes`, whose model `make_model` makes and wraps, and its notes."""
     with imagined(processes):
         mode = new_mode()
         values = KnownValues(mode)
@@ -254,7 +254,7 @@ def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:
 
 
 def _for_real(question: Question, make_optimizer: MakeOptimizer) -> Run:
-    """Run a copy of the model: the user's weights, batch and random numbers stay as they are."""
+    """Return the profile of two real steps of a copy of the model; the user's weights, batch and generator stay unchanged."""
     if not _has_values(question):
         raise UserError(
             "a model and a batch with values are needed to run them; some are on the meta device; build them on the cpu"
@@ -267,7 +267,7 @@ def _for_real(question: Question, make_optimizer: MakeOptimizer) -> Run:
 
 
 def _found(error: UserError) -> str:
-    """The middle of *what is needed; what was found; what to try*."""
+    """Return the middle part of an error's message *what is needed; what was found; what to try*."""
     needed, _, rest = str(error).partition("; ")
     return rest.partition("; ")[0] or needed
 
@@ -285,7 +285,7 @@ def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _fake_batch(value: Any, mode: FakeMode) -> Any:
-    """Return the batch with fakes in place of its tensors, in dicts, tuples and lists; small integers keep values."""
+    """Return the batch with fake tensors instead of real ones, in dicts, tuples and lists; small integer tensors stay real."""
     if isinstance(value, Tensor):
         if keeps_values(value):
             return value.clone()
@@ -309,7 +309,7 @@ def _own_batch(value: Any) -> Any:
 
 
 def _dtype_name(model: nn.Module) -> str:
-    """The name of the dtype that most parameters have."""
+    """Return the name of the dtype that most of the model's parameter elements have."""
     sizes: dict[torch.dtype, int] = defaultdict(int)
     for param in model.parameters():
         sizes[param.dtype] += param.numel()

@@ -1,4 +1,4 @@
-"""One training step followed from inside: what is alive, what each call costs, which module it belongs to."""
+"""Runs one training step under observation: tracks its memory, prices its calls and assigns both to modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a step: the model and everything that decides how it is trained."""
+    """The model to be profiled and every setting that decides how its step is run."""
 
     model: nn.Module
     batch: Any
@@ -36,27 +36,27 @@ class Question:
     autocast: str | None = None
     accumulate: int = 1
     device: Device | None = None
-    """Whose differences from the CPU are modelled, and whose time is predicted."""
+    """The device for which memory and time are predicted; None for a CPU without times."""
     timeline: bool = True
     links: tuple[Link, ...] = ()
-    """To other devices, where the model is one process's part of a wrapped one."""
+    """The device's links to others, where the step is one of several processes."""
     keep_grads: bool = False
     """True where `zero_grad` writes zeros (`set_to_none=False`), so that gradients live from step to step."""
     expandable_segments: bool = False
-    """True where a GPU's allocator grows its segments."""
+    """True where the GPU's caching allocator uses expandable segments."""
     compile: bool = False
-    """True where the model runs as `torch.compile` would have it."""
+    """True where the step is that of the model under `torch.compile`."""
     cuda_graphs: bool = False
-    """True where what is compiled is replayed from CUDA graphs (`mode="reduce-overhead"`)."""
+    """True where the compiled graphs are replayed as CUDA graphs (`mode="reduce-overhead"`)."""
 
 
 class Run:
-    """One steady-state step, and what it left behind; hooks stay in the model, so it has to be a copy."""
+    """Runs a steady-state step under observation and holds the results; its hooks stay in the model, so pass a copy."""
 
     def __init__(self, question: Question, values: KnownValues | None = None) -> None:
         self.question, self.model = question, question.model
         self.values = values
-        """Where the step is followed on fakes."""
+        """The mode that executes the step on fake tensors; None where the step is real."""
         self.totals = Totals(question.device, question.links)
         self.tracker = MemoryTracker(question.device.kind if question.device else "cpu", on_op=self._on_op)
         self.is_gpu = self.tracker.target == "gpu"
@@ -71,9 +71,9 @@ class Run:
         self.compiled: CompiledStep | None = None
 
     def go(self, make_optimizer: MakeOptimizer, rehearse: bool = True) -> None:
-        """Report a steady-state step: the first one wherever that is one, or else the second.
+        """Run and report a steady-state step: the first one if nothing changes after it, else the second.
 
-        rehearse: let the optimizer make its state from gradients without values before the first step.
+        rehearse: let the optimizer make its state from fake gradients before the first step.
         """
         with self.tracker:
             self._watch()
@@ -93,7 +93,7 @@ class Run:
             self._report(optimizer)
 
     def _make(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """Make the optimizer; some make their state at once, which counts as theirs."""
+        """Return a new optimizer; state that its constructor allocates counts as optimizer state."""
         with self.phase("update"):
             return make_optimizer(self.model.parameters())
 
@@ -114,7 +114,7 @@ class Run:
             return rehearse_update(optimizer, self.model)
 
     def _report(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Run the step that is reported; return whether another one would find the model as this one did."""
+        """Run and report one step; return whether it left the model in the state in which it found it."""
         self._place_states(optimizer)
         self.tracker.keep_timeline = self.question.timeline
         self.tracker.reset_peak()
@@ -128,12 +128,12 @@ class Run:
         return alive["saved"] + alive["other"] + alive["buffer"]
 
     def modules(self) -> tuple[ModuleCost, ...]:
-        """Return each module's cost, all below it included, in the model's order."""
+        """Return each module's cost, submodules included, in the model's order."""
         at_peak = self.tracker.peak_by_place() if self.question.timeline else {}
         return module_costs(self.model, self.totals, self.saved_by_path, at_peak)
 
     def breakdown(self) -> dict[str, int]:
-        """Return what is alive at the peak, by category."""
+        """Return the bytes alive at the peak, by category."""
         return {category: size for category, size in self.tracker.peak_breakdown.items() if size}
 
     def timed_timeline(self) -> tuple[MemoryPoint, ...]:
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The most that a GPU's caching allocator asks of the device."""
+        """Return the peak of the bytes that the GPU's caching allocator reserves; None without one."""
         return None if self.tracker.allocator is None else self.tracker.allocator.peak_reserved_bytes
 
     # What the step tells its observer
@@ -181,7 +181,7 @@ class Run:
         self.grad_bytes, self.optimizer_bytes = alive["grad"], alive["optimizer"]
 
     def _place_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the optimizer's state to the modules whose parameters it is for."""
+        """Assign the optimizer's state to the modules whose parameters it belongs to."""
         paths = {id(param): name.rpartition(".")[0] for name, param in self.model.named_parameters()}
         for param, state in getattr(optimizer, "state", {}).items():
             self.tracker.place(tensors_in(state), paths.get(id(param), ""))

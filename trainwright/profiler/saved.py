@@ -1,4 +1,4 @@
-"""What each op of a program saves for its backward, and what it costs: found by running it once on fake tensors.
+"""Records what each op of a program costs and saves for its backward, by running it once on fake tensors.
 
 Only the representative of each kind of region is run, so eighty layers take as long as one. A tensor that is a view of
 another shares its memory; `Records.root` names the tensor whose memory it is.
@@ -40,7 +40,7 @@ class CallCost:
     kernel: Kernel | None = None
 
     def seconds(self, device: Device, flop_share: float, byte_share: float) -> float:
-        """Return the time of a rank's share of the call: its share of the kernel's where that was measured, or a roofline."""
+        """Return the seconds of a rank's share of the call: a share of the measured kernel, or a roofline's without one."""
         if device.kernels and self.kernel is not None:
             whole_s = table_of(device).seconds(self.kernel, dtype_name(self.dtype))
             if whole_s is not None:
@@ -53,26 +53,26 @@ class CallCost:
 
 @dataclass(frozen=True)
 class OpRecord:
-    """What one op costs, and what its backward needs, on whole tensors."""
+    """What one op on whole tensors costs, and what it saves for its backward."""
 
     forward: tuple[CallCost, ...]
     backward: tuple[CallCost, ...]
     saved_inputs: frozenset[int]
-    """Places of the tensor arguments whose memory is saved."""
+    """Positions of the tensor arguments whose memory is saved."""
     saved_outputs: frozenset[int]
     internal_bytes: int
-    """What is saved and is neither an argument nor an output: statistics, masks."""
+    """The bytes saved that are neither an argument nor an output: statistics, masks."""
     backward_bytes: int
-    """The most that the op's backward holds beside what was saved and the gradient it is given."""
+    """The peak bytes of the op's backward, beyond what was saved and its incoming gradient."""
     forward_bytes: int
-    """The most that its forward holds beside what it is given, makes and saves."""
+    """The peak bytes of the op's forward, beyond its inputs, its outputs and what it saves."""
     aliases: dict[int, int]
-    """Output → the argument whose memory it shares."""
+    """Output position → position of the argument whose memory it shares."""
 
 
 @dataclass(eq=False)
 class Records:
-    """`OpRecord`s of the representative regions' ops."""
+    """Holds the `OpRecord` of each op in the representative regions."""
 
     by_op: dict[Op, OpRecord] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Records:
         return self.by_op[op]
 
     def root(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of the same region whose memory `tensor` shares; itself, if it has its own."""
+        """Return the tensor of the same region whose memory `tensor` shares; `tensor` itself if it is no view."""
         while tensor.producer in self.by_op:
             producer = tensor.producer
             source = self.by_op[producer].aliases.get(producer.outputs.index(tensor))
@@ -91,9 +91,9 @@ class Records:
 
 
 def record(program: Program, target: Target = "cpu") -> Records:
-    """Run every op of the representative regions once, forward and backward, and note what it saves and costs.
+    """Return the records of the representative regions' ops, each run once, forward and backward, on fake tensors.
 
-    `target="gpu"`: attention counts as the fused kernel that a GPU would take, whatever its dropout.
+    `target="gpu"`: attention with dropout counts as the fused kernel that a GPU would run.
     """
     local = whole_program(program)
     executor = Executor(local)
@@ -109,7 +109,7 @@ def record(program: Program, target: Target = "cpu") -> Records:
 
 
 def whole_program(program: Program) -> LocalProgram:
-    """Return the program of a mesh of one rank: every op whole, every parameter too."""
+    """Return the local program of a mesh of one rank, on which every op and parameter is whole."""
     decisions = Decisions((1,), {}, {})
     decisions.params.update(dict.fromkeys(program.params, (REPLICATE,)))
     for region_class in program.classes:
@@ -118,7 +118,7 @@ def whole_program(program: Program) -> LocalProgram:
 
 
 def run_state(op: Op | None, target: Target) -> RunState:
-    """Return the state under which `op` runs on fakes as it would on `target`."""
+    """Return the run state under which `op` runs on fake tensors as it would on `target`."""
     fused = op is not None and find(op.name).fused_on_gpu and target == "gpu"
     return RunState(dropout=not fused)
 
@@ -176,7 +176,10 @@ def summary(
     outputs: list[Array],
     saved: list[Array],
 ) -> OpRecord:
-    """Return what a call took: its counters, what its forward left alive, and the tensors that it was given, made and saved."""
+    """Return the record of one op from the counters of its forward and backward and from the tensors that it saved.
+
+    forward_left: the bytes that its forward left alive. inputs, outputs, saved: its tensors.
+    """
     ins, outs = [_storage(tensor) for tensor in inputs], [_storage(tensor) for tensor in outputs]
     inner = {
         _storage(t): t.untyped_storage().nbytes() for t in saved if _storage(t) not in ins and _storage(t) not in outs
@@ -199,7 +202,7 @@ def _storage(tensor: Array) -> int:
 
 
 class CallCounter:
-    """Counts the calls that run under its tracker."""
+    """Lists the cost of every ATen call that runs under its tracker."""
 
     def __init__(self, target: Target) -> None:
         self.calls: list[CallCost] = []

@@ -1,9 +1,9 @@
-"""What tells whether one step is already a steady-state one, so that the step before it need not be run.
+"""Tells whether the first step is already a steady-state one, so that no second one need be run.
 
-The first step of a training differs from the second in two ways: the optimizer makes its state, and a model may keep
+The first step of a training differs from the second in two ways: the optimizer makes its state, and a model may cache
 something for later (a table that it computes once, a counter). State needs gradients and nothing else: `rehearse_update`
-makes it from gradients like the parameters. What a model keeps shows in its attributes (`plain_state`) or as memory
-that outlives the step. What it keeps in a global of plain Python, a counter say, does not show.
+makes it from empty gradients. What a model caches shows in its attributes (`plain_state`) or as memory that outlives the
+step. A change of a Python global, a counter say, is not noticed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SIZED = (list, dict, set, tuple)
 
 
 def rehearse_update(optimizer: torch.optim.Optimizer, model: nn.Module) -> Gradients | None:
-    """Let `optimizer` make its state from a gradient for every parameter of `model` that can have one, then drop these.
+    """Run one update of `optimizer` with an empty gradient for every trainable parameter of `model`, then drop the gradients.
 
-    Returns what the gradients looked like, to compare with `gradients_of` after a real backward; None when the
-    optimizer does not take them (it wants sparse ones, say), and then it may be half-way through its update.
+    The optimizer has its state afterwards. Returns the gradients' layouts, to compare with `gradients_of` after a real
+    backward; None when the optimizer rejects such gradients (it wants sparse ones, say), possibly half-way through its update.
 
     >>> layer = nn.Linear(2, 3)
     >>> optimizer = torch.optim.AdamW(layer.parameters())
@@ -49,12 +49,14 @@ def rehearse_update(optimizer: torch.optim.Optimizer, model: nn.Module) -> Gradi
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """Return by name how each parameter's gradient is laid out; None for one that has none."""
+    """Return the layout, dtype, shape and strides of each parameter's gradient, by name; None where there is no gradient."""
     return {name: _layout(param.grad) for name, param in model.named_parameters()}
 
 
 def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return what the modules of `model` hold beside parameters, buffers and modules, so that a change shows.
+    """Return fingerprints of the attributes of `model`'s modules other than parameters, buffers and submodules.
+
+    An attribute that changes has another fingerprint.
 
     >>> layer = nn.ReLU()
     >>> before = plain_state(layer)
@@ -78,7 +80,7 @@ def _layout(grad: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _fingerprint(value: Any) -> Any:
-    """A value that changes where `value` does; no tensor is held, or it would not be freed when it should."""
+    """Return a fingerprint that changes when `value` does, without a reference to any tensor, which would delay its release."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, _SIZED):

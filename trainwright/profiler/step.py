@@ -1,4 +1,4 @@
-"""The reference step: the loop that every measurement of this project runs."""
+"""Defines the reference training step, which every measurement of this project runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 class Observer(Protocol):
-    """What may watch a step from inside: `MemoryTracker` is one."""
+    """Protocol of an object that is told of a step's phases, such as `MemoryTracker`."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 

@@ -1,4 +1,4 @@
-"""The number of threads that kernels run with, on which what they take for themselves depends."""
+"""Sets the number of threads of torch's CPU kernels, on which their workspaces depend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def threads(num_threads: int | None) -> Iterator[None]:
-    """Let torch's kernels, and what is predicted of them, have `num_threads`; None: as many as they have.
+    """Run torch's kernels, and predict their workspaces, with `num_threads` while the context lasts; None changes nothing.
 
     >>> with threads(1):
     ...     torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""How long one call takes on a device, by its roofline: the larger of arithmetic and memory traffic, plus a launch."""
+"""Predicts the seconds of one call on a device by a roofline: the larger of arithmetic and memory traffic, plus a launch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def op_seconds(
 ) -> float:
     """Return the seconds of `out = func(*args, **kwargs)` on `device`: max(FLOPs/rate, bytes/bandwidth) + launch.
 
-    GPUs of which more is known take the times of gpu_time.py instead. Only shapes are read, so tensors may be fake: those
-    of one rank, for a plan. `dtype` is that of the arithmetic; by default, of the first floating output or argument. A view
-    takes no time.
+    Measured kernels replace the roofline where the device has them, and gpu_time.py does for GPUs whose number of units is known.
+    Only shapes are read, so tensors may be fake. `dtype` is that of the arithmetic; by default, that of the first floating
+    output or argument. A view takes no time.
 
     >>> gpu = Device(name="x", kind="gpu", memory_bytes=1, flops_per_s={"fp32": 1e12}, bandwidth_bytes_per_s=1e12,
     ...              launch_s=0.0)
@@ -58,7 +58,7 @@ def _rates(device: Device, func: Any) -> dict[str, float]:
 
 
 def table_of(device: Device) -> KernelTable:
-    """Return the device's table of measured kernels, made once."""
+    """Return the device's table of measured kernels; it is built once a device."""
     known = _TABLES.get(id(device))
     if known is None or known[0] is not device:
         known = _TABLES[id(device)] = (device, KernelTable(device.kernels))
@@ -66,7 +66,10 @@ def table_of(device: Device) -> KernelTable:
 
 
 def rate(rates: dict[str, float], dtype: torch.dtype) -> float:
-    """Return the FLOPs per second for `dtype`; one that is not listed runs as its sibling, else as the nearest wider.
+    """Return the FLOPs per second for `dtype`.
+
+    Without a rate of its own, a 16-bit dtype has that of the other one; any dtype then has that of fp32 or fp64, else the lowest
+    that is listed.
 
     >>> rate({"fp32": 1.0, "bf16": 2.0}, torch.float16)
     2.0
@@ -82,7 +85,7 @@ def rate(rates: dict[str, float], dtype: torch.dtype) -> float:
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """Return the name under which rates of this dtype stand."""
+    """Return the key of `dtype` in a device's rates; "fp32" for a dtype without one."""
     return _RATE_NAMES.get(dtype, "fp32") if dtype is not None else "fp32"
 
 

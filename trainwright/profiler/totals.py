@@ -1,4 +1,4 @@
-"""The costs of a step's calls, added up by phase, module and op."""
+"""Sums the costs of a step's calls by phase, module and op, and predicts the step's time from them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .processes import Communication, axis_for, collective_of, is_prefetched, wa
 from .tracker import op_name
 
 _MAX_OPS = 200
-"""Kept in the list of the hottest."""
+"""The length of the list of hottest ops."""
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What the calls of one op in one module (not those below it) cost in one phase."""
+    """Sums of the calls of one op in one module, without its submodules, in one phase."""
 
     heavy: int = 0
     other: int = 0
@@ -32,13 +32,13 @@ class _Tally:
 
 
 class Totals:
-    """FLOPs, ops, bytes and seconds, by phase, module and op."""
+    """Sums FLOPs, calls, bytes and seconds by phase, module and op, and keeps the predicted clock of the step."""
 
     def __init__(self, device: Device | None, links: tuple[Link, ...] = ()) -> None:
         self.device, self.links = device, links
-        """The links of the device to others, where the step is one of several processes."""
+        """The device's links to others, where the step is one of several processes."""
         self.compiled_host_s: float | None = None
-        """What the host takes for a call, while a compiled graph runs."""
+        """The host's seconds per kernel while a compiled graph runs; None outside of one."""
         self._costs = Costs(device)
         self.overheads = Overheads() if device is None else device.overheads
         self._is_gpu = device is not None and device.kind == "gpu"
@@ -47,10 +47,10 @@ class Totals:
     def clear(self) -> None:
         self.tallies: dict[tuple[str, str, Any], _Tally] = defaultdict(_Tally)
         self.op_s: list[float] = []
-        """Of each call, in their order."""
+        """The seconds of each call, in order."""
         self.step_s = 0.0
         self._underway_s = 0.0
-        """On a CPU the overheads that no kernel bears yet; on a GPU the host's clock."""
+        """On a CPU, the overheads of views, to be added to the next kernel; on a GPU, the host's clock."""
         self._beside = Communication()
         self._waited_s = 0.0
         self._phase = ""
@@ -70,7 +70,7 @@ class Totals:
         self.step_s += time_s
 
     def add_kernel(self, phase: str, path: str, func: Any, ops: int, moved_bytes: int, kernel_s: float) -> None:
-        """Add a kernel of a compiled graph, of which `str(func)` is the name and `ops` the elementwise operations."""
+        """Add a kernel of a compiled graph: `str(func)` is its name, `ops` the number of its elementwise operations."""
         tally = self.tallies[phase, path, func]
         tally.other += ops
         tally.num_ops += 1
@@ -81,16 +81,16 @@ class Totals:
         self.step_s += time_s
 
     def enter_graph(self) -> None:
-        """Count the host's way into a compiled graph."""
+        """Add the host's overhead of calling a compiled graph."""
         self._underway_s += self.overheads.graph_s
 
     def _took(self, time_s: float) -> float:
-        """The op's time, with what was waited before it: so they add up to the step."""
+        """Return the op's seconds plus the wait for collectives before it, so that all ops' seconds add up to the step's."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return time_s + waited_s
 
     def _travels(self, phase: str, func: Any, args: tuple[Any, ...], out: Any) -> bool:
-        """Tell whether the op is a collective, which then is under way; wait for it where the op reads what it brings."""
+        """Issue the op if it is a collective, and return whether it is one; wait for those issued if the op needs their results."""
         if waits(func) or (phase == "update") != (self._phase == "update"):
             before, self.step_s = self.step_s, self._beside.arrived(self.step_s)
             self._waited_s += self.step_s - before
@@ -106,7 +106,7 @@ class Totals:
         return True
 
     def _with_overhead(self, phase: str, kernel_s: float) -> float:
-        """What the step takes for a call: its kernel, and the way there."""
+        """Return the seconds that a call adds to the step: its kernel's, and the host's overhead that no kernel hides."""
         if self._is_gpu:
             return self._behind_the_host(phase, kernel_s)
         self._underway_s += self._host_s(phase)
@@ -116,7 +116,7 @@ class Totals:
         return kernel_s + underway_s
 
     def _behind_the_host(self, phase: str, kernel_s: float) -> float:
-        """A device runs what the host has issued: it waits for the host where kernels are shorter than the way to them."""
+        """Return the seconds that a call adds on a GPU, which idles until the host has issued the kernel if the host is behind."""
         if not kernel_s:
             self._underway_s += self.overheads.view_s
             return 0.0
@@ -132,7 +132,7 @@ class Totals:
         return sum(getattr(tally, what) for key, tally in self.tallies.items() if phase in (None, key[0]))
 
     def hottest(self, model: nn.Module) -> tuple[OpCost, ...]:
-        """Return what takes longest (without a device: has the most FLOPs), like calls of repeated blocks together."""
+        """Return the ops that take longest (without a device: have the most FLOPs), summed over repeated blocks."""
         patterns = block_patterns(model)
         sums: dict[tuple[str, str, str], _Tally] = defaultdict(_Tally)
         for (phase, path, func), tally in self.tallies.items():
@@ -150,7 +150,7 @@ def module_costs(
     saved: Mapping[str, int],
     at_peak: Mapping[tuple[str, str], int],
 ) -> tuple[ModuleCost, ...]:
-    """Return each module's cost, all below it included, in the model's order.
+    """Return each module's cost, submodules included, in the model's order.
 
     saved: bytes that autograd holds, by module. at_peak: bytes alive at the peak, by module and category.
     """
@@ -175,7 +175,7 @@ def module_costs(
 
 
 class _Rollup:
-    """Sums over each module and all below it."""
+    """Sums tallies over each module and its submodules."""
 
     def __init__(self, tallies: dict[tuple[str, str, Any], _Tally], saved: Mapping[str, int]) -> None:
         self.flops: dict[tuple[str, str], int] = defaultdict(int)
@@ -193,7 +193,7 @@ class _Rollup:
 
 
 def _alive_below(at_peak: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    """Return what is alive at the peak in each module and all below it, by category."""
+    """Return the bytes alive at the peak in each module and its submodules, by category."""
     alive: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for (path, category), num_bytes in at_peak.items():
         for above in _ancestors(path):
@@ -214,6 +214,6 @@ def _op_cost(op: str, path: str, phase: str, tally: _Tally, is_timed: bool) -> O
 
 
 def _ancestors(path: str) -> list[str]:
-    """Return the path and all above it: `a.b` → `a.b`, `a`, and the root (empty)."""
+    """Return the path and those of its parents: `a.b` → `a.b`, `a`, and the root (empty)."""
     parts = path.split(".") if path else []
     return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]

@@ -1,10 +1,10 @@
-"""`MemoryTracker`: every byte of a step, by following storages as they appear and die.
+"""Tracks the memory of a step by following every storage from its allocation to its release.
 
-A dispatch mode below autograd sees each ATen call; a weak reference on each new storage sees its end. That holds for
+A dispatch mode below autograd sees each ATen call; a weak reference on each new storage sees its release. Both work for
 real tensors and for fake ones, so the same code measures a run and predicts one:
 
     live(t)  = Σ bytes of the storages alive after call t (each storage once, however many views it has)
-    peak     = max over t of live(t) + workspace(t), the workspace being what the kernel of call t takes and gives back
+    peak     = max over t of live(t) + workspace(t), the workspace being what the kernel of call t allocates and frees inside
 
 On top of a `FakeTensorMode` no memory is taken and no kernel runs.
 """
@@ -38,27 +38,27 @@ _IN_PLACE_IN_ENGINE = {torch.ops.aten.add.Tensor, torch.ops.aten.index_put.defau
 
 @dataclass(slots=True)
 class _Storage:
-    """One storage alive."""
+    """The entry of one live storage."""
 
     num_bytes: int
     category: str
     phase: int
-    """The phase (counted from 0) in which it appeared."""
+    """The index of the phase (from 0) in which it was allocated."""
     born: int
-    """The op, counted from 1, that made it."""
+    """The number of the call, counted from 1, that allocated it."""
     path: str
     reference: Any
-    """The weak reference whose callback ends the entry; it must live as long as the entry."""
+    """The weak reference whose callback removes the entry; it must live as long as the entry."""
 
 
 class MemoryTracker(PlainDispatchMode):
-    """Follows the memory of what runs under it: `live_bytes`, `peak_bytes`, what made the peak, and where.
+    """Dispatch mode that tracks memory: `live_bytes`, `peak_bytes`, and the call, module and categories of the peak.
 
-    `target` is the machine that is meant, not the one it runs on: `"cpu"` counts exact sizes and the workspaces of the
+    `target` is the machine that is predicted, not the one it runs on: `"cpu"` counts exact sizes and the workspaces of the
     CPU kernels, `"gpu"` rounds each storage to 512 bytes as CUDA's caching allocator does. `timeline=True` keeps a
     point after every call (`timeline`). `on_op(func, args, kwargs, out)` is called after each one.
 
-    Enter it *inside* a `FakeTensorMode`. Say what is there before with `watch`; what is not said is not counted.
+    Enter it *inside* a `FakeTensorMode`. Tensors that exist before are counted only if `watch` is called with them.
 
     >>> weight = torch.zeros(1000)
     >>> with MemoryTracker() as tracker:
@@ -81,11 +81,11 @@ class MemoryTracker(PlainDispatchMode):
             raise ValueError(f"a target is cpu or gpu; got {target!r}")
         self.target: Target = target
         self.allocator: CachingAllocator | None = None
-        """Hears of every allocation and release, where set."""
+        """The simulated allocator that is told of every allocation and release; None: storages count by their size."""
         self.pool: Hashable = None
-        """Of the allocator, from which all is taken while it is set: the private one of CUDA graphs."""
+        """The allocator's private pool for all allocations while it is set, as CUDA graphs have one; None: the stream's."""
         self.path = ""
-        """The module that is running, set by the caller; it names the peak and each storage's origin."""
+        """The path of the running module, set by the caller; the peak and each storage are labelled with it."""
         self.live_bytes = 0
         self.num_ops = 0
         self.saved_bytes = 0
@@ -102,21 +102,21 @@ class MemoryTracker(PlainDispatchMode):
         self._peak_call: tuple[str, Any, str] = ("", None, "")
         self._peak_workspace = 0
         self._changes: list[tuple[str, str, int]] = []
-        """With the timeline: module, category and bytes of each change since `_base`."""
+        """Module, category and bytes of each change since `_base`; kept only with the timeline."""
         self._base: dict[tuple[str, str], int] = {}
         self._num_changes_at_peak = self._peak_op = 0
         self._saved_at_peak: dict[str, int] = {}
-        """By module, what was `other` at a peak in the forward and turned out to be saved."""
+        """By module, the bytes that counted as `other` at a peak in the forward and turned out to be saved."""
         self._hooks: list[Any] = []
         self._generator_states = ExitStack()
 
     # What the caller says
 
     def watch(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Count the storages of `tensors` from now on under `category`, or move them there if they are counted.
+        """Count the storages of `tensors` under `category` from now on; those that are counted already change category.
 
-        Categories: param, buffer, grad, optimizer, saved, other; `input` means: never count these. The gradients of
-        what is watched as `param` are recognised by themselves.
+        Categories: param, buffer, grad, optimizer, saved, other; `input` means: never count these. The gradients of tensors
+        watched as `param` move to `grad` by themselves.
         """
         if category != "input" and category not in self._by_category:
             raise ValueError(f"a category is input or one of {', '.join(CATEGORIES)}; got {category!r}")
@@ -131,7 +131,7 @@ class MemoryTracker(PlainDispatchMode):
         self._raise_peak(0, None)
 
     def hold(self, num_bytes: int) -> None:
-        """Count what a library allocates once and keeps, such as a workspace."""
+        """Count bytes that a library allocates once and never frees, such as cuBLAS's workspace."""
         key = -1 - len(self._storages)
         num_bytes = self._taken(key, num_bytes)
         self._storages[key] = _Storage(num_bytes, "other", len(self._phases) - 1, self.num_ops, "", None)
@@ -141,7 +141,7 @@ class MemoryTracker(PlainDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark what runs inside as `forward`, `backward` or `update`; what `update` leaves is optimizer state."""
+        """Mark the calls inside as `forward`, `backward` or `update`; what `update` leaves alive counts as optimizer state."""
         self._phases.append(name)
         before, self.current_phase = self.current_phase, name
         try:
@@ -152,7 +152,7 @@ class MemoryTracker(PlainDispatchMode):
                 self._move_born_in_phase("other", "optimizer")
 
     def mark_forward_end(self) -> int:
-        """Say that the forward has ended; return its `saved_bytes`: what it allocated and is still alive."""
+        """Mark the end of the forward; return its `saved_bytes`, those that it allocated and that are still alive."""
         self._count_as_saved_since_birth()
         self._move_born_in_phase("other", "saved")
         born = len(self._phases) - 1
@@ -160,14 +160,14 @@ class MemoryTracker(PlainDispatchMode):
         return self.saved_bytes
 
     def reset_peak(self) -> None:
-        """Forget the peak, the timeline and the count of ops so far: the next step is measured by itself."""
+        """Reset the peak, the timeline and the number of ops, so that the next step is measured by itself."""
         self.num_ops = self.peak_bytes = 0
         self.timeline = []
         self._changes, self._base = [], self._by_place()
         self._raise_peak(0, None)
 
     def place(self, tensors: Iterable[Tensor], path: str) -> None:
-        """Say which module `tensors` belong to, where that is not the one that was running when they appeared."""
+        """Assign `tensors` to the module at `path` instead of the one that was running when they were allocated."""
         for storage in (storage for tensor in tensors for storage in _storages(tensor)):
             entry = self._storages.get(id(storage))
             if entry is not None:
@@ -176,7 +176,7 @@ class MemoryTracker(PlainDispatchMode):
                 self._note(entry.path, entry.category, entry.num_bytes)
 
     def ran(self, func: Any, made: Iterable[Tensor]) -> None:
-        """Count a kernel that no mode sees, and what it has made; `str(func)` is its name."""
+        """Count a kernel that no dispatch mode sees, and the tensors that it made; `str(func)` is its name."""
         self.num_ops += 1
         for tensor in made:
             self._count_new(tensor)
@@ -188,7 +188,7 @@ class MemoryTracker(PlainDispatchMode):
 
     @property
     def peak_at(self) -> str:
-        """The phase, the op and the module at the peak: `backward: aten.mm in transformer.h.3.mlp`."""
+        """Return phase, op and module at the peak: `backward: aten.mm in transformer.h.3.mlp`."""
         phase, func, path = self._peak_call
         if func is None:
             return phase
@@ -196,11 +196,11 @@ class MemoryTracker(PlainDispatchMode):
 
     @property
     def live_breakdown(self) -> dict[str, int]:
-        """The bytes alive now, by category."""
+        """Return the bytes alive now, by category."""
         return dict(self._by_category)
 
     def saved_by_path(self) -> dict[str, int]:
-        """Return what autograd holds now (category `saved`), by the module that allocated it."""
+        """Return the bytes of category `saved` that are alive now, by the module that allocated them."""
         totals: dict[str, int] = {}
         for entry in self._storages.values():
             if entry.category == "saved":
@@ -208,7 +208,7 @@ class MemoryTracker(PlainDispatchMode):
         return totals
 
     def peak_by_place(self) -> dict[tuple[str, str], int]:
-        """Return what is alive at the peak by (module, category); the timeline must have been kept since `reset_peak`."""
+        """Return the bytes alive at the peak by (module, category); the timeline must have been kept since `reset_peak`."""
         totals = dict(self._base)
         for path, category, num_bytes in self._changes[: self._num_changes_at_peak]:
             totals[path, category] = totals.get((path, category), 0) + num_bytes
@@ -256,7 +256,7 @@ class MemoryTracker(PlainDispatchMode):
         return super().__exit__(*exc_info)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size: `fully_shard` empties and refills those of gathered parameters."""
+        """Update the entry of a storage that was resized, as `fully_shard` does with the storages of gathered parameters."""
         entry = self._storages.get(id(storage))
         if entry is None:
             if id(storage) not in self._ignored:
@@ -273,17 +273,17 @@ class MemoryTracker(PlainDispatchMode):
         self._raise_peak(0, None)
 
     def _note_new(self, tensor: Tensor) -> None:
-        """Count a tensor of the host that did not come through the dispatcher."""
+        """Count a tensor on the host that was allocated without the dispatcher."""
         if self.target == "cpu":
             self._count_new(tensor)
             self._raise_peak(0, None)
 
     def _is_in_place_without_tracker(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether the engine, which allocates here because a dispatch mode is on, would else write in place.
+        """Tell whether the engine, which allocates for this call because a dispatch mode is active, would else work in place.
 
-        It adds gradients into the one that it holds alone, unless that is a view; it scatters an index's gradient into
-        zeros of its own. The operand is released right after if nobody else holds it; if somebody does, the next call
-        counts both. So leaving this one call out of the peak is right in either case.
+        It accumulates gradients into one of which it has the only reference, unless that is a view; it scatters an index's
+        gradient into its own zeros. If nobody else has a reference to the operand, it is released right after the call; if
+        somebody has, the next call counts both. So leaving this one call out of the peak is right in either case.
         """
         if func not in _IN_PLACE_IN_ENGINE or self.current_phase != "backward" or torch.is_grad_enabled():
             return False
@@ -315,7 +315,7 @@ class MemoryTracker(PlainDispatchMode):
         return is_new
 
     def _count(self, storage: torch.UntypedStorage, category: str) -> bool:
-        """Enter `storage` under `category`, or move it there; return whether it takes memory."""
+        """Count `storage` under `category`, or move it there; return whether that added memory."""
         key = id(storage)
         entry = self._storages.get(key)
         if entry is not None:
@@ -332,7 +332,7 @@ class MemoryTracker(PlainDispatchMode):
         return num_bytes > 0
 
     def _correct(self, out: Any, true_bytes: dict[int, int]) -> None:
-        """Give outputs, by position, the sizes that the real kernel makes."""
+        """Set the sizes of outputs, by position, to those that the real kernel allocates."""
         for position, num_bytes in true_bytes.items():
             for storage in _storages(out[position]):
                 entry = self._storages[id(storage)]
@@ -373,7 +373,7 @@ class MemoryTracker(PlainDispatchMode):
                 self._move(entry, category)
 
     def _count_as_saved_since_birth(self) -> None:
-        """Correct the categories of the forward so far: what it leaves for the backward was saved from the beginning."""
+        """Correct the forward's categories so far: storages alive at its end count as saved since their allocation."""
         phase, is_peak = len(self._phases) - 1, self._peak_call[0] == self.current_phase
         saved_since: dict[int, int] = {}
         for entry in self._storages.values():
@@ -403,7 +403,7 @@ class MemoryTracker(PlainDispatchMode):
                     self._move(self._storages[id(storage)], "grad")
 
     def _taken(self, key: int, num_bytes: int) -> int:
-        """Return the bytes that a storage of `num_bytes` takes: with an allocator, those of the block that it is given."""
+        """Return the bytes that a storage of `num_bytes` takes on the target: with an allocator, the size of its block."""
         if self.allocator is not None:
             return self.allocator.allocate(key, num_bytes, self._stream())
         return num_bytes if self.target == "cpu" else -(-num_bytes // _GPU_GRANULE_BYTES) * _GPU_GRANULE_BYTES
@@ -436,7 +436,7 @@ class MemoryTracker(PlainDispatchMode):
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """Return what holds a tensor's data: one storage; of a sparse tensor, those of its parts; of a `DTensor`, this rank's."""
+    """Return a tensor's storages: one; of a sparse tensor, those of indices and values; of a `DTensor`, that of its local part."""
     tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
@@ -447,7 +447,7 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 @functools.cache
 def _is_wrapper(kind: type) -> bool:
-    """Tell whether a tensor type holds other tensors (`DTensor`)."""
+    """Tell whether a tensor type wraps other tensors, as `DTensor` does."""
     return hasattr(kind, "__tensor_flatten__")
 
 

@@ -1,10 +1,10 @@
-"""Fake execution that still knows small integer values, so that a model takes the branches it takes in earnest.
+"""Executes a model on fake tensors but keeps the values of small integer tensors, so that it takes the branches of a real run.
 
 Models look at positions, masks, lengths and random numbers (`if mask.all():`, `lengths.max().item()`,
 `if torch.rand([]) < layerdrop:`). On tensors without values such code fails, or takes another way than on real ones
-(Hugging Face models build explicit attention masks there). What is computed from integers, single numbers and small
-constants (`torch.ones(batch, length)`) alone is cheap, so it is computed; everything else stays without memory. A value
-is forgotten once an unknown one is written into it.
+(Hugging Face models build explicit attention masks there). Calls on integers, single numbers and small constants
+(`torch.ones(batch, length)`) alone are cheap, so they are executed; all other tensors stay fake. A real tensor's values are
+forgotten once a fake one is written into it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .kernels.fake_kernels import run_fake_kernel
 from .kernels.layouts import lay_out
 
 DEVICE_OF = torch.ops.prim.device.default
-"""What `tensor.device` becomes under a mode: asked of fakes several times a call, answered without running anything."""
+"""The op that `tensor.device` becomes under a mode; fakes get it several times a call, so it is answered at once."""
 _CPU = torch.device("cpu")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _INDEXED = {
@@ -36,21 +36,21 @@ _INDEXED = {
 _UNWRITTEN = ("aten::empty", "aten::new_empty")
 _READERS = ("tolist", "numpy")
 _RECIPES: dict[Key, Recipe | None] = {}
-"""What calls on fakes make, for all simulations and profiles of the process: it depends on the calls' signatures alone."""
+"""Cached results of calls on fakes, shared by all simulations and profiles of the process; the signature decides them."""
 LIMIT_BYTES = 16 * 2**20
-"""Larger results than this (a mask of 4096 × 4096 booleans) have no values."""
+"""The size above which results (a mask of more than 4096 × 4096 booleans) stay fake."""
 _LIMIT_OF_FLOATS_BYTES = 2**20
-"""The same for floating-point results of known values: masks and tables that a forward makes."""
+"""The same for floating-point results: masks and tables that a forward computes from known values."""
 
 
 class KnownValues(PlainDispatchMode):
-    """Runs each call on fakes of `fake_mode`, but on values where all its tensors are real and the result may be.
+    """Dispatch mode that runs each call on fakes of `fake_mode`, but for real if all its tensors are real and its result is small.
 
     Enter it in place of `fake_mode`. What `keeps_values` accepts may enter as a real tensor; all else enters as fakes.
-    The caller's generator stays as it is: single random numbers come from one of its own, `num_drawn` of them.
+    The caller's generator stays unchanged: single random numbers, `num_drawn` of them, come from a generator of the mode.
 
-    fills_memory: whether memory allocated without values is filled by the code that runs here, as a model's own code
-    does before it reads it. False where the data would come from elsewhere (another rank, the host): it is unknown.
+    fills_memory: whether the code that runs here fills what it allocates with `torch.empty` before it reads it, as a model's own
+    code does. False where the data would come from elsewhere (another rank, the host), so that its values are unknown.
     """
 
     def __init__(self, fake_mode: FakeMode, fills_memory: bool = True) -> None:
@@ -92,7 +92,7 @@ class KnownValues(PlainDispatchMode):
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Answer 1 for single numbers that nobody knows, `num_stood_in` of them (an optimizer scales by a norm)."""
+        """Answer `item()` on fakes with 1 while the context lasts (an optimizer scales by a norm); `num_stood_in` counts them."""
         before, self._stands_in = self._stands_in, True
         try:
             yield
@@ -100,7 +100,7 @@ class KnownValues(PlainDispatchMode):
             self._stands_in = before
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw a random number on which the model may branch; more than one at a time are shapes only."""
+        """Return a real random number if the call draws a single one, on which the model may branch; else a fake tensor."""
         shapes = self._on_fakes(func, args, kwargs)
         if not isinstance(shapes, Tensor) or shapes.numel() > 1:
             return shapes
@@ -125,7 +125,7 @@ class KnownValues(PlainDispatchMode):
         return super().__exit__(*exc_info)
 
     def _guarded(self, reader: Callable[..., Any]) -> Callable[..., Any]:
-        """`tolist` reads memory past all modes: of values that were forgotten, it would find the old ones."""
+        """Return `reader` with a check: `tolist` and `numpy` bypass all modes and would read a forgotten tensor's old values."""
 
         @functools.wraps(reader)
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ class KnownValues(PlainDispatchMode):
         return _is_small(tensor) and id(tensor.untyped_storage()) not in self._forgotten
 
     def _forget_written(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Note that values are no longer known where a call with fakes among its arguments writes to a real tensor."""
+        """Mark the values of every real tensor as forgotten to which a call with fakes among its arguments writes."""
         for place in _writes(func):
             for tensor in _tensors(args[place : place + 1]):
                 if not isinstance(tensor, self._fake_type):
@@ -173,26 +173,29 @@ class KnownValues(PlainDispatchMode):
 
 @functools.cache
 def _has_small_result(func: Any) -> bool:
-    """Whether the result of known values needs no look at its size first: it is one of them, a number, or their places."""
+    """Tell whether the op may run on known values without a look at its result's size first.
+
+    It may where it writes in place, copies a constant, returns a number, or has a result whose shape depends on values.
+    """
     by_value = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     return bool(_writes(func)) or func is torch.ops.aten.lift_fresh.default or any(tag in func.tags for tag in by_value)
 
 
 @functools.cache
 def _leaves_unwritten(func: Any) -> bool:
-    """Tell whether the op allocates memory and writes nothing there."""
+    """Tell whether the op allocates memory without initialising it."""
     return func._schema.name.startswith(_UNWRITTEN)
 
 
 @functools.cache
 def _writes(func: Any) -> tuple[int, ...]:
-    """Return the places of the arguments that the op writes."""
+    """Return the positions of the arguments that the op mutates."""
     names = [name for name, _, _ in arguments(func)]
     return tuple(names.index(name) for name in mutated_arguments(func))
 
 
 def keeps_values(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a small integer one, or a single number, with values (not on the meta device)."""
+    """Tell whether a tensor may stay real: it is on the CPU, and a small integer tensor or a single number."""
     if tensor.device.type != "cpu":
         return False
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
@@ -207,7 +210,7 @@ def _one(dtype: torch.dtype) -> bool | int | float:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Tell whether a result of known values is computed too."""
+    """Tell whether a tensor is small enough to be computed for real."""
     if tensor.device.type != "cpu":
         return False
     is_integer = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)

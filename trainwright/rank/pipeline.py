@@ -1,9 +1,10 @@
 """Runs one rank's stage of a pipeline by its actions: forwards, backwards and transfers.
 
-A stage has one piece of the model, or several where stages are interleaved. Each shares with steps of several runs all that
-these share (`accumulate`). What comes from the piece before is a leaf of each micro-batch's graph, what goes to the one behind
-a root of it. Tensors cross in the layout that their maker leaves them in, from each rank to its like. Memory is let go by
-actions, never when the transport is done, so that a simulation on fake tensors over `NoLink` holds what a rank holds.
+A stage has one piece of the model, or several if stages are interleaved. The micro-batches of a piece share what the
+micro-batches of a step without stages share (`accumulate`). In each micro-batch's graph, tensors received from the previous
+piece are leaves, and tensors sent to the next one are roots. A tensor crosses in the layout in which its op leaves it, from each
+rank to the rank at the same place of the other stage. Actions free memory, not the completion of transfers, so that a
+simulation on fake tensors over `NoLink` holds what a rank holds.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class Link(Protocol):
     """Moves tensors between stages."""
 
     def post(self, action: Action, tensors: Sequence[Tensor]) -> Any:
-        """Begin to receive into `tensors`; return the handle that `wait` takes."""
+        """Issue the receives into `tensors`; return the handle that `wait` takes."""
         ...
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> Any:
-        """Begin to send `tensors`; return the handle that `wait` takes."""
+        """Issue the sends of `tensors`; return the handle that `wait` takes."""
         ...
 
     def wait(self, action: Action, tensors: Sequence[Tensor], works: Any) -> None:
-        """Wait until a transfer is done."""
+        """Wait until a transfer is complete."""
         ...
 
     def add_up(self, parameter: str, gradient: Tensor) -> None:
@@ -53,7 +54,7 @@ class Link(Protocol):
 
 
 class NoLink:
-    """Moves nothing; for simulations, in which every transfer is done at once."""
+    """A `Link` that moves nothing, for simulations, in which every transfer is complete at once."""
 
     def post(self, action: Action, tensors: Sequence[Tensor]) -> Any:
         """Do nothing."""
@@ -73,7 +74,7 @@ class NoLink:
 
 
 class Piece:
-    """One of a stage's pieces of the model, made ready to run."""
+    """A piece of the model that a stage runs, with its executor and the shapes that cross its boundaries."""
 
     def __init__(self, stage: Stage, executor: Executor) -> None:
         self.stage, self.executor = stage, executor
@@ -83,9 +84,9 @@ class Piece:
         places = [found.value for found in self.local.outputs[self.num_outputs :]]
         handed = [self._part_of(tensor, value) for tensor, value in zip(stage.handed, places)]
         self.given = [self._part_of(tensor, self.local.sources[tensor]) for tensor in stage.given]
-        """Shape and dtype of this rank's part of what comes."""
+        """The shape and dtype of this rank's part of each tensor that the piece receives."""
         self.returned = [part for part, tensor in zip(handed, stage.handed) if tensor.requires_grad]
-        """The shape and dtype of this rank's part of each gradient that comes back."""
+        """The shape and dtype of this rank's part of each gradient that the piece receives back."""
 
     def _part_of(self, tensor: ProgramTensor, value: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of this rank's part of a tensor, in the layout of `value`."""
@@ -96,9 +97,10 @@ class Piece:
 
 
 class PipelineRunner:
-    """Runs one rank's stage. `actions`: its step's, for as many micro-batches as `run` is given.
+    """Runs one rank's stage by its actions.
 
-    pieces: the stage's, in order. tied: the parameters whose gradients other stages add to.
+    pieces: the stage's pieces, in order. actions: those of a step with as many micro-batches as `run` gets. tied: the parameters
+    that other stages read too, so that their gradients are summed over stages.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class PipelineRunner:
     ) -> Tensor:
         """Return the loss of a whole step, the same on every stage; its backward gives this stage's gradients.
 
-        parts: the batch entries of each micro-batch, of the rank's part. observer: told of each forward and backward.
+        parts: the rank's part of the batch entries, for each micro-batch. observer: told of each forward and backward.
         after_action: called after each action.
         """
         params = [t for t in sources if t.role == "param" and t.requires_grad and sources[t].requires_grad]
@@ -132,7 +134,7 @@ class PipelineRunner:
     def evaluate(
         self, sources: Sources, parts: Sequence[Sources], state: RunState, actions: Sequence[Action]
     ) -> list[list[list[Any]]]:
-        """Return, by piece, the flat outputs of each micro-batch; `actions`: forwards and their transfers."""
+        """Return, for each piece, the flat outputs of each micro-batch; `actions` are forwards and their transfers."""
         with torch.no_grad():
             work = _Step(self, sources, [], parts, state, actions, trains=False)
             work.carry_out()
@@ -162,7 +164,7 @@ class _Step:
     roots: dict[_Micro, list[Any]] = field(default_factory=dict)
     """The tensors or edges at which each pending backward begins; see `_roots`."""
     later: dict[_Micro, LaterGradients] = field(default_factory=dict)
-    """The gradients of weights that are still to be made, where the backward is split."""
+    """The weight gradients that are still to be computed, if the backward is split."""
     arriving: dict[_Place, tuple[list[Tensor], Any]] = field(default_factory=dict)
     arrived: dict[_Place, list[Tensor]] = field(default_factory=dict)
     made: dict[_Place, list[Tensor]] = field(default_factory=dict)
@@ -183,7 +185,7 @@ class _Step:
         return link.share(self._loss()), [found.get(tensor) for tensor in self.params] or [None]
 
     def _gradients(self, steps: list[OpenStep]) -> dict[ProgramTensor, Tensor]:
-        """Return the gradients, added up over the pieces that read a parameter."""
+        """Return each parameter's gradient, summed over the pieces that read it."""
         found: dict[ProgramTensor, Tensor] = {}
         for step in steps:
             for tensor, own in zip(step.leaves, step.gradients()):
@@ -192,7 +194,7 @@ class _Step:
         return found
 
     def carry_out(self) -> list[OpenStep]:
-        """Carry out all actions; return what the runs of each piece share."""
+        """Run all actions; return the open step of each piece, which holds its gradients."""
         steps = []
         for piece in self.runner.pieces:
             own = [tensor for tensor in self.params if tensor in piece.local.sources]
@@ -221,7 +223,7 @@ class _Step:
         return next((value.device for value in self.sources.values()), torch.device("cpu"))
 
     def _loss(self) -> Tensor:
-        """Return the loss where it is computed; elsewhere a zero of its shape."""
+        """Return the loss on the last stage, and a zero of its shape on the others."""
         if self.total is not None:
             return self.total
         program = self.runner.pieces[-1].stage.program
@@ -230,7 +232,7 @@ class _Step:
     # Transfers
 
     def _place(self, action: Action) -> _Place:
-        """Return the transfer as this stage's piece sees it: the piece that hands on, or the one that is given."""
+        """Return the transfer's key for this stage: with the piece that sends the activation, or with the one that receives it."""
         is_below = action.stage == action.lower or not action.wraps
         return action.what, action.micro, action.chunk if is_below else action.chunk + 1
 

@@ -1,4 +1,4 @@
-"""The state of one run of a local program, beside its tensors."""
+"""Holds the state of one run of a local program other than its tensors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RunState:
     rest: Plain = field(default_factory=Plain)
     """Converts a bucket's parameters from their form at rest to what a step reads, and their gradients back."""
     sums: dict[int, Pending] = field(default_factory=dict)
-    """The sums that were begun ahead, by the instruction that waits for each."""
+    """The sums that were issued early, by the instruction that waits for each."""
     late: list[Finish] | None = None
-    """Takes what waits for the loss's value, where nobody reads that before the step is done; None: it is waited for."""
+    """Collects the waits for the loss's value if nothing reads it before the end of the step; None: they are done at once."""
     later: Any = None
-    """Takes what gradients of weights are made from later (`split_backward.LaterGradients`); None: they come at once."""
+    """Collects the operands of postponed weight gradients (`split_backward.LaterGradients`); None: none are postponed."""
     micro: int = 0
     """The index of the micro-batch within the step; each micro-batch draws its own random numbers."""
     known: Mapping[int, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class RunState:
 
     @property
     def draw(self) -> tuple[int, ...]:
-        """Return the parts of the seed of this run's random numbers, without the op's place."""
+        """Return the seed of this run's random numbers, to which each op adds its own place."""
         return (self.seed, self.step, self.micro) if self.micro else (self.seed, self.step)
 
 

@@ -1,10 +1,10 @@
-"""A backward in two parts: what goes on to the stage before, and the gradients of weights, which nobody waits for.
+"""Splits the backward of linear maps: input gradients come at once, weight gradients, which no other stage needs, later.
 
     y = x · Wᵀ + b     backward    dx = dy · W,  db = Σ dy      at once
-                       later       dW = dyᵀ · x                 from x and dy, which are kept until then
+                       later       dW = dyᵀ · x                 from x and dy, which are held until then
 
-Linear maps by a parameter (as it rests, gathered, or in another dtype) are taken apart so; every other gradient comes at once.
-What is added, and in which order of micro-batches, is as without, so gradients are the same.
+Only linear maps by a parameter (at rest, gathered, or cast) are split; every other gradient is computed at once. The terms of a
+gradient and their order over micro-batches are the same as without a split, so gradients are equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .run_state import RunState
 
 
 def waits(op: Op) -> bool:
-    """Tell whether the gradient of the op's weight may come later: a linear map, by a parameter, of what needs a gradient too."""
+    """Tell whether the op's weight gradient may be postponed: it is a linear map by a parameter, and its input needs a gradient."""
     if find(op.name).linear_map is None or len(op.inputs) < 2:
         return False
     x, weight = op.inputs[:2]
@@ -34,7 +34,7 @@ def waits(op: Op) -> bool:
 
 
 def _is_of_param(tensor: ProgramTensor) -> bool:
-    """Tell whether `tensor` is a parameter, or one in another dtype."""
+    """Tell whether `tensor` is a parameter, or a cast of one."""
     made = tensor.producer
     if made is None:
         return tensor.role == "param"
@@ -46,7 +46,7 @@ def _is_of_param(tensor: ProgramTensor) -> bool:
 
 @dataclass(eq=False)
 class _Due:
-    """The gradient of one weight that is still to be made."""
+    """The operands of one weight gradient that is still to be computed."""
 
     weight: GradientEdge
     input_first: bool
@@ -56,12 +56,12 @@ class _Due:
 
 @dataclass(eq=False)
 class LaterGradients:
-    """The gradients of weights that one micro-batch's backward has left for later."""
+    """The weight gradients that one micro-batch's backward has postponed."""
 
     due: list[_Due] = field(default_factory=list)
 
     def make(self) -> None:
-        """Make them, in the order of the backward, and let go of what they are made from."""
+        """Compute the gradients in the order of the backward, and free their operands."""
         due, self.due = self.due, []
         due.reverse()
         while due:
@@ -74,14 +74,14 @@ class LaterGradients:
 
 
 def take_apart(executor: Executor) -> None:
-    """Let the linear maps of a local program leave the gradients of their weights to `RunState.later`, where that is there."""
+    """Make the linear maps of a local program postpone their weight gradients to `RunState.later`, if that is set."""
     for instruction in executor.local.instructions:
         if isinstance(instruction, Compute) and waits(instruction.op) and _is_plain(instruction):
             executor.calls[instruction.index] = _apart(instruction, executor.calls[instruction.index])
 
 
 def _is_plain(instruction: Compute) -> bool:
-    """Tell whether the op gets its two tensors first, and is called as it is or with its bias added by one rank alone."""
+    """Tell whether the call's first two arguments are tensors, and its function is the op or one that adds the bias on one rank."""
     known = instruction.function is instruction.op.node.target or hasattr(instruction.function, "retargeted")
     return known and all(type(arg) is Ref for arg in instruction.args[:2])
 
@@ -112,7 +112,7 @@ def _apart(instruction: Compute, plain: Callable[..., None]) -> Callable[..., No
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map whose backward gives the gradients of input and bias, and notes what that of the weight is made from."""
+    """A linear map whose backward returns the gradients of input and bias, and saves the operands of the weight's gradient."""
 
     @staticmethod
     def forward(

@@ -1,22 +1,23 @@
 """Lists the actions of each stage of a pipeline in order, and proves that they do not deadlock.
 
     forward i, backward i     of micro-batch i, on one stage
-    weight i                  the gradients of weights that backward i left for later, where the backward is split
-    post i                    ask for what comes: its buffer is there from here on
-    take i                    wait until it is there
-    send i                    hand over; what is sent stays in memory
-    sent i                    wait until the other side has it; its memory goes
+    weight i                  the weight gradients that backward i postponed, if the backward is split
+    post i                    issue the receive; its buffer is allocated from here on
+    take i                    wait for the receive
+    send i                    issue the send; the tensor stays in memory
+    sent i                    wait for the send; the tensor's memory is freed
 
 The last four move an `activation` to the next stage or its `gradient` back. A receive is posted one computation ahead of its
-use. One send in each direction is under way, or so many that a stage can run its forwards whose next stage is much less deep;
-then the oldest is waited for. So memory depends on the order of the actions alone, and on no transport.
+use. In each direction one send may be in flight, or as many as a stage needs to run its forwards ahead of a next stage of much
+less depth; before a further send the oldest is waited for. So memory depends only on the order of the actions, not on the
+transport.
 
     1F1B          a stage of depth w runs w forwards, then backward and forward in turn: w = P - s on stage s of P; GPipe
                   with w = all micro-batches
     interleaved   a stage has v chunks of the model, every P-th piece, and runs its chunks' forwards and backwards in groups of
                   P micro-batches, w forwards ahead; w counts chunks. A bubble is as long as a chunk, not as a stage
-    zero bubble   the backward is split: what goes back to the stage before comes first, the gradients of weights fill what
-                  would be waiting. w micro-batches at most wait for the latter
+    zero bubble   the backward is split: the gradients for the previous stage come first, and weight gradients fill the time that
+                  would be idle. At most w micro-batches wait for their weight gradients
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Action:
     micro: int
     what: What = ""
     chunk: int = 0
-    """Which of the stage's chunks computes; of a transfer, the chunk that hands the activation on."""
+    """The stage's chunk that computes; for a transfer, the chunk that sends the activation."""
     wraps: int = 0
-    """The number of stages, where a transfer is between the last stage and the next chunk of the first; else 0."""
+    """The number of stages, if the transfer is between the last stage and the next chunk of the first; else 0."""
 
     @property
     def peer(self) -> int:
@@ -57,7 +58,7 @@ class Action:
 
     @property
     def lower(self) -> int:
-        """Return the stage that hands the activation on, of which a transfer carries the activation or the gradient."""
+        """Return the stage that sends the activation, for a transfer of that activation or of its gradient."""
         return self.stage if (self.what == "activation") == (self.kind in ("send", "sent")) else self.peer
 
     def __str__(self) -> str:
@@ -68,9 +69,9 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a step: how many micro-batches, and how many forwards are in flight on each stage.
+    """The schedule of a step: the number of micro-batches, and the number of forwards in flight on each stage.
 
-    virtual: the chunks of a stage. splits_backward: whether gradients of weights come apart from the rest of the backward.
+    virtual: the number of chunks of a stage. splits_backward: whether weight gradients are separate from the backward.
     """
 
     num_micro_batches: int
@@ -114,8 +115,8 @@ def action_lists(
 ) -> list[list[Action]]:
     """Return each stage's actions of one step.
 
-    in_flight: for each stage, how many forwards precede its first backward, at most; of a split backward, how many wait for the
-    gradients of their weights. virtual: the chunks of a stage.
+    in_flight: for each stage, the most forwards before its first backward; with a split backward, the most micro-batches that
+    wait for their weight gradients. virtual: the number of chunks of a stage.
 
     >>> [str(action) for action in action_lists(2, 1, (1, 1))[1]]
     ['post activation 0', 'take activation 0', 'forward 0', 'backward 0', 'send gradient 0', 'sent gradient 0']
@@ -132,7 +133,7 @@ def action_lists(
 
 
 def stage_actions(stage: int, schedule: Schedule) -> list[Action]:
-    """Return the actions of one stage, which depend on its own depth and the next one's, or on all where they are split."""
+    """Return the actions of one stage; they depend on its depth and the next one's, with a split backward on all depths."""
     num, virtual, num_stages = schedule.num_micro_batches, schedule.virtual, schedule.num_stages
     depths = [min(depth, virtual * num) for depth in schedule.in_flight]
     deeper = depths[stage] - depths[stage + 1] if stage + 1 < len(depths) else 0
@@ -181,13 +182,13 @@ def _computations(stage: int, num_micro_batches: int, depth: int) -> list[Action
 
 
 def _in_groups(size: int, num_micro_batches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (micro-batch, chunk) of all, in groups of `size` micro-batches that go through `chunks` one after the other."""
+    """Return all pairs (micro-batch, chunk), in groups of `size` micro-batches that go through `chunks` one after the other."""
     firsts = range(0, num_micro_batches, size)
     return [(m, c) for first in firsts for c in chunks for m in range(first, min(first + size, num_micro_batches))]
 
 
 def _interleaved(stage: int, num_stages: int, num_micro_batches: int, virtual: int, depth: int) -> list[Action]:
-    """Return forwards and backwards of a stage with several chunks, `depth` forwards ahead."""
+    """Return the forwards and backwards of a stage with several chunks, with `depth` forwards ahead."""
     there = [Action("forward", stage, m, chunk=c) for m, c in _in_groups(num_stages, num_micro_batches, range(virtual))]
     back = [
         Action("backward", stage, m, chunk=c)
@@ -201,11 +202,11 @@ def _interleaved(stage: int, num_stages: int, num_micro_batches: int, virtual: i
 
 @lru_cache(maxsize=64)
 def _split_computations(num_micro_batches: int, depths: tuple[int, ...]) -> list[list[Action]]:
-    """Return each stage's forwards, backwards and gradients of weights, as stages take them that need as long for each of these.
+    """Return each stage's forwards, backwards and weight gradients, in the order of stages for which all three take equally long.
 
-    A stage goes forward while fewer are ahead of its backwards than 1F1B has, else back where it can, else further forward where
-    its depth allows, else it makes gradients of weights. With depth P on all stages such a step takes 3 m + P - 1, the least
-    that there is, of which the last stage waits for the first micro-batch (ZB-H1 of Qi et al., 2024).
+    A stage runs a forward while fewer are in flight than in 1F1B, else a backward if it can, else a further forward if its depth
+    allows, else weight gradients. With depth P on all stages such a step takes 3 m + P - 1 units of time, the minimum, since the
+    last stage waits P - 1 units for its first micro-batch (ZB-H1 of Qi et al., 2024).
     """
     num_stages = len(depths)
     done = [dict.fromkeys(("forward", "backward", "weight"), 0) for _ in depths]
@@ -233,7 +234,7 @@ def _split_computations(num_micro_batches: int, depths: tuple[int, ...]) -> list
 
 
 def _with_transfers(computations: Sequence[Action], num_stages: int, virtual: int, num_ahead: int) -> list[Action]:
-    """Weave in what has to arrive for each computation, a post ahead, and what leaves after it.
+    """Return the computations with their transfers: a post one computation ahead, a take before, and a send after each.
 
     num_ahead: the number of activations that may be in flight to the next stage.
     """
@@ -280,7 +281,7 @@ def _departure(action: Action, num_stages: int, virtual: int) -> Action | None:
 def _over_the_boundary(
     kind: Kind, what: What, action: Action, lower: int, num_stages: int, virtual: int
 ) -> Action | None:
-    """Return a transfer over the boundary behind stage `lower` of the action's chunk; -1: of the last stage's chunk before."""
+    """Return the transfer over the boundary after stage `lower` of the action's chunk; -1: the last stage of the chunk before."""
     chunk = action.chunk - 1 if lower < 0 else action.chunk
     wraps = num_stages if lower % num_stages == num_stages - 1 else 0
     if chunk < 0 or (wraps and chunk == virtual - 1):
@@ -293,11 +294,10 @@ def _as(kind: Kind, action: Action) -> Action:
 
 
 def check_order(lists: Sequence[Sequence[Action]]) -> list[Action]:
-    """Return an order of all actions in which none waits for a later one, which proves that all of them end.
+    """Return an order of all actions in which none waits for a later one, which proves that there is no deadlock.
 
-    The strictest transport is assumed, in which both sides meet: `take` waits for the other side's `send`, `sent` for
-    its `post`. Posts and sends wait for nothing. Raises `UserError` that names the stages that wait for one another if
-    there is no order.
+    It assumes the strictest transport, a rendezvous: `take` waits for the other side's `send`, `sent` for its `post`. Posts and
+    sends wait for nothing. If there is no such order, it raises `UserError`, which names the stages that wait for one another.
 
     >>> check_order([[Action("take", 0, 0, "gradient")], [Action("take", 1, 0, "activation")]])
     Traceback (most recent call last):

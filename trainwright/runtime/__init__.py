@@ -1,4 +1,4 @@
-"""Model + Plan → a running module, on `torch.distributed`."""
+"""Runs a planned model on `torch.distributed`: parallel modules, training loop, checkpoints and verification."""
 
 from .batch import shard_batch
 from .checkpoint.checkpoint import Checkpointer

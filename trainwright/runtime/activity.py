@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class Recorder(Protocol):
-    """Records everything that a rank does, as the trace of some steps."""
+    """Protocol of an object that records a rank's activities and collectives, such as a trace of some steps."""
 
     def did(self, what: str, is_collective: bool, start_ns: int) -> None: ...
 
@@ -30,7 +30,7 @@ class Doing:
 
 
 class Activity:
-    """A rank's present doing, step and number of collectives; how long it was at them (seconds), what they moved (bytes).
+    """Holds a rank's current activity and step, and counts its collectives, their seconds and the bytes that they moved.
 
     >>> activity = Activity()
     >>> activity.sends("all_reduce", num_bytes=8)
@@ -46,14 +46,14 @@ class Activity:
         self.num_collectives = 0
         self.comm_s = 0.0
         self.update_s = 0.0
-        """Seconds of optimizers' steps, without what they exchange."""
+        """Seconds of the optimizers' steps, without their collectives."""
         self.num_bytes: Counter[str] = Counter()
         self.now = Doing("starting", time.monotonic())
         self.recorder: Recorder | None = None
 
     @contextmanager
     def doing(self, what: str, is_collective: bool = False, peer: int | None = None) -> Iterator[None]:
-        """Say what goes on inside the block."""
+        """Set the rank's current activity to `what` inside the `with` block."""
         before = self.now
         self.now = Doing(what, time.monotonic(), is_collective, peer)
         start_ns = time.time_ns()
@@ -65,28 +65,28 @@ class Activity:
             self.now = Doing(before.what, time.monotonic(), before.is_collective, before.peer)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Say that inside the block all ranks meet for something that is no part of the step, and not counted."""
+        """Set the current activity to a collective outside of the step, which is not counted, inside the `with` block."""
         return self.doing(what, is_collective=True)
 
     def sends(self, kind: str, num_bytes: int) -> None:
-        """Count a collective that begins."""
+        """Count a collective that is about to be issued."""
         self.num_collectives += 1
         self.num_bytes[kind] += num_bytes
 
     def issued(self, what: str, num_bytes: int, work: Any) -> None:
-        """Say that the backend has a collective, whose `work` tells when it is done."""
+        """Tell the recorder of an issued collective, whose `work` knows when it is complete."""
         if self.recorder is not None:
             self.recorder.issued(what, num_bytes, work)
 
     @contextmanager
     def awaiting(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Say that inside the block this rank waits for a collective, or for `peer` alone, and add up how long."""
+        """Set the current activity to waiting for a collective, or for `peer` alone, and add the block's time to `comm_s`."""
         with self.exchanging(), self.doing(what, is_collective=True, peer=peer):
             yield
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Count what the block takes among the seconds of collectives."""
+        """Add the time of the `with` block to the seconds of collectives, `comm_s`."""
         started = time.monotonic()
         yield
         self.comm_s += time.monotonic() - started

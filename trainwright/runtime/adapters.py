@@ -1,9 +1,9 @@
-"""PEFT adapters over a base that stays as it is: which names are whose, how they begin, and what another program needs of them.
+"""Handles PEFT adapters over a frozen base: names of their weights, their initialisation, and their files.
 
     base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight       the base's `model.layers.0.self_attn.q_proj.weight`
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight   the adapter's `….lora_A.weight` in PEFT's own files
 
-A wrapped model is planned, sharded and trained as any other; what is special is where its values come from and go to.
+A wrapped model is planned, sharded and trained as any other; only loading and saving its weights differs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LORA = re.compile(r"(?P<layer>.+)\.lora_(A|B|embedding_A|embedding_B)(\.(?P<ada
 
 @dataclass(frozen=True)
 class Adapter:
-    """The active adapter of a model that PEFT has wrapped."""
+    """The active adapter of a model that PEFT has wrapped: its configuration and the names of its weights."""
 
     config: str
     """The text of its `adapter_config.json`."""
@@ -37,7 +37,7 @@ class Adapter:
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """Return the active adapter of `model`; `None` where PEFT has not wrapped it.
+    """Return the active adapter of `model`; `None` for a model that PEFT has not wrapped.
 
     >>> adapter_of(nn.Linear(2, 2)) is None
     True
@@ -85,14 +85,14 @@ def base_name(name: str) -> str:
 
 
 def is_adapters(model: nn.Module, name: str) -> bool:
-    """Whether weight `name` is one that an adapter adds: no file of the base has it."""
+    """Tell whether weight `name` was added by an adapter, so that no file of the base has it."""
     return (
         isinstance(getattr(model, "peft_config", None), dict) and _LORA.fullmatch(name.rpartition(".")[0]) is not None
     )
 
 
 def reset_adapter(model: nn.Module, path: str) -> bool:
-    """Initialise the LoRA weights at module `path` as PEFT does; False where there are none.
+    """Initialise the LoRA weights of the module at `path` as PEFT does; return False if it has none.
 
     Raises `UserError` for an initialisation that is computed from the base's weights: on the meta device there are none.
     """
@@ -113,7 +113,7 @@ def reset_adapter(model: nn.Module, path: str) -> bool:
 
 
 def write_config(text: str, folder: Path) -> Path:
-    """Write an adapter's configuration as PEFT reads it."""
+    """Write an adapter's configuration as PEFT reads it, and return the file's path."""
     path = folder / CONFIG
     path.write_text(json.dumps(json.loads(text), indent=2, sort_keys=True), encoding="utf8")
     return path

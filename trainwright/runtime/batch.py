@@ -1,4 +1,4 @@
-"""A rank's part of a global batch.
+"""Cuts a global batch into each rank's part.
 
 A plan fixes a batch's names, dtypes and largest shape. A global batch may be smaller in any dim: fewer rows, a shorter
 sequence. From its part alone a rank could not tell (seven rows over four ranks are 2, 2, 2 and 1), so each tensor of a
@@ -90,7 +90,7 @@ def _check_own(plan: Plan, shapes: Shapes, coords: Sequence[int]) -> None:
 
 
 def own_rows(plan: Plan, coords: Sequence[int]) -> list[int]:
-    """Return which rows of a batch of the planned shape the rank at `coords` needs: all, where its entries do not agree."""
+    """Return the rows of a batch of the planned shape that the rank at `coords` needs: all, where entries are split differently."""
     mesh = tuple(plan.inner_mesh.values())
     found: set[tuple[int, ...]] = set()
     size = global_batch_size(plan)
@@ -112,12 +112,12 @@ def planned_shapes(plan: Plan) -> Shapes:
 
 
 def global_batch_size(plan: Plan) -> int:
-    """Return how many examples a batch of the plan holds, over all ranks."""
+    """Return the number of examples in a batch of the plan, over all ranks."""
     return rows_in(plan, planned_shapes(plan))
 
 
 def rows_in(plan: Plan, shapes: Shapes) -> int:
-    """Return how many examples a global batch of `shapes` holds."""
+    """Return the number of examples in a global batch of `shapes`."""
     return next((shapes[name][0] for name, entry in plan.batch.items() if entry.shape), 1)
 
 
@@ -126,7 +126,7 @@ def _splits_rows(part: str) -> bool:
 
 
 def coordinates(mesh: Sequence[int]) -> tuple[int, ...]:
-    """Return this rank's place on a mesh, outermost axis first."""
+    """Return this rank's coordinates on a mesh, outermost axis first."""
     from ..launch import rank
 
     index, found = rank(), []
@@ -138,16 +138,16 @@ def coordinates(mesh: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of a global batch of `shapes` into micro-batches, and of these over the ranks."""
+    """Describes how a global batch of `shapes` is cut into micro-batches, and these over the ranks."""
 
     plan: Plan
     shapes: Shapes
 
     @cached_property
     def num_runs(self) -> int:
-        """Return the number of equal micro-batches: as few as keep each within the planned one.
+        """Return the number of equal micro-batches: the smallest for which none is larger than planned.
 
-        A number of rows that has no such divisor, as a prime, ends in micro-batches of one row.
+        A number of rows without such a divisor, such as a prime, is cut into micro-batches of one row.
         """
         if self.plan.micro_batches == 1:
             return 1
@@ -156,7 +156,7 @@ class Cut:
 
     @cached_property
     def own(self) -> frozenset[str]:
-        """The entries that hold a row for every example."""
+        """Return the names of the entries that have one row for each example."""
         return names_of_batch(planned_shapes(self.plan))
 
     def entries(self) -> dict[str, BatchEntry]:
@@ -175,14 +175,14 @@ class Cut:
         return self.entries()
 
     def pieces(self, name: str, leaf: Tensor) -> list[Tensor]:
-        """Return, for each micro-batch, its rows of the whole entry `name`, or of a rank's part of it."""
+        """Return, for each micro-batch, its rows of `leaf`, which is the whole entry `name` or a rank's part of it."""
         if self.num_runs == 1 or name not in self.own:
             return [leaf] * self.num_runs
         size = leaf.shape[0] // self.num_runs
         return [leaf.narrow(0, k * size, size) for k in range(self.num_runs)]
 
     def part(self, name: str, leaf: Tensor, coords: Sequence[int], own: bool) -> Tensor:
-        """Return the rank's part of the entry `name`, marked; with `own`, `leaf` may hold this rank's rows alone."""
+        """Return the rank's part of the entry `name`, marked with the batch's shapes; with `own`, `leaf` may be its rows alone."""
         mesh, text = tuple(self.plan.inner_mesh.values()), self._entries[name].layout
         if own and tuple(leaf.shape) != self.shapes[name]:
             text = tuple("R" if _splits_rows(part) else part for part in text)
@@ -210,12 +210,12 @@ class Cut:
 
 
 def planned_cut(plan: Plan) -> Cut:
-    """Return how a batch of the planned shape is cut."""
+    """Return the cut of a batch of the planned shape."""
     return Cut(plan, planned_shapes(plan))
 
 
 def shapes_of(plan: Plan, part: Mapping[str, Tensor]) -> Shapes:
-    """Return the global shapes of the batch that `part` is this rank's part of: as it is marked, else the planned ones.
+    """Return the global shapes of the batch of which `part` is this rank's part: those that it is marked with, or the planned ones.
 
     Raises `UserError` where its tensors are marked as parts of several batches.
     """
@@ -236,7 +236,7 @@ def _text(shapes: Shapes) -> str:
 
 
 def entry_slots(shape: Sequence[int], text: Sequence[str]) -> tuple[list[Slot], Layout]:
-    """Read the layout of a batch entry, with the factors that it names."""
+    """Return the slots and the layout of a batch entry, parsed from its text, which names the factors of split dims."""
     factors: dict[int, list[int]] = {}
     for part in text:
         if part.startswith("S") and "/" in part:
@@ -258,7 +258,7 @@ def _slot(part: str, start: dict[int, int]) -> int:
 
 
 def checked_part(cut: Cut, part: Mapping[str, Tensor], coords: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the entries of a rank's part by name; `UserError` unless each has the rank's shape of a batch cut so."""
+    """Yield the entries of a rank's part by name; raise `UserError` for one whose shape is not the rank's in this cut."""
     for name, leaf in part.items():
         wanted = cut.local_shape(name, coords)
         if tuple(leaf.shape) != wanted:

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a planned model, over the ranks of a stage and over stages, and clipping by it."""
+"""Clips the gradients of a planned model by their norm over all ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .module import ParallelModule
 
 
 def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
-    """Scale all gradients of `module` in place so that their norm is at most `max_norm`; return the norm before.
+    """Scale all gradients of `module` in place so that their norm is at most `max_norm`; return their norm before.
 
         norm = √(Σ_p ‖g_p‖²),    g ← g · min(1, max_norm / (norm + 1e-6))
 
@@ -46,7 +46,7 @@ def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
 
 
 def _norm(module: ParallelModule, grads: dict[str, Tensor]) -> Tensor:
-    """√Σ of squares: over the ranks of a stage first, then over stages."""
+    """Return the norm of all gradients: squares are summed over the ranks of a stage first, then over stages."""
     pipe = module.pipe
     counted = [grad for name, grad in grads.items() if pipe is None or pipe.owns(name)]
     norms = [torch.linalg.vector_norm(grad) for grad in counted]

@@ -1,7 +1,7 @@
-"""Steps of optimizers that take the loss with its graph, and not gradients alone: a closure that runs the planned module.
+"""Runs the steps of optimizers that need a closure, which returns the loss with its graph, and not gradients alone.
 
 the closure's result      loss (SophiaH, AdaHessian …) · loss and logits (SophiaG) · what the loss is a function of (SSO)
-called again              draws the same random numbers, and what it writes into buffers is taken back: effects happen once
+called again              draws the same random numbers, and its writes to buffers are undone: effects happen once
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ LossOf = Callable[[Any, Any], Tensor]
 
 
 class _LeftOut(Exception):
-    """The step is not to be made: the loss is not finite."""
+    """Raised inside a closure to skip the step, because the loss is not finite."""
 
 
 @dataclass(frozen=True)
 class ClosureStep:
-    """A training step by `optimizer.step(closure)`; called as `train_step` is, with the whole batch behind it.
+    """Callable that runs one training step by `optimizer.step(closure)`, with the arguments of `train_step` and the whole batch.
 
-    wants: what the optimizer's closure returns. twice: whether the loss is differentiated twice: attention then runs as the ops
-    that it is made of, for its fused kernels have no second derivative. loss_of: what SSO asks for the loss of targets.
+    wants: what the optimizer's closure returns. twice: whether the loss is differentiated twice: attention then runs as plain
+    ops, since its fused kernels have no second derivative. loss_of: the function by which SSO computes the loss of targets.
     """
 
     wants: Wants = "loss"
@@ -49,7 +49,7 @@ class ClosureStep:
         may_update: Any = None,
         batch: Any = None,
     ) -> Tensor:
-        """Run one step on the rank's part of a batch and return the loss of the whole batch before it."""
+        """Run one step on the rank's part of a batch and return the whole batch's loss before the update."""
         optimizer.zero_grad(set_to_none=True)
         closure = _Closure(self, module, part, may_update)
         try:
@@ -75,7 +75,7 @@ class ClosureStep:
 
 
 class _Closure:
-    """The forward of one step, as often as the optimizer calls it."""
+    """The closure of one step: runs the forward as often as the optimizer calls it."""
 
     def __init__(self, step: ClosureStep, module: ParallelModule, part: Any, may_update: Any) -> None:
         self.step, self.module, self.part, self.may_update = step, module, part, may_update
@@ -101,7 +101,7 @@ class _Closure:
         return (loss, logits) if self.step.wants == "logits" else logits
 
     def end(self) -> None:
-        """Count the step once, and take back what later calls wrote."""
+        """Count the step once, and restore the buffers that calls after the first one wrote."""
         self.module.num_steps = self._num_steps + 1
         with torch.no_grad():
             for buffer, before in zip(self.module.buffers(), self._buffers or ()):
@@ -110,9 +110,9 @@ class _Closure:
 
 @contextmanager
 def measuring(module: ParallelModule, part: Any) -> Iterator[Callable[[], Tensor]]:
-    """Give a function that returns the loss of a batch with its graph, to be differentiated twice, and leave no trace.
+    """Yield a function that returns a batch's loss with its graph, twice differentiable; undo its effects afterwards.
 
-    Random numbers are those of the step to come.
+    The function draws the random numbers of the next step.
     """
     num_steps, buffers = module.num_steps, [buffer.detach().clone() for buffer in module.buffers()]
 
@@ -131,7 +131,7 @@ def measuring(module: ParallelModule, part: Any) -> Iterator[Callable[[], Tensor
 
 
 def whole_logits(module: ParallelModule, output: Any) -> Tensor:
-    """Return the logits of all examples, on every rank, with their graph."""
+    """Return the logits of all examples on every rank, with their graph."""
     found = output.output if isinstance(output, LossOutput) else output
     if not isinstance(found, Tensor):
         found = found.get("logits") if isinstance(found, dict) else getattr(found, "logits", None)

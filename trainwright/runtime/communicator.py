@@ -1,4 +1,4 @@
-"""Collectives over real process groups, one per axis of a `DeviceMesh`."""
+"""Runs collectives over real process groups, one for each axis of a `DeviceMesh`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class MeshCommunicator:
-    """The `Communicator` of this rank."""
+    """The `Communicator` of this rank, on `torch.distributed`."""
 
     SETTLE_S = 3e-3
 
@@ -38,25 +38,25 @@ class MeshCommunicator:
         self.routed = Routed()
         self._settles = False
         self._shared: dict[int, SharedMemory | None] = {}
-        """The memory that the ranks of an axis share, by axis; None where they share none."""
+        """The shared memory of each axis's ranks; None where they have none."""
         if device_mesh.device_type == "cpu":
             self._shared = {axis: shared_memory(group) for axis, group in enumerate(self.groups)}
 
     def count(self, key: str, numbers: Tensor, rows: Rows) -> list[int]:
-        """Return the numbers, and note the fullest of what this rank counts of the op `key`."""
+        """Return `numbers` as a list, and note them as a call of the op `key` for `routed`."""
         found: list[int] = numbers.tolist()
         self.routed.note(key, found, rows)
         return found
 
     def limit(self) -> str:
-        """Return what becomes of rows beyond those that were planned."""
+        """Return the treatment of rows beyond the planned ones."""
         return self.routed.limit
 
     @contextmanager
     def settling(self) -> Iterator[None]:
-        """Let the backend's threads drop their tensors before this one goes on.
+        """Make each collective wait for the backend's threads to drop their tensors, while the context lasts.
 
-        Else a tensor may be freed on such a thread, where the allocator's records do not see it.
+        Otherwise such a thread may free a tensor, which the allocator's records do not see.
         """
         self._settles = True
         try:
@@ -73,15 +73,15 @@ class MeshCommunicator:
         return self.issue("all_gather", axis, part).wait()
 
     def reduce_scatter(self, axis: int, parts: Tensor) -> Tensor:
-        """Return the sum over the ranks of `axis` of the own entry of the leading dim."""
+        """Return the sum over the ranks of `axis` of this rank's entry of the leading dim."""
         return self.issue("reduce_scatter", axis, parts).wait()
 
     def all_reduce(self, axis: int, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `tensor` in place over the ranks of `axis`."""
+        """Reduce `tensor` in place over the ranks of `axis` and return it."""
         return self._issue("all_reduce", axis, tensor, op).wait()
 
     def issue(self, kind: str, axis: int, tensor: Tensor) -> Collective:
-        """Begin a collective, whose backend works on it while this rank goes on."""
+        """Issue a collective, on which the backend works while this rank continues, and return its handle."""
         return self._issue(kind, axis, tensor)
 
     def _issue(self, kind: str, axis: int, tensor: Tensor, op: str = "sum") -> Collective:
@@ -100,7 +100,7 @@ class MeshCommunicator:
         return Collective(self, f"{kind} over axis {self.names[axis]}", work, tensor, result, finish)
 
     def _begin(self, kind: str, axis: int, tensor: Tensor, result: Tensor, op: str) -> tuple[Any, Finish | None]:
-        """Begin a collective by memory or by the backend; return the work, and what is left to do when that is done."""
+        """Issue a collective in shared memory or to the backend; return its work, and the function that completes its result."""
         if op == "sum" and is_shared(kind, tensor):
             shared = self._shared.get(axis)
             if shared is not None and shared.takes(tensor):
@@ -109,14 +109,14 @@ class MeshCommunicator:
         return self._send(kind, axis, tensor, result, op)
 
     def _sent(self, kind: str, axis: int, tensor: Tensor, result: Tensor) -> None:
-        """Carry out a collective by the backend, from its beginning to its end."""
+        """Run a collective by the backend to its end."""
         work, finish = self._send(kind, axis, tensor, result, "sum")
         work.wait()
         if finish is not None:
             finish(tensor, result)
 
     def _send(self, kind: str, axis: int, tensor: Tensor, result: Tensor, op: str) -> tuple[Any, Finish | None]:
-        """Hand a collective to the backend."""
+        """Issue a collective to the backend; return its work, and the function that completes its result, if one is needed."""
         group, own = self.groups[axis], self.coords[axis]
         if kind == "all_reduce":
             return dist.all_reduce(tensor, OPS[op], group=group, async_op=True), None
@@ -131,7 +131,10 @@ class MeshCommunicator:
         return work, lambda given, result: result.copy_(given[own])
 
     def _swap(self, kind: str, axis: int, tensor: Tensor, result: Tensor) -> tuple[Any, Finish | None]:
-        """Begin what two ranks do by an exchange of halves: gloo's own gather copies, its own sum sends twice as much."""
+        """Issue a gather or reduce-scatter of two ranks as an exchange of halves.
+
+        Gloo's own gather makes a copy, and its own reduction sends twice the bytes.
+        """
         own, sizes = self.coords[axis], [0, 0]
         sent, received = (tensor, result[1 - own]) if kind == "all_gather" else (tensor[1 - own], result)
         sizes[1 - own] = sent.numel()
@@ -143,7 +146,7 @@ class MeshCommunicator:
         return work, None
 
     def all_to_all(self, axis: int, flat: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Exchange runs of `flat` along `axis`."""
+        """Send consecutive runs of `flat` (lengths `send`) to the ranks of `axis`; return what they sent (lengths `receive`)."""
         received = flat.new_empty(sum(receive))
         self.activity.sends("all_to_all", flat.numel() * flat.element_size() if self.mesh[axis] > 1 else 0)
         work = dist.all_to_all_single(received, flat, receive, send, group=self.groups[axis], async_op=True)
@@ -152,7 +155,7 @@ class MeshCommunicator:
 
 
 class Collective:
-    """One collective in flight, which holds its input until `wait` returns the result."""
+    """A collective in flight; it holds its input until `wait` returns the result."""
 
     def __init__(self, communicator: MeshCommunicator, what: str, work: Any, given: Tensor, result: Tensor,
                  finish: Finish | None) -> None:  # fmt: skip
@@ -161,7 +164,7 @@ class Collective:
         self.result = result
 
     def wait(self) -> Tensor:
-        """Return the result once it is there."""
+        """Wait for the result and return it."""
         if self.work is not None:
             with self.communicator.activity.awaiting(self.what):
                 self.work.wait()
@@ -174,11 +177,11 @@ class Collective:
 
 
 REPLICAS = "replicas"
-"""The axis outside a plan's own, along which nothing is summed."""
+"""The name of the mesh axis of replicas, outside the plan's axes, along which gradients are not summed."""
 
 
 def make_mesh(mesh: dict[str, int], device_type: str, replicas: int = 1) -> DeviceMesh:
-    """Return the device mesh of a plan over the ranks that exist, or over those of this rank's replica."""
+    """Return the device mesh of a plan: over all ranks, or, with several replicas, over those of this rank's replica."""
     if not dist.is_initialized():
         raise RuntimeError(
             "a process group is needed; run under torchrun, or inside trainwright.launch.process_group()"

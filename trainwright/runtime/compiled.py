@@ -1,7 +1,7 @@
-"""`torch.compile` of a parallel module: the pieces of its program that only compute are compiled, each as one graph.
+"""Runs a parallel module under `torch.compile`: pieces of its program without communication are compiled, each as one graph.
 
-Dynamo cannot follow what a step does around them (gathers that are under way, reductions that begin in the backward), so
-that runs as it always does. Imported when a module is compiled, since it needs Dynamo.
+Dynamo cannot trace the rest of a step (gathers in flight, reductions that begin in the backward), so the rest runs eagerly.
+This module is imported only when a module is compiled, since it needs Dynamo.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REASON = "trainwright communicates between the pieces that are compiled; fullgr
 
 @torch.compiler.disable(recursive=False, reason=_REASON)
 def forward(module: ParallelModule, args: Any, kwargs: Any) -> Any:
-    """Run the rank's part of the step, its pieces compiled by the backend that the module was compiled with."""
+    """Run the rank's part of the step, its pieces compiled by the backend with which the module was compiled."""
     step, run = _begin(module, args, kwargs)
     # What has a frame of its own would be compiled too: pieces are meant to be, all else is kept from it.
     for piece in step.executor.pieces:
@@ -45,7 +45,7 @@ def _begin(module: ParallelModule, args: Any, kwargs: Any) -> tuple[ShapedStep, 
 
 @torch.compiler.disable
 def _take(step: ShapedStep, run: Run, piece: Piece, made: Sequence[Any]) -> None:
-    """Note what a piece has made, and let go of what nobody reads after it."""
+    """Store a piece's outputs in the run, and free the values that nothing reads after the piece."""
     run.env.update(zip(piece.outputs, made))
     for index in range(piece.start, piece.stop):
         for value in step.executor.frees[index]:

@@ -1,4 +1,4 @@
-"""Is a batch one that the plan knows? Its names, dtypes and shapes, what in it is no tensor, and whose rows it holds."""
+"""Checks that a batch is one that the plan was made for: its names, dtypes, shapes and literals, and whose rows it holds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..torch_internals.private import flatten_batch
 
 
 def check_entries(plan: Plan, batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name; `UserError` unless they are the plan's, of its dtypes and numbers of dims.
+    """Return the tensors of a batch by name; raise `UserError` unless they have the plan's names, dtypes and numbers of dims.
 
-    A step of the plan reads the entries that it was planned with and no other, so an unknown one would be ignored. What is
-    no tensor (`use_cache=False`) is part of the planned step: it may be left out, and may not differ.
+    A step of the plan reads only the entries that it was planned with, so an unknown one would be ignored. A value that is
+    no tensor (`use_cache=False`) is part of the planned step: it may be left out, but may not differ.
     """
     named = dict(flatten_batch(batch)[0])
     unknown = [name for name in named if name not in plan.batch and name not in plan.literals]
@@ -37,7 +37,7 @@ def check_entries(plan: Plan, batch: Any) -> dict[str, Tensor]:
 
 
 def _wrong_names(plan: Plan, named: Mapping[str, Any], unknown: list[str], missing: list[str]) -> str:
-    """Say which entries are unknown and which are missing, and which of them may be one and the same."""
+    """Return the message about unknown and missing entries, with renamings that may mend it."""
     found, hints = [], []
     if unknown:
         found.append(f"the plan does not know {_listed(unknown)}, and a step would ignore {_it(unknown)}")
@@ -91,7 +91,7 @@ def _shown(value: Any) -> str:
 
 
 def check_within(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise `UserError` unless a global batch of `shapes` is no larger, in any dim, than one that was planned."""
+    """Raise `UserError` unless a global batch of `shapes` fits, in every dim, within a batch that was planned."""
     planned = [{name: entry.shape for name, entry in plan.batch.items()}, *(each.batch for each in plan.shapes)]
     if any(0 in shape for shape in shapes.values()):
         empty = next(name for name, shape in shapes.items() if 0 in shape)
@@ -113,15 +113,15 @@ _SAMPLERS: WeakSet[Any] = WeakSet()
 
 
 def remember_sampler(sampler: Any) -> None:
-    """Take note of a sampler that deals out a plan's batches, for as long as it is in use."""
+    """Register a sampler that yields a plan's batches, as long as it exists, for `rows_meant`."""
     _SAMPLERS.add(sampler)
 
 
 def rows_meant(plan: Plan, num: int, num_own: int, most: int) -> str:
-    """Return what a batch of `num` rows, fewer than planned, is: `all` the global batch has, or this rank's `own`.
+    """Return whether a batch of `num` rows, fewer than planned, is the whole global batch, `all`, or this rank's rows, `own`.
 
-    num_own: this rank's rows of a planned batch; most: the largest number that any rank has. The samplers in use say what
-    they deal out; without one, more rows than `most` are a whole batch, and `UserError` is raised for fewer.
+    num_own: this rank's number of rows in a planned batch; most: the largest such number of any rank. The registered samplers
+    decide; without one, more rows than `most` are a whole batch, and fewer raise `UserError`.
     """
     meant = {sampler.rows_meant(num) for sampler in _SAMPLERS if sampler.deals_for(plan)} - {None}
     if len(meant) == 1:

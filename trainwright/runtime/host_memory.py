@@ -1,8 +1,8 @@
-"""What the C library does with memory that a step has freed, where steps run on the CPU.
+"""Makes the C library keep the memory that a step on the CPU has freed.
 
-Every step frees all that it allocated. Glibc then gives the top of its heap back to the system, and the next step gets
-it again page by page, each cleared first: 2 to 8 % of a step of a small model. Kept, it is there already; the process
-holds no more than it did at its peak.
+Every step frees all that it allocated. Glibc then returns the top of its heap to the system, and the next step gets it
+again page by page, each cleared first: 2 to 8 % of a step of a small model. Memory that is kept costs nothing to get
+again, and the process holds no more than at its peak.
 
 Where parameters and states come and go within a step (a tier), kept memory is the wrong memory: parameters, gradients and
 states of many sizes leave gaps in the heap that the next ones do not fit, and the heap grows. There each tensor has a mapping
@@ -15,7 +15,7 @@ import ctypes
 import os
 
 LARGEST_KEPT_BYTES = 32 * 2**20
-"""Larger tensors keep a mapping of their own, given back when freed: glibc's own upper limit for what its heap serves."""
+"""Larger tensors get a mapping of their own, unmapped when freed; glibc allows no higher limit for its heap."""
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 OWN_MAPPING_BYTES = 128 * 2**10
 """What is at least as large has a mapping of its own where freed memory is given back: glibc's threshold until it adapts."""
@@ -24,10 +24,10 @@ _NEVER = -1
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees for its next step; return whether it does from now on.
+    """Make glibc keep the memory that this process frees; return whether it does from now on.
 
-    Left as it is where the environment says how (`MALLOC_TRIM_THRESHOLD_` and its like, `GLIBC_TUNABLES`), and where the C
-    library is not glibc.
+    Nothing is changed if the environment configures malloc (`MALLOC_TRIM_THRESHOLD_` and its like, `GLIBC_TUNABLES`), or if
+    the C library is not glibc.
     """
     return _set_thresholds(LARGEST_KEPT_BYTES, _NEVER)
 

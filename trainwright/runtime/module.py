@@ -1,4 +1,4 @@
-"""`parallelize`: model + plan → a module that trains on this rank, with the user's parameter names and output object."""
+"""Builds the module that trains a planned model on this rank, with the user's parameter names and output object."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from .weights import Reader, reader
 
 @dataclass
 class LossOutput:
-    """The output of a module whose loss is a function of the user's: the loss, and the model's own output."""
+    """The output of a parallel module that was made with a `loss_fn`: the loss, and the model's own output."""
 
     loss: Tensor
     output: Any
@@ -106,7 +106,7 @@ def parallelize(
 
 
 def _check_ranks(plan: Plan, replicas: int = 1) -> None:
-    """See that this process is one of the plan's ranks; join torchrun's group where the script has not."""
+    """Raise `UserError` unless there are as many ranks as the plan needs; join torchrun's group if the script has not."""
     if not isinstance(replicas, int) or replicas < 1:
         raise UserError(f"a number of replicas is needed, 1 or more; got {replicas!r}; try 2")
     needed = plan.num_ranks * replicas
@@ -144,7 +144,7 @@ def plan_batch(plan: Plan) -> Any:
 
 
 class ParallelModule(nn.Module):
-    """One rank of a planned model. Made by `parallelize`."""
+    """One rank's part of a planned model, as a module; made by `parallelize`."""
 
     # What Hugging Face's Accelerate and Trainer ask a model: is it placed and are its gradients summed already (else they
     # wrap it in DDP), and does its forward take the number of items that the loss is to be divided by?
@@ -186,23 +186,23 @@ class ParallelModule(nn.Module):
         store = open_store(plan, self.device)
         planned = ShapedStep(planned_cut(plan), program, decisions, self.communicator, store, self.device, self.pipe)
         self.steps = StepsByShape(planned, store, self._complete)
-        """The rank's step of every batch shape that has come so far."""
+        """The rank's step for each batch shape that it has met."""
         self.tier = None if tier is None else Tier(tier, self.replicas.rank, self.replicas.size)
-        """The disks on which this rank's parameters, gradients and optimizer states rest; None: they do not."""
+        """The disks on which this rank's parameters, gradients and optimizer states rest; None where they stay in memory."""
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
         self.names = [name for name, _ in model.named_parameters()]
         """The names of all parameters of the model, those of other stages too."""
         self.regions: dict[str, Region] = {}
-        """The entries that this rank holds of every parameter, by the parameter's first name."""
+        """The region of each parameter that this rank holds, by the parameter's first name."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
         self._complete(planned)
         if self.tier is not None:
             self._rest_on(self.tier)
         away = [self._params[tensor] for tensor in decisions.offloaded_states]
         self.offloaded_states = StateOffload(store, away) if store is not None and away else None
-        """Keeps optimizer states off the device; None where the plan does not."""
+        """Keeps optimizer states off the device; None if the plan offloads none."""
         if hasattr(model, "config"):
             self.config = model.config
         self.adapter = adapter_of(model)
@@ -210,24 +210,24 @@ class ParallelModule(nn.Module):
 
     @property
     def program(self) -> Program:
-        """Return the program of which this module runs a part, for batches of the planned shape."""
+        """Return the whole program for batches of the planned shape, of which this module runs its rank's part."""
         return self.steps.planned.program
 
     def take_other_shapes(self, model: nn.Module, loss_fn: LossFn | None, autocast: torch.dtype | None) -> None:
-        """Keep what it takes to capture `model` again for smaller batches; none of its weights."""
+        """Keep a copy of `model` without weights, so that it can be captured again for batches of other shapes."""
         buffers = {name: buffer for name, buffer in self.named_buffers() if buffer.device.type == "cpu"}
         copied = without_weights(model, buffers)
         self.steps.capturing = Capturing(copied, loss_fn, autocast) if copied is not None else None
 
     def _complete(self, step: ShapedStep) -> None:
-        """Give a step the parameters and buffers that it reads."""
+        """Connect a new step to the parameters and buffers that it reads, and to the tier, if there is one."""
         step.read(dict(self.named_parameters()), dict(self.named_buffers()))
         if self.tier is not None:
             names = {value: tensor.key for tensor, value in step.local.sources.items() if tensor.role == "param"}
             self.tier.watch(step.executor, names, step.local_params)
 
     def _rest_on(self, tier: Tier) -> None:
-        """Let the tier keep what stands beside the parameters: buffers, and how many steps random numbers have been drawn for."""
+        """Make the tier save, beside the parameters, the buffers and the number of steps that seeds the random numbers."""
         kept, buffers = self.state_dict(keep_vars=True), dict(self.named_buffers())
         tier.keep_buffers({name: buffer for name, buffer in buffers.items() if name in kept})
         if tier.options.resume:
@@ -236,9 +236,9 @@ class ParallelModule(nn.Module):
         tier.num_forwards = lambda: 0 if (module := own()) is None else module.num_steps
 
     def _load(self, model: nn.Module, read: Reader) -> None:
-        """Take this rank's part of every parameter and all buffers, in the order of the model's modules.
+        """Load this rank's part of every parameter, and all buffers, in the order of the model's modules.
 
-        A stage takes those that it reads; what no step reads is the first one's.
+        A pipeline stage loads those that it reads; the first stage also loads those that no step reads.
         """
         mesh, coords = self.communicator.mesh, self.communicator.coords
         params = self.steps.planned.local.decisions.params
@@ -287,21 +287,21 @@ class ParallelModule(nn.Module):
         tier.make_room(sizes, self.plan.predicted.breakdown.get("optimizer", 0))
 
     def _adopt(self, tree: nn.Module) -> None:
-        """Take over the model's names; where one is also an attribute of ours (`steps`, `plan`), `self.steps` stays ours."""
+        """Register the model's tensors and modules; where names collide (`steps`, `plan`), the attribute of this class is read."""
         self._parameters.update(tree._parameters)
         self._buffers.update(tree._buffers)
         self._modules.update(tree._modules)
         self._non_persistent_buffers_set.update(tree._non_persistent_buffers_set)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; one of ours stands beside a parameter, buffer or module of that name, and does not replace it."""
+        """Set an attribute; a plain one does not replace a parameter, buffer or module of the same name."""
         if isinstance(value, Tensor | nn.Module):
             super().__setattr__(name, value)
         else:
             object.__setattr__(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the rank's part of the step on the rank's part of the batch."""
+        """Run the rank's part of the step on its part of the batch, and return the model's output."""
         if torch.compiler.is_compiling() and self.plan.micro_batches == 1 and self.pipe is None:
             from . import compiled
 
@@ -317,11 +317,11 @@ class ParallelModule(nn.Module):
 
     @contextmanager
     def late_loss(self) -> Iterator[None]:
-        """Leave the loss's value open inside the `with` block, so that no rank waits for another where the forward ends.
+        """Postpone the loss's all-reduce to the end of the `with` block, so that no rank waits for another after the forward.
 
-        Inside, `backward()` may be called on the loss (or on a multiple of it), and nothing else: its value is this
-        rank's part until the block ends, when it is the whole batch's, in place. Gradients are the same. Of use where
-        processes wait on the CPU; a GPU's queue does not wait. A compiled module and one of micro-batches wait as ever.
+        Inside, `backward()` may be called on the loss (or on a multiple of it), and nothing else: its value is this rank's
+        partial sum until the block ends, when it becomes the whole batch's, in place. Gradients are unaffected. It helps
+        where processes wait on the CPU; a GPU's queue does not wait. It has no effect on a compiled module or on micro-batches.
 
         >>> import trainwright as tw
         >>> model, loss_fn = nn.Linear(3, 1), lambda output, batch: output.square().mean()
@@ -344,7 +344,7 @@ class ParallelModule(nn.Module):
             late.clear()  # what the backward would have rederived holds the run, and so this
 
     def _begin(self, args: Any, kwargs: Any) -> tuple[ShapedStep, list[dict[ProgramTensor, Tensor]], RunState]:
-        """Return the step for a batch of this shape, the rank's part of each of its micro-batches, and how it runs."""
+        """Return the step for a batch of this shape, the rank's part of each of its micro-batches, and the run's state."""
         part = check_entries(self.plan, as_batch(kwargs if kwargs else args))
         step = self.steps.of(shapes_of(self.plan, part))
         return step, step.parts(part), self._state()
@@ -354,7 +354,7 @@ class ParallelModule(nn.Module):
         return RunState(self.seed, self.num_steps, self.training, self.use_dropout, rest=rest)
 
     def _end(self, step: ShapedStep, flat: list[Any]) -> Any:
-        """Count the step, and make the model's own output of a run's flat outputs."""
+        """Count the step, and return the model's own output object, rebuilt from a run's flat outputs."""
         return self._count(step, [self._wrap(step, place, value) for place, value in zip(step.local.outputs, flat)])
 
     def _count(self, step: ShapedStep, wrapped: list[Any]) -> Any:
@@ -365,7 +365,7 @@ class ParallelModule(nn.Module):
         return LossOutput(wrapped[captured.loss_index], output) if self._has_loss_fn else output
 
     def _wrap(self, step: ShapedStep, place: Any, value: Any) -> Any:
-        """Return an output as the whole model would: a `DTensor` where ranks hold parts of it."""
+        """Return an output in the whole model's shape: as a `DTensor` if it is split over ranks."""
         if not isinstance(place, Ref) or not isinstance(value, Tensor):
             return value
         held = step.local.values[place.value]
@@ -378,9 +378,9 @@ class ParallelModule(nn.Module):
         return self._gathered(value, held.layout, tensor.shape, tensor.slots)
 
     def whole(self, output: DTensor) -> Tensor:
-        """Return a tensor of this module's output whole, on every rank, with its graph; a collective call.
+        """Return a split output of this module as a whole tensor on every rank, with its graph; a collective call.
 
-        `full_tensor` gives the same by the backend's collectives, whose threads copy for themselves.
+        `full_tensor` gives the same, but by collectives of the backend that make copies.
         """
         layout = tuple(at.dim if isinstance(at, Shard) else REPLICATE for at in output.placements)
         slots = [Slot(dim, size) for dim, size in enumerate(output.shape)]
@@ -419,9 +419,9 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Return the whole weights and buffers in the user's names and shapes, on every rank; a collective call.
 
-    trainable: those alone that are trained, so that a frozen base is not gathered to save an adapter.
-    only_rank: where, among the ranks of a replica, the weights are wanted, one after the other on the CPU; the other ranks
-    keep none and return `{}`. Tied weights are one tensor there under all their names.
+    trainable: whether to return trainable weights only, so that saving an adapter gathers no frozen base.
+    only_rank: the rank within its replica that gets the weights, gathered one by one to its CPU memory; the other ranks
+    return `{}`. Tied weights are then one tensor under all their names.
     """
     found: dict[str, Tensor] = {}
     first_of: dict[int, str] = {}

@@ -1,9 +1,9 @@
-"""Stores what a plan offloads: in a file of this rank's own, or in the host's memory.
+"""Stores the tensors that a plan offloads: in a file of this rank's own, or in the host's memory.
 
-    disk   one unnamed file a rank, gone when the process is, however it ends; a thread reads and writes in order
-    host   pinned memory, filled and read on streams beside the one that computes; on a CPU, plain copies
+    disk   one unnamed file a rank, which disappears with the process, however it ends; one thread reads and writes in order
+    host   pinned memory, written and read on streams beside the computing one; on a CPU, plain copies
 
-What is in flight is bounded by `rank.offload`, which waits for the oldest transfer before it lets more leave.
+`rank.offload` bounds the bytes in flight: it waits for the oldest transfer before it issues more.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ALIGNMENT = 4096
 
 
 def open_store(plan: Plan, device: torch.device) -> OffloadStore | None:
-    """Return where this rank offloads what `plan` says, or None where it offloads nothing.
+    """Return the store for the tensors that this rank offloads by `plan`; None if it offloads nothing.
 
-    A disk's file stands in the folder that `tempfile` takes, which `TMPDIR` names; `UserError` when it cannot be written.
+    The disk's file lies in `tempfile`'s default folder, which `TMPDIR` sets; raises `UserError` if it cannot be written.
     """
     if plan.offload is None:
         return None
@@ -39,15 +39,15 @@ def open_store(plan: Plan, device: torch.device) -> OffloadStore | None:
 
 @dataclass(eq=False)
 class _Extent:
-    """A piece of the file, free again when nobody holds it."""
+    """An extent of the file; it becomes free when the object is deleted."""
 
     store: DiskStore
     offset: int
     num_bytes: int
     pending: Future[None] | None = None
     data: Tensor | None = None
-    """The tensor that the pending transfer reads or fills. The thread has its address alone: if it held the last reference,
-    memory would be freed there, at a time of its own, and the allocator's records would miss it."""
+    """The tensor that the pending transfer reads or fills. The thread gets its address only: if the thread had the last
+    reference, it would free the memory at some later time, and the allocator's records would miss that."""
 
     def wait(self) -> None:
         pending, self.pending = self.pending, None
@@ -64,10 +64,10 @@ class _Extent:
 
 
 class DiskStore:
-    """Offloads to a file without a name in `folder`; see `OffloadStore` for what the methods promise.
+    """Offloads to an unnamed file in `folder`; `OffloadStore` specifies the methods.
 
-    One thread transfers in the order of the calls, so a piece of the file that is taken again is never written before
-    it was read. A full disk, or one that cannot be written, is a `UserError` of the step that finds it, before any weight changed.
+    One thread runs the transfers in the order of the calls, so a reused extent is never overwritten before it was read. A
+    full or unwritable disk raises `UserError` in the step that meets it, before any weight changes.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -79,7 +79,7 @@ class DiskStore:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainwright-offload")
         self._end = 0
         self.free: dict[int, list[int]] = defaultdict(list)
-        """The offsets of the file's free pieces, by size."""
+        """The offsets of the file's free extents, by size."""
 
     def write(self, data: Tensor) -> Any:
         num_bytes = data.numel() * data.element_size()
@@ -98,7 +98,7 @@ class DiskStore:
         self._wait(ticket)
 
     def close(self) -> None:
-        """Wait for what is under way and give the space back."""
+        """Wait for the transfers in flight and delete the file."""
         self._worker.shutdown()
         self._file.close()
 
@@ -147,12 +147,12 @@ def _memory(address: int, num_bytes: int) -> memoryview:
 
 @dataclass(eq=False)
 class _HostCopy:
-    """A buffer in the host's memory, free again when nobody holds it."""
+    """A buffer in the host's memory; it becomes free when the object is deleted."""
 
     store: HostStore
     buffer: Tensor
     event: Any = None
-    """When the last transfer from or to the buffer is done."""
+    """The CUDA event after the last transfer from or to the buffer."""
 
     def __del__(self) -> None:
         self.store.wait(self)
@@ -160,18 +160,17 @@ class _HostCopy:
 
 
 class HostStore:
-    """Offloads to the host's memory; see `OffloadStore`.
+    """Offloads to the host's memory; `OffloadStore` specifies the methods.
 
-    On a GPU the buffers are pinned, and transfers run on two streams of their own, one a direction. Waiting is the
-    computing stream's, not the process's: memory that was let go is taken again by later work of that stream, which then
-    comes after the transfer.
+    On a GPU the buffers are pinned, and transfers run on two streams, one for each direction. The computing stream waits for
+    them, not the process: freed memory is reused by later work of that stream, which then runs after the transfer.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_gpu = device.type == "cuda"
         self.free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
-        """Buffers that nobody holds, by size, with what to wait for before they are filled again."""
+        """The free buffers by size, with the event to wait for before one is filled again."""
         self._out = torch.cuda.Stream(device) if self.is_gpu else None
         self._back = torch.cuda.Stream(device) if self.is_gpu else None
 
@@ -209,6 +208,6 @@ class HostStore:
             copy.event = stream.record_event()
 
     def wait(self, copy: _HostCopy) -> None:
-        """Let the computing stream wait for the last transfer of `copy`."""
+        """Make the computing stream wait for the last transfer of `copy`."""
         if copy.event is not None:
             torch.cuda.current_stream(self.device).wait_event(copy.event)

@@ -1,8 +1,8 @@
-"""This rank's place among the stages of a plan, and the link over which tensors move between them.
+"""Holds this rank's place among the pipeline stages of a plan, and moves tensors between stages.
 
 ranks of stage 0      0 … k − 1            k: the ranks of a stage
 ranks of stage 1      k … 2k − 1           stages are the outermost axis, over the slowest link
-pipe                  c, k + c, 2k + c …   the ranks at one place of all stages, which hand results on to one another
+pipe                  c, k + c, 2k + c …   the ranks at one place of all stages, which send results to one another
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..rank.stage_actions import Action, Schedule, What, action_lists, check_ord
 from .communicator import MeshCommunicator
 
 _TAGS = 64
-"""More tensors than cross any boundary: each has a tag of its own."""
+"""An upper bound on the tensors that cross a boundary; each one has its own tag."""
 
 
 def check_stages(plan: Plan, replicas: int = 1) -> None:
-    """Refuse what a plan with stages cannot run; nothing of one without."""
+    """Raise `UserError` for a plan with pipeline stages that uses what stages do not support."""
     if plan.pipeline is None:
         return
     needed = {
@@ -43,7 +43,7 @@ def check_stages(plan: Plan, replicas: int = 1) -> None:
 
 
 def refuse_stages(plan: Plan, what: str) -> None:
-    """Raise `UserError` where a plan has stages and `what` cannot work with them."""
+    """Raise `UserError` if `plan` has pipeline stages; `what` names the feature that does not support them."""
     if plan.pipeline is not None:
         raise UserError(
             f"a plan without pipeline stages is needed for {what}; this one has {plan.num_stages}; plan without --pipeline"
@@ -51,7 +51,10 @@ def refuse_stages(plan: Plan, what: str) -> None:
 
 
 class Pipe:
-    """This rank's stage. Made on every rank at once: `whole` is the mesh of stages and of each stage's ranks."""
+    """This rank's pipeline stage and its process groups; `whole` is the mesh of stages and of each stage's ranks.
+
+    Every rank constructs it at the same time, since making groups is a collective call.
+    """
 
     def __init__(self, plan: Plan, program: Program, whole: DeviceMesh) -> None:
         assert plan.pipeline is not None
@@ -59,32 +62,32 @@ class Pipe:
         self.index, self.size = whole.get_local_rank(PIPE), plan.num_stages
         self.group = whole.get_group(PIPE)
         self.ranks = dist.get_process_group_ranks(self.group)
-        """The ranks at this place of all stages, in order."""
+        """The ranks at this rank's place in every stage, in the order of stages."""
         self._lines = whole.mesh.reshape(self.size, -1).T.tolist()
         self.readers = stages_of(tied(cut(program, plan.pipeline.begins)), self.size)
-        """The stages that read each parameter that several of them read."""
+        """For each parameter that several stages read, those stages."""
         self._holders = {stages: self._group_over(stages) for stages in sorted(set(self.readers.values()))}
         self.shares_outputs = False
-        """Whether every stage gets the outputs of an evaluation, for loops that use them on all ranks; else who makes them."""
+        """Whether every stage gets the outputs of an evaluation; otherwise only the stage that computes them has them."""
         self.pairs = self._pairs() if whole.device_type == "cuda" else {}
 
     def _group_over(self, stages: Sequence[int]) -> Any:
-        """Return the group of this place in some stages, which all ranks make together."""
+        """Return the process group of this rank's place in the given stages; a collective call of all ranks."""
         made = [dist.new_group([line[s] for s in stages]) for line in self._lines]
         return made[self._lines.index(self.ranks)]
 
     def _pairs(self) -> dict[tuple[int, What], Any]:
-        """Return a group of two for each boundary and direction; transfers of one group run in the order of issue."""
+        """Return a group of two ranks for each boundary and direction, since the transfers of one group run in order of issue."""
         ways: tuple[What, ...] = ("activation", "gradient")
         boundaries = range(self.size if self.virtual > 1 else self.size - 1)
         return {(s, what): self._group_over((s, (s + 1) % self.size)) for s in boundaries for what in ways}
 
     def pieces_of(self, program: Program) -> list[Stage]:
-        """Return what this rank's stage has of a whole program: a piece, or several where stages are interleaved."""
+        """Return the pieces of a whole program that this rank's stage runs: one, or several with interleaved stages."""
         return list(cut(program, self.pipeline.begins)[self.index :: self.size])
 
     def runner(self, pieces: Sequence[Piece], communicator: MeshCommunicator) -> PipelineRunner:
-        """Return what runs this rank's stage."""
+        """Return the runner of this rank's stage."""
         num = pieces[0].stage.program.num_runs
         actions = stage_actions(self.index, Schedule.of(self.pipeline, num))
         own = [name for name, stages in self.readers.items() if self.index in stages]
@@ -95,28 +98,28 @@ class Pipe:
         return forward_actions(self.index, self.size, num, self.virtual)
 
     def holders(self, parameter: str) -> Any:
-        """Return the group of those that hold a tied parameter at this place."""
+        """Return the process group, at this place, of the stages that hold a tied parameter."""
         return self._holders[self.readers[parameter]]
 
     def owns(self, parameter: str) -> bool:
-        """Tell whether, of the stages that hold `parameter`, this is the one that counts it."""
+        """Tell whether this stage is the first that holds `parameter`, which counts it for all of them."""
         return self.index == min(self.readers.get(parameter, (self.index,)))
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return every stage's `value`, at this place; a collective call."""
+        """Return the `value` of every stage's rank at this place; a collective call."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
     def added(self, own: float) -> float:
-        """Return the sum of every stage's number; a collective call."""
+        """Return the sum of all stages' numbers; a collective call."""
         total: float = sum(self.gathered(own))
         return total
 
     def merged(self, own: Mapping[str, Tensor], device: torch.device, keep: bool = True) -> dict[str, Tensor]:
         """Return the tensors of all stages by name, each from the first stage that has it; a collective call.
 
-        keep: whether this rank wants them; one tensor after the other is there where it does not.
+        keep: whether this rank keeps them; if not, it holds one tensor at a time and returns none.
         """
         found: dict[str, Tensor] = {}
         shapes = self.gathered({name: (tuple(value.shape), value.dtype) for name, value in own.items()})
@@ -134,17 +137,17 @@ class Pipe:
 
 
 class PeerLink:
-    """Moves tensors between this rank and the ranks at its place in the neighbouring stages."""
+    """Transfers tensors between this rank and the ranks at its place in the neighbouring stages."""
 
     def __init__(self, pipe: Pipe, communicator: MeshCommunicator) -> None:
         self.pipe, self.communicator = pipe, communicator
 
     def post(self, action: Action, tensors: Sequence[Tensor]) -> Any:
-        """Ask for what comes into `tensors`."""
+        """Issue the receives into `tensors`, and return their works."""
         return self._each(dist.irecv, action, tensors)
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> Any:
-        """Hand `tensors` over, which must stay as they are until `wait` has returned."""
+        """Issue the sends of `tensors`, which must stay unchanged until `wait` has returned, and return their works."""
         self.communicator.activity.sends("send", _num_bytes(tensors))
         return self._each(dist.isend, action, tensors)
 
@@ -161,7 +164,7 @@ class PeerLink:
             raise self._lost(action, tensors, error) from None
 
     def wait(self, action: Action, tensors: Sequence[Tensor], works: Any) -> None:
-        """Wait until a transfer is done; `ConnectionError` where it does not come to its end."""
+        """Wait until a transfer is complete; raise `ConnectionError` if it fails."""
         if not works:
             return
         peer = self.pipe.ranks[action.peer]
@@ -186,7 +189,7 @@ class PeerLink:
         )
 
     def add_up(self, parameter: str, gradient: Tensor) -> None:
-        """Add up the gradient of a tied parameter, in place, over the stages that read it."""
+        """All-reduce the gradient of a tied parameter, in place, over the stages that read it."""
         activity, group = self.communicator.activity, self.pipe.holders(parameter)
         if not gradient.numel():
             return
@@ -196,7 +199,7 @@ class PeerLink:
         self.communicator._settle()
 
     def share(self, value: Tensor) -> Tensor:
-        """Return the last stage's `value`."""
+        """Return the last stage's `value`, broadcast to all stages."""
         with self.communicator.activity.awaiting("the loss of the last stage", self.pipe.ranks[-1]):
             dist.broadcast(value, self.pipe.ranks[-1], group=self.pipe.group)
         self.communicator._settle()

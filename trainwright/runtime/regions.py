@@ -1,8 +1,8 @@
-"""Which entries of a tensor a rank holds: boxes of the user's own tensor, whatever the plan.
+"""Describes the entries of a tensor that a rank holds as boxes of the user's own tensor, whatever the plan.
 
-A split along an inner factor of a dim (the heads of a fused QKV weight) is no single box of the user's shape but several;
-every other split is one. What reads or writes weights (files, checkpoints) speaks in these boxes, so that it never
-depends on how a plan stores a tensor.
+A split along an inner factor of a dim (the heads of a fused QKV weight) is several boxes of the user's shape; every other
+split is one. Code that reads or writes weights (files, checkpoints) uses these boxes, so it never depends on how a plan
+stores a tensor.
 
     slots, layout, coords  →  an interval list per dim  →  their products, the boxes      `region_of`
 """
@@ -21,18 +21,18 @@ from ..program.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
 
 @dataclass(frozen=True)
 class Box:
-    """A block of entries: where it starts in the whole tensor and in the rank's part, and its size, per dim."""
+    """A box of entries: for each dim, its start in the whole tensor (`offset`) and in the rank's part (`local`), and its size."""
 
     offset: tuple[int, ...]
     local: tuple[int, ...]
     size: tuple[int, ...]
 
     def of_whole(self, tensor: Tensor) -> Tensor:
-        """Return the block as a view of the whole tensor."""
+        """Return the box as a view of the whole tensor."""
         return tensor[tuple(slice(start, start + size) for start, size in zip(self.offset, self.size))]
 
     def of_part(self, part: Tensor) -> Tensor:
-        """Return the block as a view of the rank's part."""
+        """Return the box as a view of the rank's part."""
         return part[tuple(slice(start, start + size) for start, size in zip(self.local, self.size))]
 
 
@@ -45,7 +45,7 @@ class Region:
     boxes: tuple[Box, ...]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return a copy of the part of `whole`."""
+        """Return a copy of the entries of `whole` in this region, as the rank's part."""
         part = whole.new_empty(self.local_shape)
         for box in self.boxes:
             box.of_part(part).copy_(box.of_whole(whole))
@@ -53,7 +53,7 @@ class Region:
 
 
 def whole_region(shape: Sequence[int]) -> Region:
-    """Return the region that is all of a tensor.
+    """Return the region of all entries of a tensor.
 
     >>> whole_region((2, 3)).boxes
     (Box(offset=(0, 0), local=(0, 0), size=(2, 3)),)
@@ -64,7 +64,7 @@ def whole_region(shape: Sequence[int]) -> Region:
 def region_of(
     shape: Sequence[int], slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]
 ) -> Region:
-    """Return what the rank at `coords` holds of a tensor of global `shape` in `layout`.
+    """Return the region that the rank at `coords` holds of a tensor of global `shape` in `layout`.
 
     >>> qkv = [Slot(0, 3), Slot(0, 4)]                         # three matrices of four heads in one dim of 12
     >>> [box.offset for box in region_of((12,), qkv, (1,), (2,), (1,)).boxes]
@@ -88,7 +88,7 @@ def _held(size: int, slot: int, layout: Layout, mesh: Sequence[int], coords: Seq
 def _intervals(sizes: Sequence[int], held: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return (start in the whole dim, start in the part, length) of each run of consecutive entries of one dim.
 
-    `sizes` are the dim's factors, major first, `held` the range of each that the rank has.
+    `sizes` are the dim's factors, major first, `held` the range of each that the rank holds.
     """
     split = [index for index, (size, (start, stop)) in enumerate(zip(sizes, held)) if (start, stop) != (0, size)]
     last = split[-1] if split else 0

@@ -1,4 +1,4 @@
-"""Rows of experts that this rank sends and computes, against what was planned: known before they are allocated."""
+"""Counts the rows that this rank routes to experts and compares them with the plan, before they are allocated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..ops.local import Rows
 
 @dataclass(frozen=True)
 class Seen:
-    """The fullest call of one op."""
+    """The counts of an op's call with the most rows."""
 
     numbers: list[int]
-    """The numbers counted, as the op reads them."""
+    """The counted numbers, in the form that the op reads."""
     factor: float
     """The rows as a multiple of the even share."""
     excess: int
@@ -24,7 +24,7 @@ class Seen:
 
 @dataclass(eq=False)
 class Routed:
-    """The counts since `clear`, op by op; of several calls the fullest."""
+    """Holds the counts of each op since `clear`; of several calls, those of the one with the most rows."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
     ever: bool = False
@@ -36,7 +36,7 @@ class Routed:
     """The rows of all calls beyond the planned ones; `num_rows` counts all that this rank computes."""
 
     def note(self, key: str, numbers: Sequence[int], rows: Rows) -> None:
-        """Take in one call."""
+        """Add the counts of one call of the op `key`."""
         self.ever = True
         found = Seen(list(numbers), rows.factor(numbers), rows.excess(numbers))
         self.num_rows += rows.computed(numbers)
@@ -45,18 +45,18 @@ class Routed:
             self.seen[key] = found
 
     def clear(self) -> dict[str, Seen]:
-        """Return what was counted, and forget it."""
+        """Return the counts, and reset them."""
         found, self.seen = self.seen, {}
         self.num_rows = self.num_excess = 0
         return found
 
     def over(self) -> dict[str, Seen]:
-        """Return the ops that had more rows than were planned."""
+        """Return the counts of the ops that had more rows than were planned."""
         return {key: seen for key, seen in self.seen.items() if seen.excess}
 
     @contextmanager
     def limited(self, limit: Limit) -> Iterator[None]:
-        """Treat rows beyond the planned ones by `limit` inside the `with` block."""
+        """Set the treatment of rows beyond the planned ones to `limit` inside the `with` block."""
         before, self.limit = self.limit, limit
         try:
             yield

@@ -1,4 +1,4 @@
-"""The gradient of each example of a batch under a plan: the planned step, on one example after another."""
+"""Computes the gradient of each example of a batch under a plan, by running the planned step on one example at a time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .steps import batch_like
 def sample_gradients(module: ParallelModule, batch: Any) -> Iterator[dict[str, Tensor]]:
     """Yield the gradient of the loss of each example of a global batch: g_i = ∇ℓ(θ; x_i), i in the order of the batch.
 
-    Every rank calls this with the same batch and takes every item: the gradients are by the parameters' names, each laid out as
-    its parameter is (a `DTensor`); the whole is `gradient.full_tensor()`. A step runs for each example, on all ranks together,
-    so a batch takes as long as so many batches of one; the first such batch is captured once. Dropout draws new numbers for
-    each; nothing is counted or written.
+    Every rank calls this with the same batch and consumes every item: a dict from parameter names to gradients, each a
+    `DTensor` in its parameter's layout; `gradient.full_tensor()` gathers it. All ranks run one step for each example, so a
+    batch takes as long as that many batches of one; the first one is captured once. The module's step count and gradients do
+    not change, and so dropout draws the same random numbers for every example: those of the next step.
 
-    module: what `parallelize` returned, in the mode to measure in. batch: of any number of examples up to the planned one.
+    module: what `parallelize` returned, in training or evaluation mode. batch: at most the planned number of examples.
 
     Raises `UserError` where the examples of a batch act on one another (batch norm, contrastive losses), with the op: then
     the gradient of an example is not defined.
@@ -57,7 +57,7 @@ def sample_gradients(module: ParallelModule, batch: Any) -> Iterator[dict[str, T
 
 
 def _check_apart(module: ParallelModule) -> None:
-    """Raise `UserError` where the loss of a batch is no mean of the losses of its examples."""
+    """Raise `UserError` unless the loss of a batch is the mean of its examples' losses."""
     capturing, plan = module.steps.capturing, module.plan
     shapes = {name: entry.shape for name, entry in plan.batch.items()}
     sizes = {shapes[name][0] for name in names_of_batch(shapes)}

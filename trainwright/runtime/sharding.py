@@ -1,4 +1,4 @@
-"""Parameters at rest: `DTensor`s in the plan's layout, under the user's names."""
+"""Stores parameters at rest as `DTensor`s in the plan's layout, under the user's names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Storage:
 def storage_of(
     shape: Sequence[int], slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]
 ) -> Storage:
-    """Return how a tensor of global `shape` in `layout` is stored on the rank at `coords`."""
+    """Return the stored form of a tensor of global `shape` in `layout`, with its local shape on the rank at `coords`."""
     apart = {slots[at].dim for at in layout if at >= 0 and not _is_plain(slots, at, layout, mesh)}
     stored: list[int] = []
     place: dict[int, int] = {}
@@ -53,7 +53,7 @@ def storage_of(
 
 
 def _is_plain(slots: Sequence[Slot], at: int, layout: Layout, mesh: Sequence[int]) -> bool:
-    """Return True if splitting slot `at` is an ordinary split of its dim: it is the major factor, and divides evenly or alone."""
+    """Tell whether splitting slot `at` is a `Shard` of its dim: it is the major factor, and divides evenly or is the only one."""
     peers = slots_of_dim(slots, slots[at].dim)
     if peers[0] != at or any(other in peers and other != at for other in layout):
         return False
@@ -105,22 +105,22 @@ class AtRest(Plain):
     def __init__(self, shapes: Mapping[torch.Tensor, Sequence[int]]) -> None:
         self.shapes = shapes
         self.given: set[int] = set()
-        """The addresses of the gradients that this run has handed over."""
+        """The addresses of the gradients that this run has returned."""
 
     def part(self, param: DTensor) -> torch.Tensor:
-        """Return the rank's part of a parameter; its gradient comes back laid out as the parameter is."""
+        """Return the rank's part of a parameter; its gradient becomes a `DTensor` in the parameter's layout."""
         if not param.requires_grad or not torch.is_grad_enabled():
             return param.to_local().detach().view(self.shapes[param])
         return _LocalPart.apply(param, self)  # type: ignore[no-any-return]
 
     def local(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part of a parameter, outside of autograd; a part that it is given, as it is."""
+        """Return the rank's part of a parameter, outside of autograd; a plain tensor is returned unchanged."""
         return param.to_local().view(self.shapes[param]) if isinstance(param, DTensor) else super().local(param)
 
     def gradient(self, local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the rank's part as the parameter's own.
+        """Return the gradient of the rank's part as a `DTensor` in the parameter's layout.
 
-        What `to_local` does, whose backward derives the gradient's layout anew each time: most of what it takes.
+        `to_local` does the same, but spends most of its backward on deriving the gradient's layout anew each time.
         """
         if not isinstance(param, DTensor):
             return super().gradient(local, param)

@@ -1,7 +1,7 @@
-"""One rank's step for global batches of one shape, ready to run; a module has one for each shape that it has met.
+"""Holds one rank's steps, each for global batches of one shape; a module makes one for each shape that it meets.
 
-The planned shape's is made with the module. For another shape the model is captured again when the first such batch comes,
-as the plan's decisions for it: all steps read the same parameters, as they rest.
+The step of the planned shape is made with the module. For another shape the model is captured again at the first such batch,
+under the plan's decisions. All steps read the same parameters at rest.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .pipe import Pipe
 from .sharding import AtRest
 
 MOST_STEPS = 16
-"""So many further shapes are kept; the one that was used longest ago is captured anew when it comes again."""
+"""The most further shapes that are kept; the least recently used one is dropped, and captured anew if it is met again."""
 
 
 class ShapedStep:
-    """The local program of batches of one shape, with what it reads of the module.
+    """The local program for batches of one shape, connected to the module's tensors that it reads.
 
-    params, buffers: the module's, by the model's names.
+    cut: how such a batch is cut into micro-batches and over ranks.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class ShapedStep:
         executors = [Executor(build_local(each, decisions, communicator), store) for each in own]
         self.executor = executors[-1]
         self.local: LocalProgram = self.executor.local
-        """The local program; of a stage with several pieces, that of the last one, whose decisions are those of all."""
+        """The local program; of a stage with several pieces, that of the last one; all pieces have the same decisions."""
         self.tensors = tuple(dict.fromkeys(tensor for each in own for tensor in each.tensors))
-        """What the step reads and makes on this rank."""
+        """The tensors that the step reads and makes on this rank."""
         self.runner = None if pipe is None else pipe.runner(list(map(Piece, stages, executors)), communicator)
         self.accumulator = Accumulator(self.executor) if program.num_runs > 1 and pipe is None else None
         self._evaluator: Accumulator | PipelineRunner | None = None
@@ -71,7 +71,7 @@ class ShapedStep:
         self._buffers: dict[ProgramTensor, Tensor] = {}
 
     def read(self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-        """Take the tensors that the step reads, by the model's names."""
+        """Connect the step to the module's parameters and buffers, given by the model's names."""
         for tensor in self.tensors:
             if tensor.role == "param":
                 self._params[tensor] = params[tensor.key]
@@ -79,7 +79,7 @@ class ShapedStep:
                 self._buffers[tensor] = buffers[tensor.key]
 
     def sources(self, rest: Plain) -> dict[ProgramTensor, Tensor]:
-        """Return what a run reads beside the batch."""
+        """Return the values that a run reads beside the batch: constants, buffers and parameters."""
         sources: dict[ProgramTensor, Tensor] = dict(self._constants)
         sources.update(self._buffers)
         assert isinstance(rest, AtRest)
@@ -91,12 +91,12 @@ class ShapedStep:
 
     @property
     def local_params(self) -> dict[int, str]:
-        """Return the parameters whose parts instructions read as they are, by their value's index; a bucket takes the others."""
+        """Return the names, by value index, of the parameters that instructions read as local parts, not through a bucket."""
         found = self.local.sources.items()
         return {index: t.key for t, index in found if t.role == "param" and t not in self._travelling}
 
     def parts(self, part: Mapping[str, Tensor]) -> list[dict[ProgramTensor, Tensor]]:
-        """Return the rank's part of the entries of each micro-batch, of those that its stage reads."""
+        """Return, for each micro-batch, the rank's part of the entries that its stage reads."""
         found: list[dict[ProgramTensor, Tensor]] = [{} for _ in range(self.cut.num_runs)]
         for name, leaf in checked_part(self.cut, part, self.local.communicator.coords):
             if name not in self._inputs:
@@ -106,7 +106,7 @@ class ShapedStep:
         return found
 
     def trained(self, parts: list[dict[ProgramTensor, Tensor]], state: RunState, sources: Any) -> list[Any]:
-        """Run a step of several micro-batches, or a stage's part of it: the flat outputs, of which the loss alone is there."""
+        """Run a step of several micro-batches, or a stage's part of it; return the flat outputs, all of them None but the loss."""
         if self.runner is None:
             assert self.accumulator is not None
             return self.accumulator.run(sources, parts, state)
@@ -114,9 +114,9 @@ class ShapedStep:
         return [loss if place == captured.loss_index else None for place in range(len(self.program.outputs))]
 
     def evaluated(self, parts: list[dict[ProgramTensor, Tensor]], state: RunState, sources: Any) -> list[Any]:
-        """The outputs of all micro-batches as those of one batch: rows one after the other, whole on every rank.
+        """Return the outputs of all micro-batches in evaluation, concatenated to those of one batch, whole on every rank.
 
-        Of a stage, those that it makes, and the loss.
+        A stage returns those that it computes, and the loss.
         """
         size = rows_in(self.cut.plan, self.cut.shapes) // self.cut.num_runs
         pieces = []
@@ -127,7 +127,7 @@ class ShapedStep:
         return joined if self.runner is None else self._with_the_loss(joined)
 
     def _evaluated_runs(self, parts: Any, state: RunState, sources: Any) -> list[tuple[list[list[Any]], LocalProgram]]:
-        """Return the flat outputs of each micro-batch with the program that made them, of each piece."""
+        """Return, for each piece, the flat outputs of each micro-batch and the local program that made them."""
         if self._evaluator is None:
             self._evaluator = self._made_evaluator()
         if isinstance(self._evaluator, Accumulator):
@@ -170,7 +170,7 @@ def _whole(local: LocalProgram, place: Any, value: Any) -> Any:
 
 
 def _joined(values: Sequence[Any], size: int) -> Any:
-    """One output of several micro-batches of `size`: rows below one another, the mean of what is no row of any example."""
+    """Return one output of several micro-batches of `size` rows: rows are concatenated, other floating tensors averaged."""
     first = values[0]
     if not isinstance(first, Tensor):
         return first
@@ -181,23 +181,23 @@ def _joined(values: Sequence[Any], size: int) -> Any:
 
 @dataclass(frozen=True)
 class Capturing:
-    """All that is needed to capture a step of another shape: the model without its weights, and the capture's options."""
+    """What a capture of a step of another shape needs: the model without its weights, and the capture's options."""
 
     model: nn.Module
     loss_fn: Any
     autocast: torch.dtype | None
 
     def program(self, cut: Cut) -> Program:
-        """Return the program of a step on a batch that is cut so."""
+        """Return the program of a step on a batch with the given cut."""
         batch, chunks = batch_like(cut.plan, cut.shapes), cut.plan.loss_chunks
         return capture_step(self.model, batch, self.loss_fn, self.autocast, cut.num_runs, loss_chunks=chunks)
 
 
 class StepsByShape:
-    """The steps of a module, by the global shapes of the batch; a further one is made when its first batch comes.
+    """Holds the steps of a module by the global shapes of the batch, and makes one when the first batch of its shape comes.
 
-    planned: of the planned shape. complete: gives a new step what it reads of the module. notice: told, in words, of each
-    capture, which every rank does for itself.
+    planned: the step of the planned shape. complete: called with each new step, to connect it to the module's tensors.
+    notice: called with a message about each new capture, on every rank.
     """
 
     def __init__(self, planned: ShapedStep, store: OffloadStore | None, complete: Callable[[ShapedStep], None]) -> None:
@@ -207,7 +207,7 @@ class StepsByShape:
         self._further: OrderedDict[tuple[Any, ...], ShapedStep] = OrderedDict()
 
     def of(self, shapes: Shapes) -> ShapedStep:
-        """Return the step for batches of `shapes`; `UserError` where they are larger than planned."""
+        """Return the step for batches of `shapes`; raise `UserError` if they are larger than planned."""
         plan = self.planned.cut.plan
         if shapes == planned_shapes(plan):
             return self.planned

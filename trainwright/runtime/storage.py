@@ -1,10 +1,10 @@
-"""Parts of tensors in the files of `torch.distributed.checkpoint`, under the user's names and in the user's shapes.
+"""Reads and writes parts of tensors with `torch.distributed.checkpoint` (DCP), in the user's names and shapes.
 
     write   pieces → files of each rank and one index; a collective call     `write_pieces`
     read    index + a region → this rank's part, from whichever files        `StoredTensors`
 
-Every plan's parts are boxes of the same tensors (`regions.py`), so what one plan wrote another one reads, and so does any
-other tool that reads this format.
+The parts of every plan are boxes of the same tensors (`regions.py`), so another plan, or any other tool that reads this
+format, can read what one plan wrote.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Piece:
 
 
 def write_pieces(pieces: Mapping[str, Piece], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write the pieces of all ranks of `group` to `folder`; what several ranks hold alike is written once.
+    """Write the pieces of all ranks of `group` to `folder`; a box that several ranks hold is written once.
 
     Raises `CheckpointException` on every rank when one of them cannot write.
     """
@@ -60,7 +60,7 @@ def write_pieces(pieces: Mapping[str, Piece], folder: Path, group: dist.ProcessG
 
 
 class _SavePieces(dcp.DefaultSavePlanner):
-    """Tells DCP which boxes of which tensors this rank has."""
+    """Save planner that lists for DCP the boxes of tensors that this rank has."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -94,7 +94,7 @@ def _write_item(name: str, piece: Piece, box: Box) -> WriteItem:
 
 
 class StoredTensors:
-    """The tensors of a folder that `torch.distributed.checkpoint` wrote; each is read a part at a time.
+    """Reads parts of the tensors in a folder that `torch.distributed.checkpoint` wrote.
 
     Raises `UserError` when the folder has no readable index.
     """
@@ -146,7 +146,7 @@ class StoredTensors:
 
 
 class _FillBlocks(dcp.DefaultLoadPlanner):
-    """Tells DCP where what it reads belongs."""
+    """Load planner that gives DCP the memory into which each box is read."""
 
     def __init__(self, blocks: Mapping[torch.Size, Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the values come from: the model's own, its own initialisation module by module, or files read part by part."""
+"""Reads initial weights: the model's own values, its initialisation run module by module, or parts of files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Reader = Callable[[str, Region], Tensor]
 
 
 def reader(model: nn.Module, weights: str | os.PathLike[str] | None, aliases: dict[str, str], seed: int) -> Reader:
-    """Return a function from a parameter's or buffer's name and a region of it to that part; few are alive at a time.
+    """Return a function that reads a region of a parameter or buffer by its name, with few whole tensors alive at a time.
 
-    weights: a safetensors file, a folder of them, or a distributed checkpoint, of which only the part is read.
-    Raises `UserError` when the file lacks a name or has another shape.
+    weights: a safetensors file, a folder of them, or a distributed checkpoint, from which only the region is read; None: the
+    model's own values or initialisation. The function raises `UserError` if the file lacks a name or has another shape.
     """
     if weights is not None:
         return _file_reader(model, Path(weights), aliases, _Initialiser(model, seed))
@@ -69,7 +69,7 @@ def load_full_state_dict(model: nn.Module, values: Mapping[str, Tensor]) -> None
 
 
 class _Initialiser:
-    """Initialises one module of a meta model at a time, from a seed of its own: the same for any sharding."""
+    """Initialises one module of a meta model at a time, from a seed of the module's own, so that no sharding changes its values."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.model, self.seed = model, seed
@@ -118,7 +118,7 @@ def _initialising_ancestor(model: nn.Module, path: str) -> nn.Module | None:
 
 @contextmanager
 def _materialised(module: nn.Module, own: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Give the module real tensors of its own for a moment."""
+    """Replace the module's meta tensors by real ones while the context lasts, and yield these by name."""
     real: dict[str, Tensor] = {}
     for name, tensor in own.items():
         empty = torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -155,7 +155,7 @@ def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str], initiali
 
 
 class _Stored(Protocol):
-    """Tensors in files, by name."""
+    """Protocol of files from which parts of tensors are read by name."""
 
     def __contains__(self, name: object) -> bool: ...
 
@@ -168,7 +168,7 @@ def _open(path: Path) -> _Stored:
 
 
 def checkpoint_folder(path: Path) -> Path | None:
-    """Return the distributed checkpoint that `path` is, or the newest complete one in it; `None` where there is none."""
+    """Return `path` if it is a distributed checkpoint, else the newest complete one in it; `None` if there is none."""
     if (path / INDEX_FILE).is_file():
         return path
     inside = sorted(path.glob(f"step-*/{INDEX_FILE}"))
@@ -176,7 +176,7 @@ def checkpoint_folder(path: Path) -> Path | None:
 
 
 class _Prefixed:
-    """A checkpoint whose weights may stand under a name of their own, beside an optimizer's state."""
+    """Reads a checkpoint whose weights may have a common prefix, as one that also holds an optimizer's state has."""
 
     PREFIXES = ("", "model.", "app.model.")
 
@@ -196,7 +196,7 @@ class _Prefixed:
 
 
 class _SafetensorsFiles:
-    """A safetensors file, or all of a folder; a part is read by slices, the file being mapped into memory."""
+    """Reads parts of tensors from a safetensors file, or all of a folder, by slices of the memory-mapped file."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open

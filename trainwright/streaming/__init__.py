@@ -1,4 +1,4 @@
-"""Zeroth-order training by streaming: a model's blocks rest in the host's memory or on a disk and come in once a step."""
+"""Trains by MeZO with streamed blocks, which rest in the host's memory or on a disk and are loaded once a step."""
 
 from .blocks import Part, Parts, block_names, find_parts
 from .exchange import ByteExchange

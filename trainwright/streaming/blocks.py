@@ -1,8 +1,8 @@
-"""The parts of a model that come and go: its blocks, and what stays beside them.
+"""Divides a model into the parts that are streamed, its blocks, and the parts that stay on the device.
 
-block       an element of a list of modules; rests in the store, comes in when the forward enters it
-staying     a module outside the blocks (embedding, head); rests on the device, moved by ±ε z when it is entered
-standing    a parameter that is read anywhere (of a module around blocks, tied across blocks); moved once a step
+block       an element of a list of modules; rests in the store, loaded when the forward enters it
+staying     a module outside the blocks (embedding, head); rests on the device, perturbed by ±ε z when it is entered
+standing    a parameter that is read anywhere (of a module around blocks, tied across blocks); perturbed once a step
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNMENT = 16
 
 @dataclass(eq=False)
 class Part:
-    """Modules whose parameters come and go together."""
+    """Modules whose parameters are loaded and released together."""
 
     name: str
     modules: list[nn.Module]
@@ -30,7 +30,7 @@ class Part:
     params: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def layout(self, dtypes: dict[str, torch.dtype]) -> tuple[dict[str, int], int]:
-        """Return where each parameter begins in the part's bytes, and how many these are."""
+        """Return each parameter's offset in the part's bytes, and their number."""
         places, end = {}, 0
         for name, param in self.params.items():
             places[name] = end
@@ -40,21 +40,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """A model in parts."""
+    """A model divided into parts, with the parameters that belong to none."""
 
     parts: list[Part]
     standing: dict[str, nn.Parameter]
 
     @property
     def blocks(self) -> list[Part]:
-        """The parts that rest in the store."""
+        """Return the parts that rest in the store."""
         return [part for part in self.parts if not part.stays]
 
 
 def block_names(model: nn.Module) -> list[str]:
-    """Return the paths of the blocks: the elements of lists of modules that hold parameters.
+    """Return the paths of the blocks: the elements, with parameters, of lists of modules.
 
-    Where an element does little but run an inner list (a stage of a ResNet), the inner elements are the blocks.
+    If an element has all its parameters in an inner list (a stage of a ResNet), the inner elements are the blocks.
 
     >>> stages = [nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(2)]
     >>> block_names(nn.Sequential(*stages))
@@ -85,10 +85,10 @@ def _num_of(found: Sequence[tuple[str, nn.Module]]) -> int:
 
 
 def find_parts(model: nn.Module, blocks: Sequence[str] | None = None, standing: Sequence[str] = ()) -> Parts:
-    """Cut a model into parts.
+    """Return the parts of a model.
 
-    blocks: paths of the blocks, `*` for any (`h.*`); default: those of `block_names`. standing: parameters that are to be
-    there all the time. Raises `UserError` where no block is found.
+    blocks: paths of the blocks, `*` for any (`h.*`); default: those of `block_names`. standing: names of parameters that stay
+    on the device all the time. Raises `UserError` if no block is found.
     """
     named = dict(model.named_modules(remove_duplicate=False))
     paths = block_names(model) if blocks is None else _matching(named, blocks)
@@ -111,7 +111,7 @@ def find_parts(model: nn.Module, blocks: Sequence[str] | None = None, standing: 
 
 
 def _shared_out(model: nn.Module, owner: dict[int, Part], standing: set[str]) -> Parts:
-    """Give each parameter to the part that owns it; one of several parts outside the blocks makes them one part."""
+    """Assign each parameter to the part that owns it; parts outside the blocks that share one are merged."""
     owners: dict[int, list[Part | None]] = defaultdict(list)
     for module in model.modules():
         for param in module.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Several ranks, each along a direction of its own: a byte a rank and step goes around, and all apply all directions."""
+"""Exchanges slopes between ranks, one byte a rank and step, so that every rank applies all ranks' directions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ByteExchange:
 
         θ ← θ − lr ((1/n) Σ_m ĝ_m z_m + λ θ),   ĝ: 7 bits of log-magnitude and a sign
 
-    Each rank gives batches of its own to its steps; the parameters stay equal on all to the bit. Nothing but a byte a rank
-    is sent, whatever the model's size. group: of processes; default: all. Raises `UserError` where there are none.
+    Each rank runs its steps on batches of its own; the parameters stay equal on all ranks, bit for bit. A rank sends one byte a
+    step, whatever the model's size. group: the process group; default: all ranks. Raises `UserError` without a process group.
 
     Source: Zelikman et al. 2023, Just One Byte (arXiv:2306.10015).
     """
@@ -30,7 +30,7 @@ class ByteExchange:
         self.stream: tuple[int, ...] = _stream_of(dist.get_rank(group))
 
     def __call__(self, slope: float) -> list[tuple[tuple[int, ...], float]]:
-        """Return every rank's stream with its slope over the number of ranks; a slope that is no number is 0."""
+        """Return every rank's stream with its slope divided by the number of ranks; ranks whose slope is 0 or NaN are left out."""
         own = encode(torch.tensor([slope], dtype=torch.float64))
         rows = [torch.empty_like(own) for _ in range(self.num_ranks)]
         dist.all_gather(rows, own, group=self.group)

@@ -1,7 +1,7 @@
-"""Forwards that run in turns: each in a thread of its own, one at a time, from one block to the next.
+"""Runs several forwards in lockstep: each in its own thread, one at a time, from one block to the next.
 
-A forward stops where it enters a part of the model and goes on when it is told to, so that a part that has come in serves
-all forwards before it goes. Nothing is captured: any code that calls the model may run.
+A forward pauses where it enters a part of the model and continues when it is told to, so that a loaded part serves all
+forwards before it is released. Nothing is captured: any code that calls the model may run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .blocks import Part
 
 
 class Abandoned(BaseException):
-    """Ends a forward whose companion has failed."""
+    """Raised in a forward to end it, because another one has failed."""
 
 
 class Side:
-    """One forward: `which` says where it wants the parameters."""
+    """One forward in its thread; `which` names the perturbation of the parameters that it needs."""
 
     def __init__(self, which: int | None, closure: Callable[[], Any], guard: Callable[[], Any]) -> None:
         self.which = which
         self.wants: Part | None = None
-        """The part that it waits to enter."""
+        """The part at whose entry the forward has paused."""
         self.inside: Part | None = None
         self.depth = 0
         self.value: float | None = None
@@ -64,7 +64,7 @@ class Side:
         self._thread.start()
 
     def advance(self) -> None:
-        """Let it run until it enters a part or ends; raise what it raised."""
+        """Run the forward until it enters a part or ends; raise its error, if any."""
         outside = random_states()
         set_random_states(self._random)
         self.wants = None
@@ -77,18 +77,18 @@ class Side:
 
     @property
     def random(self) -> list[torch.Tensor]:
-        """The generators' states where it stands."""
+        """Return the random generators' states at which the forward has paused."""
         return self._random
 
     def stop(self, part: Part) -> None:
-        """Wait to be let into `part`; called in its thread."""
+        """Pause the forward until `part` is loaded; called in the forward's thread."""
         self.wants = part
         self._stopped.release()
         self._go.acquire()
         self._go_on()
 
     def end(self) -> None:
-        """End the thread, whatever it is at."""
+        """End the thread, wherever it has paused."""
         self._ends = True
         while self._thread.is_alive():
             self._go.release()
@@ -112,15 +112,16 @@ def _running(side: Side) -> Iterator[None]:
 
 
 def current_side() -> Side | None:
-    """Return the forward that this thread runs, if any."""
+    """Return the forward that the current thread runs; None if it runs none."""
     return _current.get()
 
 
 def run_together(sides: list[Side], serve: Callable[[Part, Side], None], resume: Callable[[Side], None]) -> None:
-    """Run forwards to their ends, part by part.
+    """Run the forwards to their ends in lockstep, part by part.
 
-    resume(side): what stays is put where that side wants it, before it runs. serve(part, side): so is the part. Where all
-    wait for one part, it serves all before the next is looked at; where they part ways, each gets what it waits for.
+    resume(side): sets the standing parameters to the side's perturbation before it continues. serve(part, side): does the same
+    for the part. If all sides wait for one part, it serves all of them before the next part; if their paths differ, each gets
+    the part that it waits for.
     """
     try:
         for side in sides:

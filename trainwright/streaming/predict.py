@@ -1,4 +1,4 @@
-"""The peak of a streamed step, followed on real tensors or, before anything is there, on fakes."""
+"""Measures the peak of a streamed step on real tensors, or predicts it on fake ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .streamed import Streamed
 
 
 def peak_of_step(streamed: Streamed, step: Callable[[], Any], batch: Any = ()) -> int:
-    """Return the most bytes on the device during `step()`: the buffers, what stays, activations and temporaries.
+    """Return the peak bytes on the device during `step()`: streaming buffers, staying parameters, activations, temporaries.
 
-    The store and the batch are not counted: the one is elsewhere, the other the caller's.
+    The store, which is off the device, and the batch, which is the caller's, are not counted.
     """
     with MemoryTracker() as tracker:
         tracker.watch(tensors_in(batch), "input")
@@ -36,9 +36,9 @@ def predicted_peak(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Any], *, storage: torch.dtype | None = None,
     blocks: Sequence[str] | None = None, exact: bool = False,
 ) -> int:  # fmt: skip
-    """Return the peak of a streamed step of `loss(model, batch)`, which is followed on fakes: nothing of its size is allocated.
+    """Return the peak of a streamed step of `loss(model, batch)`, simulated on fake tensors, which take no memory.
 
-    model: on any device, meta included; it is not changed. The other arguments are those of `Streamed` and `MeZO`.
+    model: on any device, meta included; it stays unchanged. The other arguments are those of `Streamed` and `MeZO`.
 
     >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(100)])
     >>> peak = predicted_peak(model, torch.ones(1, 64), lambda model, x: model(x).sum())
@@ -65,16 +65,16 @@ def predicted_peak(
 
 
 class _Nowhere:
-    """A store of fakes: their bytes are none."""
+    """A `BlockStore` for fake tensors, which stores nothing."""
 
     def reserve(self, num_bytes: Mapping[str, int]) -> None:
         """Do nothing."""
 
     def read(self, name: str, into: Tensor) -> None:
-        """Leave `into` as it is."""
+        """Leave `into` unchanged."""
 
     def write(self, name: str, data: Tensor) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def flush(self) -> None:
         """Do nothing."""
@@ -88,9 +88,9 @@ def check_fits(
     model: nn.Module, budget_bytes: int | None, predicted_bytes: int | None, *, storage: torch.dtype | None = None,
     blocks: Sequence[str] | None = None,
 ) -> None:  # fmt: skip
-    """Raise `UserError` where a step does not fit into a budget of the device.
+    """Raise `UserError` if a step does not fit into the device's budget.
 
-    predicted_bytes: the step's peak, where it is known. The other arguments are those of `Streamed`.
+    predicted_bytes: the step's peak, if known. The other arguments are those of `Streamed`.
     """
     if budget_bytes is None:
         return

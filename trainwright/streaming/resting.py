@@ -1,7 +1,7 @@
-"""Blocks on their way: two buffers of bytes as they rest, filled ahead of the block in use, written behind it.
+"""Moves blocks between store and device with two buffers: the next block is prefetched while one is in use or written.
 
-read(i + 1) ─┐           one buffer is read into or written from while the other's block is in use;
-use(i)       ├─ at once  a write of a buffer ends before it is read into again
+read(i + 1) ─┐           one buffer is filled or written back while the other's block is in use;
+use(i)       ├─ at once  a buffer's write ends before the buffer is filled again
 write(i)    ─┘
 """
 
@@ -25,7 +25,7 @@ class _Buffer:
 
 
 class Resting:
-    """Named blocks of a store, of which two are in buffers at a time."""
+    """Gives access to the blocks of a store, of which two are in buffers at a time."""
 
     def __init__(self, store: BlockStore, num_bytes: dict[str, int], device: torch.device) -> None:
         self.store, self.num_bytes = store, num_bytes
@@ -37,10 +37,10 @@ class Resting:
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="trainwright-block-out")
         self._used: _Buffer | None = None
         self.num_read = self.num_written = 0
-        """Bytes so far."""
+        """The bytes read and written so far."""
 
     def fetch(self, name: str) -> None:
-        """Begin to bring a block into the buffer that is not in use."""
+        """Issue the read of a block into the buffer that is not in use."""
         if any(each.name == name for each in self._buffers):
             return
         buffer = next(each for each in self._buffers if each is not self._used)
@@ -59,7 +59,7 @@ class Resting:
         buffer.reading = self._readers.submit(read)
 
     def use(self, name: str) -> Tensor:
-        """Return a block's bytes, which stay until another block is used."""
+        """Return a block's bytes, which are valid until another block is used."""
         self.fetch(name)
         self._used = next(each for each in self._buffers if each.name == name)
         if self._used.reading is not None:
@@ -73,7 +73,7 @@ class Resting:
         return self._used.data[: self.num_bytes[name]]
 
     def write(self) -> None:
-        """Begin to write the block in use, whose bytes are changed; nobody changes them again before `use`."""
+        """Issue the write of the block in use after a change; its bytes must not change again before the next `use`."""
         buffer = self._used
         assert buffer is not None
         assert buffer.name is not None
@@ -88,33 +88,33 @@ class Resting:
         buffer.writing = self._writers.submit(write)
 
     def settle(self) -> None:
-        """Return when no write is under way; raises what befell one."""
+        """Wait for all writes; raise the error of one that failed."""
         for buffer in self._buffers:
             if buffer.writing is not None:
                 buffer.writing.result()
 
     def changing(self) -> None:
-        """Return when the bytes of the block in use may be changed: no write of them is under way."""
+        """Wait for the write of the block in use, after which its bytes may be changed."""
         if self._used is not None and self._used.writing is not None:
             self._used.writing.result()
 
     @property
     def data(self) -> list[Tensor]:
-        """The two buffers."""
+        """Return the two buffers."""
         return [buffer.data for buffer in self._buffers]
 
     def spare(self) -> Tensor:
-        """Return a buffer that is not in use: before the first block is."""
+        """Return a buffer that is free before the first block is used."""
         return self._buffers[0].data
 
     def add(self, name: str, data: Tensor) -> None:
-        """Put a new block into the store."""
+        """Add a block to the store, with its bytes."""
         if name not in self.num_bytes:
             self.num_bytes[name] = data.numel()
             self.store.reserve({name: data.numel()})
         self.store.write(name, data)
 
     def close(self) -> None:
-        """End the threads, when what is under way has ended."""
+        """Wait for the running transfers and stop the threads."""
         self._readers.shutdown()
         self._writers.shutdown()

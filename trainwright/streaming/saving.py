@@ -1,8 +1,8 @@
-"""A streamed run on disk: safetensors files, a part each, and one small JSON file that makes them a whole step.
+"""Saves and loads streamed runs: one safetensors file a part, and one JSON file that completes a step.
 
-step-12/  0000-h.0.safetensors …   the parameters as they rest, and the buffers
-          state.json               the optimizer's settings, the steps taken, torch's generators, sums of what belongs
-The folder is written beside and renamed when all of it is there; older ones go then.
+step-12/  0000-h.0.safetensors …   the parameters at rest, and the buffers
+          state.json               the optimizer's settings, the number of steps, torch's generators, the names in each file
+The folder is written under a temporary name and renamed when it is complete; older ones are deleted then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SETTINGS = ("lr", "weight_decay", "epsilon", "seed", "num_steps", "exact")
 
 
 def save(streamed: Streamed, folder: str | os.PathLike[str], step: int, keep: int = 2) -> Path:
-    """Write the run after `step` steps, every update applied, into `folder`; the newest `keep` stay."""
+    """Save the run after `step` steps in `folder`, with all updates applied; keep the newest `keep` saves. Return the path."""
     from safetensors.torch import save_file
 
     streamed.flush()
@@ -56,7 +56,7 @@ def save(streamed: Streamed, folder: str | os.PathLike[str], step: int, keep: in
 
 
 def saved_steps(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    """Return the steps that are whole in `folder`, in order, with their places."""
+    """Return the steps that are completely saved in `folder`, in order, with their paths."""
     found = [
         (int(path.name.removeprefix("step-")), path)
         for path in Path(folder).glob("step-*")
@@ -66,9 +66,9 @@ def saved_steps(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
 
 
 def load(streamed: Streamed, folder: str | os.PathLike[str]) -> int:
-    """Put the newest step of `folder` in place and return how many steps it had taken.
+    """Load the newest saved step of `folder` into the run and return its number of steps.
 
-    Raises `UserError` where there is none, or where it is another model's.
+    Raises `UserError` if there is none, or if it is another model's.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file

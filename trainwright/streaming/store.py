@@ -1,7 +1,7 @@
-"""Where blocks rest: in the host's memory or on disks.
+"""Stores blocks in the host's memory or on disks.
 
-`HostStore`   memory, page-locked where a GPU is in use
-`DiskStore`   files of `trainwright.tiers`: moved directly, checksummed, striped over several folders
+`HostStore`   memory, page-locked if a GPU is in use
+`DiskStore`   files of `trainwright.tiers`: direct I/O, checksums, striped over several folders
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ..tiers import StoreOptions, TierStore
 
 
 class BlockStore(Protocol):
-    """Named bytes that rest elsewhere. Reads and writes of other names may be under way at once, each in a thread."""
+    """Protocol of a store of named bytes; threads may read and write different names at the same time."""
 
     def reserve(self, num_bytes: Mapping[str, int]) -> None:
-        """Make room for names that are new, or raise `UserError` before anything is written."""
+        """Allocate space for new names, or raise `UserError` before anything is written."""
 
     def read(self, name: str, into: Tensor) -> None:
-        """Fill `into` (uint8, as many bytes as were reserved); return when all are there."""
+        """Read the bytes of `name` into `into` (uint8, as many as were reserved), and wait for them."""
 
     def write(self, name: str, data: Tensor) -> None:
-        """Keep the bytes of `data`; return when the tensor may be used for others."""
+        """Store the bytes of `data`; return when the tensor may be reused."""
 
     def flush(self) -> None:
-        """Return when all that was written would outlive this process, where the store promises that."""
+        """Wait until all written bytes would outlive this process, if the store supports that."""
 
 
 class HostStore:
-    """Blocks in the host's memory, page-locked where a GPU is in use.
+    """Stores blocks in the host's memory, page-locked if a GPU is in use.
 
     >>> store, into = HostStore(), torch.empty(3, dtype=torch.uint8)
     >>> store.reserve({"h.0": 3})
@@ -47,7 +47,7 @@ class HostStore:
         self._blocks: dict[str, Tensor] = {}
 
     def reserve(self, num_bytes: Mapping[str, int]) -> None:
-        """Take the memory."""
+        """Allocate memory for the names."""
         pinned = torch.cuda.is_initialized()
         for name, size in num_bytes.items():
             self._blocks[name] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
@@ -61,14 +61,14 @@ class HostStore:
         self._blocks[name].copy_(data)
 
     def flush(self) -> None:
-        """Return at once: memory outlives nothing."""
+        """Return at once, since memory does not outlive the process."""
 
 
 class DiskStore:
-    """Blocks in files of one or several empty folders; `close` deletes them.
+    """Stores blocks in files of one or several empty folders; `close` deletes them.
 
-    Each block has two places, so that what was written before the last `flush` is whole until the next. Raises
-    `UserError` for folders that are missing, not empty or too small, and `TierFault` where a disk fails.
+    Each block has two slots, so that the versions of the last `flush` stay intact until the next one. Raises `UserError` for
+    folders that are missing, not empty or too small, and `TierFault` if a disk fails.
 
     >>> import tempfile
     >>> into = torch.empty(3, dtype=torch.uint8)
@@ -86,11 +86,11 @@ class DiskStore:
         self.tier = TierStore.create(folders, options)
 
     def reserve(self, num_bytes: Mapping[str, int]) -> None:
-        """Make room on the disks."""
+        """Allocate space on the disks."""
         self.tier.add(num_bytes)
 
     def read(self, name: str, into: Tensor) -> None:
-        """Fill `into` with the bytes of that name, whose checksums are right."""
+        """Read the bytes of `name` into `into`, and check their checksums."""
         self.tier.read(name, into).wait()
 
     def write(self, name: str, data: Tensor) -> None:
@@ -98,7 +98,7 @@ class DiskStore:
         self.tier.write(name, data).wait()
 
     def flush(self) -> None:
-        """Make what was written the last whole version."""
+        """Commit all written versions."""
         self.tier.commit(self.tier.step + 1)
 
     def close(self) -> None:

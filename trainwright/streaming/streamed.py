@@ -1,8 +1,9 @@
-"""MeZO of a model whose blocks come in once a step and rest elsewhere between.
+"""Runs MeZO on a model whose blocks rest elsewhere and are loaded once a step.
 
-step t     both forwards in turns, from part to part                            `Streamed.step`, `lockstep`
-part i     comes in; what it is behind (the update of t − 1) is applied and written back; θ + εz, one forward; θ − εz, the other
-look       `model(x)` and `state_dict()` see every update: a part catches up when it is entered, all in `flush`
+step t     both forwards in lockstep, from part to part                         `Streamed.step`, `lockstep`
+part i     is loaded; its pending update (of step t − 1) is applied and written back; one forward runs it at θ + εz, the other
+           at θ − εz
+reading    `model(x)` and `state_dict()` see every update: a part's are applied when it is entered, all in `flush`
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ Source = Callable[[str, nn.Parameter], Tensor]
 
 
 class Exchange(Protocol):
-    """How several ranks share slopes: `stream` is what this rank's directions are drawn with beside the step."""
+    """Protocol of an exchange of slopes between ranks; `stream` identifies this rank's directions in a step."""
 
     stream: tuple[int, ...]
 
     def __call__(self, slope: float) -> list[tuple[tuple[int, ...], float]]:
-        """Return every rank's stream with its slope, divided by how many there are."""
+        """Return every rank's stream with its slope, divided by the number of ranks."""
 
 
 @dataclass(frozen=True)
 class _Behind:
-    """A step that a part has not seen: which directions, which slopes, under which settings."""
+    """An update that is still to be applied to a part: its directions, slopes and settings."""
 
     step: tuple[int, int]
     stream: tuple[int, ...]
@@ -50,7 +51,7 @@ class _Behind:
 
 @dataclass(eq=False)
 class _Trained:
-    """What the optimizer knows of a parameter."""
+    """The optimizer's group, number and mode of a parameter."""
 
     group: dict[str, Any]
     number: int
@@ -59,7 +60,7 @@ class _Trained:
 
 @dataclass(eq=False)
 class _Plain:
-    """Who enters parts outside a step: it sees θ."""
+    """Stands for a forward outside a step, which sees the unperturbed θ."""
 
     which: int | None = None
     inside: Part | None = None
@@ -68,7 +69,7 @@ class _Plain:
 
 @dataclass(eq=False)
 class _State:
-    """Where a part is: its places in bytes, its own tensors if it stays, what it is behind."""
+    """The state of a part: its offsets at rest and in use, its own tensors if it stays, and its pending updates."""
 
     key: str
     rest: tuple[dict[str, int], int]
@@ -78,26 +79,27 @@ class _State:
 
 
 class Streamed:
-    r"""Take MeZO's steps with a model whose blocks rest in a store and come in one after another, once a step.
+    r"""Runs MeZO's steps on a model whose blocks rest in a store and are loaded one after another, once a step.
 
         block i at step t:  θ ← θ − lr (g z + λ θ) of step t − 1,   forward at θ + εz,   forward at θ − εz
 
-    model: any module with a list of blocks; blocks: their paths (`h.*`), where it has none. optimizer: a `MeZO` of its
-    parameters, with groups, decay and schedules as always; its `step` is this one's from here on. store: where blocks rest;
-    default: `HostStore()`. storage: the type at rest: 16-bit ones are rounded stochastically, fp32 beside a bf16 model are
-    masters; default: the model's. standing: parameters to keep on the device. exchange: of slopes between ranks. source:
-    gives the values of parameters by name, for a model that is too large to build (`without_values`). in_turns: whether
-    both forwards take turns, so that a block comes in once for both; default: found out in the first step. on_part(index,
-    number): called as parts come in. draws: directions and rounding bits, for predictions.
+    model: any module with a list of blocks; blocks: their paths (`h.*`), if it has no list. optimizer: a `MeZO` of its
+    parameters, with groups, decay and schedules as usual; from now on its `step` calls this one. store: the store of the
+    blocks; default: `HostStore()`. storage: the dtype at rest: 16-bit ones are rounded stochastically, fp32 for a bf16 model
+    are master weights; default: the model's dtype. standing: parameters to keep on the device. exchange: the exchange of slopes
+    between ranks. source: returns the values of parameters by name, for a model that is too large to build
+    (`without_values`). in_turns: whether both forwards run in lockstep, so that a block is loaded once for both; default:
+    decided by the first step. on_part(index, number): called when a part is loaded. draws: functions for directions and
+    rounding bits, replaced in predictions.
 
-    Steps are equal to the bit to the optimizer's own, random numbers included. On the device are two blocks as they rest,
-    the largest part once more in the model's type, what lies outside the blocks, and the activations of two forwards:
-    `predicted_peak` tells. `model(x)` and `model.state_dict()` see all updates; `close()` makes the model whole again.
+    Steps equal the optimizer's own bit for bit, random numbers included. The device holds two blocks at rest, the largest part
+    once more in the model's dtype, the parameters outside the blocks, and the activations of two forwards; `predicted_peak`
+    gives the sum. `model(x)` and `model.state_dict()` see all updates; `close()` restores the whole model.
 
-    The first step runs in turns and one by one, to prove that turns change nothing. A model that hands values past its
-    calls from block to block gets its forwards one by one, each block twice a step. A parameter that is read outside the
-    module that holds it stands: it is kept on the device from then on. Not for models that fit: MeZO alone is faster.
-    Raises `UserError` where there are no blocks, or the optimizer is another.
+    The first step runs both in lockstep and one by one, to prove that lockstep changes nothing. If a model passes values from
+    block to block outside of its calls, its forwards run one by one, and each block is loaded twice a step. A parameter that is
+    read outside its own module becomes a standing one, which stays on the device from then on. For models that fit, MeZO alone
+    is faster. Raises `UserError` if there are no blocks, or for another optimizer.
 
     >>> from trainwright.optim import MeZO
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
@@ -143,7 +145,7 @@ class Streamed:
         self._states: dict[Part, _State] = {}
         self._hooks: list[Any] = []
         self.away: set[int] = set()
-        """The parameters (by id) whose values are not in place now."""
+        """The ids of the parameters whose values are not loaded now."""
         self._rest(store or HostStore(), found.standing)
         self._hook()
         optimizer.streamed = self.step
@@ -163,7 +165,7 @@ class Streamed:
         return known
 
     def _rest(self, store: BlockStore, standing: dict[str, nn.Parameter]) -> None:
-        """Put the blocks into the store, and what stays into tensors as they rest."""
+        """Put the blocks into the store, and the staying parameters into tensors of their dtype at rest."""
         device = next(iter(self.model.parameters())).device
         for part in self.parts:
             self._states[part] = _State(part.name, part.layout(self._rests_as), part.layout(self._used_as))
@@ -187,7 +189,7 @@ class Streamed:
                 self.resting.add(state.key, self._in_use_for(state)[: state.rest[1]])
 
     def _in_use_for(self, state: _State) -> Tensor:
-        """A buffer for what is made at the beginning; masters are larger than what is used."""
+        """Return a buffer in which a block is prepared at the beginning; master weights may need the larger one."""
         return self._in_use if state.rest[1] <= self._in_use.numel() else self.resting.spare()
 
     def _view(
@@ -197,12 +199,12 @@ class Streamed:
         return data[places[name] : places[name] + size].view(types[name]).view(param.shape)
 
     def _put_away(self, name: str, param: nn.Parameter) -> None:
-        """Leave nothing but the shape; whoever reads it gets numbers that are none."""
+        """Replace a parameter's values by NaNs of its shape, which take no memory."""
         param.data = torch.full((), math.nan, dtype=self._used_as[name], device=self._in_use.device).expand(param.shape)
         self.away.add(id(param))
 
     def _at_rest(self, part: Part) -> dict[str, Tensor]:
-        """Bring a part in and return its parameters as they rest, with every update applied."""
+        """Load a part, apply its pending updates, and return its parameters at rest."""
         state = self._states[part]
         if part.stays:
             own = state.own
@@ -237,11 +239,11 @@ class Streamed:
 
     @property
     def blocks(self) -> list[Part]:
-        """The parts that rest in the store."""
+        """Return the parts that rest in the store."""
         return [part for part in self.parts if not part.stays]
 
     def device_tensors(self) -> list[Tensor]:
-        """Return what lies on the device all the time."""
+        """Return the tensors that stay on the device all the time."""
         own = [tensor for state in self._states.values() for tensor in state.own.values()]
         return [self._in_use, *self.resting.data, *own, *self._standing.values()]
 
@@ -249,7 +251,7 @@ class Streamed:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> float:
-        """Take one step; returns the mean of the losses at θ ± εz. The closure is called in threads, one at a time."""
+        """Run one step and return the mean of the losses at θ ± εz; the closure is called in threads, one at a time."""
         if closure is None:
             raise UserError(
                 "MeZO needs a closure that returns the loss; got none; call streamed.step(lambda: loss of the batch)"
@@ -279,11 +281,11 @@ class Streamed:
 
     @torch.no_grad()
     def evaluate(self, closure: Callable[[], Any]) -> float:
-        """Return the loss of `closure` at θ, every update applied."""
+        """Return the loss of `closure` at θ, with all updates applied."""
         return self._reading_what_it_needs(lambda: self._pass([None], closure)[0])
 
     def _reading_what_it_needs(self, run: Callable[[], Any]) -> Any:
-        """Run; a parameter that is read outside its part stands from then on, and the run begins anew."""
+        """Call `run`; if a parameter is read outside its part, make it a standing one and start again."""
         found, buffers = random_states(), self._buffers() if self._together is None else None
         while True:
             try:
@@ -301,7 +303,7 @@ class Streamed:
         return above, below
 
     def _compared(self, closure: Callable[[], Any]) -> list[float]:
-        """Return the losses of forwards one by one; find out whether they are the same in turns."""
+        """Return the losses of the forwards run one by one, and note whether lockstep gives the same."""
         random, buffers = random_states(), self._buffers()
         in_turns = self._pass([ABOVE, BELOW], closure)
         set_random_states(random)
@@ -330,7 +332,7 @@ class Streamed:
             buffer.copy_(value)
 
     def _pass(self, sides: Sequence[int | None], closure: Callable[[], Any]) -> list[float]:
-        """Run forwards in turns, at θ + εz, θ − εz or (None) at θ; leave torch's generators where the last one did."""
+        """Run forwards in lockstep, at θ + εz, θ − εz or (None) θ; leave torch's generators in the last one's state."""
         self._visited = []
         try:
             for which in sides:
@@ -362,13 +364,13 @@ class Streamed:
         return into
 
     def _stand(self, which: int | None) -> None:
-        """Put the standing parameters where a side wants them; None: at θ."""
+        """Set the standing parameters to a side's perturbation; None: to θ."""
         for name, own in self._standing.items():
             moved = self._moved.get(which)
             self._params[name].data = moved[name] if moved is not None else own.to(self._used_as[name])
 
     def _serve(self, part: Part, side: Any) -> None:
-        """Put a part where a side wants it."""
+        """Load a part and set its parameters to a side's perturbation."""
         rests = self._at_rest(part)
         if not self._visited or self._visited[-1] is not part:
             self._visited.append(part)
@@ -382,7 +384,7 @@ class Streamed:
             self.away.discard(id(param))
 
     def _fetch_after(self, part: Part) -> None:
-        """Begin to bring the block that came next in the last pass."""
+        """Prefetch the block that came next in the last pass."""
         order = [each for each in self._order or self.parts if not each.stays]
         at = sum(not each.stays for each in self._visited)
         if order and not part.stays:
@@ -391,7 +393,7 @@ class Streamed:
             self.resting.fetch(self._states[order[0]].key)
 
     def _make_stand(self, param: nn.Parameter) -> None:
-        """Take a parameter out of its part: it is read elsewhere, too."""
+        """Move a parameter from its part to the standing ones, since it is read elsewhere too."""
         name = self._names[id(param)]
         part = next(each for each in self.parts if name in each.params)
         values = {each: tensor.clone() for each, tensor in self._at_rest(part).items()}
@@ -474,7 +476,7 @@ class Streamed:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Apply every update that waits, and let the store keep it."""
+        """Apply all pending updates, and flush the store."""
         for part in self.parts:
             if self._states[part].behind:
                 self._at_rest(part)
@@ -483,7 +485,7 @@ class Streamed:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield each part's name with its parameters as they rest, every update applied, valid until the next."""
+        """Yield each part's name and its parameters at rest, with all updates applied; they are valid until the next item."""
         if self._standing:
             yield "", dict(self._standing)
         for part in self.parts:
@@ -491,7 +493,7 @@ class Streamed:
 
     @torch.no_grad()
     def load(self, values: Callable[[str], Tensor]) -> None:
-        """Put `values(name)` in place of every parameter."""
+        """Set every parameter to `values(name)`."""
         for state in self._states.values():
             state.behind.clear()
         for _, tensors in self.tensors():
@@ -508,7 +510,7 @@ class Streamed:
 
     @torch.no_grad()
     def close(self) -> nn.Module:
-        """Make the model whole again, every update applied, and return it; the optimizer's step is its own again."""
+        """Restore the whole model with all updates applied, and return it; the optimizer's step is its own again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -1,4 +1,4 @@
-"""Who reads a parameter outside the part that holds it: a mode sees every call of torch that a forward makes."""
+"""Detects a read of a parameter outside its part, by a mode that sees every torch call of a forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ASKS_FOR_NO_VALUES = {
 
 
 class ReadElsewhere(Exception):
-    """A parameter was read while its part was away."""
+    """Raised when a parameter is read while its part is not loaded."""
 
     def __init__(self, param: nn.Parameter) -> None:
         super().__init__("a parameter is read outside the module that holds it")
@@ -29,7 +29,7 @@ class _Knows(Protocol):
 
 
 class Watch(TorchFunctionMode):
-    """Raises `ReadElsewhere` where a call is given a parameter that is away."""
+    """Function mode that raises `ReadElsewhere` for a call with a parameter that is not loaded."""
 
     def __init__(self, streamed: _Knows) -> None:
         super().__init__()

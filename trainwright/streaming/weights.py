@@ -1,4 +1,4 @@
-"""Models that are too large to build: modules without values, whose parameters come from files as blocks are laid down."""
+"""Builds models that are too large for memory: modules without values, whose parameters are read from files block by block."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..artifacts import UserError
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Let modules that are made inside have parameters of one number, expanded to their shapes; buffers have their values.
+    """Make modules built in the `with` block without parameter values: one number, expanded to the shape; buffers are real.
 
-    While the modules are made, parameters are on the meta device, where initialising them costs nothing. Memory is that of
-    the largest.
+    While a module is built, its parameters are moved to the meta device, where initialising them costs nothing, so memory is
+    that of the largest one.
 
     >>> with without_values():
     ...     layer = nn.Linear(3, 4)
@@ -50,9 +50,9 @@ def without_values() -> Iterator[None]:
 
 
 def from_safetensors(path: str | os.PathLike[str]) -> Callable[[str, Any], Tensor]:
-    """Return what reads a parameter by name from a safetensors file, or from all of a folder.
+    """Return a function that reads a parameter by name from a safetensors file, or from all files of a folder.
 
-    Raises `UserError` for a path without such files, and, when it is read, for a name or a shape that they do not have.
+    Raises `UserError` for a path without such files; the function raises it for a name or a shape that they do not have.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,4 +1,4 @@
-"""Training with less exchange: methods by which workers agree, each written once and run on real ranks or simulated.
+"""Trains with less communication: sync methods, each written once and run on real ranks or on simulated workers.
 
 sync = tw.sync.create("local-sgd", model, optimizer, period=8)       under torchrun, or alone
 loss.backward(); sync.step(loss)                                     in place of optimizer.step()
@@ -181,7 +181,7 @@ _RECORDS = {
     )
 }
 _TYPICAL = (1000, 1000)
-"""The shape of the parameter that the table's numbers are for, over 8 workers in fp32."""
+"""The shape of the parameter for which the table's numbers are computed, on 8 workers in fp32."""
 
 
 def create(
@@ -195,12 +195,12 @@ def create(
 ) -> Sync:
     """Return the method `name` over `model` and `optimizer`, agreed upon with all other ranks of `group`.
 
-    model: an ordinary module, whose gradients nobody else sums: not in DistributedDataParallel; or one of
-    `tw.parallelize(…, replicas=N)`, whose replicas are the workers, each rank working on its own shards. optimizer: over its
+    model: an ordinary module, not in DistributedDataParallel, so that nothing else sums its gradients; or one made by
+    `tw.parallelize(…, replicas=N)`, whose replicas are the workers, each rank with its own shards. optimizer: of its
     parameters; the method calls it, or reads its settings. group: a process group of torch.distributed; default: all
-    ranks, under torchrun, or this process alone. meeting: in place of a group, where workers find
-    one another that come and go: the method goes on with whoever is there, and one that comes later takes over the run's
-    parameters and state. options: the method's own; its class says what they mean.
+    ranks, under torchrun, or this process alone. meeting: a store, instead of a group, by which workers that come and go
+    find one another: the method continues with those present, and a worker that joins takes over the run's parameters and
+    state. options: the method's own, as its class documents them.
 
     Raises `UserError` on all ranks alike, before anything is sent of the model, for an unknown name or option, a value
     that the method refuses, a number of workers that it cannot take, and ranks that differ in method, options or parameters.
@@ -239,7 +239,7 @@ def _meet(entry: SyncRecord, model: nn.Module, optimizer: Any, meeting: Meeting,
 
 
 def _begun(entry: SyncRecord, model: nn.Module, optimizer: Any, options: dict[str, Any], engine: Elastic) -> Sync:
-    """Begin with all; where one goes meanwhile, with those who are left, if the method bears it."""
+    """Start with all workers; if one leaves meanwhile, with the others, if the method allows that."""
     while True:
         try:
             return engine.run(face.join(entry, model, optimizer, options))
@@ -249,7 +249,7 @@ def _begun(entry: SyncRecord, model: nn.Module, optimizer: Any, options: dict[st
 
 
 def _between(model: Any) -> Any:
-    """Return the group over which the replicas of a planned module exchange; `None`, all ranks, of an ordinary one."""
+    """Return the process group over which the replicas of a planned module exchange; `None`, all ranks, for other modules."""
     replicas = getattr(model, "replicas", None)
     if replicas is not None and replicas.is_only and replicas.size > 1:
         raise UserError(
@@ -260,7 +260,7 @@ def _between(model: Any) -> Any:
 
 
 def join(name: str, model: nn.Module, optimizer: Any = None, **options: Any) -> Steps[Sync]:
-    """Return `create` as a program: `sync = yield from join(…)`, then `yield from sync.steps(loss)`; see `simulate`."""
+    """Return `create` as a program for `simulate`: `sync = yield from join(…)`, then `yield from sync.steps(loss)`."""
     return face.join(record(name), model, optimizer, options)
 
 
@@ -284,7 +284,7 @@ def names() -> tuple[str, ...]:
 
 
 def table() -> list[dict[str, str]]:
-    """Return a row a method; its numbers are for a matrix of a million parameters in fp32 on 8 workers."""
+    """Return one row for each method; its numbers are for a matrix of a million parameters in fp32 on 8 workers."""
     rows = []
     for entry in _RECORDS.values():
         options = {**options_of(entry.cls), **entry.defaults}

@@ -1,4 +1,4 @@
-"""A sync method as a torch optimizer, for loops that call `optimizer.step()` themselves: Hugging Face's Trainer, Accelerate."""
+"""Wraps a sync method as a torch optimizer, for loops that call `optimizer.step()`: Hugging Face's Trainer, Accelerate."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class SyncOptimizer(torch.optim.Optimizer):
-    """`step()` is `sync.step(loss)`, with the mean of the losses that the model has returned since the last one.
+    """Optimizer whose `step()` calls `sync.step(loss)` with the mean of the losses that the model returned since the last one.
 
     Made by `sync.as_optimizer()`. Groups and state are the wrapped optimizer's, so that schedulers and checkpoints find them;
-    its `state_dict` has the method's state beside. The loss is taken from what the model returns in training: a scalar, `loss`
-    of an object or a dict, or the first of a tuple; one that is found nowhere is NaN, which matters to `lsgd` alone.
-    The model is marked as prepared, so that Accelerate does not wrap it in DistributedDataParallel, which would sum gradients.
+    its `state_dict` also has the method's state. The loss is found in what the model returns in training: a scalar, `loss` of an
+    object or a dict, or the first entry of a tuple; if it is not found, it is NaN, which matters only to `lsgd`. The model is
+    marked as prepared, so that Accelerate does not wrap it in DistributedDataParallel, which would sum gradients.
     """
 
     def __init__(self, sync: Sync) -> None:
@@ -39,7 +39,7 @@ class SyncOptimizer(torch.optim.Optimizer):
         replica.model.register_forward_hook(self._note)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take one step with the others; returns the closure's loss, or `None`."""
+        """Run one step together with the other workers; return the closure's loss, or `None`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -51,15 +51,15 @@ class SyncOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Drop or zero the gradients."""
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and the method's under `sync`."""
+        """Return the wrapped optimizer's state, with the method's state under `sync`."""
         return {**self.inner.state_dict(), "sync": self.sync.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Go on from a `state_dict` of this worker."""
+        """Restore a `state_dict` of this worker."""
         rest = dict(state_dict)
         saved = rest.pop("sync", None)
         if saved is None:

@@ -1,7 +1,7 @@
-"""Code written for torch.distributed, which waits for its all-reduces, run as a program that yields requests.
+"""Runs code with blocking all-reduces, as written for torch.distributed, as a program that yields requests.
 
-The code is given `AskingGroup`s in place of process groups. It runs on a thread that goes on only while the program waits
-for it, so that real ranks and the simulator run it alike, and bytes are counted where all others are.
+The code gets `AskingGroup`s instead of process groups. It runs on a thread that proceeds only while the program waits for
+it, so that real ranks and the simulator run it in the same way, and its bytes are counted like all others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .requests import AllReduce, Members, Steps, T
 
 
 class AskingGroup:
-    """Stands for a process group of `size` members in code that calls `torch.distributed.all_reduce` on it, sums alone.
+    """Stands for a process group of `size` members on which code calls `torch.distributed.all_reduce` with sums.
 
-    members: which workers they are; default: all.
+    members: the ranks of the workers in it; default: all.
     """
 
     def __init__(self, size: int, members: Members | None = None) -> None:
@@ -34,7 +34,7 @@ class AskingGroup:
         return self._size
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> _Work:
-        """Sum a tensor in place, nothing for an empty one; waits, so that what follows runs on the thread that asked."""
+        """Sum a tensor over the members, in place, and wait for it, so that callbacks run on the calling thread."""
         if not tensors[0].numel():
             return _Work(tensors)
         self.asked.put(AllReduce(tensors[0], self._members))
@@ -46,7 +46,7 @@ class AskingGroup:
 
 
 class _Work:
-    """An all-reduce that is done, as torch.distributed returns it."""
+    """A completed all-reduce, with the interface of torch.distributed's `Work`."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._future: Future[list[Tensor]] = Future()
@@ -60,7 +60,7 @@ class _Work:
 
 
 def as_program(code: Callable[[], T], groups: list[AskingGroup]) -> Steps[T]:
-    """Run `code`, whose all-reduces are on one of `groups`, as a program; returns what it returns.
+    """Run `code`, whose all-reduces are on one of `groups`, as a program, and return its result.
 
     >>> import torch.distributed as dist
     >>> from trainwright.sync import simulate

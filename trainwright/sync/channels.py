@@ -1,7 +1,7 @@
-"""Messages between two workers of which either may end: a gloo group for the two, a thread that sends, and one that receives.
+"""Sends messages between two workers of which either may end, over a gloo group of the two, on two threads.
 
-A group for two fails alone: when one process is killed, its connections break, and no other's do. Each message is a header,
-[tag, type, elements], and the tensor; a header with the tag −1 is the last one.
+A group of two fails alone: when one process is killed, its connections break, and no other's do. Each message is a header,
+[tag, dtype, elements], and the tensor; a header with the tag −1 is the last one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _DTYPES = (torch.float64, torch.float32, torch.int64, torch.uint8, torch.int8, t
 
 
 class Channel:
-    """The messages between this worker and one other; `deliver(tag, tensor)` is called for each that comes, `broken()` at the end.
+    """The channel between this worker and another; calls `deliver(tag, tensor)` for each message, and `broken()` at its end.
 
-    store: where the two find each other, under `key`. side: 0 on one of them, 1 on the other.
+    store: the store in which the two meet, under `key`. side: 0 on one of them, 1 on the other.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Channel:
         threading.Thread(target=self._open, name=f"channel {key}", daemon=True).start()
 
     def send(self, tag: int, tensor: Tensor) -> None:
-        """Send a tensor after those before it; goes on at once."""
+        """Queue a tensor to be sent, in order, and return at once."""
         self._waiting.put((tag, tensor.detach().cpu().clone(memory_format=torch.contiguous_format)))
 
     def close(self, is_there: Callable[[], bool]) -> None:
-        """Say that nothing more comes, and wait until all is sent, while the other is there to receive it."""
+        """Send the last header, and wait until everything is sent, as long as the other worker is present."""
         self.send(_LAST_TAG, torch.zeros(0))
         while is_there() and not self._all_sent.wait(_LOOK_S):
             pass

@@ -1,4 +1,4 @@
-"""A master that asks workers for sums of gradients, and goes on when those that have come give the whole."""
+"""Base of the coded methods: a master asks workers for sums of gradients, and proceeds once the answers can be decoded."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LAST = -1
 
 
 class Coded(Method):
-    """The rounds of a master, rank 0, which computes nothing, and its workers, ranks 1 … n, called 0 … n − 1.
+    """Runs the rounds of a master, rank 0, which computes nothing, and its workers, ranks 1 … n, numbered 0 … n − 1.
 
-    A method says what the master tells a worker (`down`), what the worker makes of it (`told`, `answer`), when answers are
-    `enough`, and what becomes of them (`use`). A round waits (1 + patience) times as long as its fastest worker took, longer
-    while the answers are not enough; for all that are there, if patience is infinite. Late answers change nothing: each
-    carries the number of its round. Where workers come and go, one that is gone is one more that does not answer; if what is
-    left is not enough, the run ends with its name.
+    A subclass defines the master's message to a worker (`down`), what the worker does with it (`told`, `answer`), when answers
+    are `enough`, and how the master uses them (`use`). A round lasts (1 + patience) times as long as its fastest worker took,
+    longer while the answers are not enough; with infinite patience it waits for all workers present. Late answers are ignored,
+    since each carries the number of its round. Where workers come and go, a worker that is gone counts as one that does not
+    answer; if the others' answers are not enough, the run ends with its name.
     """
 
     keeps_places = True
@@ -40,52 +40,52 @@ class Coded(Method):
         self.patience = float(patience)
         self.state["newest"] = 0
         self.gone: dict[int, str] = {}
-        """By rank: the names of those who are gone, and whose places nobody has taken."""
+        """By rank: the names of the workers that are gone and whose places nobody has taken."""
         self._late: Counter[int] = Counter()
         self._has_ended = False
         self._first: Letter | None = None
         self._owes = False
-        """Whether the newest round has no answer of this worker yet."""
+        """Whether this worker has not answered the newest round yet."""
         self._closure: Any = None
 
     @property
     def down_length(self) -> int:
-        """The elements of what a worker is told in a round."""
+        """Return the number of elements of the master's message to a worker."""
         raise NotImplementedError
 
     @property
     def up_length(self) -> int:
-        """The elements of an answer."""
+        """Return the number of elements of an answer."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Decide, on the master, what is to be done in this round."""
+        """Decide the work of this round; called on the master."""
 
     def down(self, worker: int) -> Tensor:
-        """Return what a worker is told in this round."""
+        """Return the master's message to a worker in this round."""
         raise NotImplementedError
 
     def told(self, turn: int, message: Tensor) -> None:
-        """Take in, on a worker, what the master says in a round."""
+        """Store the master's message of a round; called on a worker."""
         raise NotImplementedError
 
     def answer(self, closure: Any) -> Steps[Tensor]:
-        """Compute, on a worker, the answer in the newest round."""
+        """Return the answer to the newest round; called on a worker."""
         raise NotImplementedError
 
     def enough(self, answers: dict[int, Tensor]) -> bool:
-        """Return whether the round may end with these answers."""
+        """Tell whether the round may end with these answers."""
         raise NotImplementedError
 
     def once_more(self, answers: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return what workers are told once more, where all who are there have answered and it is not enough; else nothing."""
+        """Return further messages to workers, for the case that all present have answered and it is not enough; default: none."""
         return {}
 
     def repeated(self, worker: int, answer: Tensor) -> None:
-        """Take in, on the master, what a worker answered that was told once more."""
+        """Store a worker's answer to a further message; called on the master."""
 
     def use(self, answers: dict[int, Tensor]) -> None:
-        """Take in, on the master, the answers of a round, and update the model."""
+        """Update the model with the answers of a round; called on the master."""
         raise NotImplementedError
 
     def step(self, loss: Any, num_samples: int) -> Steps[None]:
@@ -95,7 +95,7 @@ class Coded(Method):
             yield from self._follow(loss)
 
     def finish(self) -> Steps[None]:
-        """Take in what comes late, and give all ranks the master's parameters."""
+        """Receive late answers, and send the master's parameters to all ranks."""
         if self.worker.rank == MASTER:
             yield from self._end_all()
             return
@@ -105,7 +105,7 @@ class Coded(Method):
             yield from self._next(None)
 
     def take_up(self) -> Steps[None]:
-        """Begin, as a worker that joins, where the others are: at the round of the first message."""
+        """Set a joining worker's step to that of the first message that it receives."""
         self._first = yield from self._received(None)
         assert self._first is not None
         self.num_steps = max(0, int(self._first.tensor[0]) - 1)
@@ -128,9 +128,9 @@ class Coded(Method):
         self.use(dict(sorted(answers.items())))
 
     def _collected(self, there: set[int], began: float | None) -> Steps[dict[int, Tensor]]:
-        """Return the answers of those who are there, which leave `there` where they go.
+        """Return the answers of the workers in `there`, from which those that leave are removed.
 
-        began: when they were asked, if the slowest need not be waited for.
+        began: the time at which they were asked, if the round may end without the slowest; None: wait for all.
         """
         answers: dict[int, Tensor] = {}
         until = None
@@ -151,11 +151,11 @@ class Coded(Method):
         return answers
 
     def _until(self, began_s: float, first_s: float) -> float:
-        """Until when a round waits whose fastest worker answered at `first_s`; without end where patience is infinite."""
+        """Return the time at which a round ends whose fastest worker answered at `first_s`; infinite with infinite patience."""
         return math.inf if math.isinf(self.patience) else began_s + (1 + self.patience) * (first_s - began_s)
 
     def _ask(self) -> Steps[set[int]]:
-        """Tell all workers that are there what to do; returns their ranks."""
+        """Send this round's messages to all workers present, and return their ranks."""
         there = yield from self._there()
         self.begin()
         for rank in sorted(there):
@@ -173,7 +173,7 @@ class Coded(Method):
         return set(range(1, self.worker.size)) - {*self.gone}
 
     def _is_answer(self, letter: Letter) -> bool:
-        """Take note of a letter, and return whether it answers this round; of one that is gone nothing is owed any more."""
+        """Count a letter as an answer of its sender, unless that one is gone, and return whether it answers this round."""
         if letter.source in self.gone:
             return False
         self._late[letter.source] -= 1
@@ -203,10 +203,10 @@ class Coded(Method):
             yield Send(self.replica.read().double(), rank, _END)
 
     def _follow(self, closure: Any) -> Steps[None]:
-        """Answer the newest round in the step of that number, whose data the closure has; rounds that are over, emptily.
+        """Answer the newest round in the step of its number, for which the closure has the data; answer past rounds with zeros.
 
-        A worker that is late skips the steps between its own and the newest round; one that is asked once more is in the next
-        step already, and answers before that begins.
+        A late worker skips the steps between its own and the newest round; one that gets a further message is already in the next
+        step, and answers before it begins that.
         """
         self._closure = closure
         while not self._has_ended:
@@ -228,14 +228,14 @@ class Coded(Method):
         return int(self.state["newest"])
 
     def _pass(self) -> Steps[None]:
-        """Answer emptily what the master asked last."""
+        """Answer the master's last message with zeros."""
         self._owes = False
         yield Send(torch.zeros(1 + self.up_length, dtype=torch.float64), MASTER, _UP)
 
     def _next(self, within_s: float | None) -> Steps[bool]:
-        """Take in the next message of the master, the last one too; returns whether one came.
+        """Receive the next message of the master, and return whether one came; the last one brings its parameters.
 
-        Where the one before it is not answered yet, it is over, and answered emptily.
+        If the previous one is not answered yet, its round is over, and it is answered with zeros.
         """
         letter = yield from self._received(within_s)
         if letter is None:
@@ -269,5 +269,5 @@ class Coded(Method):
 
 
 def _headed(turn: int, body: Tensor) -> Tensor:
-    """A vector in float64, behind the number of its round."""
+    """Return a message in float64: the number of its round, and the vector."""
     return torch.cat([torch.tensor([turn], dtype=torch.float64), body.detach().double().cpu()])

@@ -1,11 +1,11 @@
-"""Gradient codes: each worker adds up the gradients of s + 1 of n chunks, and any n − s of the sums give the whole.
+"""Gradient codes: each worker sums the gradients of s + 1 of n chunks, and any n − s of the sums determine the whole sum.
 
     a code      B, [n, n]: worker i returns Σ_j B_ij g_j
     decoding    a with aᵀ B_S = 1ᵀ for the workers S that have answered, in float64
 
-Fractional repetition (s + 1 divides n) has groups of s + 1 workers with the same chunks, and coefficients of 1. Else the
-code is cyclic: worker i holds chunks i … i + s, with coefficients that grow up to 1e5 for n = 256, s = 15, so that fp32
-loses what they multiply.
+Fractional repetition (s + 1 divides n) has groups of s + 1 workers with the same chunks, and coefficients of 1. Otherwise the
+code is cyclic: worker i holds chunks i … i + s, with coefficients of up to 1e5 for n = 256, s = 15, for which fp32 is not
+precise enough.
 
 Source: Tandon, Lei, Dimakis & Karampatziakis 2017, Gradient Coding (ICML).
 """
@@ -23,7 +23,7 @@ from ..artifacts import UserError, check_range
 
 @dataclass(frozen=True)
 class GradientCode:
-    """The code for n workers of which s may fail to answer; `cyclic` even where fractional repetition would fit.
+    """A gradient code for n workers of which s may fail to answer; `cyclic` forces the cyclic code.
 
     >>> code = GradientCode(4, 1)
     >>> code.chunks(2), code.load, code.decoding({0, 3}).tolist()
@@ -47,27 +47,27 @@ class GradientCode:
 
     @property
     def load(self) -> float:
-        """The share of all chunks that a worker computes: (s + 1) / n."""
+        """Return the share of all chunks that a worker computes: (s + 1) / n."""
         return (self.stragglers + 1) / self.num_workers
 
     @property
     def repeats(self) -> bool:
-        """True where it is fractional repetition."""
+        """Tell whether the code is fractional repetition."""
         return not self.cyclic and self.num_workers % (self.stragglers + 1) == 0
 
     @cached_property
     def matrix(self) -> np.ndarray:
-        """B, one row a worker."""
+        """Return B, with one row for each worker."""
         return self._repeated() if self.repeats else self._cyclic()
 
     def chunks(self, worker: int) -> tuple[int, ...]:
-        """Return the chunks that a worker holds, in the order in which it adds them up."""
+        """Return the chunks that a worker holds, in the order in which it sums them."""
         width = self.stragglers + 1
         first = worker // width * width if self.repeats else worker
         return tuple((first + k) % self.num_workers for k in range(width))
 
     def decodes(self, answered: Iterable[int]) -> bool:
-        """Return whether the sums of these workers give the whole."""
+        """Tell whether the sums of these workers determine the whole sum."""
         there = set(answered)
         if self.repeats:
             return len({worker // (self.stragglers + 1) for worker in there}) == self.num_workers // (
@@ -76,7 +76,7 @@ class GradientCode:
         return len(there) >= self.num_workers - self.stragglers
 
     def decoding(self, answered: Iterable[int]) -> np.ndarray:
-        """Return a, [n], 0 for who has not answered; `UserError` where the answers do not give the whole."""
+        """Return the decoding vector a [n], 0 for workers without an answer; raise `UserError` if there are too few answers."""
         there = sorted(set(answered))
         if not self.decodes(there):
             raise UserError(
@@ -99,7 +99,10 @@ class GradientCode:
         return matrix
 
     def _cyclic(self) -> np.ndarray:
-        """Rows in the null space of a random H, s by n, whose rows sum to 0: so does 1, and any n − s of them span it."""
+        """Return B with rows in the null space of a random H [s, n] whose rows sum to 0.
+
+        The vector of ones lies in that null space, and any n − s rows of B span it.
+        """
         n, s = self.num_workers, self.stragglers
         h = np.random.default_rng(self.seed).normal(size=(s, n))
         h[:, -1] = -h[:, :-1].sum(1)

@@ -1,4 +1,4 @@
-"""CR-PSGD and CR-PSGD-Catalyst: few averages of gradients, because batches grow geometrically."""
+"""CR-PSGD and CR-PSGD-Catalyst: average gradients rarely, over batches that grow geometrically."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class CRPSGD(DataParallel):
 
     @property
     def batch_size(self) -> int:
-        """Examples that each worker draws for the coming round; 0 when the budget is spent."""
+        """Return the number of examples that each worker draws for the next round; 0 when the budget is spent."""
         grown = grown_batch(self.first_batch, self.growth, int(self.state["num_rounds"]))
         limits = [self.largest_batch, None if self.budget is None else self.budget - int(self.state["spent"])]
         return max(0, min([grown, *(limit for limit in limits if limit is not None)]))
 
     @property
     def finished(self) -> bool:
-        """True when the budget is spent."""
+        """Tell whether the budget is spent."""
         return self.budget is not None and int(self.state["spent"]) >= self.budget
 
     def step(self, loss: Any, num_samples: int) -> Steps[None]:
@@ -82,7 +82,7 @@ class CRPSGD(DataParallel):
         self.replica.update()
 
     def _count(self, drawn: int) -> None:
-        """Count what a full round draws, so that all workers agree on the next one."""
+        """Count the examples of a full round, so that all workers agree on the next one's batch size."""
         self.state["num_rounds"] += 1
         self.state["spent"] += drawn
 
@@ -126,7 +126,7 @@ class CRPSGDCatalyst(CRPSGD):
 
     @property
     def finished(self) -> bool:
-        """True when all problems are done."""
+        """Tell whether all problems are solved."""
         return int(self.state["problem"]) >= self.num_problems
 
     def start(self) -> Steps[None]:
@@ -145,7 +145,7 @@ class CRPSGDCatalyst(CRPSGD):
 
 
 def grown_batch(first_batch: int, growth: Fraction, num_rounds: int) -> int:
-    """Return ⌊growth^num_rounds · first_batch⌋, exactly, or 2⁵³ where it is larger.
+    """Return ⌊growth^num_rounds · first_batch⌋ exactly; at most 2⁵³.
 
     >>> [grown_batch(1, Fraction("1.5"), t) for t in range(5)], grown_batch(100, Fraction("1.15"), 1)
     ([1, 1, 2, 3, 5], 115)
@@ -156,7 +156,7 @@ def grown_batch(first_batch: int, growth: Fraction, num_rounds: int) -> int:
 
 
 def rounds_for(budget: int, first_batch: int, growth: float) -> int:
-    """Return the rounds that a budget of examples a worker takes, the last of which is clipped to it.
+    """Return the number of rounds that spend a worker's budget of examples; the last one is clipped to it.
 
     >>> rounds_for(2000, 1, 1.3)
     25

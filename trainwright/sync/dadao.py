@@ -1,4 +1,4 @@
-"""DADAO: nodes that compute and speak with neighbours at random times, accelerated in both, with no rounds."""
+"""DADAO: nodes compute gradients and exchange with neighbours at random times, without rounds, accelerated in both."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .replica import Worker
 from .requests import Compute, Exchange, Steps
 
 _MOST_CHI, _TERMS, _UNITS = 0.5, 18, 40
-"""χ1 χ2 up to which theory holds; terms of the series of e^A for ‖A‖ ≤ 1/2; units of time that a price looks at."""
+"""The largest χ1 χ2 for which theory holds; the terms of e^A's series for ‖A‖ ≤ 1/2; the units of time that a price simulates."""
 _VARIABLES = ("x", "x_tilde", "y", "y_tilde", "z", "z_tilde")
 
 
 class DADAO(Method):
-    r"""Minimise Σ f_i over a graph, gradients and messages at random times of their own.
+    r"""Minimise Σ f_i over a graph, with gradients and messages at independent random times.
 
         ẋ = η(x̃ − x)   x̃' = η̃(x − x̃)   ẏ = α(ỹ − y)   ỹ' = −θ(y + z + νx̃)   ż = α(z̃ − z)   z̃' = α̃(z − z̃)
 
@@ -35,14 +35,14 @@ class DADAO(Method):
         gradient (rate 1 a node):   h = ∇f_i(x) − νx − ỹ,   x ← x − γh,   x̃ ← x̃ − γ̃h,   ỹ ← ỹ + (δ + δ̃)h
         edge (rate λ_ij):           m = (y + z)_i − (y + z)_j,   z_i ← z_i − βm,   z̃_i ← z̃_i − β̃m,   j with +
 
-    `sync.step(closure)` goes on by one unit of time, in which a node takes about one gradient: the closure returns f_i's
-    loss, each time that it is called. Constants follow from smoothness, L, and convexity, μ, of the f_i, which have to
-    be right: a wrong μ is slow or diverges. The events are drawn by one seed on all nodes, so a run can be repeated on
-    any engine.
+    `sync.step(closure)` advances by one unit of time, in which a node computes about one gradient: the closure returns f_i's
+    loss each time it is called. The constants follow from the smoothness L and the convexity μ of the f_i, which have to be
+    right: with a wrong μ it is slow or diverges. All nodes draw the events from one seed, so a run can be repeated on any
+    engine.
 
-    graph: as for `gossip`. rates: λ_ij in the order of the graph's edges; uniform unless given, at the least sum that
-    theory allows, χ1 χ2 = 1/2; `trainwright.sync.optimal_rates` makes do with fewer where there is a bottleneck. In float64,
-    please: ỹ is stiff. Six copies of the parameters. Not for losses that are not strongly convex.
+    graph: as for `gossip`. rates: λ_ij in the order of the graph's edges; by default uniform, with the least sum that
+    theory allows, χ1 χ2 = 1/2; `trainwright.sync.optimal_rates` needs fewer messages on a graph with a bottleneck. Use float64,
+    since ỹ is stiff. It keeps six copies of the parameters, and is only for strongly convex losses.
 
     Source: Nabli & Oyallon 2023, DADAO: Decoupled Accelerated Decentralized Asynchronous Optimization (arXiv:2208.00779).
     """
@@ -137,7 +137,7 @@ class Constants:
 
     @classmethod
     def of(cls, smoothness: float, convexity: float, chi_1: float) -> Constants:
-        """Return them; `chi_1` is 1 / λ₂ of the Laplacian weighted by the rates."""
+        """Return the constants for L = `smoothness`, μ = `convexity`; `chi_1` is 1 / λ₂ of the Laplacian with the rates."""
         nu = convexity / 2
         r = math.sqrt(nu / smoothness)
         return cls(
@@ -147,7 +147,7 @@ class Constants:
         )  # fmt: skip
 
     def flow(self, seconds: float) -> np.ndarray:
-        """Return the matrix that carries (x, x̃, y, ỹ, z, z̃) so much further."""
+        """Return the matrix that advances (x, x̃, y, ỹ, z, z̃) by `seconds` of the flow."""
         return _exponential(self, seconds)
 
 
@@ -164,7 +164,7 @@ def _exponential(c: Constants, seconds: float) -> np.ndarray:
 
 
 def exponential(matrix: np.ndarray) -> np.ndarray:
-    """Return e^matrix by its series, scaled and squared: for small matrices by the thousand, where SciPy's checks cost more.
+    """Return e^matrix by its series with scaling and squaring; for thousands of small matrices, on which SciPy is slower.
 
     >>> exponential(np.array([[0.0, 1.0], [0.0, 0.0]])).tolist()
     [[1.0, 1.0], [0.0, 1.0]]
@@ -181,13 +181,13 @@ def exponential(matrix: np.ndarray) -> np.ndarray:
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Without BLAS, whose last bit may hang on its threads."""
+    """Return the matrix product computed without BLAS, whose last bits may depend on its threads."""
     return np.asarray((a[:, :, None] * b).sum(1))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When who does what: a Poisson clock a node, at rate 1, and an edge, at its rate."""
+    """Draws the times of all events: each node has a Poisson clock of rate 1, each edge one of its own rate."""
 
     graph: Graph
     rates: tuple[float, ...]
@@ -195,7 +195,7 @@ class Schedule:
 
     @classmethod
     def of(cls, graph: Any, num_workers: int, rates: Sequence[float] | None, seed: int) -> Schedule:
-        """Return the schedule of a graph; uniform rates unless given, `UserError` for rates that are too low."""
+        """Return the schedule of a graph, by default with uniform rates; raise `UserError` for rates that are too low."""
         graphs = graphs_of(graph, num_workers, "dadao")
         if len(graphs) > 1:
             raise UserError("dadao needs one graph; one-peer changes in each step; take another")
@@ -217,7 +217,7 @@ class Schedule:
         return chi(self.graph, self.rates)[0]
 
     def events(self, unit: int) -> list[tuple[float, tuple[int, ...]]]:
-        """Return (time, nodes) of the events between times unit − 1 and unit: one node, or the two of an edge."""
+        """Return (time, nodes) of the events between times unit − 1 and unit; nodes are one node, or the two of an edge."""
         rng = np.random.Generator(np.random.Philox(key=[self.seed, unit]))
         who = [*((node,) for node in range(self.graph.num_nodes)), *self.graph.edges]
         weights = np.concatenate([np.ones(self.graph.num_nodes), self.rates])
@@ -243,13 +243,13 @@ def chi(graph: Graph, rates: Sequence[float]) -> tuple[float, float]:
 
 
 def uniform_rates(graph: Graph) -> tuple[float, ...]:
-    """Return the smallest rate that all edges can have: χ1 χ2 = 1/2."""
+    """Return the smallest common rate of all edges for which χ1 χ2 = 1/2."""
     first, second = chi(graph, [1.0] * len(graph.edges))
     return (_short(math.sqrt(2 * first * second)),) * len(graph.edges)
 
 
 def _short(value: float) -> float:
-    """Twelve digits: those on which all machines' linear algebra agrees, so that they run the same numbers."""
+    """Return the value rounded to twelve digits, on which all machines' linear algebra agrees, so that runs are the same."""
     return float(f"{value:.12g}")
 
 
@@ -259,7 +259,7 @@ def _edge_events(size: Size, k: int) -> int:
 
 
 def _event_s(size: Size, network: Network, compute_s: float) -> float:
-    """Return the seconds that one edge's event adds to a step, with nodes that wait for one another in some units of time."""
+    """Return the seconds that one edge event adds to a step, averaged over simulated units of time in which nodes wait."""
     schedule = Schedule.of(*(size.options["graph"], size.num_workers, size.options["rates"], size.options["seed"]))
     at, num_edges = [0.0] * size.num_workers, 0
     for unit in range(1, _UNITS + 1):

@@ -1,4 +1,4 @@
-"""DiLoCo and streaming DiLoCo: long local runs, whose outcome is a gradient for an outer optimizer."""
+"""DiLoCo and streaming DiLoCo: workers run many local steps, whose outcome is the gradient of an outer optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .traffic import all_reduce_bytes
 
 
 class DiLoCo(Method):
-    r"""Treat what `period` local steps changed, averaged over the workers, as a gradient of Nesterov's SGD.
+    r"""Treat the change by `period` local steps, averaged over the workers, as a gradient for Nesterov's SGD.
 
         Δ = θ − (1/n) Σ_i x_i                 every H steps; θ is what all began those steps with
         v ← μ v + Δ
@@ -30,8 +30,8 @@ class DiLoCo(Method):
     steps, H/F steps after the one before, so that no moment sends more than 2P/F. delay: steps between the exchange of a
     part and its use; x_i is then mixed with what it has become: x_i ← mix · x_i + (1 − mix) · θ.
 
-    Not for short periods: local-sgd is simpler there, and η = 0.7 with μ = 0.9 needs a long one. This program waits for
-    the exchange at once, also with a delay, which changes no number; sending while computing is not there yet.
+    For short periods use local-sgd, which is simpler; η = 0.7 with μ = 0.9 needs a long one. The exchange is waited for at
+    once, even with a delay, which changes no result; overlap with computation is not implemented.
 
     Source: Douillard et al. 2023 (arXiv:2311.08105); streaming: Douillard et al. 2025 (arXiv:2501.18512).
     """
@@ -96,7 +96,7 @@ class DiLoCo(Method):
         self.replica.write(x)
 
     def _part(self, vector: Tensor, turn: int) -> Tensor:
-        """The fragment whose turn it is, from 1; the last one may be short."""
+        """Return the fragment of a turn, counted from 1; later fragments may be one element shorter."""
         return vector.tensor_split(self.fragments)[(turn - 1) % self.fragments]
 
     def _kept(self, name: str) -> Tensor:
@@ -106,12 +106,12 @@ class DiLoCo(Method):
 
 
 def largest_part(num_params: int, fragments: int) -> int:
-    """Return the elements of the largest of so many fragments."""
+    """Return the number of elements of the largest fragment."""
     return -(-num_params // fragments)
 
 
 def _fragment(index: int) -> Message:
-    """The messages of all fragments that are as long as the first (index 0), or one shorter (index 1)."""
+    """Return the messages of the fragments that are as long as the first one (index 0), or one element shorter (index 1)."""
 
     def length(size: Size) -> int:
         return size.num_params // size.options["fragments"] + (1 - index)

@@ -1,4 +1,4 @@
-"""Elastic averaging: workers and a common centre that pull at one another."""
+"""Elastic averaging SGD: workers and a common centre are pulled towards each other."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class EASGD(Method):
         x_i ← the optimizer's step with worker i's own gradient
         x_i, z ← x_i − α (x_i − z),  z + β ((1/n) Σ_j x_j − z)          every `period` steps
 
-    period: steps between exchanges. pull: α; β/n unless given, as in the paper. centre_pull: β. Workers may settle in
-    different basins, with the centre in neither: `lsgd` follows the best of them instead. `method.centre` is the model
-    to evaluate.
+    period: steps between exchanges. pull: α, by default β/n, as in the paper. centre_pull: β. Workers may settle in different
+    basins, with the centre in neither; `lsgd` follows the best of them instead. `method.centre` is the model to evaluate.
 
     Source: Zhang, Choromanska & LeCun 2015, Deep learning with Elastic Averaging SGD (arXiv:1412.6651), synchronous form.
     """
@@ -43,7 +42,7 @@ class EASGD(Method):
 
     @property
     def centre(self) -> Tensor:
-        """The centre, a vector of all parameters."""
+        """Return the centre, a vector of all parameters."""
         centre = self.state["centre"]
         assert isinstance(centre, Tensor)
         return centre
@@ -61,7 +60,7 @@ class EASGD(Method):
             self.state["centre"] = centre + self.centre_pull * (mean - centre)
 
     def finish(self) -> Steps[None]:
-        """Give all workers the centre."""
+        """Set all workers' parameters to the centre."""
         self.replica.write(self.centre)
         yield from ()
 

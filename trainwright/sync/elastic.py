@@ -1,9 +1,9 @@
-"""The engine on workers that come and go: torch.distributed's gloo groups, one for each set of members, and a store.
+"""Runs programs on workers that come and go, over a store and gloo groups, one for each set of members.
 
-    a round      one request. A worker that has its answer says so; the last to say so writes `commit`. One that sees a member
-                 fall silent writes who is left. Whichever is first holds for all: the store sets a key once.
-    after it     members that are left make a group of their own, and the program is told by `MembersChanged`: it asks again
-    newcomers    write that they ask; they are let in where the next step begins, and take over parameters and state
+    a round      one request. Each worker that has its answer counts itself; the last one proposes to commit. A worker that sees
+                 a member fall silent proposes who is left. The first proposal is the decision for all: the store sets a key once
+    after it     the members that are left make a new group, and the program gets `MembersChanged` and repeats its request
+    newcomers    write that they want to join; they are admitted at the next step, and take over parameters and state
 
 The store, a TCPStore, has to outlive the workers: `host_meeting` in a process that does nothing else, or torchrun's agent.
 """
@@ -44,16 +44,16 @@ from .requests import (
 from .trade import trade
 
 _OP_TIMEOUT_S, _MEET_S, _GIVE_UP = 600.0, 120.0, 20.0
-"""Seconds of one transfer, and of the first meeting; times the silence after which a failure that nobody explains is raised."""
+"""The seconds allowed for one transfer and for the first meeting; an unexplained failure is raised after so many silences."""
 _TICK_S, _LOOK_S = 1e-3, 20e-3
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A meeting: `address` ("host:port") of a store, how many begin, and the silence after which one counts as gone.
+    """A meeting of workers: the `address` ("host:port") of a store, the number that begin, and the silence that means gone.
 
-    The first `num_workers` to come begin together; whoever comes later joins at the next round. silence_s: longer than the
-    longest time for which a thread of a loaded machine may not run; half a second to two.
+    The first `num_workers` to come begin together; later ones join at the next round. silence_s: seconds without a sign of life
+    after which a worker counts as gone; longer than a thread of a loaded machine may be delayed: half a second to two.
     """
 
     address: str
@@ -61,7 +61,7 @@ class Meeting:
     silence_s: float = 1.0
 
     def store(self) -> Any:
-        """Return a client of the store; `UserError` where nobody answers there."""
+        """Return a client of the store; raise `UserError` if none answers at the address."""
         host, _, port = self.address.rpartition(":")
         try:
             return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_MEET_S))
@@ -73,29 +73,29 @@ class Meeting:
 
 
 def host_meeting(port: int = 0) -> tuple[Any, str]:
-    """Return a store in which workers meet, to be kept as long as they run, and its address; port 0 takes a free one."""
+    """Return a store for a meeting, which must live as long as the workers, and its address; port 0 takes a free port."""
     store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     return store, f"{_own_name()}:{store.port}"
 
 
 class _Broken(Exception):
-    """A transfer that will not be completed by all."""
+    """Raised for a transfer that not all members will complete."""
 
 
 class Elastic(Ranks):
-    """Runs programs on this worker, with whoever else is there. Ranks of requests are places among the present members.
+    """Runs programs on this worker together with the present members; ranks in requests are indices among these.
 
-    A program that is told of a change by `MembersChanged` asks again; `on_change(place, gone)` has been called before. Groups
-    of a part of the members, and messages to be received by anyone, are refused. may_join: whether one that comes late may.
+    A program that gets `MembersChanged` repeats its request; `on_change(place, gone)` has been called before. Requests among
+    some of the members, and point-to-point messages, are refused. may_join: whether a late worker may join.
     """
 
     keeps_places: ClassVar[bool] = False
-    """True where a rank stays what it is, so that all have to be there at the beginning."""
+    """True if ranks never change, so that all workers have to be present at the beginning."""
 
     def __init__(self, meeting: Meeting, may_join: bool = True) -> None:
         self._meeting, self._store = meeting, meeting.store()
         self.number = int(self._store.add("tickets", 1)) - 1
-        """This worker's number, in the order in which all came; no other ever has it."""
+        """This worker's number, unique in the run, in the order of arrival."""
         self._store.set(
             f"name/{self.number}", f"worker {self.number} (process {os.getpid()} on {socket.gethostname()})"
         )
@@ -142,7 +142,7 @@ class Elastic(Ranks):
         self._forget()
 
     def run(self, program: Steps[T]) -> T:
-        """Answer the requests of `program` until it returns; before it begins, let in who has asked."""
+        """Admit waiting newcomers, then answer the requests of `program` until it returns."""
         if self._newcomers:
             self._let_in()
         answer: Any = None
@@ -160,7 +160,7 @@ class Elastic(Ranks):
                 changed = change
 
     def answer(self, request: Request) -> Any:
-        """Return the answer to one request; raises `MembersChanged` where not all members could have it."""
+        """Return the answer to one request; raise `MembersChanged` if not all members got theirs."""
         if isinstance(request, Form | Send | Receive) or getattr(request, "members", None) is not None:
             raise UserError(
                 f"a method whose workers all exchange with one another is needed where workers come and go; this one asks for "
@@ -173,11 +173,11 @@ class Elastic(Ranks):
         return self._round(request)
 
     def close(self) -> None:
-        """Leave; the others go on."""
+        """Leave the run; the others continue."""
         self._pulse.end()
 
     def share(self, data: bytes | None) -> bytes:
-        """Return the bytes of the first member, which alone gives some."""
+        """Return the bytes `data` of the first member; the others give None."""
         while True:
             try:
                 length = self._round(Broadcast(torch.tensor([len(data or b"")]), 0))
@@ -208,7 +208,7 @@ class Elastic(Ranks):
         return found
 
     def _decided(self, failure: Exception | None) -> bytes:
-        """Return what holds for all of a round: that it counts, and who comes; or who is left."""
+        """Return the decision on a round, the same for all: that it is committed, with the newcomers, or who is left."""
         done = failure is None and self._store.add(f"{self._key}/done", 1) == self.place.size
         if done:
             self._propose({"new": self._asking()})
@@ -271,7 +271,7 @@ class Elastic(Ranks):
             self._enter(epoch, tuple(members))
 
     def _enter(self, epoch: int, members: Members) -> None:
-        """Make the group of `members`; where one of them falls silent meanwhile, that of those who are left."""
+        """Make the group of `members`, or, if one of them falls silent meanwhile, that of the others."""
         self._epoch, self._members, self._num_rounds = epoch, members, 0
         self.place = Place(members.index(self.number), len(members))
         self._key = f"enter/{epoch}"
@@ -291,7 +291,7 @@ class Elastic(Ranks):
             self._go_on_with(tuple(decision["left"]))
 
     def _awaited(self, do: Callable[[], Any]) -> Any:
-        """Return what `do` does on a thread of its own, which is left behind where a member falls silent."""
+        """Return the result of `do`, run on a thread that is abandoned if a member falls silent."""
         held: dict[str, Any] = {}
 
         def work() -> None:
@@ -372,7 +372,7 @@ class Elastic(Ranks):
 
 
 def lost_at_the_beginning(num_workers: int, change: MembersChanged) -> UserError:
-    """Return the error of those who are left where one goes before all have begun, and cannot be done without."""
+    """Return the error of the remaining workers if one that is needed leaves before all have begun."""
     return UserError(
         f"{num_workers} workers are needed to begin; {' and '.join(change.gone)} gone before they had; start them all again"
     )

@@ -1,4 +1,4 @@
-"""`Sync`: a method with a model and an optimizer, as a training loop uses it."""
+"""Defines `Sync`, by which a training loop uses a method with a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _DIGEST = 32
 
 
 class Sync:
-    """A method joined by this worker, as `create` and `join` return it: `step(loss)` in place of `optimizer.step()`.
+    """A method that this worker has joined, as `create` and `join` return it: call `step(loss)` instead of `optimizer.step()`.
 
-    method: what it runs; its numbers (`num_steps`, a batch size, a leader) are attributes of it. record: what it declares.
+    method: the method, with its numbers (`num_steps`, a batch size, a leader) as attributes. record: its declarations.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Sync:
     ) -> None:
         self.record, self.method, self.options, self.engine = record, method, dict(options), engine
         self.num_rounds = 0
-        """Steps so far in which this worker exchanged anything."""
+        """The number of steps so far in which this worker communicated."""
 
     def step(self, loss: Any = None, num_samples: int = 1) -> None:
-        """Take one step with the others: exchange what the method exchanges, and update the parameters.
+        """Run one step together with the other workers: communicate as the method does, and update the parameters.
 
-        loss: this worker's, after `loss.backward()`; for methods that take a closure, a function that returns one.
-        num_samples: examples that the loss is a mean of, where workers have unequal numbers of them.
+        loss: this worker's loss, after `loss.backward()`; for methods that take a closure, a function that returns one.
+        num_samples: the number of examples over which the loss is a mean, if workers have unequal numbers of them.
         """
         if self.engine is None:
             raise UserError(
@@ -53,7 +53,7 @@ class Sync:
         self.engine.run(self.steps(loss, num_samples))
 
     def steps(self, loss: Any = None, num_samples: int = 1) -> Steps[None]:
-        """The same as a program, for `simulate` and `Ranks.run`: `yield from sync.steps(loss)`."""
+        """Run `step` as a program, for `simulate` and `Ranks.run`: `yield from sync.steps(loss)`."""
         if self.record.takes == "closure" and not callable(loss):
             raise UserError(
                 f"{self.record.name} needs a function that computes a loss; got {type(loss).__name__}; give sync.step(closure)"
@@ -63,7 +63,7 @@ class Sync:
         self.num_rounds += exchanged > 0
 
     def _decided(self, loss: Any) -> Any:
-        """The loss, on all ranks of one replica that of its first: a sum's last bit may differ between them."""
+        """Return the loss of the replica's first rank on all its ranks, between which a sum's last bit may differ."""
         replicas = getattr(self.method.replica.model, "replicas", None)
         if not self.method.reads_loss or replicas is None or replicas.size == 1:
             return loss
@@ -72,20 +72,20 @@ class Sync:
         return float(told)
 
     def finish(self) -> None:
-        """Give all workers the same parameters, those to evaluate or keep, and let go of messages that are awaited still.
+        """Set all workers' parameters to the final ones, to be evaluated or kept, and end the messages in flight.
 
-        To be called by all workers, after the last step.
+        All workers call it after the last step.
         """
         assert self.engine is not None
         self.engine.run(self.finishing())
         self.engine.close()
 
     def finishing(self) -> Steps[None]:
-        """The same as a program."""
+        """Run `finish` as a program, without ending the messages in flight."""
         yield from _without_gradients(self.method.finish())
 
     def as_optimizer(self) -> SyncOptimizer:
-        """Return this as an optimizer whose `step()` is `step(loss)`: for Hugging Face's Trainer, Accelerate and their like.
+        """Return an optimizer whose `step()` calls `step(loss)`, for Hugging Face's Trainer, Accelerate and their like.
 
         >>> from trainwright import sync
         >>> model = nn.Linear(2, 1)
@@ -100,18 +100,18 @@ class Sync:
 
     @property
     def traffic(self) -> Traffic:
-        """All that this worker has sent since `create`, the agreement before the first step included."""
+        """Return the traffic that this worker has sent since `create`, the agreement before the first step included."""
         assert self.engine is not None
         return self.engine.traffic
 
     @property
     def size(self) -> Size:
-        """The size of this run, which the record's numbers depend on."""
+        """Return the size of this run, on which the record's numbers depend."""
         worker, replica = self.method.worker, self.method.replica
         return Size(replica.shapes, replica.dtype.itemsize, worker.size, self.options, replica.dims)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint of this worker has to hold beside model and optimizer: plain values and tensors."""
+        """Return the state that this worker's checkpoint needs beside model and optimizer: plain values and tensors."""
         kept = {
             name: value.clone() if isinstance(value, Tensor) else value for name, value in self.method.state.items()
         }
@@ -124,10 +124,10 @@ class Sync:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
-        """Go on from a `state_dict`, to the bit if it is this worker's own.
+        """Restore a `state_dict`; with this worker's own, the run continues bit for bit.
 
-        Of another number of workers, the state that means nothing here is left as it is at a start; its names are returned.
-        Raises `UserError` for the state of another method or another model.
+        From a run with another number of workers, entries that depend on that number keep their initial values; their names are
+        returned. Raises `UserError` for the state of another method or another model.
         """
         own = self.method.state
         if saved.get("method") != self.record.name:
@@ -148,16 +148,16 @@ class Sync:
         return left
 
     def close(self) -> None:
-        """Let go of messages that are awaited still, as `finish` does; to be called by all workers, at the end.
+        """End the messages in flight, as `finish` does; all workers call it at the end.
 
-        A process that ends with messages under way is aborted by the transport.
+        The transport aborts a process that ends with messages in flight.
         """
         if self.engine is not None:
             self.engine.close()
 
 
 def join(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[str, Any]) -> Steps[Sync]:
-    """Make a `Sync` on this worker, together with all others: a program."""
+    """Return a `Sync` on this worker, after agreement with all others; a program."""
     place = yield Identify()
     filled = {**options_of(record.cls), **record.defaults, **options}
     method, replica, problem = None, None, ""
@@ -177,7 +177,7 @@ def join(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[
 
 
 def adopt(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping[str, Any], engine: Elastic) -> Sync:
-    """Make a `Sync` on a worker that joins a run: parameters and all state are those of the first member."""
+    """Return a `Sync` on a worker that joins a run, with the first member's parameters and state."""
     check_options(record, options)
     replica = Replica(model, optimizer)
     place = engine.place
@@ -194,7 +194,7 @@ def adopt(record: SyncRecord, model: nn.Module, optimizer: Any, options: Mapping
 
 
 def attach(sync: Sync, engine: Elastic) -> None:
-    """Have the method told of workers that come and go; one that needs all ends with the names of those who are gone."""
+    """Connect the method to changes of the members; a method that needs all workers raises the names of those gone."""
     if isinstance(engine, Hub):
         engine.check_alike(described(sync.record, sync.options))
     engine.on_change = lambda place, gone: _resize(sync, place, gone)
@@ -202,7 +202,7 @@ def attach(sync: Sync, engine: Elastic) -> None:
 
 
 def taken_over(sync: Sync, data: bytes) -> None:
-    """Take over parameters and state, on workers that have none of their own yet."""
+    """Set parameters and state from `data` on a worker that has just joined."""
     if sync.method.num_steps or not isinstance(sync.engine, Elastic) or not sync.engine.is_new:
         return
     saved = torch.load(io.BytesIO(data), weights_only=True)
@@ -240,9 +240,9 @@ def _resize(sync: Sync, place: Place, gone: list[str]) -> None:
 
 
 def _without_gradients(program: Steps[None]) -> Steps[int]:
-    """Run `program` under `no_grad`, which ends at each yield: what other workers of this process do meanwhile is theirs.
+    """Run `program` under `no_grad`, but not across its yields, during which other workers of this process may run.
 
-    Returns how many messages and collectives it asked for.
+    Returns the number of messages and collectives that it requested.
     """
     answer: Any = None
     changed: MembersChanged | None = None
@@ -269,7 +269,7 @@ def _check_whole(record: SyncRecord, replica: Replica) -> None:
 
 
 def _agree(place: Place, problem: str, chosen: bytes, start: bytes) -> Steps[None]:
-    """Raise the same `UserError` on all workers where one has a problem, or where they differ."""
+    """Raise the same `UserError` on all workers if one has a problem, or if they differ."""
     text = problem.encode()[: AGREEMENT_BYTES - 2 * _DIGEST]
     own = torch.frombuffer(bytearray((chosen + start + text).ljust(AGREEMENT_BYTES, b"\0")), dtype=torch.uint8)
     rows = yield AllGather(own)

@@ -1,4 +1,4 @@
-"""Averages with neighbours alone: ATC-DSGD and DmSGD, and DecentLaM, whose momentum adds no bias."""
+"""Averages parameters with neighbours only: ATC-DSGD and DmSGD, and DecentLaM, whose momentum adds no bias."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .replica import Worker
 from .requests import Exchange, Steps
 
 _ROUNDS, _FEW_ROUNDS, _MANY = 64, 8, 64
-"""Rounds by which a price follows who waits for whom; fewer where there are many workers."""
+"""The rounds that a price simulates, a smaller number of them for more than `_MANY` workers."""
 
 
 class Gossip(Method):
-    r"""Step, then average with the neighbours (adapt, then combine).
+    r"""Run the optimizer's step, then average with the neighbours (adapt, then combine).
 
         u_i = the optimizer's step from x_i
         x_i ← Σ_j w_ij u_j
@@ -31,8 +31,8 @@ class Gossip(Method):
     symmetric and doubly stochastic. graph: a name (`trainwright.sync.graphs`), a `Graph`, or edges. weights: W;
     Metropolis–Hastings unless given.
 
-    Nobody waits for more than its neighbours. Workers whose data differ end up around the minimum, not on it: by lr² for
-    SGD, by lr² / (1 − momentum)² with momentum; `decentlam` has the former with momentum too.
+    A worker waits only for its neighbours. Workers with different data end up around the minimum, not on it: by lr² for SGD, by
+    lr² / (1 − momentum)² with momentum; `decentlam` has the smaller bias with momentum too.
 
     Source: Lian et al. 2017 (arXiv:1705.09056); DmSGD: Yu, Jin & Yang 2019 (arXiv:1905.03817).
     """
@@ -55,7 +55,7 @@ class Gossip(Method):
         self.replica.write((yield from self.average(self.replica.read())))
 
     def resized(self) -> None:
-        """Take the graph of that name between those who are there, with Metropolis–Hastings weights."""
+        """Use the named graph over the present workers, with Metropolis–Hastings weights."""
         if not isinstance(self.graph, str):
             raise UserError(
                 f"a graph by name is needed where workers come and go, so that there is one for {self.worker.size}; got edges; "
@@ -65,7 +65,7 @@ class Gossip(Method):
         self.weights = [metropolis(each) for each in self.graphs]
 
     def average(self, vector: Tensor) -> Steps[Tensor]:
-        """Return Σ_j w_ij u_j, added in the order of ranks."""
+        """Return Σ_j w_ij u_j, summed in the order of ranks."""
         came = yield from self.again(lambda: Exchange(vector, self._near()))
         turn, rank = self._turn(), self.worker.rank
         total = torch.zeros_like(vector)
@@ -81,7 +81,7 @@ class Gossip(Method):
 
 
 class DecentLaM(Gossip):
-    r"""Momentum over neighbours without the bias that momentum brings, at the same traffic.
+    r"""Run SGD with momentum over neighbours without the bias that momentum adds, at the same traffic.
 
         u_i = x_i − γ g_i
         g̃_i = (x_i − Σ_j w_ij u_j) / γ
@@ -91,8 +91,8 @@ class DecentLaM(Gossip):
     dampening. Its weight decay enters g_i, so that neighbours average it. momentum = 0 is ATC-DSGD. Where γ is 0,
     nothing is averaged.
 
-    Differences are taken in fp32 at least; in a very small γ they still cancel. For large batches, where the bias is what is
-    left; with much noise the methods end alike.
+    Differences are computed in fp32 at least; with a very small γ they still cancel. It helps with large batches, where the bias
+    dominates; with much noise all methods end alike.
 
     Source: Yuan et al. 2021, DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training (arXiv:2104.11981).
     """
@@ -122,21 +122,21 @@ class DecentLaM(Gossip):
 
 
 def _penalised(x: Tensor, mixed: Tensor, lr: Tensor | float, gradient: Tensor) -> Tensor:
-    """(x − mixed) / lr, and the gradient itself where lr is 0."""
+    """Return (x − mixed) / lr, and the gradient itself where lr is 0."""
     lr = torch.as_tensor(lr, dtype=x.dtype)
     return torch.where(lr == 0, gradient, (x - mixed) / torch.where(lr == 0, 1.0, lr))
 
 
 def _edge_bytes(size: Size) -> int:
-    """Return the bytes of one round of all graphs in turn."""
+    """Return the bytes sent while each graph is used once."""
     graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
     return sum(2 * len(graph.edges) for graph in graphs) * size.param_bytes
 
 
 def _round_s(size: Size, network: Network, compute_s: float) -> float:
-    """Return the seconds that one round of all graphs in turn adds: who is done when, some rounds on.
+    """Return the seconds that using each graph once adds to the computation, from a simulation of some rounds.
 
-    A node begins when its neighbours' vectors are there, and sends to one neighbour after the other, while it computes too.
+    A node starts when its neighbours' vectors have arrived, and sends to one neighbour after the other while it computes.
     """
     graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")
     rounds = _FEW_ROUNDS if size.num_workers > _MANY else _ROUNDS
@@ -162,7 +162,7 @@ def _rounds(size: Size, k: int) -> int:
 
 
 def _edges() -> tuple[Message, ...]:
-    """Whole rounds of the graphs in turn, and what has been sent of the round that is under way."""
+    """Return the messages of whole rounds over all graphs, and those of a round in progress."""
 
     def rest(size: Size, k: int) -> int:
         graphs = graphs_of(size.options["graph"], size.num_workers, "gossip")

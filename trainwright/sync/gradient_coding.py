@@ -1,4 +1,4 @@
-"""Gradient coding on a master and its workers: the slowest s of a round are not waited for."""
+"""Gradient coding on a master and its workers: a round does not wait for its s slowest workers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class GradientCoding(Coded):
     normalisation, no means of unequal chunks, and no dropout or batch norm, which would differ between the copies of a
     chunk.
 
-    stragglers: s. patience: μ; a round waits (1 + μ) times as long as its fastest worker took, and longer only while the
-    answers do not give the whole. A worker that is late does not hold up the next round: it goes on with the newest
-    parameters. cyclic: the cyclic code even where fractional repetition fits. After the last step, `sync.finish()` gives
-    all ranks the parameters of the master.
+    stragglers: s. patience: μ; a round lasts (1 + μ) times as long as its fastest worker took, and longer only while the answers
+    cannot be decoded. A late worker does not delay the next round: it continues with the newest parameters. cyclic: whether to
+    use the cyclic code even if fractional repetition fits. After the last step, `sync.finish()` sets all ranks' parameters to
+    the master's.
 
-    At a meeting, a worker that is killed, hangs or is cut off counts as a straggler for ever, and one that joins takes its
-    place; where the others' answers do not give the whole, or the master is gone, all end with the name.
+    At a meeting, a worker that is killed, hangs or is cut off counts as a straggler until one that joins takes its place; if
+    the others' answers cannot be decoded, or the master is gone, all end with an error that names it.
 
-    Data is held s + 1 times and computed s + 1 times: worth it where waiting costs more. Sequential codes need far less work,
-    over several jobs in turn: `sr-sgc`, `m-sgc`.
+    Data is held s + 1 times and computed s + 1 times, which pays off only if waiting costs more. Sequential codes, `sr-sgc` and
+    `m-sgc`, need far less work, over several jobs in turn.
 
     Source: Tandon, Lei, Dimakis & Karampatziakis 2017, Gradient Coding: Avoiding Stragglers in Distributed Learning (ICML).
     """
@@ -59,7 +59,7 @@ class GradientCoding(Coded):
 
     @property
     def num_chunks(self) -> int:
-        """Into how many chunks the data is cut: one a worker."""
+        """Return the number of chunks of the data: one for each worker."""
         return self.code.num_workers
 
     @property
@@ -77,7 +77,7 @@ class GradientCoding(Coded):
         self.replica.write(message)
 
     def answer(self, closure: Any) -> Steps[Tensor]:
-        """Return the sum of the own chunks' gradients."""
+        """Return the weighted sum of the gradients of this worker's chunks."""
         rank, total = self.worker.rank - 1, torch.zeros(self.up_length, dtype=torch.float64)
         for chunk in self.code.chunks(rank):
             self.replica.gradients_by(functools.partial(closure, chunk))
@@ -94,7 +94,7 @@ class GradientCoding(Coded):
 
 
 def decoded(code: GradientCode, sums: dict[int, Tensor]) -> Tensor:
-    """Return the sum of all chunks' gradients, in the order of workers, in float64."""
+    """Return the sum of all chunks' gradients, decoded from the workers' sums in their order, in float64."""
     weights = code.decoding(sums)
     total = torch.zeros_like(next(iter(sums.values())))
     for worker in sorted(sums):

@@ -1,7 +1,7 @@
-"""Who speaks with whom: graphs by name, the weights of an average over neighbours, and what has to hold of both.
+"""Defines communication graphs by name, and the weights of averages over neighbours, and checks both.
 
 ring, complete, star, path, grid, torus, exponential, barbell     one graph
-one-peer                                                          a pair a step, log₂ n of them in turn; n a power of two
+one-peer                                                          log₂ n graphs of pairs, used in turn; n a power of two
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes 0 … num_nodes − 1 and undirected edges between them.
+    """A graph with nodes 0 … num_nodes − 1 and undirected edges.
 
     >>> Graph.of([(0, 1), (2, 1)]).neighbours[1]
     (0, 2)
@@ -32,7 +32,7 @@ class Graph:
 
     @classmethod
     def of(cls, edges: Iterable[Sequence[int]], num_nodes: int | None = None) -> Graph:
-        """Return the graph of `edges`, each once however often it is given; loops are left out."""
+        """Return the graph of `edges`, without duplicates and loops."""
         own = sorted({(min(a, b), max(a, b)) for a, b in map(_pair, edges) if a != b})
         largest = max((b for _, b in own), default=0)
         if num_nodes is not None and largest >= num_nodes:
@@ -43,7 +43,7 @@ class Graph:
 
     @cached_property
     def neighbours(self) -> tuple[tuple[int, ...], ...]:
-        """Each node's neighbours, ascending."""
+        """Return each node's neighbours in ascending order."""
         found: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for a, b in self.edges:
             found[a].append(b)
@@ -52,7 +52,7 @@ class Graph:
 
     @property
     def is_connected(self) -> bool:
-        """True where every node can be reached from node 0."""
+        """Tell whether every node can be reached from node 0."""
         reached, new = {0}, [0]
         while new:
             new = [node for at in new for node in self.neighbours[at] if node not in reached]
@@ -86,7 +86,7 @@ def _pair(edge: Sequence[int]) -> Edge:
 
 
 def named(name: str, num_nodes: int) -> tuple[Graph, ...]:
-    """Return the graphs that `name` means for so many nodes, used in turn, a step each; one for all names but `one-peer`.
+    """Return the graphs called `name` over `num_nodes`, one of which is used in each step in turn; only `one-peer` has several.
 
     >>> [graph.edges for graph in named("one-peer", 4)]
     [((0, 1), (2, 3)), ((0, 2), (1, 3))]
@@ -101,7 +101,7 @@ def named(name: str, num_nodes: int) -> tuple[Graph, ...]:
 
 
 def graphs_of(given: str | Graph | Iterable[Sequence[int]], num_nodes: int, owner: str) -> tuple[Graph, ...]:
-    """Return the graphs that an option `graph` means, all together connected; `UserError` where they are not."""
+    """Return the graphs of an option `graph`; raise `UserError` unless their union is connected."""
     if isinstance(given, str):
         found = named(given, num_nodes)
     else:
@@ -115,7 +115,7 @@ def graphs_of(given: str | Graph | Iterable[Sequence[int]], num_nodes: int, owne
 
 
 def union(graphs: Sequence[Graph]) -> Graph:
-    """Return the graph of all their edges."""
+    """Return the graph with the edges of all `graphs`."""
     return Graph.of([edge for graph in graphs for edge in graph.edges], graphs[0].num_nodes)
 
 
@@ -134,7 +134,7 @@ def metropolis(graph: Graph) -> np.ndarray:
 
 
 def checked_weights(given: Any, graph: Graph, owner: str) -> np.ndarray:
-    """Return weights as a matrix; `UserError` unless symmetric, doubly stochastic, and zero where there is no edge."""
+    """Return weights as a matrix; raise `UserError` unless it is symmetric, doubly stochastic, and zero without an edge."""
     n = graph.num_nodes
     try:
         weights = np.asarray(given, dtype=np.float64)
@@ -174,7 +174,7 @@ def _one_peer(num_nodes: int) -> tuple[Graph, ...]:
 
 
 def _sides(num_nodes: int) -> tuple[int, int]:
-    """The most square grid of so many nodes."""
+    """Return the rows and columns of the most square grid of `num_nodes`."""
     rows = max(rows for rows in range(1, int(num_nodes**0.5) + 1) if num_nodes % rows == 0)
     return rows, num_nodes // rows
 
@@ -197,7 +197,7 @@ def _exponential(num_nodes: int) -> list[Edge]:
 
 
 def _barbell(num_nodes: int) -> list[Edge]:
-    """Two complete halves and one edge between them."""
+    """Return the edges of two complete halves and one edge between them."""
     half = num_nodes // 2
     sides = [range(half), range(half, num_nodes)]
     return [(a, b) for side in sides for a in side for b in side if a < b] + [(half - 1, half)][: num_nodes - 1]

@@ -1,9 +1,9 @@
-"""The engine of methods whose workers have places and send messages, where workers come and go: `Elastic` with channels.
+"""Runs programs whose workers have fixed places and send messages, where workers come and go: `Elastic` with channels.
 
 a place      the rank of a worker. It is vacant when its worker has ended, has been cut off, or has been silent for too long
 `Send`       to a vacant place is lost;  `Receive` is answered by a `Gone` once for each place that becomes vacant
-newcomers    write that they ask; the worker in place 0 gives them places that it knows to be vacant, where it asks who is
-             `Absent`
+newcomers    write that they want to join; the worker in place 0 gives them places that it knows to be vacant, when it asks
+             who is `Absent`
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOOK_S, _WAIT_S, _MASTER = 20e-3, 600.0, 0
 
 
 class Hub(Elastic):
-    """Runs programs on this worker, whose rank stays what it is. Collectives are for the beginning, when all are there."""
+    """Runs programs on this worker, whose rank never changes; collectives are allowed only at the start, with all present."""
 
     keeps_places = True
 
@@ -37,7 +37,7 @@ class Hub(Elastic):
         self._holders: dict[int, int] = {}
         self._channels: dict[int, Channel] = {}
         self._letters: deque[tuple[int, int, Tensor]] = deque()
-        """The messages that have come, of whoever held the place: (number of the worker, tag, tensor)."""
+        """The messages received: (number of the sending worker, tag, tensor)."""
         self._ended: set[int] = set()
         self._told: set[int] = set()
         self._news = Condition()
@@ -60,14 +60,14 @@ class Hub(Elastic):
         return super().answer(request)
 
     def close(self) -> None:
-        """Leave, when all that was sent has left."""
+        """Wait until all messages are sent, and leave the run."""
         for place, number in self._holders.items():
             if number in self._channels:
                 self._channels[number].close(functools.partial(self._is_there, place))
         super().close()
 
     def _absent(self) -> dict[int, str]:
-        """Give the places that are known to be vacant to those who ask, and return who is gone now."""
+        """Return the workers that are gone; on the master, give vacant places to newcomers first."""
         if self.place.rank == _MASTER:
             self._give_places()
         gone = {place: number for place, number in self._holders.items() if not self._is_there(place)}
@@ -76,9 +76,9 @@ class Hub(Elastic):
         return {place: self._name(number) for place, number in gone.items()}
 
     def _is_there(self, place: int) -> bool:
-        """Return whether a worker holds a place; one that was found silent once is gone, even if it is heard again.
+        """Tell whether a place has a live worker; one that was silent once is gone, even if it is heard again.
 
-        What was sent to it while it was silent is lost: to count on it afterwards would be to wait for the answer for ever.
+        Messages sent to it while it was silent are lost, so waiting for its answers might never end.
         """
         self._ended.update(self._pulse.silent())
         number = self._holders.get(place)
@@ -113,7 +113,7 @@ class Hub(Elastic):
         return None
 
     def _vacant(self, source: int | None) -> Gone | None:
-        """Tell of a place that has become vacant: once, and again to one that waits for it alone."""
+        """Return a `Gone` for a place that has become vacant: once, and again if the receiver waits for that place alone."""
         for place, number in self._holders.items():
             if not self._is_there(place) and (source == place or (source is None and number not in self._told)):
                 self._cut_off(number)
@@ -121,7 +121,7 @@ class Hub(Elastic):
         return None
 
     def _cut_off(self, number: int) -> None:
-        """Take note of a worker that is gone; one that is heard again was taken for gone by the master, and is told so."""
+        """Mark a worker as gone; the master writes it to the store, so that a worker that is heard again learns of it."""
         if number not in self._told:
             self._told.add(number)
             if self.place.rank == _MASTER:
@@ -148,11 +148,11 @@ class Hub(Elastic):
             self._store.set(f"welcome/{number}", json.dumps([place, self.number]))
 
     def _asking(self) -> list[int]:
-        """Nobody is let in by a collective."""
+        """Return no newcomers, since collectives admit nobody here."""
         return []
 
     def _watch(self) -> None:
-        """Look after those with whom this worker speaks: all, for the master; the master, for others."""
+        """Watch the workers that this one communicates with: the master watches all, others watch the master."""
         mine = self.place.rank
         self._pulse.watch([number for place, number in self._holders.items() if mine == _MASTER or place == _MASTER])
 
@@ -177,7 +177,7 @@ class Hub(Elastic):
             self._news.notify_all()
 
     def _ask_to_join(self) -> None:
-        """Ask for a vacant place, and wait until the master has one."""
+        """Ask for a vacant place, and wait until the master gives one."""
         self._store.append("asks", f"{self.number},")
         with contextlib.suppress(RuntimeError):
             self._store.wait([f"welcome/{self.number}"], timedelta(seconds=_WAIT_S))
@@ -191,7 +191,7 @@ class Hub(Elastic):
         self._holders = {_MASTER: master, place: self.number}
 
     def check_alike(self, chosen: str) -> None:
-        """Raise `UserError` on one that joins with another method or options than the run's."""
+        """Raise `UserError` on a joining worker whose method or options differ from the run's."""
         if self.place.rank == _MASTER:
             self._store.set("chosen", chosen)
         elif self.is_new and self._store.get("chosen") != chosen.encode():

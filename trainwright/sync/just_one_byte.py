@@ -1,4 +1,4 @@
-"""Just One Byte: zeroth-order training in which a worker sends one byte a sample, and all regenerate all perturbations."""
+"""Just One Byte: zeroth-order training in which each worker sends one byte a sample and regenerates all perturbations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHARPNESS, _MOST = 8, 63
 
 
 class JustOneByte(Method):
-    r"""Estimate slopes along random directions, and tell the others each in one byte.
+    r"""Estimate slopes along random directions, and send each to the other workers in one byte.
 
         g_ms = (L(θ + εz) − L(θ − εz)) / 2ε,   z from (seed, step, worker m, sample s)
         θ ← θ − (lr / c) Σ_m Σ_s ĝ_ms z_ms              in the order of workers, then samples; c: how many there are
@@ -31,9 +31,9 @@ class JustOneByte(Method):
 
     num_samples: directions a worker and step. epsilon: ε. seed: of all perturbations. Memory is that of evaluation and
     one copy; each step generates n·num_samples directions on each worker, which is what limits n. The parameters stay
-    equal to the bit on all workers: they are restored from the copy, never by subtraction, and directions come from a
-    counter and tables, not from a device's own generator. For fine-tuning, where few directions matter; from scratch it
-    hardly learns.
+    equal bit for bit on all workers: they are restored from the copy, never by subtraction, and directions come from a
+    counter and tables, not from a device's own generator. It is for fine-tuning, where few directions matter; from scratch
+    it hardly learns.
 
     Source: Zelikman et al. 2023, Just One Byte (per gradient) (arXiv:2306.10015); MeZO: Malladi et al. 2023
     (arXiv:2305.17333).
@@ -68,7 +68,7 @@ class JustOneByte(Method):
         self.replica.count_step()
 
     def caught_up(self, theta: Tensor, step: int, rows: Tensor) -> Tensor:
-        """Return the parameters after `step` from those before it and all workers' bytes ([n, num_samples])."""
+        """Return the parameters after `step`, given those before it, `theta`, and all workers' bytes, `rows` [n, num_samples]."""
         scale = self.replica.settings("lr")
         values = decode(rows)
         for rank, own in enumerate(values.tolist()):
@@ -90,7 +90,7 @@ class JustOneByte(Method):
 
 
 def encode(slopes: Tensor) -> Tensor:
-    """Return a byte (int8) a slope: 0, or the sign times (p + 64), p = round(8 ln |g|) within ±63.
+    """Return one byte (int8) for each slope: 0, or sign · (p + 64) with p = round(8 ln |g|) clamped to ±63.
 
     >>> encode(torch.tensor([0.0, 1.0, -1.0, 1e9, float('nan')])).tolist()
     [0, 64, -64, 127, 0]
@@ -102,7 +102,7 @@ def encode(slopes: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor) -> Tensor:
-    """Return the slopes (float64) that bytes stand for.
+    """Return the slopes (float64) that the bytes encode.
 
     >>> decode(torch.tensor([0, 64, -72], dtype=torch.int8)).tolist()
     [0.0, 1.0, -2.7182817459106445]

@@ -1,4 +1,4 @@
-"""Data-parallel training, and local SGD: workers that average their parameters now and then."""
+"""Data-parallel training, and local SGD, in which workers average their parameters periodically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .requests import AllReduce, Steps
 
 
 class DataParallel(Method):
-    r"""Average the gradients in each step, as DistributedDataParallel does: what the other methods are compared with.
+    r"""Average the gradients in each step, as DistributedDataParallel does: the baseline of the other methods.
 
         g = Σ_i b_i g_i / Σ_i b_i        b_i: `num_samples` of worker i, 1 unless said
 
@@ -38,11 +38,11 @@ class LocalSGD(DataParallel):
         x_i ← the optimizer's step with worker i's own gradient
         x_i ← (1/n) Σ_j x_j                              every `period` steps
 
-    Any optimizer; its state stays with each worker. period: steps between averages, H. shared_steps: this many steps at the
-    beginning average gradients in place of parameters (post-local SGD), which helps where the first steps are large.
+    Any optimizer works; its state stays with each worker. period: H, the steps between averages. shared_steps: the number of
+    first steps that average gradients instead of parameters (post-local SGD), which helps if the first steps are large.
 
-    The fewer the averages, the further workers drift apart where their data differ: at the minimum of a quadratic the
-    bias grows with lr · H. Use `diloco` for long periods.
+    With fewer averages, workers with different data drift further apart: at the minimum of a quadratic the bias grows with
+    lr · H. Use `diloco` for long periods.
 
     Source: Stich 2019 (arXiv:1805.09767); shared steps: Lin, Stich, Patel & Jaggi 2020 (arXiv:1808.07217).
     """
@@ -68,7 +68,7 @@ class LocalSGD(DataParallel):
 
 
 def reduced_gradient(size: Size) -> int:
-    """Bytes of an all-reduce of the gradient and the count of its examples."""
+    """Return the bytes of an all-reduce of the gradient and the number of its examples."""
     return all_reduced(Size((*size.shapes, 1), size.itemsize, size.num_workers))
 
 

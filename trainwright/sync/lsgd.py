@@ -1,4 +1,4 @@
-"""Leader SGD: workers are pulled to the best of them, whose parameters alone travel."""
+"""Leader SGD: workers are pulled towards the best of them, which alone sends its parameters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class LSGD(Method):
         x ← x − c_l (x − z_l)                                       every l steps, to the new leader of the group
         x ← x − c_g (x − z_g)                                       every g steps, to the new leader of all
 
-    A leader is not pulled to itself, and stationary points stay what they were: all pulls vanish where a worker is the
-    leader. group_period: l. global_period: g, a multiple of l. num_groups: groups of workers with consecutive ranks;
-    with one, or l = g, only the leader of all exists. group_pull, global_pull: p_l, p_g. group_move, global_move: c_l, c_g.
+    A leader is not pulled, so the stationary points are those of the loss. group_period: l. global_period: g, a multiple of l.
+    num_groups: the number of groups, of consecutive ranks; with one, or l = g, there is only the leader of all. group_pull,
+    global_pull: p_l, p_g. group_move, global_move: c_l, c_g.
 
-    Losses are averaged over the l steps; a NaN never leads, ties go to the lowest rank, and where all losses are NaN
-    nobody leads. Momentum is not pulled. asynchronous: workers exchange when all together have taken n·l steps, however
-    many each, so that slow ones take fewer; end such a loop by `method.num_rounds`, which all share, not by steps. What
-    it computes then depends on how fast each is.
+    Losses are averaged over the l steps; a worker with NaN never leads, ties go to the lowest rank, and if all losses are NaN
+    nobody leads. Momentum is not pulled. asynchronous: workers exchange once all together have taken n·l steps, so that slow
+    ones take fewer; end such a loop by `method.num_rounds`, which all share, not by steps. The results then depend on the
+    workers' speeds.
 
     Source: Teng et al. 2019, Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models
     (arXiv:1905.10395).
@@ -85,7 +85,7 @@ class LSGD(Method):
 
     @property
     def num_rounds(self) -> int:
-        """Exchanges so far."""
+        """Return the number of exchanges so far."""
         return int(self.state["num_rounds"])
 
     def start(self) -> Steps[None]:
@@ -110,14 +110,14 @@ class LSGD(Method):
         return bool(taken >= (self.num_rounds + 1) * self.worker.size * self.period)
 
     def resized(self) -> None:
-        """Leaders keep what they led to; who they are is known again after the next exchange."""
+        """Keep the leaders' last parameters, and forget their ranks until the next exchange."""
         if self.has_groups:
             raise UserError("lsgd needs one group where workers come and go; got several; leave num_groups out")
         self.groups = groups_of(self.worker.size, 1)
         self.state |= {"group_leader_rank": _NOBODY, "global_leader_rank": _NOBODY}
 
     def _follow(self, x: Tensor) -> Steps[Tensor]:
-        """Find the leaders and move towards them: the group's first; all anew where a worker was gone meanwhile."""
+        """Find the leaders and return `x` moved towards them, the group's first; start again if a worker leaves meanwhile."""
         while True:
             counted = dict(self.state)
             try:
@@ -145,14 +145,14 @@ class LSGD(Method):
         return x if who == self.worker.rank else x - share * (x - theirs)
 
     def _pulled(self, x: Tensor, name: str, share: float) -> Tensor:
-        """Towards a leader as it last was; one that leads itself is not pulled."""
+        """Return `x` pulled towards a leader's last parameters; the leader itself is not pulled."""
         theirs = self.state.get(name)
         leads = self.state[f"{name}_rank"] == self.worker.rank
         return x if theirs is None or leads else x - share * (x - theirs)
 
 
 def leader(losses: list[float], members: Members) -> int | None:
-    """Return the member with the smallest loss, the first of several; `None` where all are NaN.
+    """Return the member with the smallest loss, the lowest rank of equal ones; `None` if all losses are NaN.
 
     >>> leader([math.nan, 2.0, 1.0, 1.0], (0, 1, 2, 3)), leader([math.nan, 0.0], (0,))
     (2, None)
@@ -162,7 +162,7 @@ def leader(losses: list[float], members: Members) -> int | None:
 
 
 def groups_of(num_workers: int, num_groups: int) -> tuple[Members, ...]:
-    """Return groups of consecutive ranks, of one size.
+    """Return `num_groups` groups of consecutive ranks, of equal size.
 
     >>> groups_of(4, 2)
     ((0, 1), (2, 3))
@@ -172,7 +172,7 @@ def groups_of(num_workers: int, num_groups: int) -> tuple[Members, ...]:
 
 
 def has_groups(num_groups: int, group_period: int, global_period: int) -> bool:
-    """Return whether there are leaders of groups beside that of all."""
+    """Tell whether there are leaders of groups beside the global one."""
     return num_groups > 1 and group_period < global_period
 
 

@@ -1,4 +1,4 @@
-"""`Method`: what one worker does, a step at a time."""
+"""Defines `Method`, the base of all sync methods: what one worker does in each step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .requests import AllReduce, MembersChanged, Request, Steps
 
 
 class Method:
-    """The base of all methods; one object a worker.
+    """The base of all methods; each worker has one object of it.
 
-    A method is its `step`, a generator that yields requests (`trainwright.sync.requests`). Its options are the keywords
-    of its constructor, which raises `UserError` for those that cannot be; what it keeps between steps stands in `state`, as
-    tensors and numbers, and nowhere else: checkpoints hold that and nothing more.
+    A method implements `step`, a generator that yields requests (`trainwright.sync.requests`). Its options are the keywords
+    of its constructor, which raises `UserError` for invalid ones. All that it keeps between steps is in `state`, as tensors
+    and numbers, since checkpoints save only that.
 
     >>> from trainwright.sync import Compute, simulate
     >>> class Alone(Method):
@@ -26,24 +26,24 @@ class Method:
     """
 
     equal_start: ClassVar[bool] = True
-    """True where all workers have to begin with the same parameters."""
+    """True if all workers have to begin with the same parameters."""
     of_size: ClassVar[tuple[str, ...]] = ()
-    """Entries of the state that mean nothing to another number of workers."""
+    """Entries of the state that depend on the number of workers, and are not restored for another number."""
 
     bears_changes: ClassVar[bool] = False
-    """True where it goes on with whoever is there, when workers come and go."""
+    """True if the method continues with the present workers when workers come and go."""
     keeps_places: ClassVar[bool] = False
-    """True where a worker's rank says what it does, so that one that joins takes the place of one that is gone."""
+    """True if a worker's rank decides its role, so that one that joins takes the place of one that is gone."""
     needs_whole: ClassVar[str] = ""
-    """The reason why it cannot work on what one rank holds of a sharded model; empty where it treats each element alike."""
+    """The reason why it cannot work on one rank's shards of a model; empty if it treats every element in the same way."""
     optimizers: ClassVar[tuple[str, ...]] = ()
-    """The optimizers that it goes with, by the names of `trainwright optimizers`; empty: any."""
+    """The optimizers that it supports, by the names of `trainwright optimizers`; empty: any."""
     grows_batches: ClassVar[bool] = False
-    """True where it says how many examples a step takes, which a plan, whose batch has one shape, cannot follow."""
+    """True if it decides the number of examples of a step, which a plan, whose batch has one shape, does not support."""
     needs_loop: ClassVar[str] = ""
-    """The reason why only a loop of one's own can run it, and no plan; empty where a plan can."""
+    """The reason why only the user's own loop, and no plan, can run it; empty if a plan can."""
     reads_loss: ClassVar[bool] = False
-    """True where the loss decides something, so that all ranks of one replica have to have the same."""
+    """True if the loss decides something, so that all ranks of one replica need the same value."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -52,28 +52,28 @@ class Method:
 
     @property
     def replica(self) -> Replica:
-        """This worker's copy of the model."""
+        """Return this worker's copy of the model."""
         return self.worker.replica
 
     def start(self) -> Steps[None]:
-        """Do what has to be done before the first step: form groups, set up the state."""
+        """Prepare the first step: form groups and set up the state."""
         yield from ()
 
     def step(self, loss: Any, num_samples: int) -> Steps[None]:
-        """Do one step; `num_steps` is its number already, from 1."""
+        """Run one step; `num_steps`, counted from 1, is already its number."""
         raise NotImplementedError
 
     def finish(self) -> Steps[None]:
-        """Give all workers the same parameters, those to evaluate or keep: their mean, unless the method knows better."""
+        """Set all workers' parameters to the final ones, to be evaluated or kept: by default, their mean."""
         self.replica.write((yield from self.mean(self.replica.read())))
 
     def mean(self, vector: Tensor) -> Steps[Tensor]:
-        """Return the mean over all workers."""
+        """Return the mean of `vector` over all workers."""
         total: Tensor = yield from self.again(lambda: AllReduce(vector))
         return total / self.worker.size
 
     def again(self, request: Callable[[], Request]) -> Steps[Any]:
-        """Ask until all who are there have the answer: a request a set of members, for the own rank may have changed."""
+        """Yield requests until one is answered, a new one after each change of the members, in which this rank may change."""
         while True:
             try:
                 return (yield request())
@@ -81,4 +81,4 @@ class Method:
                 continue
 
     def resized(self) -> None:
-        """Take in that `worker` has another rank or another size; called where workers come and go, between requests."""
+        """Adapt to a new rank or number of workers in `worker`; called between requests, where workers come and go."""

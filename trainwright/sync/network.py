@@ -1,4 +1,4 @@
-"""Links between simulated workers, and what messages and collectives take on them."""
+"""Models the links between simulated workers, and the seconds of messages and collectives on them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .requests import Members
 from .trade import num_rounds
 
 Call = tuple[str, int]
-"""A call of torch.distributed, and the bytes of a part, of a broadcast those of the tensor."""
+"""A call of torch.distributed, and the bytes of one part; of a broadcast, those of the tensor."""
 
 
 TCP_WIRE = 1 + 66 / 1448 + 66 / 1448 / 2
-"""Bytes on Ethernet for one by TCP: a header for 1448 bytes, and for two of these an acknowledgement that goes the other way."""
+"""Bytes on Ethernet for one byte by TCP: a header for 1448 bytes, and an acknowledgement, the other way, for two of these."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links between workers: all alike but those in `links`, {(from, to): (latency_s, bytes_per_s)}.
+    """The links between workers: all alike except those in `links`, {(from, to): (latency_s, bytes_per_s)}.
 
-    The rest says what a transport makes of a link: wire, bytes on the wire for one that is sent (`TCP_WIRE` of Ethernet, where
-    all send and receive); burst_bytes, what an idle link lets through at once.
+    wire: the bytes on the wire for each byte sent (`TCP_WIRE` on Ethernet, if all send and receive). burst_bytes: the bytes
+    that an idle link sends at once.
 
     >>> Network(1e-3, 1e6, links={(0, 1): (0.5, 1e3)}).slowest((0, 1, 2))
     (0.5, 1000.0)
@@ -41,7 +41,7 @@ class Network:
         return self.links.get((source, to), (self.latency_s, self.bytes_per_s))
 
     def slowest(self, members: Members) -> tuple[float, float]:
-        """Return the largest latency and the smallest bandwidth between members, which a collective has to wait for."""
+        """Return the largest latency and the smallest bandwidth between members, which bound a collective."""
         inside = set(members)
         own = [link for (source, to), link in self.links.items() if source in inside and to in inside]
         if len(own) < len(members) * (len(members) - 1):
@@ -53,14 +53,14 @@ class Network:
         return self.latency_s + self.busy_s(num_bytes, self.bytes_per_s, is_idle=True)
 
     def busy_s(self, num_bytes: float, bytes_per_s: float, is_idle: bool) -> float:
-        """Return the seconds for which a link is busy with `num_bytes`; is_idle: it has had time for a burst before."""
+        """Return the seconds for which a link is busy with `num_bytes`; is_idle: whether a burst is available."""
         burst = self.burst_bytes if is_idle else 0.0
         return max(0.0, num_bytes * self.wire - burst) / bytes_per_s
 
     def paid_s(self, paid_s: float, now_s: float, num_bytes: float, bytes_per_s: float) -> float:
-        """Return until when a link's bytes are paid for, with `num_bytes` more from now on: a bucket that a burst fills.
+        """Return the time until which a link is booked once `num_bytes` more are sent from now on, by a token bucket.
 
-        They have left at that time, or at once where it is past.
+        The bytes have left at that time, or at once if it is past.
 
         >>> link = Network(0.0, 1000.0, burst_bytes=500)
         >>> first = link.paid_s(-1.0, 0.0, 300, 1000.0)
@@ -70,10 +70,10 @@ class Network:
         return max(paid_s, now_s - self.burst_bytes / bytes_per_s) + num_bytes * self.wire / bytes_per_s
 
     def collective_s(self, calls: Sequence[Call], members: Members, is_idle: bool = True) -> float:
-        """Return the seconds of collectives one right after the other.
+        """Return the seconds of collectives that follow one another directly.
 
-        all_to_all, all_gather: n − 1 parts leave each member, in rounds as of `trade`, each of which waits a latency. broadcast:
-        on a binomial tree, whose root sends to ⌈log₂ n⌉ at once, and the first of these to one less, and so on.
+        all_to_all, all_gather: each member sends n − 1 parts, in the rounds of `trade`, each of which waits for one latency.
+        broadcast: on a binomial tree, whose root sends to ⌈log₂ n⌉ members, the first of these to one fewer, and so on.
         """
         if len(members) == 1:
             return 0.0
@@ -81,7 +81,7 @@ class Network:
         return latency_s + self.busy_s(load, bytes_per_s, is_idle)
 
     def collective(self, calls: Sequence[Call], members: Members) -> tuple[float, float, float]:
-        """Return what collectives wait for links, the bytes on the busiest of them, and its bytes a second."""
+        """Return the latency of collectives in seconds, the bytes on the busiest link, and its bytes a second."""
         n, (latency_s, bytes_per_s) = len(members), self.slowest(members)
         deep = math.ceil(math.log2(n))
         steps = sum(deep if kind == "broadcast" else num_rounds(n - 1, part) for kind, part in calls)

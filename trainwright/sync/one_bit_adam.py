@@ -1,4 +1,4 @@
-"""1-bit Adam: Adam until its second moment is steady, then momenta that travel as one bit an element."""
+"""1-bit Adam: runs Adam until its second moment is steady, then averages momenta with one bit an element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .signs import Segments, compressed_mean
 
 
 class OneBit(Method):
-    """The common part of 1-bit Adam and 1-bit LAMB: moments, their settings, and the compressed mean."""
+    """The common base of 1-bit Adam and 1-bit LAMB: moments, their settings, and the compressed mean."""
 
     of_size = ("error", "server_error")
     optimizers = ("adam", "adamw")
@@ -33,12 +33,12 @@ class OneBit(Method):
 
     @property
     def segments(self) -> Segments:
-        """The segments that have a scale of their own."""
+        """Return the segments of the parameter vector, each with its own scale."""
         return Segments(self.replica.shapes, self.worker.size)
 
     @property
     def frozen(self) -> bool:
-        """True where this step compresses."""
+        """Tell whether this step is in the compressed phase."""
         return self.num_steps > self.freeze_step
 
     @property
@@ -60,14 +60,14 @@ class OneBit(Method):
         yield from ()
 
     def whole_step(self) -> Steps[None]:
-        """Take all workers' gradients into both moments."""
+        """Update both moments with the mean of all workers' gradients."""
         gradient = yield from self.mean(self.replica.read_gradient())
         first, second = self.betas
         self.vector("m").mul_(first).add_(gradient, alpha=1 - first)
         self.vector("v").mul_(second).addcmul_(gradient, gradient, value=1 - second)
 
     def compressed(self, momentum: Tensor) -> Steps[Tensor]:
-        """Return the mean of the workers' momenta, by one bit an element; 0 where no gradient was ever seen."""
+        """Return the mean of the workers' momenta, sent with one bit an element; 0 where no gradient was ever nonzero."""
         error, server_error = self.vector("error"), self.vector("server_error")
         mean = yield from compressed_mean(self.segments, self.worker.rank, momentum, error, server_error)
         return mean * (self.vector("v") > 0)
@@ -85,13 +85,13 @@ class OneBitAdam(OneBit):
         later:                 m_i ← β₁ m + (1 − β₁) g_i,   m ← compressed mean of the m_i,   v as it was
         x ← x − lr (m / (√v + ε) + weight_decay · x)
 
-    lr, betas, eps and weight_decay are those of `optimizer`, Adam or AdamW, whose step only counts. No bias correction,
-    as in the authors' code. freeze_step: 15 to 25 % of all steps, when v has become steady; earlier, small v make steps
-    explode.
+    lr, betas, eps and weight_decay are those of `optimizer`, Adam or AdamW, whose own step only counts. There is no bias
+    correction, as in the authors' code. freeze_step: 15 to 25 % of all steps, when v has become steady; if it is earlier, small
+    entries of v make steps explode.
 
-    Each parameter has a scale of its own; under a plan that shards it, each shard has.
-    Elements whose gradient was 0 throughout the first phase stay as they are: one bit cannot say 0. Each worker's gradient
-    has to be its own: clipping by a common norm does not go with it.
+    Each parameter has its own scale; under a plan that shards it, each shard has.
+    Elements whose gradient was 0 throughout the first phase never change, since one bit cannot encode 0. Each worker's gradient
+    has to be its own, which excludes clipping by a common norm.
 
     Source: Tang et al. 2021, 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed
     (arXiv:2102.02888).
@@ -113,7 +113,7 @@ class OneBitAdam(OneBit):
 
 
 def phases(segments_of: Any) -> tuple[Message, ...]:
-    """Return the messages: gradients up to `freeze_step`, signs afterwards."""
+    """Return the messages of both phases: gradients up to `freeze_step`, signs afterwards."""
     return (
         Message("signs", "all-to-all and all-gather", lambda size: segments_of(size).total_bytes(size.itemsize),
                 lambda size, k: max(0, k - size.options["freeze_step"]), "2P/32"),
@@ -123,7 +123,7 @@ def phases(segments_of: Any) -> tuple[Message, ...]:
 
 
 def by_parameter(size: Size) -> Segments:
-    """A scale a parameter."""
+    """Return one segment for each parameter."""
     return Segments(size.shapes, size.num_workers)
 
 

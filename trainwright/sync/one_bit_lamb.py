@@ -1,4 +1,4 @@
-"""1-bit LAMB: the same for LAMB, with the trust ratios that the frozen phase could no longer measure."""
+"""1-bit LAMB: the compressed method for LAMB, with estimates of the trust ratios that the frozen phase cannot measure."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class OneBitLAMB(OneBit):
         self.state["m"] = m
 
     def _trust(self, x: Tensor) -> Tensor:
-        """The trust ratio of each parameter, which its average takes in."""
+        """Return the trust ratio of each parameter, and update its moving average."""
         ratios = []
         for own, step in zip(self._parts(x), self._parts(self.direction(x))):
             norms = float(squared_norm(own).sqrt()), float(squared_norm(step).sqrt())
@@ -92,7 +92,7 @@ class OneBitLAMB(OneBit):
         self.state["evenness"] = torch.where(sizes > 0, sizes.mean() / torch.where(sizes > 0, sizes, 1.0), 1.0)
 
     def _factors(self, x: Tensor) -> Tensor:
-        """Return by how much the second moment has shrunk since it was frozen, per parameter."""
+        """Return, for each parameter, the factor by which the second moment has shrunk since it was frozen."""
         eps, decay = self.replica.settings("eps"), self.replica.settings("weight_decay")
         frozen = self.vector("v").sqrt() + eps
         ratios, last = frozen / (self.vector("w").sqrt() + eps), self.vector("factor")
@@ -107,12 +107,12 @@ class OneBitLAMB(OneBit):
         return vector.split(self.replica.shapes)
 
     def _spread(self, values: Tensor) -> Tensor:
-        """A vector with each parameter's value at all its elements."""
+        """Return a vector that repeats each parameter's value for all its elements."""
         return torch.cat([value.expand(size) for value, size in zip(values, self.replica.shapes)])
 
 
 def trust_ratio(param_norm: float, step_norm: float) -> float:
-    """Return ‖x‖ / ‖u‖ in [0.01, 10]; 1 where either is 0.
+    """Return ‖x‖ / ‖u‖ clamped to [0.01, 10]; 1 if either is 0.
 
     >>> trust_ratio(3.0, 0.1), trust_ratio(0.0, 1.0)
     (10.0, 1.0)
@@ -133,7 +133,7 @@ def adaptive_factor(ratio: float, share: float, last: float) -> float:
 
 
 def _norm_share(bare: Tensor, whole: Tensor) -> float:
-    """‖m / √v‖ beside what the decay adds, at most 1."""
+    """Return the share of ‖m / √v‖ in the norm of the step with weight decay, at most 1."""
     norm = float(squared_norm(whole).sqrt())
     return 1.0 if norm == 0 else min(1.0, float(squared_norm(bare).sqrt()) / norm)
 

@@ -1,4 +1,4 @@
-"""A method's options, as text or as values, held against what its constructor says it takes."""
+"""Parses a method's options from text, and checks them against its constructor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def options_of(cls: type) -> dict[str, Any]:
 
 
 def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
-    """Return `KEY=VALUE` texts as a dict of values: true and false, numbers, runs of numbers, else names.
+    """Return `KEY=VALUE` texts as a dict of values: true and false, numbers, tuples of numbers, else names.
 
     >>> parse_options(["period=4", "outer-lr=0.7", "graph=ring", "asynchronous=true", "rates=0.5,1"])
     {'period': 4, 'outer_lr': 0.7, 'graph': 'ring', 'asynchronous': True, 'rates': (0.5, 1)}
@@ -39,7 +39,7 @@ def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
 
 
 def check_options(record: SyncRecord, options: Mapping[str, Any]) -> None:
-    """Raise `UserError` for an option that the method has not, and for one of another type."""
+    """Raise `UserError` for an unknown option, and for a value of the wrong type."""
     known = inspect.signature(record.cls).parameters
     names = list(known)[1:]
     if unknown := [name for name in options if name not in names]:
@@ -56,7 +56,7 @@ def check_options(record: SyncRecord, options: Mapping[str, Any]) -> None:
 
 
 def described(record: SyncRecord, options: Mapping[str, Any]) -> str:
-    """Return a text that tells a method with options from any other: arrays in full, which `repr` abbreviates."""
+    """Return a text that identifies a method with its options; arrays are written in full, which `repr` abbreviates."""
     plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in options.items()}
     return repr((record.name, sorted(plain.items())))
 

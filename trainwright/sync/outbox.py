@@ -1,4 +1,4 @@
-"""Messages on their way to one worker, sent in order while this one goes on."""
+"""Sends messages to one worker in order, in the background."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Outbox:
-    """Sends in order, on a thread that ends with the process; a failure is raised by the next call.
+    """A queue of sends that run in order on a daemon thread; the next call raises the error of one that failed.
 
     >>> sent = []
     >>> outbox = Outbox("worker 1")
@@ -27,12 +27,12 @@ class Outbox:
         self._thread.start()
 
     def put(self, send: Callable[[], Any]) -> None:
-        """Have a message sent after those before it."""
+        """Queue a send after those before it."""
         self._raise()
         self._waiting.put(send)
 
     def close(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
         self._waiting.put(None)
         self._thread.join()
         self._raise()

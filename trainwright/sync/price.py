@@ -1,4 +1,4 @@
-"""The price of a method on some link: seconds and bytes a step, by its record and the simulator's model of links."""
+"""Prices a method on given links: seconds and bytes a step, by its record and the simulator's model of links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import options_of
 from .record import Size, SyncRecord
 
 _OVER = 1000
-"""Steps over which a price is an average, at least: phases at the beginning count as in a run of so many."""
+"""The least number of steps over which a price is averaged; initial phases count as in a run of that length."""
 PERIODS = ("period", "global_period")
 
 
@@ -20,8 +20,8 @@ PERIODS = ("period", "global_period")
 class Price:
     """The price of one method: seconds and bytes of one worker a step, on average over a thousand steps.
 
-    exchange_s: in which it waits for the link; nothing is overlapped. period: steps between two exchanges of everything,
-    1 where there is no such option. state_bytes: kept between steps beside model and optimizer.
+    exchange_s: the seconds of waiting for the link, without overlap. period: the steps between two exchanges of all
+    parameters; 1 without such an option. state_bytes: the state kept between steps beside model and optimizer.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Price:
     gives_up: str
 
     def period_for(self, share: float) -> int:
-        """Return the period from which on the exchange takes at most `share` of a step.
+        """Return the shortest period for which the exchange takes at most `share` of a step.
 
         >>> Price("diloco", 2.0, 1.0, 0.0, 0, 100, "").period_for(0.1)
         900
@@ -49,8 +49,8 @@ def price(
 ) -> Price:
     """Return the price of a method between workers that each take `compute_s` for the gradient of a batch.
 
-    size: parameters, bytes and workers; its options are filled up with the method's defaults. network: the links between
-    workers, of which the usual one counts. Stragglers are not in it: `simulate` has them.
+    size: parameters, bytes and workers; missing options get the method's defaults. network: the links between workers, all
+    taken to be the usual one. Stragglers are not modelled; `simulate` has them.
 
     >>> from trainwright.sync import record
     >>> found = price(record("local-sgd"), Size((1000,), 4, 2), Network(0.0, 4000.0), compute_s=1.0)

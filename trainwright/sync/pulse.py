@@ -1,4 +1,4 @@
-"""Signs of life: each worker counts in a shared store, and looks whether the others still do."""
+"""Detects workers that are gone: each one increments a counter in a shared store, and watches those of the others."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Sequence
 from typing import Any
 
 _BEATS = 8
-"""Signs of life within the time after which a worker counts as gone; so many looks at it in turn find nothing new then."""
+"""The heartbeats within the silence that means gone; a worker is silent after so many looks without a new one."""
 
 
 class Pulse:
-    """Tells `store` that worker `own` lives, from a thread, and which of those it watches have been silent for `silence_s`.
+    """Writes heartbeats of worker `own` to `store` on a thread, and finds watched workers that were silent for `silence_s`.
 
-    Silence is counted in looks that found nothing new, eight of them in turn: a thread that was held up itself has looked less
-    often, and takes nobody for silent. A process that is killed, stopped, or cut off falls silent; one that computes for long
-    does not, for the thread goes on.
+    Silence is counted in consecutive looks without a new heartbeat, eight of them: a thread that was itself delayed has looked
+    less often, and so takes nobody for silent. A process that is killed, stopped, or cut off falls silent; one that computes for
+    long does not, since its thread continues.
     """
 
     def __init__(self, store: Any, own: int, silence_s: float) -> None:
         self._store, self._own, self.silence_s = store, own, silence_s
         self._seen: dict[int, tuple[bytes, int]] = {}
-        """By worker: what it told last, and how many looks have found nothing new since."""
+        """By worker: its last heartbeat, and the number of looks since that found no new one."""
         self._ended = threading.Event()
         self._count = 0
         self._tell()
         threading.Thread(target=self._go_on, name="pulse", daemon=True).start()
 
     def watch(self, workers: Sequence[int]) -> None:
-        """Look after these workers from now on; each has the whole time to show itself."""
+        """Watch these workers from now on; each one's silence starts anew."""
         self._seen = {worker: (b"", 0) for worker in workers if worker != self._own}
 
     def silent(self) -> list[int]:
-        """Return the watched workers of whom nothing new has been seen for too long, or that have left."""
+        """Return the watched workers that have been silent for too long, or that have left."""
         return [worker for worker, (count, missed) in list(self._seen.items()) if count == _LEFT or missed >= _BEATS]
 
     def end(self) -> None:
-        """Say that this worker leaves, so that nobody waits for it."""
+        """Announce that this worker leaves, so that nobody waits for it."""
         self._ended.set()
 
     def _go_on(self) -> None:

@@ -1,8 +1,9 @@
-"""The engine on real ranks: answers requests by torch.distributed, over gloo or NCCL, and counts what is sent.
+"""Runs programs on real ranks: answers requests by torch.distributed, over gloo or NCCL, and counts the bytes sent.
 
-An all-reduce is an all-to-all of parts, a sum of the own part in the order of ranks, and an all-gather: the bytes of a ring
-all-reduce, n parts of memory beside the tensor, and the same bits on every rank, in every run and on the simulator. On CPUs
-both halves are messages in rounds (`trade`), for gloo's own collectives take up to twice as long on a slow link.
+An all-reduce is an all-to-all of parts, a sum of this rank's part in the order of ranks, and an all-gather: it sends the bytes
+of a ring all-reduce, takes n parts of memory beside the tensor, and gives the same bits on every rank, in every run and on the
+simulator. On CPUs both halves are messages in rounds (`trade`), since gloo's own collectives take up to twice as long on a slow
+link.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ from .trade import trade
 from .traffic import Traffic
 
 _LAST_TAG = 1 << 20
-"""Tags of a method are below; exchanges use it."""
+"""The tag of exchanges; the tags of methods are smaller."""
 _Way = tuple[int | None, int]
-"""The other worker, `None` where a receive names none, and a tag."""
+"""The other worker, or `None` for a receive from any, and a tag."""
 
 
 class Ranks:
-    """Runs programs on this rank of `group` (default: all ranks), whose other ranks run theirs; `traffic` counts.
+    """Runs programs on this rank of `group` (default: all ranks), whose other ranks run theirs; `traffic` counts the bytes sent.
 
-    Ranks of requests are those inside the group. Any group of torch.distributed does, one of a `DeviceMesh` too; with NCCL,
-    `Receive` needs a named source and no time limit, for its receives cannot be left.
+    Ranks in requests are those within the group, which may be any process group, also one of a `DeviceMesh`. With NCCL,
+    `Receive` needs a source and no time limit, since NCCL's receives cannot be abandoned.
 
     >>> import torch
     >>> from trainwright.launch import process_group
@@ -75,14 +76,14 @@ class Ranks:
         self.place = Place(dist.get_rank(group), dist.get_world_size(group))
         self.traffic = Traffic()
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """A block around each request, in which this rank may wait for others: for a watchdog, say."""
+        """Makes the context around each request, in which this rank may wait for others; used for a watchdog."""
         self._groups: dict[Members, Any] = {}
         self._store: Any = None
         self._forget()
         self._began_s = time.monotonic()
 
     def run(self, program: Steps[T]) -> T:
-        """Answer the requests of `program` until it returns, and return what it does."""
+        """Answer the requests of `program` until it returns, and return its result."""
         answer: Any = None
         while True:
             try:
@@ -124,7 +125,7 @@ class Ranks:
         return None
 
     def close(self) -> None:
-        """Let receives that nobody answered end, and take in what nobody received; to be called by all ranks, at the end."""
+        """End unanswered receives, and receive the messages that nobody asked for; all ranks call it at the end."""
         tables: list[_Table] = [_Table()] * self.place.size
         dist.all_gather_object(tables, self._table, group=self.group)
         self._answer_what_is_awaited(tables)
@@ -145,7 +146,7 @@ class Ranks:
                         self._post(torch.zeros(0), rank, tag)
 
     def _take_in_what_is_left(self, tables: Sequence[_Table]) -> None:
-        """Receive the messages that no `Receive` of this rank asked for: their senders wait."""
+        """Receive the messages that no `Receive` of this rank asked for, since their senders wait."""
         own, me = self._table.posted, self.place.rank
         forms = {tag: form for table in tables for (to, tag), form in table.forms.items() if to == me}
         for tag, form in forms.items():
@@ -156,13 +157,13 @@ class Ranks:
                     dist.recv(room, None if source is None else self._global(source), self.group, tag)
 
     def _forget(self) -> None:
-        """Begin with nothing sent, received or awaited."""
+        """Reset the records of messages sent, received and awaited."""
         self._table = _Table()
         self._outboxes: dict[int, Outbox] = {}
         self._due: dict[_Way, Future[Letter]] = {}
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> None:
-        """Send at once: gloo's send waits for the receiver, so that a thread for each of them does, message by message."""
+        """Send without waiting: gloo's send waits for the receiver, so one thread for each receiver sends, in order."""
         self.traffic.count("send", tensor)
         self._table.sent[to, tag] += 1
         self._table.forms[to, tag] = torch.empty_like(tensor, device="meta")
@@ -211,7 +212,7 @@ class Ranks:
         return given
 
     def _trade(self, parts: Sequence[Tensor] | Tensor, rooms: Tensor, members: Members | None) -> None:
-        """Give part k to member k and take its own into room k; gloo's collectives do it one way after the other."""
+        """Send part k to member k, and receive its part into `rooms[k]`, both directions at once, unlike gloo's collectives."""
         ranks = members or tuple(range(self.place.size))
         own = ranks.index(self.place.rank)
         rooms[own] = parts[own]
@@ -272,7 +273,7 @@ class Ranks:
             return None
 
     def _await(self, request: Receive, future: Future[Letter]) -> None:
-        """Receive on a thread of its own: gloo closes the connection of a wait that was given up."""
+        """Receive a message into `future`; runs on its own thread, since gloo closes a connection whose wait is abandoned."""
         try:
             future.set_result(self._received(request))
         except RuntimeError as error:
@@ -285,7 +286,7 @@ class Ranks:
         return Letter(self._local(sender), room)
 
     def _form(self, groups: tuple[Members, ...]) -> None:
-        """Make groups, those of all ranks on all ranks in one order: other replicas of a plan ask for their own meanwhile."""
+        """Make process groups; since all ranks make all groups in one order, other replicas' groups are made too."""
         new = [members for members in groups if members not in self._groups and len(members) < self.place.size]
         own = {tuple(self._global(rank) for rank in members): members for members in new}
         asked: list[Any] = [None] * dist.get_world_size()
@@ -308,7 +309,7 @@ class Ranks:
         return rank if self.group is None else dist.get_group_rank(self.group, rank)
 
     def _counters(self) -> Any:
-        """The store that holds the shared counters: a TCPStore of rank 0, made by all ranks when first asked for."""
+        """Return the store of the shared counters: a TCPStore on rank 0, made by all ranks at its first use."""
         if self._store is None:
             self._store = _shared_store(self.place, self.group)
         return self._store
@@ -316,7 +317,7 @@ class Ranks:
 
 @dataclass
 class _Table:
-    """Counts of the messages that a rank sent (to, tag) and was ready to receive (source, tag), and a form of each sort."""
+    """Counts of the messages that a rank sent (to, tag) and asked to receive (source, tag), with an example tensor of each."""
 
     sent: Counter[_Way] = field(default_factory=Counter)
     posted: Counter[_Way] = field(default_factory=Counter)
@@ -324,7 +325,7 @@ class _Table:
 
 
 def _number_sent(tables: Sequence[_Table], source: int | None, to: int, tag: int) -> int:
-    """Return how many messages `source`, or all workers, sent to `to` under `tag`."""
+    """Return the number of messages that `source`, or all workers, sent to `to` under `tag`."""
     return sum(table.sent[to, tag] for rank, table in enumerate(tables) if source in (None, rank))
 
 
@@ -341,7 +342,7 @@ def _shared_store(place: Place, group: Any) -> Any:
 
 
 def _hostname(socket: Any) -> str:
-    """A name under which the other ranks reach this machine; its own loopback where it has none."""
+    """Return a name by which other ranks reach this machine; the loopback address if it has none."""
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:

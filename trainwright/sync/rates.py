@@ -1,9 +1,9 @@
-r"""The rates of DADAO's edges: the fewest messages for which it converges.
+r"""Computes the rates of DADAO's edges with the fewest messages for which it converges.
 
     minimise Σ λ_ij   subject to   χ1[Λ] χ2[Λ] ≤ 1/2
 
 For a fixed a that is a semidefinite problem: χ1 ≤ a is Λ ⪰ (I − 11ᵀ/n)/a, and χ2 ≤ 1/(2a) is, for each edge, the Schur complement
-[[Λ + 11ᵀ/n, e_i − e_j], [·, 1/a]] ⪰ 0. Both shrink as one, so that a search over a is left.
+[[Λ + 11ᵀ/n, e_i − e_j], [·, 1/a]] ⪰ 0. Both constraints scale together, so that only a search over a remains.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MARGIN = 1e-7
 
 
 def optimal_rates(graph: Graph) -> tuple[float, ...]:
-    """Return rates with the smallest sum that DADAO can have on a graph, in the order of its edges; uniform ones sum to more.
+    """Return the rates with the smallest sum that DADAO allows on a graph, in the order of its edges.
 
-    Worth it where a graph has a bottleneck, which gets a larger share; on a ring all edges are alike. Needs cvxpy
-    (`pip install 'trainwright[solvers-convex-nets]'`), and seconds for tens of edges. Raises `UserError` without it.
+    It pays off on a graph with a bottleneck, which gets a larger share; on a ring all edges are alike. It needs cvxpy
+    (`pip install 'trainwright[solvers-convex-nets]'`), without which it raises `UserError`, and seconds for tens of edges.
 
     >>> from trainwright.sync.graphs import named
     >>> star = named("star", 5)[0]
@@ -51,7 +51,7 @@ def optimal_rates(graph: Graph) -> tuple[float, ...]:
 
 
 class _Problem:
-    """The semidefinite problem, stated once; a is its parameter."""
+    """The semidefinite problem, built once, with a as its parameter."""
 
     def __init__(self, graph: Graph) -> None:
         cp: Any = _cvxpy()
@@ -70,13 +70,13 @@ class _Problem:
         self.problem = cp.Problem(cp.Minimize(cp.sum(self.variable)), limits)
 
     def total(self, a: float) -> float:
-        """Return the smallest sum for χ1 ≤ a, infinity where there is none."""
+        """Return the smallest sum of rates for χ1 ≤ a; infinity if there is none."""
         self.inverse.value = 1 / a
         self.problem.solve()
         return float(self.problem.value) if self.variable.value is not None else math.inf
 
     def rates(self, a: float) -> np.ndarray:
-        """Return the rates of that sum."""
+        """Return the rates with the smallest sum for χ1 ≤ a."""
         self.total(a)
         return np.asarray(self.variable.value)
 

@@ -1,6 +1,6 @@
-"""`SyncRecord`: what a method keeps, sends, promises and assumes, stated once beside its class.
+"""Defines `SyncRecord`, which states once, beside a method's class, what it keeps, sends, promises and assumes.
 
-Tables and documentation print it, a planner can price it, and the tests count what is really sent and kept.
+Tables and documentation print it, a planner prices it, and the tests compare it with what is really sent and kept.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from .requests import Members
 from .traffic import all_reduce_bytes
 
 AGREEMENT_BYTES = 512
-"""The bytes that each worker shows to all others before the first step."""
+"""The bytes that each worker sends to all others before the first step, to agree on method and options."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a run, which the declared numbers depend on.
+    """The size of a run, on which the declared numbers depend.
 
-    shapes: elements of each parameter. itemsize: bytes of an element as it is sent. options: of the method, defaults
-    included. dims: the parameters' shapes, for methods that treat matrices otherwise than vectors; default: all are vectors.
+    shapes: the number of elements of each parameter. itemsize: the bytes of an element that is sent. options: those of the
+    method, defaults included. dims: the parameters' shapes, for methods that distinguish matrices; default: all are vectors.
     """
 
     shapes: tuple[int, ...]
@@ -41,7 +41,7 @@ class Size:
 
     @property
     def param_bytes(self) -> int:
-        """P, the bytes of one copy of the parameters."""
+        """Return P, the bytes of one copy of the parameters."""
         return self.num_params * self.itemsize
 
 
@@ -49,10 +49,10 @@ class Size:
 class Message:
     """One kind of message or collective.
 
-    total_bytes: that all workers together send in one occurrence. times: how often it occurs in the first k steps.
-    says: the same in words, for one worker. members: workers that a broadcast is between; default: all. seconds: of one
-    occurrence, for messages along edges, by the computation between two, which may hide some; default: as if a worker's
-    share were one message. follows: it comes right after the one before it in the record, and has what that left of a burst.
+    total_bytes: the bytes that all workers together send in one occurrence. times: the number of occurrences in the first k
+    steps. says: the same in words, for one worker. members: the number of workers in a broadcast; default: all. seconds: those of
+    one occurrence along edges, given the computation between two, which may hide some; default: as if a worker's share were one
+    message. follows: whether it directly follows the previous one in the record, and has only the rest of that one's burst.
     """
 
     what: str
@@ -65,8 +65,9 @@ class Message:
     follows: bool = False
 
     def seconds_on(self, size: Size, network: Network, compute_s: float) -> float:
-        """Return what one occurrence takes on the links of `network`, as the simulator counts it, between computations of
-        `compute_s`; no one is late.
+        """Return the seconds of one occurrence on the links of `network`, as the simulator counts them.
+
+        compute_s: the computation between two occurrences. No worker is late.
         """
         n, total = size.num_workers, self.total_bytes(size)
         if n == 1 or not total:
@@ -78,13 +79,13 @@ class Message:
         return network.collective_s(*self._calls(size))
 
     def burst_left(self, size: Size, network: Network) -> float:
-        """Return the bytes of a burst that one occurrence leaves."""
+        """Return the bytes of a burst that are left after one occurrence."""
         if size.num_workers == 1 or self.kind == "edge" or self.seconds is not None or not self.total_bytes(size):
             return network.burst_bytes
         return max(0.0, network.burst_bytes - network.wire * network.collective(*self._calls(size))[1])
 
     def _calls(self, size: Size) -> tuple[list[Call], Members]:
-        """The collectives of one occurrence, and who is in them."""
+        """Return the collectives of one occurrence, and their members."""
         n, total = size.num_workers, self.total_bytes(size)
         if self.kind == "broadcast":
             members = self.members(size)
@@ -96,12 +97,12 @@ class Message:
 
 @dataclass(frozen=True)
 class StateVector:
-    """One entry of the state whose size grows with the model's: elements kept by one worker, and how wide they are."""
+    """One entry of the state whose size grows with the model's: the elements that one worker keeps, and their width."""
 
     name: str
     num_elements: Callable[[Size], int] = lambda size: size.num_params
     itemsize: int | None = None
-    """`None`: that of what is sent."""
+    """The bytes of an element; `None`: as many as of an element that is sent."""
 
     def num_bytes(self, size: Size) -> int:
         """Return the bytes that one worker keeps."""
@@ -112,7 +113,7 @@ class StateVector:
 class SyncRecord:
     """A method's class and what it declares; P is the bytes of one copy of the parameters, n the number of workers.
 
-    `takes` says what a step is given: `loss`, after its backward pass, or `closure`, a function that computes one.
+    `takes` is the argument of a step: `loss`, after its backward, or `closure`, a function that computes one.
     """
 
     name: str
@@ -124,14 +125,14 @@ class SyncRecord:
     states: tuple[StateVector, ...] = ()
     takes: str = "loss"
     extra_passes: str = "0"
-    """Forward and backward passes that a step takes beyond the one that it is given."""
+    """The forward and backward passes of a step beyond the user's own."""
     faults: str = "none: the others wait"
     """The effect of a worker that is slow or gone on the others."""
     gradients: Callable[[Size], float] = lambda size: 1.0
-    """Gradients of a batch that a worker computes, or the time of as many, in a step."""
+    """The number of batch gradients that a worker computes in a step, or whose time it takes."""
     paper: str = ""
     departs: str = ""
-    """Where it departs from the paper."""
+    """The differences from the paper."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Options given to `cls` unless the user says otherwise."""
 
@@ -146,11 +147,11 @@ class SyncRecord:
         return n * (n - 1) * AGREEMENT_BYTES + of_steps
 
     def bytes_per_step(self, size: Size, over: int = 1000) -> float:
-        """Return the bytes that one worker sends a step, on average over so many steps."""
+        """Return the bytes that one worker sends a step, on average over `over` steps."""
         return (self.sent_bytes(size, over) - self.sent_bytes(size, 0)) / over / size.num_workers
 
     def exchange_s(self, size: Size, network: Network, compute_s: float, over: int = 1000) -> float:
-        """Return the seconds a step in which a worker exchanges, on average over so many steps of `compute_s` of computing."""
+        """Return a worker's seconds of communication a step, on average over `over` steps with `compute_s` of computation."""
         total_s, left = 0.0, network.burst_bytes
         for each in self.messages:
             if not each.times(size, over):
@@ -177,15 +178,15 @@ class SyncRecord:
 
 
 def every(period: Callable[[Size], int]) -> Callable[[Size, int], int]:
-    """Return `times` of what occurs at the end of each `period` of steps."""
+    """Return the `times` of a message that occurs at the end of each `period` of steps."""
     return lambda size, num_steps: num_steps // period(size)
 
 
 def each_step(size: Size, num_steps: int) -> int:
-    """`times` of what occurs in each step."""
+    """Return the `times` of a message that occurs in each step."""
     return num_steps
 
 
 def all_reduced(size: Size) -> int:
-    """`total_bytes` of an all-reduce of the parameters or gradients."""
+    """Return the `total_bytes` of an all-reduce of the parameters or gradients."""
     return all_reduce_bytes(size.num_params, size.itemsize, size.num_workers)

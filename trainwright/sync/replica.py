@@ -1,4 +1,4 @@
-"""A worker's own copy of the model, read and written as one flat vector, and its optimizer."""
+"""Reads and writes a worker's copy of the model as one flat vector, and calls its optimizer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..artifacts import UserError
 
 
 class Replica:
-    """The trained parameters of `model`, in its own order, as a vector; buffers are left alone: each worker has its own.
+    """Gives access to the trainable parameters of `model`, in its order, as one vector; buffers stay each worker's own.
 
-    Of a planned module, they are what this rank holds of each parameter. Vectors are in fp32 where parameters are bf16 or
-    fp16, else in the parameters' own type. Raises `UserError` for a model without trained parameters, for parameters that
-    are sharded otherwise, and for those of several wide types.
+    For a planned module, the vector has this rank's part of each parameter. Vectors are in fp32 for bf16 and fp16 parameters,
+    else in the parameters' dtype. Raises `UserError` for a model without trainable parameters, for parameters that are sharded
+    in another way, and for parameters of several wide dtypes.
 
     >>> net = nn.Linear(2, 1)
     >>> replica = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -33,10 +33,10 @@ class Replica:
         self.model, self.optimizer = model, optimizer
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.is_sharded = getattr(getattr(model, "replicas", None), "size", 1) > 1
-        """True where this worker is several ranks, of which this one holds a part."""
+        """True if this worker is several ranks, each of which holds a part."""
         _check(self.params, hasattr(model, "replicas"))
         self.dims = tuple(tuple(local(param).shape) for param in self.params)
-        """The shape of what this rank holds of each parameter, and in `shapes` its elements."""
+        """The shape of this rank's part of each parameter; `shapes` has its number of elements."""
         self.shapes = tuple(local(param).numel() for param in self.params)
         self.dtype = self.params[0].dtype if self.params[0].dtype.itemsize >= 4 else torch.float32
 
@@ -49,20 +49,20 @@ class Replica:
         return torch.cat([local(param).detach().reshape(-1).to(self.dtype) for param in self.params])
 
     def write(self, vector: Tensor) -> None:
-        """Set the parameters."""
+        """Set the parameters from a vector."""
         for param, part in zip(self.params, vector.split(self.shapes)):
             own = local(param).detach()
             own.copy_(part.view(own.shape))
 
     def read_gradient(self) -> Tensor:
-        """Return a copy of the gradients, zero where there is none; `UserError` where there is none at all."""
+        """Return a copy of the gradients, zeros where one is missing; raise `UserError` if all are missing."""
         if all(param.grad is None for param in self.params):
             raise UserError("gradients are needed; no parameter has one; call loss.backward() before sync.step(loss)")
         grads = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
         return torch.cat([grad.detach().reshape(-1).to(self.dtype) for grad in grads])
 
     def write_gradient(self, vector: Tensor) -> None:
-        """Set the gradients."""
+        """Set the gradients from a vector."""
         for param, part in zip(self.params, vector.split(self.shapes)):
             part = part.view(local(param).shape).to(param.dtype)
             if param.grad is None:
@@ -71,7 +71,7 @@ class Replica:
                 local(param.grad).copy_(part)
 
     def gradients_by(self, closure: Callable[[], Tensor]) -> Tensor:
-        """Compute a loss and its gradients, in place of those that were there."""
+        """Compute a loss and its gradients, which replace the old ones, and return the loss."""
         for param in self.params:
             param.grad = None
         with torch.enable_grad():
@@ -80,12 +80,12 @@ class Replica:
         return loss.detach()
 
     def update(self) -> None:
-        """Let the optimizer take its step."""
+        """Run the optimizer's step."""
         assert self.optimizer is not None
         self.optimizer.step()
 
     def settings(self, name: str, default: Any = 0.0) -> Tensor | float:
-        """Return a setting of the optimizer's groups (`lr`), a number if it is one, else a vector with each parameter's."""
+        """Return a setting of the optimizer's groups (`lr`): a number if all are equal, else a vector of each element's value."""
         assert self.optimizer is not None
         by_param = {
             id(param): float(group.get(name, default))
@@ -99,7 +99,7 @@ class Replica:
 
     @contextlib.contextmanager
     def without(self, name: str) -> Iterator[None]:
-        """Set a setting of the optimizer's groups to 0 meanwhile."""
+        """Set a setting of the optimizer's groups to 0 while the context lasts."""
         assert self.optimizer is not None
         groups = [group for group in self.optimizer.param_groups if name in group]
         before = [group[name] for group in groups]
@@ -112,7 +112,7 @@ class Replica:
                 group[name] = value
 
     def count_step(self) -> None:
-        """Call the optimizer's step with no gradient in sight, so that schedules see a step of a method that updates itself."""
+        """Call the optimizer's step without gradients, so that schedulers count the step of a method that updates by itself."""
         assert self.optimizer is not None
         grads = [param.grad for param in self.params]
         for param in self.params:
@@ -122,13 +122,13 @@ class Replica:
             param.grad = grad
 
     def digest(self) -> bytes:
-        """Return 32 bytes that tell the parameters from any others."""
+        """Return a digest of the parameters, of 32 bytes."""
         return digest(self.read())
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Where a method runs: which of how many workers, and on which replica."""
+    """The worker on which a method runs: its rank, the number of workers, and its replica."""
 
     rank: int
     size: int
@@ -136,12 +136,12 @@ class Worker:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: the shard of a `DTensor`, or all of it."""
+    """Return this rank's part of a tensor: the local shard of a `DTensor`, or the whole tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(param: Tensor, part: Tensor) -> Tensor:
-    """Return a part laid out as its parameter is."""
+    """Return a part as a `DTensor` in its parameter's layout, if the parameter is one."""
     if not isinstance(param, DTensor):
         return part
     return DTensor.from_local(

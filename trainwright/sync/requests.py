@@ -1,14 +1,14 @@
-"""Requests that a method may make: those that a generator yields, and what it gets in return.
+"""Defines the requests that a method's generator may yield, and their answers.
 
     mean = (yield AllReduce(x)) / size          the sum over all workers, in the order of their ranks
     rows = yield AllGather(x)                   [size, *x.shape]
     best = yield Broadcast(x, root)             x of `root`
     given = yield AllToAll(parts)               part `rank` of each worker's `parts`; both [size, …]
-    others = yield Exchange(x, peers)           {peer: its x}, from each of the peers, which ask the same of us
+    others = yield Exchange(x, peers)           {peer: its x}, from each of the peers, which yield the same
     yield Send(x, to, tag);  message = yield Receive(like, source, tag)
 
-A method does not know who answers: `ranks.Ranks` does by torch.distributed, `simulator.simulate` in one process. Tensors
-that are handed over belong to the engine until the answer is there, and are not written to by it.
+A method does not know which engine answers: `ranks.Ranks` by torch.distributed, or `simulator.simulate` in one process. The
+tensors of a request must stay unchanged until the answer arrives; the engine does not write to them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 Members = tuple[int, ...]
-"""Ranks of the workers of a group, ascending; `None` in a request: all of them."""
+"""The ranks of a group's workers, ascending; `None` in a request means all workers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Identify:
-    """Ask for this worker's place; answered by a `Place`."""
+    """Ask for this worker's rank; answered by a `Place`."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of how many workers this one is."""
+    """A worker's rank, and the number of workers."""
 
     rank: int
     size: int
@@ -38,14 +38,14 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Have groups made, by all workers alike, before their first collective; answered by `None`."""
+    """Form groups, the same on all workers, before their first collective; answered by `None`."""
 
     groups: tuple[Members, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class AllReduce:
-    """Sum over the members, added in the order of their ranks, so that the bits do not hang on the engine."""
+    """Sum over the members in the order of their ranks, so that the bits do not depend on the engine."""
 
     tensor: Tensor
     members: Members | None = None
@@ -53,7 +53,7 @@ class AllReduce:
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Gather the members' tensors, which are of one shape, stacked in front in the order of their ranks."""
+    """Gather the members' tensors, all of one shape, stacked along a new leading dim in the order of their ranks."""
 
     tensor: Tensor
     members: Members | None = None
@@ -61,7 +61,7 @@ class AllGather:
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """Give part k of `tensor` ([size, …]) to member k; the answer holds what the members gave this one."""
+    """Send part k of `tensor` ([size, …]) to member k; the answer has the parts that the members sent to this one."""
 
     tensor: Tensor
     members: Members | None = None
@@ -69,7 +69,7 @@ class AllToAll:
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """Take over the tensor of `root`, a rank; the others' tensors say its shape and type."""
+    """Receive the tensor of rank `root`; the others' tensors give its shape and dtype."""
 
     tensor: Tensor
     root: int
@@ -78,7 +78,7 @@ class Broadcast:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Send `tensor` to each of `peers` and take theirs; answered by a dict, when all have come."""
+    """Send `tensor` to each of `peers` and receive theirs; answered by a dict, once all have arrived."""
 
     tensor: Tensor
     peers: Members
@@ -86,7 +86,7 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False)
 class Send:
-    """Send `tensor` to the worker `to`, which receives it under `tag`; goes on at once."""
+    """Send `tensor` to the worker `to`, which receives it under `tag`; answered at once."""
 
     tensor: Tensor
     to: int
@@ -95,10 +95,10 @@ class Send:
 
 @dataclass(frozen=True, eq=False)
 class Receive:
-    """Wait for a message of `source`, or of anyone (`None`), under `tag`; answered by a `Letter`.
+    """Wait for a message from `source`, or from any worker (`None`), under `tag`; answered by a `Letter`.
 
-    like: says shape and type. within_s: seconds after which `None` is the answer; the message may still come, to a later
-    `Receive`. Where workers come and go, the answer may be a `Gone`.
+    like: a tensor of the message's shape and dtype. within_s: the seconds after which `None` is the answer; a later `Receive`
+    may still get the message. Where workers come and go, the answer may be a `Gone`.
     """
 
     like: Tensor
@@ -109,7 +109,7 @@ class Receive:
 
 @dataclass(frozen=True, eq=False)
 class Letter:
-    """A message that was received, and from whom."""
+    """A received message, and its sender."""
 
     source: int
     tensor: Tensor
@@ -117,19 +117,19 @@ class Letter:
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """Say that this worker computes, `amount` gradients of its batch long: a simulated clock goes on, a real one has."""
+    """Advance a simulated clock by the time of `amount` batch gradients; on real ranks, where time has passed, do nothing."""
 
     amount: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Now:
-    """Ask for the seconds since the run began."""
+    """Ask for the seconds since the start of the run."""
 
 
 @dataclass(frozen=True, eq=False)
 class Count:
-    """Add to the counter `name` that all workers share; answered by its new value, at once and waiting for nobody."""
+    """Add to the counter `name`, which all workers share; answered at once by its new value."""
 
     name: str
     amount: int = 1
@@ -137,21 +137,22 @@ class Count:
 
 @dataclass(frozen=True, eq=False)
 class Absent:
-    """Ask who is gone; answered by a dict, {rank: name}. Nobody is, but where workers come and go."""
+    """Ask which workers are gone; answered by a dict, {rank: name}, which is empty unless workers come and go."""
 
 
 @dataclass(frozen=True, eq=False)
 class Gone:
-    """The answer to a `Receive` whose sender, or for one from anyone some worker, is gone: its rank, and its name."""
+    """The answer to a `Receive` if its source, or for a receive from any some worker, is gone: its rank and name."""
 
     source: int
     name: str
 
 
 class MembersChanged(Exception):
-    """Raised in place of an answer where workers come and go: some were gone before all had it, and nobody has.
+    """Raised instead of an answer if some workers left before all had it; then nobody has it.
 
-    place: this worker's, among those who are left. gone: the names of the others. A program that goes on asks again.
+    place: this worker's place among those that are left. gone: the names of the others. A program that continues repeats its
+    request.
     """
 
     def __init__(self, place: Place, gone: list[str]) -> None:
@@ -176,4 +177,4 @@ Request = (
 )
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]
-"""The form of a method: a generator that yields requests, is sent the answers, returns a `T`."""
+"""A program: a generator that yields requests, is sent the answers, and returns a `T`."""

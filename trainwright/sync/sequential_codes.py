@@ -1,13 +1,12 @@
-r"""Sequential gradient codes: jobs that may end T rounds after they began, so that stragglers are borne over time, for
-less work.
+r"""Sequential gradient codes: jobs may end T rounds after their start, so that stragglers are tolerated with less work.
 
     GC(n, s)           T = 0         load (s + 1)/n                                        at most s stragglers a round
     SR-SGC(n; B, W, λ)  T = B         load (s + 1)/n, s = ⌈Bλ/(W − 1 + B)⌉, B | W − 1       bursts, or at most s a round
     M-SGC(n; B, W, λ)   T = W − 2 + B  load (λ + 1)(W − 1 + B) / (n (B + (W − 1)(λ + 1)))    bursts
 
-A (B, W, λ)-bursty pattern has, in any W rounds, at most λ workers that straggle, each within B consecutive ones. A
-scheme says what each worker does in a round, is told who answered, and knows which jobs are done. With one model, job t
-+ 1 needs the outcome of job t: train T + 1 models in turn, or accept gradients that are T rounds old.
+A (B, W, λ)-bursty pattern has, in any W rounds, at most λ workers that straggle, each within B consecutive rounds. A
+scheme decides what each worker does in a round, is told who answered, and knows which jobs are done. With one model, a job
+needs the outcome of the previous one: train T + 1 models in turn, or accept gradients that are T rounds old.
 
 Source: Krishnan, Ebrahimi & Khisti 2023, Sequential Gradient Coding For Straggler Mitigation (ICLR).
 """
@@ -23,12 +22,12 @@ from ..artifacts import UserError, check_range
 from .codes import GradientCode
 
 Pattern = Sequence[frozenset[int]]
-"""Who straggled, a set a round."""
+"""The stragglers of each round."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A part of a job that one worker computes: `part` of `kind`, as its scheme counts them; job 0 and less are idle."""
+    """A part of a job that one worker computes: the `part` of `kind`, as its scheme numbers them; jobs below 1 are idle."""
 
     job: int
     kind: Literal["coded", "own"]
@@ -36,7 +35,7 @@ class Task:
 
 
 def is_bursty(pattern: Pattern, burst: int, window: int, most: int) -> bool:
-    """Return whether a pattern keeps to the (B, W, λ)-bursty model.
+    """Tell whether a pattern of stragglers is within the (B, W, λ)-bursty model.
 
     >>> is_bursty([frozenset({0}), frozenset({0}), frozenset()], burst=1, window=2, most=1)
     False
@@ -52,7 +51,7 @@ def is_bursty(pattern: Pattern, burst: int, window: int, most: int) -> bool:
 
 @dataclass
 class SRSGC:
-    """Selective repetition: where too few answered for a job, just enough of the others do it again B rounds later.
+    """Selective repetition: if too few workers answered for a job, just enough of the others repeat it B rounds later.
 
     >>> scheme = SRSGC(8, burst=1, window=2, most=3)
     >>> scheme.code.stragglers, scheme.load, scheme.delay
@@ -64,9 +63,9 @@ class SRSGC:
     window: int
     most: int
     answered: dict[int, set[int]] = field(default_factory=dict)
-    """By job: whose sum is there."""
+    """The workers whose sum has arrived, by job."""
     gone: frozenset[int] = frozenset()
-    """Workers that are not asked again."""
+    """The workers that are gone, and are not asked again."""
 
     def __post_init__(self) -> None:
         _check_model("sr-sgc", self.num_workers, self.burst, self.window, self.most)
@@ -77,35 +76,35 @@ class SRSGC:
 
     @cached_property
     def code(self) -> GradientCode:
-        """The code of each job; cyclic, whose guarantee counts answers alone."""
+        """Return the code of each job: a cyclic one, for which only the number of answers counts."""
         stragglers = -(-self.burst * self.most // (self.window - 1 + self.burst))
         return GradientCode(self.num_workers, min(stragglers, self.num_workers - 1), cyclic=True)
 
     @property
     def delay(self) -> int:
-        """T, the rounds after its own in which a job may still end."""
+        """Return T, the number of rounds after its own in which a job may still end."""
         return self.burst
 
     @property
     def load(self) -> float:
-        """The share of a job's data that a worker computes in a round."""
+        """Return the share of a job's data that a worker computes in a round."""
         return self.code.load
 
     def tasks(self, turn: int) -> list[list[Task]]:
-        """Return what each worker does in round `turn`, from 1."""
+        """Return the tasks of each worker in round `turn`, counted from 1."""
         old = turn - self.burst
         again = self.still_needed(old) if old >= 1 else []
         return [[Task(old if worker in again else turn, "coded", 0)] for worker in range(self.num_workers)]
 
     def still_needed(self, job: int) -> list[int]:
-        """Return those whose sums would be enough for a job with those that are there, of workers that are not gone."""
+        """Return the present workers whose sums, with those that have arrived, would complete a job."""
         answered = self.answered.get(job, set())
         missing = self.num_workers - self.code.stragglers - len(answered)
         late = [worker for worker in range(self.num_workers) if worker not in answered | self.gone]
         return late[: max(0, missing)]
 
     def receive(self, turn: int, tasks: list[list[Task]], stragglers: frozenset[int]) -> None:
-        """Take in who answered in round `turn`."""
+        """Record who answered in round `turn`."""
         for worker, own in enumerate(tasks):
             if worker not in stragglers:
                 for task in own:
@@ -113,49 +112,48 @@ class SRSGC:
 
     @property
     def num_slots(self) -> int:
-        """Tasks of a worker in a round."""
+        """Return the number of tasks of a worker in a round."""
         return 1
 
     @property
     def num_units(self) -> int:
-        """Into how many pieces the data is cut."""
+        """Return the number of pieces of the data."""
         return self.num_workers
 
     @property
     def num_groups(self) -> int:
-        """Codes of a job."""
+        """Return the number of codes of a job."""
         return 1
 
     def units(self, worker: int, task: Task) -> dict[int, float]:
-        """Return the pieces of the data of which a task is the weighted sum of gradients."""
+        """Return the pieces of the data, with weights, over which a task sums gradients."""
         return {piece: float(self.code.matrix[worker, piece]) for piece in self.code.chunks(worker)}
 
     def in_group(self, job: int, group: int) -> set[int]:
-        """Return whose coded sum is there."""
+        """Return the workers whose coded sum of the group has arrived."""
         return self.answered.get(job, set())
 
     def is_done(self, job: int) -> bool:
-        """Return whether a job's gradient can be decoded."""
+        """Tell whether a job's gradient can be decoded."""
         return self.code.decodes(self.answered.get(job, set()))
 
     def flags(self, job: int) -> list[bool]:
-        """Return what is known of a job, for `set_flags`."""
+        """Return the arrived parts of a job as flags, for `set_flags`."""
         return [worker in self.answered.get(job, set()) for worker in range(self.num_workers)]
 
     def set_flags(self, job: int, flags: Sequence[bool]) -> None:
-        """Know of a job what `flags` says; nothing, where none are given."""
+        """Set the arrived parts of a job from `flags`; to none if it is empty."""
         self.answered[job] = {worker for worker, flag in enumerate(flags) if flag}
 
     def tolerates(self, pattern: Pattern) -> bool:
-        """Return whether all jobs end in time under a pattern; else the master has to wait for more answers."""
+        """Tell whether all jobs end in time under a pattern; if not, the master has to wait for more answers."""
         few = all(len(late) <= self.code.stragglers for late in pattern)
         return few or is_bursty(pattern, self.burst, self.window, self.most)
 
 
 @dataclass
 class MSGC:
-    """Multiplexing: a worker does a small part of each of W − 1 + B jobs in a round, its own data first, coded data for
-    the rest.
+    """Multiplexing: a worker does a small part of each of W − 1 + B jobs in a round, first of its own data, then of coded data.
 
     >>> scheme = MSGC(8, burst=2, window=3, most=3)
     >>> scheme.load, scheme.delay, scheme.num_units
@@ -167,9 +165,9 @@ class MSGC:
     window: int
     most: int
     own: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    """By job: (worker, part) of the data that one worker alone has, done."""
+    """The finished parts (worker, part) of the data that one worker alone has, by job."""
     coded: dict[int, dict[int, set[int]]] = field(default_factory=dict)
-    """By job and group: whose sum is there."""
+    """The workers whose sum has arrived, by job and group."""
 
     def __post_init__(self) -> None:
         _check_model("m-sgc", self.num_workers, self.burst, self.window, self.most)
@@ -180,37 +178,37 @@ class MSGC:
 
     @property
     def has_coded(self) -> bool:
-        """True where there is coded data: not where all workers may straggle."""
+        """Tell whether there is coded data; there is none if all workers may straggle."""
         return self.most < self.num_workers
 
     @cached_property
     def code(self) -> GradientCode:
-        """The code of each of a job's B groups."""
+        """Return the code of each of a job's B groups."""
         return GradientCode(self.num_workers, min(self.most, self.num_workers - 1), cyclic=True)
 
     @property
     def num_slots(self) -> int:
-        """Tasks of a worker in a round, each for another job."""
+        """Return the number of tasks of a worker in a round, each for another job."""
         return self.window - 1 + self.burst
 
     @property
     def delay(self) -> int:
-        """T, the rounds after its own in which a job may still end."""
+        """Return T, the number of rounds after its own in which a job may still end."""
         return self.window - 2 + self.burst
 
     @property
     def num_units(self) -> int:
-        """Into how many pieces the data is cut: an own part takes λ + 1 of them, a coded chunk one."""
+        """Return the number of pieces of the data: an own part takes λ + 1 of them, a coded chunk one."""
         own = (self.window - 1) * self.num_workers
         return own * (self.most + 1) + self.burst * self.num_workers if self.has_coded else own
 
     @property
     def load(self) -> float:
-        """The share of a job's data that a worker computes in a round."""
+        """Return the share of a job's data that a worker computes in a round."""
         return self.num_slots * (self.most + 1 if self.has_coded else 1) / self.num_units
 
     def tasks(self, turn: int) -> list[list[Task]]:
-        """Return what each worker does in round `turn`, from 1: a task a slot."""
+        """Return the tasks of each worker in round `turn`, counted from 1, one for each slot."""
         return [
             [self._task(worker, turn - slot, slot) for slot in range(self.num_slots)]
             for worker in range(self.num_workers)
@@ -226,7 +224,7 @@ class MSGC:
         return Task(job if self.has_coded else 0, "coded", slot - (self.window - 1))
 
     def receive(self, turn: int, tasks: list[list[Task]], stragglers: frozenset[int]) -> None:
-        """Take in who answered in round `turn`."""
+        """Record who answered in round `turn`."""
         for worker, own in enumerate(tasks):
             for task in own if worker not in stragglers else ():
                 if task.kind == "own":
@@ -236,11 +234,11 @@ class MSGC:
 
     @property
     def num_groups(self) -> int:
-        """Codes of a job, each over n chunks."""
+        """Return the number of codes of a job, each over n chunks."""
         return self.burst if self.has_coded else 0
 
     def units(self, worker: int, task: Task) -> dict[int, float]:
-        """Return the pieces of the data of which a task is the weighted sum of gradients."""
+        """Return the pieces of the data, with weights, over which a task sums gradients."""
         width = self.most + 1 if self.has_coded else 1
         if task.kind == "own":
             first = (worker * (self.window - 1) + task.part) * width
@@ -249,11 +247,11 @@ class MSGC:
         return {begin + piece: float(self.code.matrix[worker, piece]) for piece in self.code.chunks(worker)}
 
     def in_group(self, job: int, group: int) -> set[int]:
-        """Return whose coded sum is there."""
+        """Return the workers whose coded sum of the group has arrived."""
         return self.coded.get(job, {}).get(group, set())
 
     def flags(self, job: int) -> list[bool]:
-        """Return what is known of a job, for `set_flags`."""
+        """Return the arrived parts of a job as flags, for `set_flags`."""
         n, own = self.num_workers, self.own.get(job, set())
         private = [(worker, part) in own for part in range(self.window - 1) for worker in range(n)]
         return private + [
@@ -261,7 +259,7 @@ class MSGC:
         ]
 
     def set_flags(self, job: int, flags: Sequence[bool]) -> None:
-        """Know of a job what `flags` says; nothing, where none are given."""
+        """Set the arrived parts of a job from `flags`; to none if it is empty."""
         there = [divmod(index, self.num_workers) for index, flag in enumerate(flags) if flag]
         parts = self.window - 1
         self.own[job] = {(worker, part) for part, worker in there if part < parts}
@@ -270,14 +268,14 @@ class MSGC:
         }
 
     def is_done(self, job: int) -> bool:
-        """Return whether a job's gradient can be decoded."""
+        """Tell whether a job's gradient can be decoded."""
         if len(self.own.get(job, set())) < (self.window - 1) * self.num_workers:
             return False
         groups = self.coded.get(job, {})
         return not self.has_coded or all(self.code.decodes(groups.get(group, set())) for group in range(self.burst))
 
     def tolerates(self, pattern: Pattern) -> bool:
-        """Return whether all jobs end in time under a pattern; else the master has to wait for more answers."""
+        """Tell whether all jobs end in time under a pattern; if not, the master has to wait for more answers."""
         return is_bursty(pattern, self.burst, self.window, self.most)
 
 

@@ -1,4 +1,4 @@
-"""SR-SGC and M-SGC: gradient codes over jobs that overlap, so that stragglers are borne over time, for less work."""
+"""SR-SGC and M-SGC: gradient codes over overlapping jobs, which tolerate stragglers over time with less work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .sequential_codes import MSGC, SRSGC, Task
 
 
 class SequentialCoding(Coded):
-    r"""Begin a job in each step, and end the one that began T steps before, with the whole gradient of it.
+    r"""Start a job in each step, and end the one that started T steps before with its whole gradient.
 
         step t:  workers do parts of jobs t − T … t, each at the parameters of its job's first step
         master:  g = Σ own sums + Σ_groups Σ_i a_i (coded sums of workers i),  aᵀ B_S = 1ᵀ;  the optimizer's step with g / scale
@@ -28,15 +28,15 @@ class SequentialCoding(Coded):
     `sync.step(closure)` calls closure(chunk, job), which returns the summed loss of one of `method.num_chunks` chunks of the data
     of that job (from 1), the same whenever it is called. Rank 0 is the master and computes nothing.
 
-    burst, window, most: the stragglers that are borne without waiting, (B, W, λ): in any W steps at most λ of the workers are
-    late, each within B steps in a row. Where reality leaves that, or a job would not end in time, the master waits for more.
-    patience: a step waits (1 + patience) times as long as its fastest worker took. models: 1, whose gradients are then T steps
-    old when they are applied; or T + 1 and more (`method.delay` is T), of which the model is an `nn.ModuleList`, all alike:
-    job j is of model (j − 1) mod models, and each is trained as if alone. jobs: after so many begin no more, and T more
-    steps end the last ones; 0: no limit. scale: by which gradients are divided.
+    burst, window, most: the stragglers that are tolerated without waiting, (B, W, λ): in any W steps at most λ of the workers are
+    late, each within B consecutive steps. If more are late, or a job would not end in time, the master waits for more answers.
+    patience: a step lasts (1 + patience) times as long as its fastest worker took. models: 1, whose gradients are then T steps
+    old when they are applied; or at least T + 1 (`method.delay` is T), all alike, in an `nn.ModuleList`: job j trains model
+    (j − 1) mod models, and each is trained as if alone. jobs: the number of jobs to start, after which T more steps end the
+    last ones; 0: no limit. scale: the divisor of gradients.
 
-    At a meeting, one that is gone counts as late for ever. Nobody joins: it would know nothing of the jobs that are under way.
-    Not where all workers are equally fast, nor with dropout or batch norm, which differ between the copies of a chunk.
+    At a meeting, a worker that is gone counts as late for ever. None can join, since it would not know the jobs in progress.
+    It does not pay off if all workers are equally fast. Dropout and batch norm would differ between the copies of a chunk.
 
     Source: Krishnan, Ebrahimi & Khisti 2023, Sequential Gradient Coding For Straggler Mitigation (ICLR).
     """
@@ -68,16 +68,16 @@ class SequentialCoding(Coded):
         self._tasks: list[list[Task]] = []
         self._own: list[Task] = []
         self._extra: dict[int, tuple[Task, Tensor]] = {}
-        """By worker: a task that it was given once more in this round, and its answer."""
+        """By worker: a task that it repeated in this round, and its answer."""
 
     @property
     def delay(self) -> int:
-        """T: the steps after its first in which a job may still end."""
+        """Return T, the number of steps after its first in which a job may still end."""
         return int(self.scheme.delay)
 
     @property
     def num_chunks(self) -> int:
-        """Into how many chunks the data of a job is cut."""
+        """Return the number of chunks of a job's data."""
         return int(self.scheme.num_units)
 
     @property
@@ -104,7 +104,7 @@ class SequentialCoding(Coded):
         yield from ()
 
     def begin(self) -> None:
-        """Know what has been done, from the state, and decide what each worker does."""
+        """Set the scheme's knowledge of finished parts from the state, and choose each worker's tasks."""
         turn, known = self.num_steps, self._kept("known")
         for job in range(max(1, turn - self.delay), turn):
             self.scheme.set_flags(job, known[job % len(known)].bool().tolist())
@@ -114,7 +114,7 @@ class SequentialCoding(Coded):
         self._tasks, self._extra = self.scheme.tasks(turn), {}
 
     def down(self, worker: int) -> Tensor:
-        """Return the tasks (a job, and its part: own ones from 0 up, coded ones from −1 down), and the newest job's parameters."""
+        """Return a worker's tasks as (job, part), own parts from 0 up and coded ones from −1 down, and the newest parameters."""
         return self._message(self._tasks[worker])
 
     def _message(self, tasks: list[Task]) -> Tensor:
@@ -137,7 +137,7 @@ class SequentialCoding(Coded):
         ring[turn % len(ring)] = message[2 * slots :]
 
     def answer(self, closure: Any) -> Steps[Tensor]:
-        """Return a vector a task, zeros for an idle one."""
+        """Return one vector for each task, zeros for an idle one."""
         worker, length = self.worker.rank - 1, self.models[0].num_params
         found = torch.zeros(len(self._own), length, dtype=torch.float64)
         ring = self._kept("params")
@@ -153,7 +153,7 @@ class SequentialCoding(Coded):
         return found.flatten()
 
     def enough(self, answers: dict[int, Tensor]) -> bool:
-        """Return whether the pattern of late workers is one that is borne, and the job that is due is done."""
+        """Tell whether the pattern of late workers is tolerated and the due job is done."""
         late = self._late_of(answers)
         scheme = self._scheme_with(answers)
         due = self._due()
@@ -165,7 +165,7 @@ class SequentialCoding(Coded):
         return is_all or bool(self.scheme.tolerates([*before, late]))
 
     def _scheme_with(self, answers: dict[int, Tensor]) -> Any:
-        """Return the scheme as it would be, were the round over with these answers."""
+        """Return a copy of the scheme as if the round had ended with these answers."""
         scheme = copy.deepcopy(self.scheme)
         scheme.receive(self.num_steps, self._tasks, self._late_of(answers))
         scheme.receive(self.num_steps, self._extra_tasks(), frozenset())
@@ -175,7 +175,7 @@ class SequentialCoding(Coded):
         return [[self._extra[worker][0]] if worker in self._extra else [] for worker in range(self.scheme.num_workers)]
 
     def once_more(self, answers: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Give the part of one that went with the job that is due to another that has its data, and was late with it before."""
+        """Return messages that ask late workers of the due job to repeat it, in place of workers that are gone."""
         due = self._due()
         if due is None or not isinstance(self.scheme, SRSGC):
             return {}
@@ -196,7 +196,7 @@ class SequentialCoding(Coded):
         return due if 1 <= due <= self.jobs else None
 
     def use(self, answers: dict[int, Tensor]) -> None:
-        """Add up what came, note who was late, and end the job that is due."""
+        """Add the answers to their jobs, record who was late, and end the due job."""
         turn, known, late = self.num_steps, self._kept("known"), self._kept("late")
         ring, length = len(known), self.models[0].num_params
         for kept in (self._kept("sums"), self._kept("coded")):
@@ -223,7 +223,7 @@ class SequentialCoding(Coded):
             self._end(due)
 
     def _end(self, job: int) -> None:
-        """Step with the whole gradient of a job."""
+        """Run the optimizer's step with the whole gradient of a job."""
         total = self._kept("sums")[job % len(self._kept("sums"))].clone()
         coded = self._kept("coded")[job % len(self._kept("coded"))]
         for group, vectors in enumerate(coded):
@@ -247,9 +247,9 @@ class SequentialCoding(Coded):
 
 
 class SRSGCTraining(SequentialCoding):
-    """Selective repetition, `SRSGC`: a coded sum of s + 1 chunks a worker and step, and if too few come, some again B steps later.
+    """Selective repetition, `SRSGC`: a coded sum of s + 1 chunks a worker and step; if too few arrive, some repeat B steps later.
 
-    It also bears any s = ⌈Bλ/(W − 1 + B)⌉ late workers in each step, and as many that are gone. B has to divide W − 1.
+    It also tolerates any s = ⌈Bλ/(W − 1 + B)⌉ late workers in each step, and as many that are gone. B has to divide W − 1.
     """
 
     name = "sr-sgc"
@@ -257,10 +257,10 @@ class SRSGCTraining(SequentialCoding):
 
 
 class MSGCTraining(SequentialCoding):
-    """Multiplexing, `MSGC`: small parts of each of T + 1 jobs a worker and step, its own data first, coded data for the rest.
+    """Multiplexing, `MSGC`: small parts of each of T + 1 jobs a worker and step, first of its own data, then of coded data.
 
-    The least work, and the most bytes: W − 1 + B vectors an answer. A worker that is gone for good takes data with it that it alone
-    has: the run ends with its name.
+    It takes the least work and sends the most bytes: W − 1 + B vectors an answer. A worker that is gone for good has data that
+    no other has, so the run ends with its name.
     """
 
     name = "m-sgc"
@@ -268,7 +268,7 @@ class MSGCTraining(SequentialCoding):
 
 
 def _models(owner: str, replica: Replica, number: int) -> list[Replica]:
-    """Return the models that take turns, each as a replica of its own."""
+    """Return the models that are trained in turn, each as a replica."""
     if number == 1:
         return [replica]
     children = list(replica.model.children()) if isinstance(replica.model, torch.nn.ModuleList) else []

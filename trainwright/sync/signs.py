@@ -1,11 +1,11 @@
-r"""A mean over workers of which every element travels as one bit, with feedback of both errors.
+r"""Computes a mean over workers with one bit an element, with feedback of the errors of both directions.
 
-    C(z) = s · sign(z), s = ‖z‖₂ / √numel, sign(0) = +1        a scale a segment
+    C(z) = s · sign(z), s = ‖z‖₂ / √numel, sign(0) = +1        one scale for each segment
     worker:  z ← z + e,   q = C(z),   e ← z − q                q is sent in n chunks, one to each worker
-    server:  a = (1/n) Σ_i q_i + δ,   p = C(a),   δ ← a − p    of the own chunk; p is sent to all
+    server:  a = (1/n) Σ_i q_i + δ,   p = C(a),   δ ← a − p    of the worker's own chunk; p is sent to all
 
-Two calls, an all-to-all and an all-gather, of an eighth of a byte an element and a scale a segment. Segments
-(parameters, or one for all) are padded to a multiple of 8n; pads are in no scale and carry no error.
+It takes two collectives, an all-to-all and an all-gather, of an eighth of a byte an element and one scale a segment. Segments
+(parameters, or one for all) are padded to a multiple of 8n; the padding counts in no scale and carries no error.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .requests import AllGather, AllToAll, Steps
 from .sums import squared_norm
 
 _BLOCK = 1 << 16
-"""Elements that are worked on at once: a block and what is made of it stay in a core's cache."""
+"""The number of elements processed at once: a block and its temporaries stay in a core's cache."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Lengths of the segments, and how they are cut for n workers.
+    """The lengths of the segments, and their division into chunks for n workers.
 
     >>> cut = Segments((10, 20), num_workers=2)
     >>> cut.chunk_lengths, cut.chunk_length, cut.message_bytes(itemsize=4)
@@ -39,7 +39,7 @@ class Segments:
 
     @cached_property
     def chunk_lengths(self) -> tuple[int, ...]:
-        """Elements of each segment in one worker's chunk, pads included."""
+        """Return the number of elements of each segment in one worker's chunk, padding included."""
         return tuple(8 * -(-length // (8 * self.num_workers)) for length in self.lengths)
 
     @property
@@ -47,15 +47,15 @@ class Segments:
         return sum(self.chunk_lengths)
 
     def message_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one chunk as it travels: its signs, and the scales."""
+        """Return the bytes of one chunk's message: its signs, and the scales."""
         return self.chunk_length // 8 + itemsize * len(self.lengths)
 
     def total_bytes(self, itemsize: int) -> int:
-        """Return what all workers send for one mean."""
+        """Return the bytes that all workers together send for one mean."""
         return 2 * self.num_workers * (self.num_workers - 1) * self.message_bytes(itemsize)
 
     def num_real(self, rank: int) -> list[int]:
-        """Return, of each segment, the elements of worker `rank`'s chunk that are no pads."""
+        """Return, for each segment, the number of elements of worker `rank`'s chunk without padding."""
         return [min(chunk, max(0, length - rank * chunk)) for length, chunk in zip(self.lengths, self.chunk_lengths)]
 
     def places(self) -> Iterator[tuple[int, int]]:
@@ -68,10 +68,10 @@ class Segments:
 def compressed_mean(
     segments: Segments, rank: int, vector: Tensor, error: Tensor, server_error: Tensor
 ) -> Steps[Tensor]:
-    """Return the compressed mean of the workers' vectors, the same on all; both errors are updated in place.
+    """Return the compressed mean of the workers' vectors, equal on all workers; both errors are updated in place.
 
-    vector, error: [Σ lengths]. server_error: [chunk_length]. What the mean leaves out is in the errors, so that sums over time
-    are right. Each element is read and written a few times, in blocks that stay in the cache, as a sum of vectors would.
+    vector, error: [Σ lengths]. server_error: [chunk_length]. The errors hold what the mean leaves out, so that sums over time
+    are right. Each element is read and written a few times, in blocks that stay in the cache, as in a sum of vectors.
     """
     z, n = error.add_(vector), segments.num_workers
     parts = z.split(segments.lengths)
@@ -110,7 +110,7 @@ def _serve(segments: Segments, rank: int, given: Tensor, server_error: Tensor) -
 
 
 def _joined(segments: Segments, rows: Tensor, like: Tensor) -> Tensor:
-    """Return the vector whose chunks are in `rows`, each as signs and scales."""
+    """Return the vector whose chunks `rows` contains, each as signs and scales."""
     chunks, scales = _opened(rows, segments, like.dtype)
     table, mean = _table(like), torch.empty_like(like)
     for index, (part, (begin, length)) in enumerate(zip(mean.split(segments.lengths), segments.places())):
@@ -122,13 +122,13 @@ def _joined(segments: Segments, rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _clear_pads(segments: Segments, rank: int, chunk: Tensor) -> None:
-    """Set what is no element to zero."""
+    """Set the padding of a chunk to zero."""
     for (begin, length), count in zip(segments.places(), segments.num_real(rank)):
         chunk[begin + count : begin + length] = 0
 
 
 def take_signs(z: Tensor, scale: Tensor) -> Tensor:
-    """Return the signs of `z` ([k]) as bits ([⌈k / 8⌉]), and leave in it z − scale · sign(z), in place.
+    """Return the signs of `z` ([k]) as bits ([⌈k / 8⌉]), and set `z` in place to z − scale · sign(z).
 
     >>> z = torch.tensor([3.0, -1.0, 0.0])
     >>> take_signs(z, torch.tensor(2.0)).tolist(), z.tolist()
@@ -143,12 +143,12 @@ def take_signs(z: Tensor, scale: Tensor) -> Tensor:
 
 
 def sign_of(x: Tensor) -> Tensor:
-    """Return ±1, +1 for 0."""
+    """Return the sign of each element as ±1, +1 for 0."""
     return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """Return booleans ([k]) as bits ([⌈k / 8⌉], uint8), the first of eight in the highest place, 0 where there are none."""
+    """Return booleans ([k]) packed into bytes ([⌈k / 8⌉], uint8), the first in the highest bit, padded with 0."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy()))
     weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=bits.device)
@@ -157,18 +157,18 @@ def _packed(bits: Tensor) -> Tensor:
 
 
 def _table(like: Tensor) -> Tensor:
-    """The eight signs ([256, 8]) of each byte."""
+    """Return a table [256, 8] of the eight signs in each byte."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
     return torch.from_numpy(bits * 2.0 - 1.0).to(like)
 
 
 def _looked_up(table: Tensor, packed: Tensor) -> Tensor:
-    """The rows of the table ([256, 8]) for bytes ([k]), as one vector ([8k])."""
+    """Return the rows of the table ([256, 8]) for the bytes ([k]) as one vector ([8k])."""
     return table.index_select(0, packed.int()).view(-1)
 
 
 def _opened(messages: Tensor, segments: Segments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Bits [n, chunk_length / 8] and scales [n, segments] of n messages."""
+    """Return the bits [n, chunk_length / 8] and the scales [n, segments] of n messages."""
     num_bytes = segments.chunk_length // 8
     scales = messages[:, num_bytes:].clone(memory_format=torch.contiguous_format)
     return messages[:, :num_bytes], scales.view(-1).view(dtype).view(len(messages), -1)

@@ -1,11 +1,12 @@
-"""The engine in one process: any number of workers on a clock that is only counted, over links with latency and bytes/s.
+"""Runs programs of any number of workers in one process, on a simulated clock, over links with latency and bytes/s.
 
-    a message      leaves when the sender's link is free, takes bytes / bytes_per_s, arrives latency_s later
-    a collective   begins when its last member is there; all-to-all and all-gather take n − 1 messages of a part each, in
-                   rounds of one, small ones of many, a broadcast those of a binomial tree, an all-reduce both of its halves
-    `Compute`      takes what `compute_s` says of the worker and of how often it has computed
+    a message      leaves when the sender's link is free, takes bytes / bytes_per_s, and arrives latency_s later
+    a collective   starts when its last member has asked for it; all-to-all and all-gather take n − 1 messages of one part, in
+                   rounds of one message, or of several small ones; a broadcast takes those of a binomial tree, an all-reduce both
+                   of its halves
+    `Compute`      takes the seconds that `compute_s` gives for the worker and its number of computations so far
 
-The numbers are those of real ranks to the bit: only who answers differs.
+Results equal those of real ranks bit for bit; only the engine differs.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from .sums import ordered_sum
 from .traffic import Traffic
 
 Seconds = float | Callable[[int], float]
-"""The seconds of one gradient: a number, or a function of how many the worker has computed before."""
+"""The seconds of one gradient: a number, or a function of the number that the worker has computed before."""
 _EXCHANGE = -1
 
 
 @dataclass(frozen=True)
 class Simulation(Generic[T]):
-    """The outcome of a run: what the workers returned, when each had ended on the clock, and what each sent."""
+    """The outcome of a run: each worker's result, its end on the simulated clock, and its traffic."""
 
     results: list[T]
     ended_s: list[float]
@@ -61,25 +62,25 @@ class Simulation(Generic[T]):
 
     @property
     def seconds(self) -> float:
-        """When the last worker had ended."""
+        """Return the time at which the last worker ended."""
         return max(self.ended_s)
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that all workers sent."""
+        """Return the bytes that all workers sent."""
         return sum(each.sent_bytes for each in self.traffic)
 
 
 def simulate(
     programs: Sequence[Steps[T]], network: Network | None = None, compute_s: Seconds | Sequence[Seconds] = 0.0
 ) -> Simulation[T]:
-    """Run a program a worker, together, on one counted clock.
+    """Run one program for each worker, together, on one simulated clock.
 
-    compute_s: seconds of a gradient, the same for all or one entry a worker; an entry may be a function of how many
-    gradients the worker has computed, such as a `trainwright.federated.Speeds`.
+    compute_s: the seconds of a gradient, one for all or one for each worker; an entry may be a function of the number of
+    gradients that the worker has computed, such as a `trainwright.federated.Speeds`.
 
-    Raises `UserError` for a number of entries that is not that of workers, `RuntimeError` where workers wait for ever,
-    and what a worker raises, with its rank.
+    Raises `UserError` for a wrong number of entries, `RuntimeError` if workers wait for ever, and the error of a worker, with
+    its rank.
 
     >>> import torch
     >>> def program(rank):
@@ -104,10 +105,10 @@ class _Worker(Generic[T]):
     traffic: Traffic = field(default_factory=Traffic)
     num_computed: int = 0
     paid_s: float = -math.inf
-    """Until when its link is paid for by what it was given: see `Network.paid_s`."""
+    """The time until which its link is booked; see `Network.paid_s`."""
     collectives: Counter[Members] = field(default_factory=Counter)
     letters: dict[int, deque[Letter]] = field(default_factory=lambda: defaultdict(deque))
-    """By tag, in the order of arrival."""
+    """The messages received, by tag, in the order of arrival."""
     waits: Request | None = None
     wait_number: int = 0
     result: Any = None
@@ -152,7 +153,7 @@ class _Run(Generic[T]):
         self._at(due_s, lambda now_s: self._advance(rank, answer, now_s))
 
     def _advance(self, rank: int, answer: Any, now_s: float) -> None:
-        """Give a worker its answer and go on with it until it has to wait."""
+        """Send a worker its answer, and run it until it has to wait."""
         worker = self.workers[rank]
         worker.waits = None
         while worker.waits is None:
@@ -167,7 +168,7 @@ class _Run(Generic[T]):
             answer = self._answer(rank, worker, request, now_s)
 
     def _answer(self, rank: int, worker: _Worker[T], request: Request, now_s: float) -> Any:
-        """Return the answer to what needs no waiting; else say so in `waits`, and see to it that the worker is resumed."""
+        """Return the answer to a request without a wait; for others, set `waits` and schedule the worker's resumption."""
         match request:
             case Identify():
                 return Place(rank, len(self.workers))
@@ -215,7 +216,7 @@ class _Run(Generic[T]):
         self._look(rank, now_s)
 
     def _look(self, rank: int, now_s: float) -> None:
-        """Resume a worker if what it waits for has come."""
+        """Resume a worker if the message that it waits for has arrived."""
         worker = self.workers[rank]
         match worker.waits:
             case Exchange(_, peers) if all(worker.letters[_EXCHANGE - peer] for peer in peers):
@@ -254,7 +255,7 @@ class _Run(Generic[T]):
             self._resume(member, answer, end_s)
 
     def _collective_ends_s(self, requests: Mapping[int, Any], members: Members, begin_s: float) -> float:
-        """Count what each member sends, and return when it is there."""
+        """Count the bytes that each member sends in a collective, and return the time of its end."""
         parts = []
         for kind, of_member in _calls(requests[members[0]], len(members)):
             for member, request in requests.items():
@@ -274,7 +275,7 @@ class _Run(Generic[T]):
 
 
 def _calls(request: Any, num_members: int) -> list[tuple[str, Tensor]]:
-    """The calls of torch.distributed that the request becomes on real ranks, with tensors as large as theirs."""
+    """Return the calls of torch.distributed by which real ranks answer the request, with tensors of the same size."""
     match request:
         case AllReduce(tensor):
             part = tensor.new_empty(-(-tensor.numel() // num_members), device="meta")
@@ -296,7 +297,7 @@ def _check_alike(requests: Mapping[int, Any]) -> None:
 
 
 def _answers(requests: Mapping[int, Any], members: Members) -> dict[int, Tensor]:
-    """Return each member's answer; where all get the same, it is one tensor, which methods do not write to."""
+    """Return each member's answer; equal answers are one tensor, to which methods do not write."""
     tensors = [requests[member].tensor for member in members]
     match requests[members[0]]:
         case AllReduce():

@@ -1,4 +1,4 @@
-"""Sums whose order is fixed, so that they are equal to the bit on every engine and for any number of threads."""
+"""Computes sums in a fixed order, so that they are equal bit for bit on every engine and for any number of threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROW = 1024
 
 
 def ordered_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Return parts[0] + parts[1] + …, added in that order.
+    """Return parts[0] + parts[1] + …, summed in that order.
 
     >>> ordered_sum([torch.tensor([1e16]), torch.tensor([1.0]), torch.tensor([-1e16])])
     tensor([0.])
@@ -23,7 +23,7 @@ def ordered_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Return Σ x², by rows of 1024: threads share out rows, not one sum.
+    """Return Σ x², summed by rows of 1024, so that threads divide rows among themselves, not one sum.
 
     >>> squared_norm(torch.tensor([3.0, 4.0]))
     tensor(25.)

@@ -1,4 +1,4 @@
-"""SA-SRRW: one token walks over the graph, avoids where it has been, and takes a step of SGD at each node."""
+"""SA-SRRW: a token with the parameters walks over a graph, avoids visited nodes, and runs a step of SGD at each node."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from .requests import Broadcast, Receive, Send, Steps
 
 
 class SelfRepellentWalk:
-    r"""A walk whose next node is drawn with weights that fall with its visits; several walks at once, each by its own
-    numbers.
+    r"""A random walk whose next node is drawn with weights that fall with its visits; several walks run at once.
 
         K_ij[x] ∝ P_ij x_j^(−α)                    P: Metropolis–Hastings, min(1/d_i, 1/d_j), its loops the rest
         x ← x + γ_n (e_next − x),   γ_n = (n + offset)^(−a)
@@ -54,7 +53,7 @@ class SelfRepellentWalk:
         self.x = np.full((num_walks, graph.num_nodes), 1 / graph.num_nodes)
 
     def move(self, uniforms: np.ndarray) -> np.ndarray:
-        """Draw each walk's next node with its number in [0, 1), go there, and return the nodes."""
+        """Move each walk to its next node, drawn by its number in [0, 1), and return the nodes."""
         targets = self.targets[self.at]
         log_visits = np.log(np.take_along_axis(self.x, targets, axis=1))
         logits = self.log_weights[self.at] - self.alpha * log_visits
@@ -69,7 +68,7 @@ class SelfRepellentWalk:
 
 
 class SASRRW(Method):
-    r"""One token, one step of the optimizer a node: the parameters walk over the graph and no one else's are up to date.
+    r"""Move the parameters over the graph as a token, with one optimizer step at each node; only the token's are up to date.
 
         X_n ~ K_{X_{n−1}}[x],   θ ← the optimizer's step at node X_n with the gradient times (n + n₀)^(−b)
 
@@ -82,7 +81,7 @@ class SASRRW(Method):
     1]; with a > b α does nothing in the limit. The optimizer is SGD without momentum, as a rule: its state stays at each
     node.
 
-    For one link that is busy at a time and nodes that hold their own data; the wall time is that of one worker and its
+    It is for networks with one busy link at a time and nodes with their own data; the wall time is that of one worker and its
     messages.
 
     Source: Hu, Doshi & Eun 2024, Accelerating Distributed Stochastic Optimization via Self-Repellent Random Walks
@@ -123,7 +122,7 @@ class SASRRW(Method):
             self.replica.write(letter.tensor)
 
     def finish(self) -> Steps[None]:
-        """Give all nodes the parameters of the one that has the token."""
+        """Set all nodes' parameters to those of the node with the token."""
         theirs: Tensor = yield Broadcast(self.replica.read(), int(self.state["holder"]))
         self.replica.write(theirs)
 
@@ -134,7 +133,7 @@ class SASRRW(Method):
         self.replica.update()
 
     def _restore(self) -> None:
-        """Put the walk where the state has it: another run may have been loaded."""
+        """Set the walk from the state, which may have been loaded from a checkpoint."""
         visits = self.state["visits"]
         assert isinstance(visits, Tensor)
         self.walk.x = visits.numpy().copy()[None]
@@ -143,7 +142,7 @@ class SASRRW(Method):
 
 
 def draw(seed: int, step: int) -> np.ndarray:
-    """Return a number in [0, 1) of one step."""
+    """Return the random number in [0, 1) of a step."""
     return np.random.Generator(np.random.Philox(key=[seed, step])).random(1)
 
 
@@ -155,7 +154,7 @@ def _walk(graph: Any, num_workers: int, alpha: float, exponent: float) -> SelfRe
 
 
 def _moves(size: Size, k: int) -> int:
-    """Return how often the token changes its node in k steps."""
+    """Return the number of moves of the token to another node in k steps."""
     names = ("graph", "alpha", "visit_exponent")
     graph, alpha, exponent = (size.options[name] for name in names)
     walk = _walk(graph, size.num_workers, alpha, exponent)

@@ -1,7 +1,7 @@
-"""torch's own communication hooks behind the face of the other methods: PowerSGD, and post-local SGD with its averager.
+"""Runs torch's own communication hooks as sync methods: PowerSGD, and post-local SGD with its averager.
 
-What is torch's is called, not written anew: its state, hook and averager, on one bucket of all gradients in the order in which
-DistributedDataParallel fills buckets, the last parameter first.
+torch's own state, hook and averager are called, on one bucket of all gradients in the order in which DistributedDataParallel
+fills buckets, the last parameter first.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from .traffic import all_reduce_bytes
 
 
 class Bucket:
-    """All gradients of a replica as one bucket, as hooks read it; the last parameter comes first."""
+    """All gradients of a replica as one bucket, with the interface that hooks use; the last parameter comes first."""
 
     def __init__(self, replica: Replica) -> None:
         self._dims = replica.dims[::-1]
         self._flat = torch.cat(list(replica.read_gradient().split(replica.shapes))[::-1])
 
     def index(self) -> int:
-        """Return which of the buckets this is."""
+        """Return the bucket's index."""
         return 0
 
     def is_last(self) -> bool:
-        """Return that it is the last one of a step."""
+        """Return True, since it is the only bucket of a step."""
         return True
 
     def buffer(self) -> Tensor:
-        """Return all gradients, flat."""
+        """Return all gradients as one vector."""
         return self._flat
 
     def gradients(self) -> list[Tensor]:
-        """Return views of the buffer, one a parameter."""
+        """Return views of the buffer, one for each parameter."""
         parts = self._flat.split([math.prod(dims) for dims in self._dims])
         return [part.view(dims or (1,)) for part, dims in zip(parts, self._dims)]
 
     def in_order(self, flat: Tensor) -> Tensor:
-        """Return what a hook made of the buffer in the order of parameters."""
+        """Return a hook's result `flat` in the order of parameters."""
         return torch.cat(list(flat.split([math.prod(dims) for dims in self._dims]))[::-1])
 
 
@@ -68,7 +68,7 @@ class PowerSGD(Method):
     of all steps is a start. error_feedback, warm_start: keep e and Q. epsilon: added to norms, so that a matrix
     of zeros gives zeros; torch's own default, 0, gives NaN there. seed: of the first Q.
 
-    Not for models whose parameters are mostly vectors or small, and not for gradients without a few leading directions.
+    It gains nothing on models whose parameters are mostly vectors or small, or on gradients without a few leading directions.
 
     Source: Vogels, Karimireddy & Jaggi 2019, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization
     (arXiv:1905.13727); code: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
@@ -106,7 +106,7 @@ class PowerSGD(Method):
             orthogonalization_epsilon=epsilon,
             random_seed=self.seed,
         )
-        """torch's own; the same between steps as `state`, which checkpoints hold."""
+        """torch's own state of the hook; between steps it equals `state`, which checkpoints save."""
 
     def start(self) -> Steps[None]:
         vector = self.replica.read()
@@ -130,7 +130,7 @@ class PowerSGD(Method):
         self.replica.update()
 
     def _give(self) -> None:
-        """Give torch's state what this method's holds: after a checkpoint was loaded it is another one."""
+        """Copy this method's state to torch's, from which it differs after a checkpoint was loaded."""
         held = self.hook_state
         if held.iter != self.num_steps - 1:
             held.iter = self.num_steps - 1
@@ -162,11 +162,11 @@ class PostLocalSGD(Method):
         steps ≤ shared_steps:  the optimizer steps with the mean of all gradients
         later:                 … of those of the own subgroup;  x_i ← (1/n) Σ_j x_j every `period` steps, first at once
 
-    subgroup: neighbouring ranks that go on averaging gradients in each step, those of one machine, say; 1: none. It has to divide
-    the number of workers. Any optimizer; its state stays with each worker.
+    subgroup: the number of consecutive ranks, such as those of one machine, that average gradients in every step; 1: none. It has
+    to divide the number of workers. Any optimizer works; its state stays with each worker.
 
-    `local-sgd` with `shared_steps` averages at the end of each period instead, goes on with workers that come and go, and has no
-    subgroups. Not for data that differ much between workers, unless the period is short.
+    `local-sgd` with `shared_steps` averages at the end of each period instead, continues when workers come and go, and has no
+    subgroups. If data differ much between workers, keep the period short.
 
     Source: Lin, Stich, Patel & Jaggi 2020, Don't Use Large Mini-batches, Use Local SGD (arXiv:1808.07217); code:
     torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook, torch.distributed.algorithms.model_averaging.
@@ -201,7 +201,7 @@ class PostLocalSGD(Method):
         yield from self._average()
 
     def _average(self) -> Steps[None]:
-        """Have torch's averager average what this rank holds, as one parameter, if it is time."""
+        """Average this rank's parameters by torch's averager, as one parameter, if the step is due."""
         held = nn.Parameter(self.replica.read())
         held.grad = held.detach().new_zeros(()).expand_as(held)  # parameters without a gradient are not averaged
         averager = _averager(self.period, self.shared_steps, self._all)
@@ -211,14 +211,14 @@ class PostLocalSGD(Method):
 
 
 def _averager(period: int, warmup_steps: int, group: AskingGroup) -> PeriodicModelAverager:
-    """Make an averager, for each step anew: its only state is the number of the step. A period of 1 warns, in vain here."""
+    """Return a new averager, whose only state is the number of the step; a period of 1 is set later, to avoid its warning."""
     averager = PeriodicModelAverager(max(period, 2), warmup_steps, group)  # type: ignore[arg-type]
     averager.period = period
     return averager
 
 
 def subgroups(num_workers: int, size: int) -> tuple[Members, ...]:
-    """Return workers in groups of `size` neighbours.
+    """Return groups of `size` consecutive workers.
 
     >>> subgroups(4, 2)
     ((0, 1), (2, 3))
@@ -231,7 +231,7 @@ def subgroups(num_workers: int, size: int) -> tuple[Members, ...]:
 
 
 def thin(dims: tuple[tuple[int, ...], ...], rank: int, rate: float) -> tuple[int, int, int]:
-    """Return the elements of all P, of all Q, and of the gradients that travel whole.
+    """Return the numbers of elements of all P, of all Q, and of the gradients that are sent whole.
 
     >>> thin(((100, 50), (100,)), rank=1, rate=2.0)
     (100, 50, 100)
@@ -252,7 +252,7 @@ def _thin(size: Size) -> tuple[int, int, int]:
 
 
 def _compressed(index: int) -> Message:
-    """The all-reduce of all P (index 0), of all Q (1), or of what travels whole (2)."""
+    """Return the message of the all-reduce of all P (index 0), all Q (1), or the gradients that are sent whole (2)."""
 
     def total(size: Size) -> int:
         return all_reduce_bytes(_thin(size)[index], size.itemsize, size.num_workers)

@@ -1,10 +1,10 @@
-"""Messages that several workers send each other at once, in an order in which no link waits for another.
+"""Exchanges messages between several workers at once, in an order in which no link waits for another.
 
-every receive is asked for before the first send      a transport that sends once the receiver is ready (gloo) says so on the
-                                                      connection that the data take the other way, and behind them
-round k: send to rank + k, receive from rank − k      one message on each link each way; all at once, those that meet before
-                                                      one receiver leave other links idle
-small messages go ahead, `AHEAD_BYTES` of them        rounds of those would be nothing but latency
+every receive is posted before the first send         a transport that sends once the receiver is ready (gloo) announces that on
+                                                      the connection of the data in the other direction, behind the data
+round k: send to rank + k, receive from rank − k      each link has one message each way; if all were sent at once, several would
+                                                      queue at one receiver while other links are idle
+small messages are sent ahead, up to `AHEAD_BYTES`    rounds of small messages would only add latencies
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from torch import Tensor
 
 AHEAD_BYTES = 64 * 1024
-"""The bytes that a worker may have sent beyond the round whose message it waits for."""
+"""The most bytes that a worker sends ahead of the round whose message it waits for."""
 
 Begin = Callable[[Tensor, int], Any]
-"""A function that begins to send a tensor to, or to receive it from, a rank, and returns what can be waited for."""
+"""A function that issues the send of a tensor to a rank, or its receive from one, and returns the work to wait for."""
 
 
 def num_ahead(num_bytes: int) -> int:
-    """Return how many messages of so many bytes may be under way from one worker.
+    """Return the number of messages of `num_bytes` that one worker may have in flight.
 
     >>> num_ahead(1000), num_ahead(10**6)
     (65, 1)
@@ -31,7 +31,7 @@ def num_ahead(num_bytes: int) -> int:
 
 
 def num_rounds(num_messages: int, num_bytes: int) -> int:
-    """Return after how many waits, one behind the other, so many messages are through.
+    """Return the number of consecutive waits in which `num_messages` are exchanged.
 
     >>> num_rounds(7, 8), num_rounds(7, 40_000), num_rounds(7, 10**6)
     (1, 7, 7)
@@ -42,9 +42,9 @@ def num_rounds(num_messages: int, num_bytes: int) -> int:
 def trade(
     parts: Mapping[int, Tensor], rooms: Mapping[int, Tensor], rank: int, size: int, send: Begin, receive: Begin
 ) -> None:
-    """Send each of `parts` to the rank that it is for, and fill `rooms`, by the rank that each comes from; waits for all.
+    """Send each of `parts` to its rank, receive into each of `rooms` from its rank, and wait for all.
 
-    All workers call it together: who has a part for another is in that one's rooms. Parts and rooms are alike in size.
+    All workers call it together; each part has a room on its receiver. Parts and rooms have equal sizes.
     """
     coming = {(rank - source) % size: receive(room, source) for source, room in rooms.items()}
     going = sorted((to - rank) % size for to in parts)
@@ -63,5 +63,5 @@ def trade(
 
 
 def _between(going: list[int], place: int, shift: int) -> int:
-    """The messages from round `shift` up to the one at `place`."""
+    """Return the number of messages from round `shift` up to the one at `place`."""
     return sum(shift <= each for each in going[:place])

@@ -1,9 +1,9 @@
-"""Bytes that a worker sends, counted at the collectives and messages themselves.
+"""Counts the bytes that a worker sends in collectives and messages.
 
-all_to_all    of a part a member        (n − 1) parts
-all_gather    of a part                 (n − 1) parts: on a ring each is passed on until all have it
-broadcast     by its root               (n − 1) times the tensor, whoever passes it on
-send          by its sender             the tensor
+all_to_all    of one part for each member   (n − 1) parts
+all_gather    of one part                   (n − 1) parts: on a ring each part is forwarded until all have it
+broadcast     at its root                   (n − 1) times the tensor, whoever forwards it
+send          at its sender                 the tensor
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass
 class Traffic:
-    """Counts of what one worker sent, by kind of call: how many calls, how many bytes.
+    """Counts the calls and the bytes that one worker sent, by kind of call.
 
     >>> import torch
     >>> traffic = Traffic()
@@ -30,11 +30,11 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> int:
-        """All bytes that this worker sent."""
+        """Return all bytes that this worker sent."""
         return sum(self.bytes_by_kind.values())
 
     def count(self, kind: str, tensor: Tensor, num_members: int = 2, is_root: bool = True) -> None:
-        """Count one call with the tensor that it is given, as it is given to torch.distributed."""
+        """Count one call with the tensor that torch.distributed gets."""
         self.calls[kind] += 1
         self.bytes_by_kind[kind] += sent_bytes(kind, tensor.numel() * tensor.element_size(), num_members, is_root)
 
@@ -56,7 +56,7 @@ def sent_bytes(kind: str, num_bytes: int, num_members: int, is_root: bool = True
 
 
 def all_reduce_bytes(num_elements: int, itemsize: int, num_workers: int) -> int:
-    """Return the bytes that all workers together send for one all-reduce: those of a ring, elements padded to n parts.
+    """Return the bytes that all workers together send for one all-reduce on a ring, with elements padded to n equal parts.
 
     >>> all_reduce_bytes(1000, 4, num_workers=4)  # each 2 · 3/4 of 4000
     24000

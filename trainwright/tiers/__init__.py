@@ -1,4 +1,4 @@
-"""Disks as a tier of memory: named bytes in striped files, moved directly, checked, versioned, bounded and counted."""
+"""Uses disks as a tier of memory: a store of named bytes in striped files, with direct I/O, checksums and versions."""
 
 from .buffers import ALIGNMENT, BufferPool, aligned_empty, padded
 from .counting import DIRECTIONS, Moved, Traffic, now

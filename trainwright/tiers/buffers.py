@@ -1,4 +1,4 @@
-"""Host memory for transfers: page-aligned, taken from a pool of fixed size, so that what is in flight is bounded."""
+"""Provides page-aligned host memory for transfers, from a pool of fixed size that bounds the bytes in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..artifacts import check_range
 
 ALIGNMENT = 4096
-"""Of addresses, offsets and lengths of a direct transfer: the largest that disks ask for."""
+"""The alignment of addresses, offsets and lengths in direct I/O: the largest that disks require."""
 
 
 def padded(num_bytes: int) -> int:
@@ -27,9 +27,9 @@ def padded(num_bytes: int) -> int:
 
 
 def aligned_empty(num_bytes: int) -> Tensor:
-    """Return uninitialised bytes in memory of their own that begins and ends at a page.
+    """Return an uninitialised tensor of bytes in page-aligned memory of its own.
 
-    A transfer from or to such a tensor needs no copy.
+    A transfer from or to it needs no copy.
 
     >>> aligned_empty(100).shape, aligned_empty(100).data_ptr() % ALIGNMENT
     (torch.Size([100]), 0)
@@ -38,19 +38,19 @@ def aligned_empty(num_bytes: int) -> Tensor:
 
 
 def memory_at(address: int, num_bytes: int) -> memoryview:
-    """Return a view of memory that somebody else keeps alive."""
+    """Return a view of memory that the caller keeps alive."""
     return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    """Map private memory: it counts against a limit of the process's data, as any other of its tensors does."""
+    """Map private memory, which counts against the limit of the process's data segment like that of other tensors."""
     if hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, num_bytes)
 
 
 class BufferPool:
-    """A number of aligned buffers of `chunk_bytes`; whoever needs one more waits until one is given back.
+    """A pool of aligned buffers of `chunk_bytes`; a thread that needs one waits until one is free.
 
     >>> pool = BufferPool(total_bytes=16384, chunk_bytes=8192)
     >>> with pool.buffer() as one, pool.buffer() as two:
@@ -71,12 +71,12 @@ class BufferPool:
 
     @property
     def num_free(self) -> int:
-        """Return how many buffers may be taken without waiting."""
+        """Return the number of buffers that can be taken without waiting."""
         return self.num - self._made + len(self._free)
 
     @contextmanager
     def buffer(self) -> Iterator[memoryview]:
-        """Lend a buffer for the `with` block."""
+        """Take a buffer from the pool for the `with` block."""
         with self._changed:
             while not self._free and self._made == self.num:
                 self._changed.wait()

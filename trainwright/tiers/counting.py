@@ -1,4 +1,4 @@
-"""What a tier has moved: bytes, transfers and busy seconds by direction, and when."""
+"""Counts a tier's transfers: bytes, transfers and busy seconds by direction, and their times."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 DIRECTIONS = ("read", "write")
 MAX_EVENTS = 100_000
-"""Of the last transfers that are kept for `Traffic.rates`."""
+"""The number of last transfers that are kept for `Traffic.rates`."""
 
 
 @dataclass
 class Moved:
-    """Totals of one direction. `num_bytes` counts what the disk moves, filled up to whole pages."""
+    """Totals of one direction; `num_bytes` counts whole pages, as the disk moves them."""
 
     num_bytes: int = 0
     num_transfers: int = 0
     busy_s: float = 0.0
 
     def since(self, before: Moved) -> Moved:
-        """Return what was added after `before`."""
+        """Return the difference to the earlier totals `before`."""
         return Moved(
             self.num_bytes - before.num_bytes, self.num_transfers - before.num_transfers, self.busy_s - before.busy_s
         )
@@ -44,7 +44,7 @@ class Traffic:
         self._lock = threading.Lock()
 
     def add(self, direction: str, num_bytes: int, begun: float, ended: float) -> None:
-        """Count one transfer; times are those of `now`."""
+        """Count one transfer; its times are on the clock `now`."""
         with self._lock:
             held = self._totals[direction]
             held.num_bytes += num_bytes
@@ -59,7 +59,7 @@ class Traffic:
             return Moved(held.num_bytes, held.num_transfers, held.busy_s)
 
     def rates(self, direction: str, begin: float, end: float, num: int = 40) -> list[float]:
-        """Return the bytes a second in `num` equal spans between two times, each transfer spread over its own time."""
+        """Return the bytes a second in `num` equal intervals between two times, each transfer spread over its duration."""
         with self._lock:
             events = list(self._events[direction])
         width = max(end - begin, 1e-9) / num

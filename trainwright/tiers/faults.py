@@ -1,8 +1,8 @@
-"""What can go wrong with a disk, by name; planted at a chosen transfer, or found.
+"""Names the faults of a disk, raises them as errors, and injects them at chosen transfers for tests.
 
-    full        a write finds no space                       gone      a file or a folder is not there any more
-    short read  fewer bytes come back than were asked for    checksum  what comes back is not what was written
-    EIO         the device reports an error                  slow      one transfer takes longer than the limit
+    full        a write finds no space                     gone      a file or a folder has disappeared
+    short read  fewer bytes are read than requested        checksum  the bytes read are not those written
+    EIO         the device reports an error                slow      one transfer takes longer than the limit
 
 A planted `kill` ends the process in the middle of a write, as a power cut would.
 """
@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 class TierFault(UserError):
-    """A transfer that the disk did not carry out; `kind` is one of `KINDS`.
+    """Raised for a transfer that the disk failed to complete; `kind` is one of `KINDS`.
 
     >>> raise_for("EIO", "/mnt/a", "to read 4096 bytes")
     Traceback (most recent call last):
@@ -56,27 +56,27 @@ def raise_for(kind: str, folder: str, doing: str, said: str = "") -> None:
 
 
 def raise_as_fault(error: OSError, folder: str, doing: str) -> None:
-    """Raise the `TierFault` that an error of the system stands for; what is unknown counts as the device's."""
+    """Raise the `TierFault` for an `OSError`; unknown error numbers count as `EIO`."""
     raise_for(_OF_ERRNO.get(error.errno or 0, "EIO"), folder, doing, error.strerror or str(error))
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to plant: `kind` at the `at`-th transfer of a chunk in its direction, counted from 0."""
+    """A fault to inject: `kind` at the `at`-th transfer of a chunk in its direction, counted from 0."""
 
     kind: str
     at: int = 0
     delay_s: float = 0.0
-    """Of `slow`."""
+    """The delay of a `slow` fault."""
 
     @property
     def direction(self) -> str:
-        """Return `write` or `read`: what the fault happens to."""
+        """Return the direction that the fault affects, `write` or `read`."""
         return "write" if self.kind in ("full", "slow", "gone", "kill") else "read"
 
 
 class Planted:
-    """Counts transfers and lets the planted faults happen; with none, it counts alone."""
+    """Counts transfers, and gives each one its fault, if one is to be injected."""
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self.faults = tuple(faults)
@@ -84,7 +84,7 @@ class Planted:
         self._lock = threading.Lock()
 
     def next(self, direction: str) -> Fault | None:
-        """Return the fault of the next transfer in `direction`, if one is planted there."""
+        """Count the next transfer in `direction`, and return its fault, if it has one."""
         with self._lock:
             number = self.counts[direction]
             self.counts[direction] += 1
@@ -92,7 +92,7 @@ class Planted:
 
 
 def happen_to_write(fault: Fault, fd: int, data: memoryview, offset: int) -> None:
-    """Let a fault happen in place of, or before, a write."""
+    """Inject a fault instead of, or before, a write."""
     if fault.kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if fault.kind == "gone":
@@ -105,7 +105,7 @@ def happen_to_write(fault: Fault, fd: int, data: memoryview, offset: int) -> Non
 
 
 def happen_to_read(fault: Fault, data: memoryview, num: int) -> int:
-    """Let a fault happen to what a read of `num` bytes has brought into `data`; return how many bytes there are now."""
+    """Inject a fault into `data`, which a read of `num` bytes has filled; return the number of bytes read."""
     if fault.kind == "EIO":
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     if fault.kind == "checksum":

@@ -1,4 +1,4 @@
-"""One file of a tier: opened past the page cache where the system and the file system can."""
+"""Reads and writes one file of a tier, by direct I/O if the system and the file system support it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .buffers import ALIGNMENT, _pages
 
 
 class StripeFile:
-    """A file that is read and written in whole pages; `is_direct` tells whether past the page cache."""
+    """A file that is read and written in whole pages; `is_direct` tells whether it bypasses the page cache."""
 
     def __init__(self, path: Path, is_new: bool) -> None:
         self.path = path
@@ -19,7 +19,7 @@ class StripeFile:
         self.is_direct = self._try_direct()
 
     def _try_direct(self) -> bool:
-        """Open the file again without the page cache; some file systems (tmpfs of older kernels) and systems cannot."""
+        """Reopen the file for direct I/O, and return whether that works; some systems and file systems (old tmpfs) cannot."""
         flag = getattr(os, "O_DIRECT", None)
         if flag is None:
             return False
@@ -39,7 +39,7 @@ class StripeFile:
         return True
 
     def reserve(self, num_bytes: int) -> None:
-        """Take that much of the disk now, so that no later write finds it full; where the system cannot, the file grows."""
+        """Allocate disk space for `num_bytes`, so that no later write finds the disk full; where unsupported, extend the file."""
         if num_bytes <= os.fstat(self.fd).st_size:
             return
         if hasattr(os, "posix_fallocate"):
@@ -48,7 +48,7 @@ class StripeFile:
             os.ftruncate(self.fd, num_bytes)
 
     def write(self, data: memoryview, offset: int) -> int:
-        """Write all of `data`; return how much was."""
+        """Write `data` at `offset`; return the number of bytes written."""
         done = 0
         while done < len(data):
             num = os.pwrite(self.fd, data[done:], offset + done)
@@ -58,7 +58,7 @@ class StripeFile:
         return done
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Fill `into`; return how much there was."""
+        """Read into `into` from `offset`; return the number of bytes read."""
         done = 0
         while done < len(into):
             num = (
@@ -77,13 +77,13 @@ class StripeFile:
         return len(found)
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk; without the page cache, drop what is kept in memory of it."""
+        """Wait until all written bytes are on the disk; without direct I/O, also drop the file from the page cache."""
         getattr(os, "fdatasync", os.fsync)(self.fd)
         if not self.is_direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Give the file up; a second time does nothing."""
+        """Close the file; a second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1

@@ -1,7 +1,7 @@
-"""Where items lie in the files of a tier: in chunks dealt over the folders, twice, so that the last whole version stays.
+"""Places items in the files of a tier: in chunks striped over the folders, in two slots, so that the committed one stays.
 
-chunk c of an item      in folder (first + c) mod n, where `first` turns from item to item
-slots 0 and 1           one holds the committed version, the other takes what is written next
+chunk c of an item      in folder (first + c) mod n, where `first` rotates from item to item
+slots 0 and 1           one holds the committed version, the other takes the next version
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NUM_SLOTS = 2
 
 
 class Piece(NamedTuple):
-    """A chunk of an item: its number, where it begins in the item, its bytes, the folder, and its offset in the file there."""
+    """A chunk of an item: its index, its start within the item, its bytes, its folder, and its offset in that folder's file."""
 
     number: int
     begin: int
@@ -27,17 +27,17 @@ class Piece(NamedTuple):
 
 @dataclass
 class Item:
-    """One named run of bytes. `slot` holds its last version, `committed` that of the last whole step (-1: neither yet)."""
+    """A named array of bytes; `slot` holds its last version, `committed` the committed one (-1: none yet)."""
 
     key: str
     num_bytes: int
     first: int
     offsets: list[list[int]]
-    """By slot and folder, where its chunks begin."""
+    """The offset of the first chunk, by slot and folder."""
     slot: int = -1
     committed: int = -1
     sums: list[list[int]] = field(default_factory=lambda: [[], []])
-    """By slot, a checksum a chunk."""
+    """The checksum of each chunk, by slot."""
 
     def pieces(self, slot: int, chunk_bytes: int) -> Iterator[Piece]:
         """Yield the chunks of a slot in order."""
@@ -48,11 +48,11 @@ class Item:
             yield Piece(number, begin, min(chunk_bytes, self.num_bytes - begin), folder, offset)
 
     def next_slot(self) -> int:
-        """Return the slot that the next version goes to: never that of the last whole step."""
+        """Return the slot for the next version: never that of the committed one."""
         return 1 - self.committed if self.committed >= 0 else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the place of the last version, for the manifest."""
+        """Return the manifest's entry for the last version."""
         return {
             "num_bytes": self.num_bytes, "first": self.first, "offsets": self.offsets, "slot": self.slot,
             "sums": self.sums[self.slot] if self.slot >= 0 else [],
@@ -60,7 +60,7 @@ class Item:
 
     @classmethod
     def from_json(cls, key: str, data: Mapping[str, Any]) -> Item:
-        """Return the item that a manifest tells of."""
+        """Return the item of a manifest's entry."""
         slot = int(data["slot"])
         item = cls(
             key, int(data["num_bytes"]), int(data["first"]), [list(each) for each in data["offsets"]], slot, slot
@@ -71,7 +71,7 @@ class Item:
 
 
 class Layout:
-    """Gives items their places, one after the other in every folder's file.
+    """Allocates space for items, one after the other in every folder's file.
 
     >>> layout = Layout(2, 8192)
     >>> item = layout.add("m", 20000)
@@ -87,7 +87,7 @@ class Layout:
         self._next = 0
 
     def add(self, key: str, num_bytes: int) -> Item:
-        """Return a new item of `num_bytes`, with both its slots."""
+        """Return a new item of `num_bytes`, with space for both its slots."""
         offsets, first, num = [], self._next % len(self.ends), -(-num_bytes // self.chunk_bytes)
         last = (first + num - 1) % len(self.ends)
         for _ in range(NUM_SLOTS):
@@ -100,7 +100,7 @@ class Layout:
         return Item(key, num_bytes, first, offsets)
 
     def adopt(self, item: Item) -> None:
-        """Keep clear of an item that was placed before."""
+        """Reserve the space of an item that was placed by an earlier run."""
         for slot in range(NUM_SLOTS):
             for piece in item.pieces(slot, self.chunk_bytes):
                 self.ends[piece.folder] = max(self.ends[piece.folder], piece.offset + padded(piece.num_bytes))

@@ -1,4 +1,4 @@
-"""The file that says which version of every item is the last whole one; replaced at once, or not at all."""
+"""Reads and atomically replaces the manifest, the file that names the committed version of every item."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..artifacts import UserError
 
 NAME = "tier.json"
 PREVIOUS = "tier.previous.json"
-"""The manifest before: what it names is whole until the next step is written."""
+"""The previous manifest; the versions that it names stay intact until the next step is written."""
 FORMAT = "trainwright tier 1"
 
 
 def write_manifest(folder: Path, data: dict[str, Any]) -> None:
-    """Put `data` in place of what stood there, so that a reader finds the one or the other, whenever the process ends."""
+    """Replace the manifest by `data` atomically: a reader finds the old or the new one, whenever the process ends."""
     body = json.dumps(data)
     beside = folder / f"{NAME}.new"
     with open(beside, "w", encoding="utf8") as file:
@@ -34,7 +34,7 @@ def write_manifest(folder: Path, data: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path, name: str = NAME) -> dict[str, Any]:
-    """Return the last manifest of `folder`; `UserError` where there is none, or none that is whole."""
+    """Return the manifest of `folder`; raise `UserError` if there is none or it is damaged."""
     path = folder / name
     try:
         held = json.loads(path.read_text(encoding="utf8"))
@@ -54,7 +54,7 @@ def read_manifest(folder: Path, name: str = NAME) -> dict[str, Any]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in a folder reach the disk, where the system can be asked to."""
+    """Synchronise a folder's entries to the disk, if the system supports it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

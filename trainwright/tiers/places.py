@@ -1,4 +1,4 @@
-"""The folders of a tier: are they there, empty, large enough, and on a disk?"""
+"""Checks the folders of a tier: that they exist, are empty, have room, and are on a disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def check_folders(folders: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the folders as paths; `UserError` for none, one twice, one that is not there or cannot be written.
+    """Return the folders as paths; raise `UserError` for none, a duplicate, a missing or an unwritable one.
 
-    Warns of one on tmpfs: what is moved there stays in memory.
+    Warns of a folder on tmpfs, whose files stay in memory.
     """
     if not folders:
         raise UserError("at least one folder is needed for a tier; got none; name one on a disk")
@@ -37,7 +37,7 @@ def check_folders(folders: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def check_empty(paths: Sequence[Path]) -> None:
-    """Raise `UserError` for a folder that holds anything: nothing of the user's is ever overwritten."""
+    """Raise `UserError` for a folder that is not empty, so that no file of the user's is ever overwritten."""
     for path in paths:
         if (found := next(path.iterdir(), None)) is not None:
             raise UserError(
@@ -47,7 +47,7 @@ def check_empty(paths: Sequence[Path]) -> None:
 
 
 def check_room(paths: Sequence[Path], bytes_each: Sequence[int]) -> None:
-    """Raise `UserError` unless every file system has room for all that comes onto it, before anything is written."""
+    """Raise `UserError` unless every file system has room for the bytes of all its folders."""
     wanted: dict[int, int] = {}
     for path, num_bytes in zip(paths, bytes_each, strict=True):
         wanted[path.stat().st_dev] = wanted.get(path.stat().st_dev, 0) + num_bytes
@@ -61,7 +61,7 @@ def check_room(paths: Sequence[Path], bytes_each: Sequence[int]) -> None:
 
 
 def file_system(path: Path) -> str:
-    """Return the kind of file system that `path` stands on (ext4, tmpfs …); empty where the system does not say."""
+    """Return the type of file system of `path` (ext4, tmpfs …); empty if the system does not tell."""
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf8").splitlines()
     except OSError:

@@ -1,14 +1,14 @@
-"""What a step with a tier takes: its bytes by direction, and its seconds, of which some hide behind the computation.
+"""Predicts a step with a tier: the bytes that it moves in each direction, and its seconds, with overlap.
 
-    reads     forward    Σ p, but for what stayed from the update before        backward   Σ p + Σ s, but for what stayed
-    writes    backward   Σ p + Σ s                                             (p: of a parameter, s: of its states)
+    reads     forward    Σ p, except what stayed since the last update       backward   Σ p + Σ s, except what stayed
+    writes    backward   Σ p + Σ s                                           (p: bytes of a parameter, s: of its states)
 
-    forward   F = max(compute, reads / rate in)                                              `bound_s`
-    backward  B = max(compute, reads / rate in, writes / rate out, update)
-    step      F + B + what has to be read before the first op, and updated and written after the last one      `simulate`
+    forward   F = max(compute, reads / read rate)                                              `bound_s`
+    backward  B = max(compute, reads / read rate, writes / write rate, update)
+    step      F + B + reads before the first op + updates and writes after the last one        `simulate`
 
-`bound_s` is what no order can beat, `simulate` runs the order that the runtime keeps, piece by piece: reads one after the
-other, as far ahead as the window lets them; updates in the order of the gradients; writes one after the other.
+`bound_s` is a lower bound for any order of transfers. `simulate` follows the runtime's order: reads one after the other, as far
+ahead as the window allows; updates in the order of the gradients; writes one after the other.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SECONDS_A_DAY = 86_400
 
 @dataclass(frozen=True)
 class Layer:
-    """One parameter, or several that are used and updated together, in the order of first use.
+    """The sizes and seconds of one parameter, or of several that are used and updated together.
 
-    param_bytes: of its values. states: bytes of each of the optimizer's states. grad_bytes: of its gradient. forward_s,
-    backward_s, update_s: of computing alone.
+    param_bytes: the bytes of its values. states: those of each optimizer state. grad_bytes: those of its gradient. forward_s,
+    backward_s, update_s: the seconds of computation.
     """
 
     param_bytes: int
@@ -41,23 +41,23 @@ class Layer:
 
     @property
     def state_bytes(self) -> int:
-        """Return what the states take in memory."""
+        """Return the bytes of the states in memory."""
         return sum(self.states)
 
     @property
     def state_pages(self) -> int:
-        """Return what is moved of the states, in bytes: whole pages."""
+        """Return the bytes of the states in whole pages, as they are transferred."""
         return sum(map(padded, self.states))
 
     @property
     def held_bytes(self) -> int:
-        """Return what the layer takes in memory where it is kept."""
+        """Return the bytes of the layer in memory if it is kept there."""
         return self.param_bytes + self.state_bytes
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second from and to the disks; each direction alone."""
+    """The disks' read and write rates in bytes a second; the directions do not share them."""
 
     read: float
     write: float
@@ -71,7 +71,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Policy:
-    """What stays where: `TierOptions.window_bytes`, `.keep_bytes` and `.update`, and the last step's `commit_every`."""
+    """The settings that decide what stays in memory and when updates run; the fields are those of `TierOptions`."""
 
     window_bytes: int
     keep_bytes: int = 0
@@ -81,7 +81,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes of one step, in whole pages; `kept_bytes` is what a commit adds of layers that stay in memory."""
+    """The bytes that one step moves, in whole pages; `kept_bytes` are those that a commit adds for layers kept in memory."""
 
     forward_read: int
     backward_read: int
@@ -91,34 +91,34 @@ class StepTraffic:
 
     @property
     def read_bytes(self) -> int:
-        """Return what is read."""
+        """Return the bytes read in a step."""
         return self.forward_read + self.backward_read
 
     @property
     def written_bytes(self) -> float:
-        """Return what is written, of a step in the middle."""
+        """Return the bytes written in a step, with those of commits averaged over steps."""
         return self.written + self.kept_bytes / self.commit_every
 
     def written_a_day(self, step_s: float) -> float:
-        """Return what a day of steps of `step_s` writes: drives are rated by it."""
+        """Return the bytes written in a day of steps of `step_s` seconds, by which drives' endurance is rated."""
         return self.written_bytes * SECONDS_A_DAY / step_s
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step; `exposed_s` is what the computation does not hide."""
+    """The seconds of one step, and of its computation alone."""
 
     step_s: float
     compute_s: float
 
     @property
     def exposed_s(self) -> float:
-        """Return the difference."""
+        """Return the seconds of transfers and updates that the computation does not hide."""
         return self.step_s - self.compute_s
 
 
 def kept(layers: Sequence[Layer], policy: Policy) -> set[int]:
-    """Return the layers that stay in memory: the last first, as far as they fit."""
+    """Return the layers kept in memory: the last ones first, as long as they fit into `keep_bytes`."""
     found, left = set(), policy.keep_bytes
     for index in reversed(range(len(layers))):
         if layers[index].is_trained and layers[index].held_bytes <= left:
@@ -128,7 +128,10 @@ def kept(layers: Sequence[Layer], policy: Policy) -> set[int]:
 
 
 def stays(layers: Sequence[Layer], policy: Policy, away: Sequence[int]) -> tuple[set[int], set[int]]:
-    """Return which of the layers that may leave stay after the update, and after the forward: ends of the order in a quarter."""
+    """Return which layers of `away` stay in memory after the update, and which after the forward.
+
+    These are the first and the last ones in order, as many as fit into a quarter of the window.
+    """
 
     def fitting(order: Sequence[int]) -> set[int]:
         found, left = set(), policy.window_bytes // 4
@@ -143,7 +146,7 @@ def stays(layers: Sequence[Layer], policy: Policy, away: Sequence[int]) -> tuple
 
 
 def traffic(layers: Sequence[Layer], policy: Policy) -> StepTraffic:
-    """Return the bytes of a step, the first one aside, which has no states to read.
+    """Return the bytes that a step moves; the first one, which has no states to read, moves fewer.
 
     >>> layers = [Layer(param_bytes=4096, states=(4096, 4096), grad_bytes=4096)] * 4
     >>> traffic(layers, Policy(window_bytes=4096))
@@ -174,7 +177,7 @@ def traffic(layers: Sequence[Layer], policy: Policy) -> StepTraffic:
 
 
 def bound_s(layers: Sequence[Layer], policy: Policy, rates: Rates) -> float:
-    """Return the seconds that no order of transfers can beat: the largest of each resource's, forward and backward apart.
+    """Return a lower bound on a step's seconds: the busiest resource's in the forward plus those in the backward.
 
     >>> layers = [Layer(4096, (4096, 4096), 4096, forward_s=1.0, backward_s=2.0)] * 4
     >>> bound_s(layers, Policy(window_bytes=4096), Rates(read=4096.0, write=40960.0))
@@ -189,7 +192,7 @@ def bound_s(layers: Sequence[Layer], policy: Policy, rates: Rates) -> float:
 
 
 def simulate(layers: Sequence[Layer], policy: Policy, rates: Rates) -> StepTime:
-    """Return the seconds of a step in the order that the runtime keeps.
+    """Return the seconds of a step in the runtime's order of transfers and updates.
 
     >>> layers = [Layer(100, (100, 100), 100, forward_s=1.0, backward_s=2.0)] * 8
     >>> simulate(layers, Policy(window_bytes=800), Rates(read=1e6, write=1e6)).exposed_s < 0.1
@@ -199,7 +202,7 @@ def simulate(layers: Sequence[Layer], policy: Policy, rates: Rates) -> StepTime:
 
 
 class _Run:
-    """One step, event by event; `reading` and `writing` are when the last transfer asked for in each direction ends."""
+    """Simulates one step event by event; `reading` and `writing` are the end times of the last transfers issued."""
 
     def __init__(self, layers: Sequence[Layer], policy: Policy, rates: Rates) -> None:
         self.layers, self.policy, self.rates = layers, policy, rates
@@ -258,7 +261,7 @@ class _Run:
             self.here_bytes -= self.layers[index].param_bytes
 
     def _take(self, index: int) -> None:
-        """Take the gradient of a layer: for its update, or to the disk."""
+        """Start a layer's update from its gradient, or write the gradient to the disk for a later one."""
         if not self.layers[index].is_trained:
             self._let_go(index)
         elif self.policy.update == "during":

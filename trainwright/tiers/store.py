@@ -1,11 +1,11 @@
-"""A store of named bytes in files of several folders: direct transfers, checksums, versions, a bounded buffer.
+"""Stores named bytes in files of several folders, with direct I/O, checksums, two versions and bounded buffers.
 
-    write(key)   → the slot that the last whole step does not use; chunk after chunk, by the threads of writes
-    read(key)    → what was written last, after that write; by the threads of reads, which no write holds up
-    commit(step) → all writes have reached the disk, then one small file is replaced: that step is the last whole one
+    write(key)   writes to the slot without the committed version, chunk after chunk, on the write threads
+    read(key)    reads the last version, after its write has ended, on the read threads, which no write blocks
+    commit(step) waits until all writes are on the disk, then replaces one small file: that step is now the committed one
 
-A transfer begins when it is asked for and is waited for by what the call returns. It moves between the disk and the given
-tensor, directly where that lies on whole pages (`aligned_empty`), else over a buffer of the pool.
+`write` and `read` issue a transfer and return a handle to wait for it. The transfer is directly between the disk and the given
+tensor if that is page-aligned (`aligned_empty`), else through a buffer of the pool.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ CHUNK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """How a store moves bytes.
+    """The options of a store's transfers.
 
-    chunk_bytes: of a transfer, a multiple of 4096. buffer_bytes: the most host memory that all buffers together take.
-    num_threads: transfers at a time, in each direction. read_rate, write_rate: bytes a second that are not exceeded; `None`:
-    what the disk gives. max_transfer_s: a chunk that takes longer is the fault `slow`. faults: planted ones.
+    chunk_bytes: the size of a transfer, a multiple of 4096. buffer_bytes: the most host memory for all buffers together.
+    num_threads: concurrent transfers in each direction. read_rate, write_rate: limits in bytes a second; `None`: no limit.
+    max_transfer_s: a chunk that takes longer raises the fault `slow`. faults: faults to inject.
     """
 
     chunk_bytes: int = CHUNK_BYTES
@@ -57,13 +57,13 @@ class StoreOptions:
 
 @dataclass(eq=False)
 class Transfer:
-    """A transfer under way; it keeps the tensor alive."""
+    """A transfer in flight; it keeps its tensor alive."""
 
     parts: list[Future[None]]
     tensor: Tensor | None = field(repr=False, default=None)
 
     def wait(self) -> None:
-        """Return when all of it is done; raises the `TierFault` that befell it."""
+        """Wait until the transfer is complete; raise its `TierFault`, if it failed."""
         parts, self.parts = self.parts, []
         errors = [error for part in parts if (error := part.exception()) is not None]
         self.tensor = None
@@ -78,7 +78,7 @@ class Transfer:
 
 
 class TierStore:
-    """Named bytes on disks; make one with `create` or `open`, and close it.
+    """Stores named bytes on disks; make one with `create` or `open`, and close it.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder, TierStore.create([folder]) as store:
@@ -90,7 +90,7 @@ class TierStore:
     >>> into
     tensor([0, 1, 2], dtype=torch.int32)
 
-    Not for what fits in memory: every byte makes its way over the disk.
+    Use it only for data that does not fit in memory, since every byte goes through the disk.
     """
 
     def __init__(self, paths: list[Path], ident: str, options: StoreOptions, is_new: bool) -> None:
@@ -125,9 +125,9 @@ class TierStore:
     def open(
         cls, folders: Sequence[str | os.PathLike[str]], options: StoreOptions | None = None, step: int | None = None
     ) -> TierStore:
-        """Return the store that a run left in `folders`, in the order that it was made with, at its last whole step.
+        """Return the store that an earlier run left in `folders`, given in the same order, at its last committed step.
 
-        step: that one is wanted; it may be the one before the last, if nothing of a later one was written.
+        step: the step to open; it may be the one before the last, if nothing was written after the last one.
         """
         options = options or StoreOptions()
         check_options(options)
@@ -160,7 +160,7 @@ class TierStore:
 
     @staticmethod
     def last_step(folders: Sequence[str | os.PathLike[str]]) -> int:
-        """Return the last whole step in `folders`."""
+        """Return the last committed step in `folders`."""
         return int(read_manifest(check_folders(folders)[0])["step"])
 
     def __enter__(self) -> TierStore:
@@ -171,19 +171,19 @@ class TierStore:
 
     @property
     def is_direct(self) -> bool:
-        """Tell whether all transfers go past the system's page cache."""
+        """Tell whether all transfers bypass the system's page cache."""
         return all(file.is_direct for file in self._files)
 
     @property
     def num_bytes(self) -> int:
-        """Return what the files take on the disks: both versions of everything."""
+        """Return the bytes that the files take on the disks, both slots included."""
         return sum(self._layout.ends)
 
     def __contains__(self, key: str) -> bool:
         return key in self.items
 
     def add(self, sizes: Mapping[str, int]) -> None:
-        """Make room for items of so many bytes by name; `UserError` where the disks have too little, before any is taken."""
+        """Allocate items of the given sizes; raise `UserError`, before anything is allocated, if the disks lack space."""
         if doubled := sorted(self.items.keys() & sizes.keys()):
             raise UserError(f"new names are needed in a tier; {doubled[0]} is there; write it")
         before = list(self._layout.ends)
@@ -201,7 +201,7 @@ class TierStore:
         self.items.update(added)
 
     def write(self, key: str, data: Tensor) -> Transfer:
-        """Begin to write all of `data`, contiguous and left as it is until the transfer is done, as the new version of `key`."""
+        """Issue the write of `data`, which must be contiguous and stay unchanged until its end, as the new version of `key`."""
         item = self._of(key, data)
         slot = item.next_slot()
         pieces = list(item.pieces(slot, self._layout.chunk_bytes))
@@ -212,7 +212,7 @@ class TierStore:
         return transfer
 
     def read(self, key: str, into: Tensor) -> Transfer:
-        """Begin to read the last version of `key` into the contiguous tensor `into`."""
+        """Issue the read of the last version of `key` into the contiguous tensor `into`."""
         item = self._of(key, into)
         if item.slot < 0:
             raise UserError(f"bytes that were written are needed; nothing of {key} was; write it first")
@@ -227,21 +227,21 @@ class TierStore:
         return transfer
 
     def settle(self) -> None:
-        """Wait for every write; raises the fault that befell one."""
+        """Wait for every write; raise the fault of one that failed."""
         for transfer in list(self._writing.values()):
             transfer.wait()
         self._writing.clear()
 
     def roll_back(self) -> None:
-        """Make the last whole step what `read` finds; what was written after it is given up."""
+        """Discard all versions written after the last commit, so that `read` finds the committed ones."""
         self.settle()
         for item in self.items.values():
             item.slot = item.committed
 
     def commit(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
-        """Make what was written last, of every item, the whole step `step`: all of it, or after a crash none.
+        """Commit the last version of every item as step `step`, atomically: after a crash, all of it or nothing is found.
 
-        notes: anything that JSON holds, found again in `store.notes`.
+        notes: JSON values, which `store.notes` has after `open`.
         """
         self.settle()
         told = json.loads(json.dumps(dict(notes or {})))
@@ -265,7 +265,7 @@ class TierStore:
         self.step, self.notes = step, told
 
     def close(self) -> None:
-        """Let transfers under way end and give up the files; what was not committed is not kept."""
+        """Wait for running transfers, and close the files; versions that were not committed are lost."""
         for threads in self._threads.values():
             threads.shutdown(wait=True, cancel_futures=True)
         for file in self._files:
@@ -313,7 +313,7 @@ class TierStore:
             raise_for("checksum", os.fspath(self.paths[piece.folder]), f"to read chunk {piece.number} of {key}")
 
     def _move(self, direction: str, piece: Piece, data: memoryview) -> None:
-        """Carry out one transfer of whole pages, at the declared rate."""
+        """Run one transfer of whole pages, at the limited rate, with an injected fault, if any."""
         folder, doing = os.fspath(self.paths[piece.folder]), f"to {direction} {len(data)} bytes at {piece.offset}"
         file, fault, begun = self._files[piece.folder], self._planted.next(direction), now()
         moved = 0
@@ -350,7 +350,7 @@ class TierStore:
 
 
 def check_options(options: StoreOptions) -> None:
-    """Raise `UserError` for what cannot be, before any file is made."""
+    """Raise `UserError` for impossible options, before any file is made."""
     BufferPool(options.buffer_bytes, options.chunk_bytes)
     for rate in (options.read_rate, options.write_rate):
         TokenBucket(rate)
@@ -363,7 +363,7 @@ def _is_direct(address: int, num_bytes: int) -> bool:
 
 
 def _copy(into: memoryview, source: memoryview, num_bytes: int) -> None:
-    """Copy without holding the interpreter."""
+    """Copy bytes without holding the GIL."""
     ctypes.memmove(_address(into), _address(source), num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""A token bucket: so many bytes a second and no more, however fast the disk is."""
+"""Limits the rate of transfers to given bytes a second by a token bucket."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..artifacts import check_range
 
 
 class TokenBucket:
-    """Lets `rate` bytes a second pass, with `burst` bytes at once after a pause.
+    """Limits transfers to `rate` bytes a second, with bursts of `burst` bytes after a pause.
 
-    `take(n)` returns when the n bytes have passed: a transfer that has taken its bytes and is faster than `rate` waits for the
-    rest of the time. So k threads share the rate. With `rate=None` nothing waits.
+    Call `take(n)` after a transfer of n bytes: it waits for the rest of the time that they take at `rate`. Threads share the
+    rate. With `rate=None` nothing waits.
 
     >>> waits = []
     >>> bucket = TokenBucket(100.0, burst=0, clock=lambda: 0.0, sleep=waits.append)
@@ -36,7 +36,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> None:
-        """Return when `num_bytes` more may have passed."""
+        """Wait until `num_bytes` more are within the rate."""
         if self.rate is None:
             return
         with self._lock:

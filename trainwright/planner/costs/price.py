@@ -1,12 +1,11 @@
-"""The price of a plan: its seconds, added up over the instructions and the reruns of the local program that will run.
+"""Prices a plan: sums the seconds of the instructions and reruns of the local program that will run.
 
-The price uses no column of the solver, so it also checks the solver's objective: both agree where parameters travel one by
-one. Where they travel in buckets (`rank.travel`), the collectives of a bucket share their latency, and a device that
-computes while it communicates hides some of them; the objective only models that (`hidden`). CPUs hide nothing, so there the
-objective is exact.
+The price uses no column of the solver, so it also checks the solver's objective: both are equal if each parameter is gathered
+by itself. With buckets (`rank.travel`), the collectives of a bucket share their latency, and a device that computes while it
+communicates hides some of them; the objective only approximates that (`hidden`). CPUs hide nothing, so there it is exact.
 
-Two kinds of sums are free, since nothing waits for them: sums that begin with the step (`early_sums`), and the sum of the loss
-(`late_loss`). A sum over labels that other ranks have first cannot begin early, and is paid.
+Two kinds of sums cost nothing, since nothing waits for them: sums issued at the beginning of the step (`early_sums`), and the sum
+of the loss (`late_loss`). A sum over labels that other ranks hold cannot be issued early, and is paid.
 """
 
 from __future__ import annotations
@@ -111,16 +110,16 @@ class RegionSeconds:
     """The part of forward and backward that is communication."""
     rerun_s: float = 0.0
     reduce_s: float = 0.0
-    """Once a step, behind the last backward."""
+    """The seconds once a step, after the last backward."""
     weight_s: float = 0.0
-    """What of `backward_s` makes gradients of weights that may come later (`rank.split_backward`)."""
+    """The part of `backward_s` that computes weight gradients which may be postponed (`rank.split_backward`)."""
 
 
 def price_regions(executor: Executor, costs: CostModel) -> dict[int, RegionSeconds]:
     """Return the seconds of each region of a local program that runs once a micro-batch.
 
-    What a change of layout takes that serves all micro-batches is its region's once a step. Work of no region (the loss that
-    ranks sum) counts as the last one's.
+    A reshard that serves all micro-batches counts once a step, in `reduce_s` of its region. Work outside of regions (the sum of
+    the loss over ranks) counts in the last region.
     """
     runs = costs.num_runs
     shared = shared_conversions(executor.local) if runs > 1 else {}
@@ -144,7 +143,7 @@ def price_regions(executor: Executor, costs: CostModel) -> dict[int, RegionSecon
 
 
 def _weight_s(local: LocalProgram, instruction: Instruction, costs: CostModel) -> float:
-    """Return the seconds of one of the two products of a linear map's backward, where that of its weight may come later."""
+    """Return the seconds of the weight's product in a linear map's backward, if it may be postponed; else 0."""
     if not isinstance(instruction, Compute) or not waits(instruction.op) or instruction.op.region is None:
         return 0.0
     region_class = instruction.op.region.region_class
@@ -161,7 +160,7 @@ def begin_seconds(executor: Executor, costs: CostModel) -> float:
 
 
 def _rerun_s(executor: Executor, rerun: Rerun, costs: CostModel) -> float:
-    """Return the seconds of a region's rerun; the parameters of a bucket that it gathers again share one latency."""
+    """Return the seconds of a region's rerun; parameters of one bucket that are gathered again share one latency."""
     total = 0.0
     for index in rerun.instructions:
         instruction = executor.local.instructions[index].again
@@ -192,7 +191,7 @@ def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: floa
 
 
 def _weights_s(local: LocalProgram, costs: CostModel) -> float:
-    """Return the seconds in which ranks count the labels of the whole batch, once a step: one number, where labels are split."""
+    """Return the seconds, once a step, of all-reducing the count of labels over the axes that split them."""
     total = 0.0
     for instruction in local.instructions:
         if isinstance(instruction, Compute) and local.program.corrections.get(instruction.key) == WEIGHTED:
@@ -207,7 +206,7 @@ Seconds = tuple[float, float]
 
 
 def _instruction_s(executor: Executor, instruction: Instruction, costs: CostModel) -> tuple[Seconds, Seconds]:
-    """Return the seconds that an instruction computes and those that it communicates, each forward and backward."""
+    """Return an instruction's seconds of computation and of communication, each as (forward, backward)."""
     match instruction:
         case Open() | Close():
             return (0.0, 0.0), bucket_s(instruction, costs)
@@ -245,5 +244,5 @@ def _reshard_s(local: LocalProgram, instruction: Reshard, costs: CostModel) -> S
 
 
 def state_transfer_s(tier: Tier, num_bytes: float) -> float:
-    """Return the seconds in which one parameter's states come back and leave again."""
+    """Return the seconds in which one parameter's states are read from the tier and written back."""
     return num_bytes / tier.write_bytes_per_s + num_bytes / tier.read_bytes_per_s + 2 * tier.latency_s

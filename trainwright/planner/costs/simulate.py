@@ -1,9 +1,8 @@
-"""Runs one rank's step of a plan on fake tensors; the peak that a plan promises is the peak of this run.
+"""Simulates one rank's step of a plan on fake tensors; the predicted peak of a plan is the peak of this run.
 
-The local program is the very one that the runtime runs, recomputation included; collectives only give results of the
-right shapes. What is promised is the peak over two whole steps, the first of which begins without optimizer state. That
-is the second one's peak, which holds all that the first one does, and the states throughout: so the states are made
-first, and one step is run.
+The local program is the one that the runtime runs, reruns included; collectives only return results of the right shapes. The
+prediction is the peak over two whole steps, the first of which begins without optimizer state. That is the second step's
+peak, since it holds all that the first one does, and the states throughout: so the states are made first, and one step is run.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from ...torch_internals.private import VALUE_NEEDED
 from .costs import OptimizerCost, whole_pieces
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-"""Makes the optimizer of the named parameters that it is given."""
+"""A function from named parameters to their optimizer."""
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Simulation:
     comm_calls: dict[str, int]
     num_calls: int
     executors: list[Executor] = field(repr=False)
-    """What ran, for pricing: one, or one for each piece of a stage."""
+    """The executors that ran, for pricing: one, or one for each piece of a stage."""
     timeline: list[MemoryPoint] = field(default_factory=list)
     moved_bytes: int = 0
     """The bytes that a step offloads; as many come back."""
@@ -71,7 +70,7 @@ class Simulation:
 
     @property
     def executor(self) -> Executor:
-        """Return what ran, of a stage with several pieces the first one's."""
+        """Return the executor that ran; of a stage with several pieces, the first piece's."""
         return self.executors[0]
 
 
@@ -87,12 +86,11 @@ def simulate(
     optimizer_cost: OptimizerCost | None = None,
     counts: Mapping[str, list[int]] | None = None,
 ) -> Simulation:
-    """Run the step of the rank at `coords` (by default the first, which holds most) and follow its memory.
+    """Simulate the step of the rank at `coords` (by default the first, which holds most) and track its memory.
 
-    num_threads: with how many threads the rank's CPU kernels will run, where that is known; their workspaces depend on
-    it. optimizer_cost: what the optimizer declares; what it gathers because shards cut the pieces that it reads is counted
-    by that, since the step itself sees one rank's part as if it were whole. counts: by op, the rows of experts that a run had
-    (`runtime.routed`); without, those that are planned.
+    num_threads: the number of threads of the rank's CPU kernels, if known; their workspaces depend on it. optimizer_cost: the
+    optimizer's declaration, by which its gathers of sharded tensors are counted, since the simulated optimizer treats one
+    rank's part as whole. counts: by op, the rows of experts in a real run (`runtime.routed`); by default, the planned rows.
     """
     with threads(num_threads):
         return _simulate([program], decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts)
@@ -112,11 +110,11 @@ def simulate_stage(
     optimizer_cost: OptimizerCost | None = None,
     counts: Mapping[str, list[int]] | None = None,
 ) -> Simulation:
-    """Run one stage of the step of the rank at `coords`, among the ranks of the stage, and follow its memory.
+    """Simulate one stage of a step, on the rank at `coords` among the stage's ranks, and track its memory.
 
-    Its warm-up, its steady state and its end are run with no more micro-batches than show all there is; what it communicates is
-    counted for all of them. pieces: what of the model the stage has. tied: the parameters that other stages read too. What
-    crosses to other stages is no part of the bytes that are communicated.
+    It runs only as many micro-batches as it takes to show warm-up, steady state and end; communicated bytes are counted for all
+    micro-batches. pieces: the stage's pieces of the model. tied: the parameters that other stages read too. Transfers between
+    stages do not count among the communicated bytes.
     """
     of_stage = _OfStage(pieces, schedule, tied)
     programs = [piece.program for piece in pieces]
@@ -128,7 +126,7 @@ def simulate_stage(
 
 @dataclass(frozen=True)
 class _OfStage:
-    """Says how one stage's part of a step is run."""
+    """Defines how one stage's part of a step is simulated."""
 
     pieces: Sequence[Stage]
     schedule: Schedule
@@ -141,9 +139,9 @@ class _OfStage:
 
     @property
     def num_followed(self) -> int:
-        """How many micro-batches are run: all, or so many more than the depth that a steady one stands for the others.
+        """Return the number of micro-batches that are run: all, or the depth plus enough to include the steady state.
 
-        Two more where a stage's order depends on its own depth alone, else those that all stages warm up by.
+        It is two more than the depth if a stage's order depends on its own depth alone; else all stages' warm-up is added.
         """
         schedule, own = self.schedule, self.schedule.in_flight[self.place]
         if schedule.splits_backward:
@@ -232,7 +230,7 @@ def _simulate(
 
 @dataclass(frozen=True)
 class _Gathered:
-    """The bytes that the optimizer keeps or holds beyond those for the rank's shards, where these cut what it reads."""
+    """The bytes of state and of temporaries that the optimizer has beyond its shards, because it reads whole tensors."""
 
     state_bytes: int = 0
     step_bytes: int = 0
@@ -259,7 +257,7 @@ class _Gathered:
 
 
 def _fuse_attention(executor: Executor, target: Target) -> None:
-    """Let attention run as the fused kernel that a GPU would take."""
+    """Make attention run as the fused kernel that a GPU would run, if `target` is a GPU."""
     for instruction in executor.local.instructions:
         if isinstance(instruction, Compute) and find(instruction.op.name).fused_on_gpu:
             state = run_state(instruction.op, target)
@@ -274,7 +272,7 @@ def _under(call: Call, state: RunState) -> Call:
 
 
 def _fake_sources(local: LocalProgram, known: Mapping[Tensor, Any] | None = None) -> dict[Tensor, Any]:
-    """The rank's part of every parameter, buffer, batch entry and constant, as a fake tensor, but for what is `known`."""
+    """Return the rank's part of every parameter, buffer, batch entry and constant, as a fake tensor; skip those in `known`."""
     mesh, coords = local.communicator.mesh, local.communicator.coords
     sources: dict[Tensor, Any] = {}
     for tensor, index in local.sources.items():
@@ -293,7 +291,7 @@ def _hold_while_stepping(optimizer: torch.optim.Optimizer, num_bytes: int) -> No
 
 
 def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
-    """Run one update with made-up gradients, so that the optimizer's states exist."""
+    """Run one update with empty gradients, so that the optimizer's states exist."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         param.grad = torch.empty_like(param)
@@ -315,7 +313,7 @@ def _accumulated_step(
     tracker: MemoryTracker,
     communicator: SimulatedCommunicator,
 ) -> None:
-    """Run the step of several micro-batches: two, since a third one would hold and send what the second does."""
+    """Run a step of micro-batches with two of them, since every further one would hold and send what the second does."""
     seen: list[tuple[Counter[str], Counter[str]]] = []
 
     def note() -> None:
@@ -345,7 +343,7 @@ def _stage_step(
     tracker: MemoryTracker,
     communicator: SimulatedCommunicator,
 ) -> None:
-    """One stage's part of a step; what the first micro-batch communicates stands for those left out."""
+    """Run one stage's part of a step; micro-batches that are left out count as communicating what the first one does."""
     counted = communicator.num_bytes, communicator.num_calls
     before = [Counter(each) for each in counted]
     one: list[Counter[str]] = [Counter(), Counter()]
@@ -380,10 +378,10 @@ def _step(
     tracker: MemoryTracker,
     cost: OptimizerCost | None,
 ) -> None:
-    """Run the step whose peak is promised: the caller holds the outputs until the update is done.
+    """Run the step whose peak is predicted; the caller holds the outputs until the update is done.
 
-    A method that takes a Hessian-vector product keeps the graph of the gradient until then; one that differentiates along the
-    outputs holds whole copies of them instead of the loss.
+    An optimizer with Hessian-vector products keeps the graph of the gradient until then; one that differentiates the outputs
+    along vectors holds whole copies of them instead of the loss.
     """
     state = run_state(None, tracker.target)
     has_curvature = cost is not None and cost.differentiates_twice
@@ -406,9 +404,9 @@ def _step(
 
 
 def _backward_along(outputs: list[Any], program: Program, cost: OptimizerCost) -> list[torch.Tensor]:
-    """Set the gradients along the outputs, and return the copies of the outputs that every rank holds whole.
+    """Run the backward from the outputs instead of the loss, and return the whole copies of the outputs that every rank holds.
 
-    The backward begins from one of these copies; where an output is split over ranks, from the rank's part cut out of it.
+    The backward starts from one of these copies; for an output that is split over ranks, from the rank's part of the copy.
     """
     pairs = [
         (found, value)
@@ -430,9 +428,9 @@ def _backward_along(outputs: list[Any], program: Program, cost: OptimizerCost) -
 def _backward_with_curvature(
     loss: Any, sources: Mapping[Tensor, Any], optimizer: torch.optim.Optimizer, cost: OptimizerCost
 ) -> None:
-    """Set the gradients after a Hessian-vector product with probes, which is held beside the gradients' graph.
+    """Set the gradients, after a Hessian-vector product with probes, which is held beside the gradients' graph.
 
-    A method that solves a system holds the solver's vectors beside it too.
+    An optimizer that solves a linear system also holds the solver's vectors.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     whole = {value: tensor.shape for tensor, value in sources.items() if tensor.role == "param"}

@@ -22,10 +22,10 @@ Progress = Callable[[float, float], None]
 """Called as (best objective, bound)."""
 _PIVOT_S, _PIVOT_ENTRY_S = 15e-6, 1.5e-9
 """The work of one step of the simplex method, and of each coefficient of the model in it."""
-_CHECK_S, _CHECK_ENTRY_S = 20e-3, 3e-6
+_CHECK_S, _CHECK_ENTRY_S = 3e-3, 0.3e-6
 """The work between two moments at which the solver of a program with whole columns may be interrupted, and of each coefficient."""
 _MOST_PIVOTS = 2**31 - 2
-_BEGIN_ENTRY_S = 8e-6
+_BEGIN_ENTRY_S = 0.8e-6
 """The work of each coefficient before a solve: its row written, passed on and presolved."""
 
 

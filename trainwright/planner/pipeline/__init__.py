@@ -1,10 +1,10 @@
-"""Pipeline stages: where a model is cut, what each stage recomputes, and what a step takes by a simulation of its schedule.
+"""Plans pipeline stages: chooses cuts of the model and what each stage rematerialises, judged by simulated schedules.
 
-events     the seconds of a step from every stage's actions
-table      seconds and bytes of what may be cut, and the least recomputation that fits
-measure    such a table for one choice of layouts
-program    the cuts by a small mixed-integer program, and what no cuts beat
-cuts       moves of single blocks under the simulation
-recipes    even, balanced and pipeline-dp, the ways that others take
-search     over numbers of stages, meshes and micro-batches
+events     computes the seconds of a step from every stage's actions
+table      holds seconds and bytes of the units between cuts, and finds the least rematerialisation that fits
+measure    measures such a table for one choice of layouts
+program    proposes cuts by a small mixed-integer program, and gives a lower bound over all cuts
+cuts       improves cuts by moves of single blocks, judged by the simulated step
+recipes    gives the textbook cuts: even, balanced and pipeline-dp
+search     searches over numbers of stages, meshes and micro-batches
 """

@@ -1,4 +1,4 @@
-"""Checks of a task with pipeline stages: their number, the pins of their first blocks, and what they do not support."""
+"""Checks a task with pipeline stages: their number, their schedules, the pins of cuts, and unsupported settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGIN = re.compile(r"(?P<block>.+)=begin\((?P<stage>\d+)\)")
 
 
 def check_task(task: Task) -> None:
-    """Raise `UserError` for what stages cannot do, with what can."""
+    """Raise `UserError` for settings that stages do not support, with a way out."""
     schedules(task)
     cost = task.optimizer_cost
     if cost.num_passes != 1.0 or task.goes_again or cost.reads == "model":
@@ -41,7 +41,7 @@ SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 
 
 def schedules(task: Task) -> tuple[str, ...]:
-    """Return the orders in which stages may work; `UserError` for one that there is not."""
+    """Return the names of the schedules to try; raise `UserError` for an unknown one."""
     asked = task.pipeline_schedule
     if asked == "auto":
         return SCHEDULES
@@ -53,7 +53,7 @@ def schedules(task: Task) -> tuple[str, ...]:
 
 
 def numbers_of_stages(task: Task) -> list[int]:
-    """Return the numbers of stages to look at; `UserError` for one that cannot be."""
+    """Return the numbers of stages to try; raise `UserError` for an impossible one."""
     if task.pipeline == "auto":
         return task.cluster.stage_numbers
     num = task.pipeline
@@ -64,9 +64,9 @@ def numbers_of_stages(task: Task) -> list[int]:
 
 
 def begin_pins(task: Task, num_stages: int) -> dict[int, str]:
-    """Return where stages are pinned to begin, by stage; `UserError` for a pin that names no block or no stage.
+    """Return the blocks at which stages are pinned to begin, by stage; raise `UserError` for an unknown block or stage.
 
-    `transformer.h.7=begin(1)`: the second stage begins there.
+    `transformer.h.7=begin(1)` means that the second stage begins at that block.
     """
     found: dict[int, str] = {}
     known = boundaries(task.program)

@@ -1,7 +1,7 @@
-"""The search for cuts, judged by simulation: cuts with the least recompute that fits, and moves of single blocks.
+"""Searches for cuts by moves of single blocks; each cut is judged by a simulation with the least reruns that fit.
 
-The levels of a stage are chosen for that stage alone: a step never gets longer because one of its stages gets shorter, so the
-fewest seconds of reruns that fit are right for any cuts. What is left to choose is where to cut and how deep to warm up.
+The levels of a stage are chosen for that stage alone: a step never gets longer when one of its stages gets shorter, so the
+fewest seconds of reruns that fit are optimal for any cuts. The search chooses only the cuts and the depths.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ DEEPER = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Staged:
-    """Stages with everything chosen."""
+    """Stages with cuts, depths and levels chosen, and their simulated step."""
 
     cuts: Cuts
     in_flight: tuple[int, ...]
     fits: tuple[Fit, ...]
-    """One a stage."""
+    """The levels of each stage."""
     step_s: float
 
 
 @dataclass(eq=False)
 class Judge:
-    """Judges cuts of one table under one budget, each once."""
+    """Simulates cuts of one table under one budget, and caches the results."""
 
     table: Table
     budget_bytes: float
     fixed: Mapping[int, int] = field(default_factory=dict)
-    """Stages that are pinned to begin at a unit."""
+    """The units at which stages are pinned to begin, by stage."""
     num_judged: int = 0
     _known: dict[tuple[Cuts, tuple[int, ...]], Staged | None] = field(default_factory=dict)
 
     def allows(self, cuts: Cuts) -> bool:
-        """True if every pinned stage begins at its unit."""
+        """Tell whether every pinned stage begins at its unit."""
         return all(cuts[stage - 1] == unit for stage, unit in self.fixed.items())
 
     def judge(self, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
-        """Return the cuts with the least recomputation that fits, and the simulated step; None where they do not fit."""
+        """Return the cuts with the least reruns that fit and the simulated step; None if no levels fit."""
         key = cuts, in_flight
         if key not in self._known:
             self._known[key] = self._judged(cuts, in_flight)
@@ -67,11 +67,11 @@ class Judge:
         return Staged(cuts, in_flight, tuple(fits), step_s(self.table, cuts, in_flight, fits))
 
     def near(self, cuts: Cuts) -> Iterator[Cuts]:
-        """Yield the cuts that a move leads to; where stages have several pieces, moves to the next piece alone."""
+        """Yield the neighbours of `cuts`; if stages have several pieces, only those by a move to an adjacent piece."""
         return neighbours(cuts, len(self.table.units), 1 if self.table.virtual > 1 else len(cuts))
 
     def moved(self, found: Staged) -> Staged:
-        """Return the cuts that no move of a single block from one stage to another makes faster."""
+        """Return the local optimum reached from `found` by moves of single blocks between stages."""
         while True:
             near = [self.judge(cuts, found.in_flight) for cuts in self.near(found.cuts)]
             best = min((one for one in near if one is not None), key=_order, default=None)
@@ -108,7 +108,7 @@ def neighbours(cuts: Cuts, num_units: int, furthest: int | None = None) -> Itera
 
 
 def is_possible(cuts: Cuts, num_units: int) -> bool:
-    """True if every stage has at least one unit."""
+    """Tell whether every stage has at least one unit."""
     edges = (0, *cuts, num_units)
     return all(first < stop for first, stop in itertools.pairwise(edges))
 
@@ -119,7 +119,7 @@ def all_cuts(num_units: int, num_stages: int) -> Iterator[Cuts]:
 
 
 def depths(num_stages: int, num_micro_batches: int) -> list[tuple[int, ...]]:
-    """Return the numbers in flight to try: 1F1B's, somewhat deeper ones, and GPipe's.
+    """Return the depths to try, as numbers of forwards in flight on each stage: 1F1B's, deeper ones, and GPipe's.
 
     >>> depths(2, 8)
     [(2, 1), (3, 1), (4, 1), (8, 8)]
@@ -130,7 +130,7 @@ def depths(num_stages: int, num_micro_batches: int) -> list[tuple[int, ...]]:
 
 
 def depths_of(table: Table) -> list[tuple[int, ...]]:
-    """Return the numbers in flight to try in the order in which a table's stages work, the usual one first."""
+    """Return the depths to try for a table's schedule, the usual ones first."""
     num, num_micro = table.num_stages, table.num_micro_batches
     if table.virtual > 1:
         return [interleaved_in_flight(num, table.virtual, num_micro)]
@@ -141,7 +141,7 @@ def depths_of(table: Table) -> list[tuple[int, ...]]:
 
 
 def fastest(judge: Judge, starts: Sequence[Cuts]) -> Staged | None:
-    """Return the fastest stages that moves lead to from `starts`, over all depths; None where nothing was found to fit."""
+    """Return the fastest local optimum reached from `starts`, over all depths; None if nothing was found to fit."""
     table, best = judge.table, None
     for in_flight in depths_of(table):
         begin = [*starts, *([best.cuts] if best is not None else [])]
@@ -156,7 +156,7 @@ def fastest(judge: Judge, starts: Sequence[Cuts]) -> Staged | None:
 
 
 def _repaired(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
-    """Return cuts near `cuts` that fit: moves that lower the fullest stage's least bytes, until all fit."""
+    """Return cuts near `cuts` that fit, reached by moves that lower the overflow; None if no move lowers it."""
     seen = set()
     while (one := judge.judge(cuts, in_flight)) is None:
         seen.add(cuts)
@@ -172,7 +172,7 @@ def _repaired(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | 
 
 
 def overflow(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> float:
-    """Return by how many bytes the stages exceed the budget, all together, when they recompute all that they can."""
+    """Return the sum of the bytes by which stages exceed the budget even if they rematerialise all that they can."""
     total = 0.0
     for spans, depths in zip(judge.table.stages(cuts), judge.table.depths(in_flight)):
         total += max(0.0, least_bytes(judge.table, spans, depths) - judge.budget_bytes)
@@ -180,7 +180,7 @@ def overflow(judge: Judge, cuts: Cuts, in_flight: tuple[int, ...]) -> float:
 
 
 def least_bytes(table: Table, spans: Spans, depths: Sequence[int]) -> float:
-    """Return the least that a stage can hold."""
+    """Return the least peak of a stage over all levels, in bytes."""
     units = [(unit, depth) for (first, stop), depth in zip(spans, depths) for unit in table.units[first:stop]]
     kept = sum(depth * min(level.kept_bytes for level in table.levels[unit.kind]) for unit, depth in units[:-1])
     unit, depth = units[-1]
@@ -189,7 +189,7 @@ def least_bytes(table: Table, spans: Spans, depths: Sequence[int]) -> float:
 
 
 def brute_force(judge: Judge) -> Staged | None:
-    """Return the fastest stages of all, each looked at: for small tables, and to hold the search against."""
+    """Return the fastest stages by looking at all cuts: the oracle of the search, for small tables."""
     table, best = judge.table, None
     for in_flight in depths_of(table):
         for cuts in all_cuts(len(table.units), table.num_pieces):
@@ -200,7 +200,7 @@ def brute_force(judge: Judge) -> Staged | None:
 
 
 def nothing_fits_bytes(judge: Judge, starts: Sequence[Cuts]) -> tuple[float, int]:
-    """Return the least budget that some cuts near `starts` fit, and the stage that binds there."""
+    """Return the least budget that cuts near `starts` need, and the stage that needs it."""
     table, best = judge.table, (math.inf, 0)
     for in_flight in depths(table.num_stages, table.num_micro_batches)[:1]:
         for cuts in starts:

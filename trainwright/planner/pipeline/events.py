@@ -1,14 +1,13 @@
-"""The seconds of a step with pipeline stages: discrete events over the actions that the ranks will carry out.
+"""Simulates the time of a step with pipeline stages: discrete events over the actions that the ranks will run.
 
-Each stage carries out its own actions in order. A forward, a backward or the gradients of weights that a split backward left
-take their seconds, those of each piece where a stage has several; `take` waits until what it names
-has arrived, `sent` until what was sent is gone; a transfer begins when both sides are there and its link is free.
+Each stage runs its own actions in order. Forwards, backwards and postponed weight gradients take the seconds of their piece.
+`take` waits for a receive, `sent` for a send; a transfer starts when both sides have issued it and its link is free.
 
-    GPU         a transfer goes on beside computation
-    CPU (gloo)  nothing does: the sender's cores copy, so it is its own time that a transfer takes
+    GPU         transfers overlap with computation
+    CPU (gloo)  no overlap: the sender's cores copy, so a transfer takes the sender's time
 
-Behind its last backward a stage sums gradients over its own ranks, then those of tied parameters with the other stages
-that read them, for which all of them wait, and updates. The step is over when the last stage is done.
+After its last backward a stage sums gradients over its own ranks, then sums those of tied parameters with the other stages
+that read them, for which these wait for one another, and updates. The step ends when the last stage has ended.
 """
 
 from __future__ import annotations
@@ -29,33 +28,33 @@ class StageSeconds:
 
     forward_s: float
     backward_s: float
-    """Reruns included."""
+    """The seconds of the backward, reruns included."""
     begin_s: float = 0.0
-    """Once, before the first forward."""
+    """The seconds once a step, before the first forward."""
     reduce_s: float = 0.0
-    """Once, behind the last backward."""
+    """The seconds once a step, after the last backward."""
     update_s: float = 0.0
     hand_s: float = 0.0
-    """One transfer to the next stage."""
+    """The seconds of one transfer to the next stage."""
     return_s: float = 0.0
-    """One transfer back from the next stage."""
+    """The seconds of one transfer back from the next stage."""
     weight_s: float = 0.0
-    """What of `backward_s` makes gradients of weights that may come later."""
+    """The part of `backward_s` that computes weight gradients which may be postponed."""
 
     @property
     def micro_s(self) -> float:
-        """Return the seconds of one micro-batch, transfers left out."""
+        """Return the seconds of one micro-batch, without transfers."""
         return self.forward_s + self.backward_s
 
     @property
     def once_s(self) -> float:
-        """Return what a step takes beside its micro-batches."""
+        """Return the seconds that a step takes once, beside its micro-batches."""
         return self.begin_s + self.reduce_s + self.update_s
 
 
 @dataclass(frozen=True)
 class Tied:
-    """Parameters that several stages read: the sum of their gradients."""
+    """The sum of the gradients of parameters that the same stages read."""
 
     stages: tuple[int, ...]
     seconds: float
@@ -63,7 +62,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time of one stage."""
+    """One activity of one stage, with its start and end."""
 
     stage: int
     kind: Kind
@@ -74,18 +73,18 @@ class Span:
 
 @dataclass(eq=False)
 class StepTimeline:
-    """A simulated step: its seconds, and who does what when."""
+    """A simulated step: its seconds, and the activities of each stage over time."""
 
     step_s: float
     ends_s: list[float]
-    """When each stage is done."""
+    """The time at which each stage ends."""
     busy_s: list[float]
     """The seconds in which each stage computes or sends by itself; the rest of the step is its bubble."""
     spans: list[Span] = field(default_factory=list)
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int, more: int = 0) -> tuple[int, ...]:
-    """Return how many forwards are in flight on each stage: P-s of stage s, and up to `more` of all but the last.
+    """Return the depths of 1F1B, P-s on stage s, plus `more` on all but the last stage; at most all micro-batches.
 
     >>> one_f_one_b(4, 8), one_f_one_b(4, 8, more=1), one_f_one_b(4, 2)
     ((4, 3, 2, 1), (5, 4, 3, 1), (2, 2, 2, 1))
@@ -102,10 +101,10 @@ def simulated_step(
     overlaps: bool = True,
     keep_spans: bool = False,
 ) -> StepTimeline:
-    """Return the simulated step. stages: what each takes, or each of the pieces where a stage has several.
+    """Return the simulated step.
 
-    overlaps: whether transfers go on beside computation, as they do between GPUs. keep_spans: whether who does what when
-    is kept too, for a picture.
+    stages: the seconds of each stage, or of each piece if stages have several. overlaps: whether transfers overlap with
+    computation, as between GPUs. keep_spans: whether the activities over time are kept too, for a picture.
 
     >>> even = [StageSeconds(1.0, 2.0)] * 2
     >>> simulated_step(Schedule(4, (2, 1)), even).step_s   # (m + P - 1) (f + b)
@@ -119,7 +118,7 @@ def simulated_step(
 
 @lru_cache(maxsize=64)
 def ordered(schedule: Schedule) -> tuple[Action, ...]:
-    """Return all stages' actions in one order in which nothing waits for what comes later."""
+    """Return all stages' actions in one order in which no action waits for a later one."""
     lists = action_lists(
         schedule.num_stages,
         schedule.num_micro_batches,
@@ -131,7 +130,7 @@ def ordered(schedule: Schedule) -> tuple[Action, ...]:
 
 
 class _Run:
-    """The clocks of all stages and links."""
+    """Keeps the clocks of all stages and links while actions are simulated."""
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageSeconds], overlaps: bool, keep_spans: bool) -> None:
         self.stages, self.overlaps, self.keep_spans = stages, overlaps, keep_spans
@@ -141,16 +140,16 @@ class _Run:
         self.busy = [0.0] * num
         self.spans: list[Span] = []
         self.posted: dict[_Transfer, float] = {}
-        """When the side that receives was ready."""
+        """The time at which each receive was posted."""
         self.sending: dict[_Transfer, float] = {}
         self.arrived: dict[_Transfer, float] = {}
         self.free: dict[tuple[str, int], float] = {}
-        """When the link behind a stage has carried what it was given, by what travels."""
+        """The time at which each link is free again, by what it carries and the stage before it."""
         for stage in range(num):
             self._work(stage, "begin", -1, self._once(stage, "begin_s"))
 
     def _once(self, stage: int, what: str) -> float:
-        """Return what a stage takes once a step, for all its pieces."""
+        """Return the seconds `what` that a stage takes once a step, summed over its pieces."""
         return sum(getattr(piece, what) for piece in self.stages[stage :: self.num])
 
     def carry_out(self, action: Action) -> None:
@@ -178,7 +177,7 @@ class _Run:
                 self.now[stage] = max(self.now[stage], self.arrived[key])
 
     def _begin(self, key: _Transfer, piece: StageSeconds) -> None:
-        """Begin a transfer once both sides are there."""
+        """Start a transfer if both sides have issued it, and compute its arrival."""
         if key not in self.posted or key not in self.sending:
             return
         what, link = key[0], (key[0], key[-1])
@@ -194,7 +193,7 @@ class _Run:
             self.spans.append(Span(stage, kind, micro, start, self.now[stage]))
 
     def finished(self, tied: Sequence[Tied]) -> StepTimeline:
-        """Return the step, with what stages do behind their last backward."""
+        """Simulate the work after the last backward, and return the step."""
         for stage in range(self.num):
             self._work(stage, "reduce", -1, self._once(stage, "reduce_s"))
         for group in tied:
@@ -208,9 +207,9 @@ class _Run:
 
 
 _Transfer = tuple[str, int, int, int]
-"""Identifies a transfer: what travels, the micro-batch, the chunk and the stage that hand the activation on."""
+"""Identifies a transfer: what it carries, the micro-batch, and the chunk and stage that send the activation."""
 
 
 def _transfer_s(what: str, piece: StageSeconds) -> float:
-    """Return the seconds of a transfer: on from `piece`, or of gradients back to it."""
+    """Return the seconds of a transfer: of an activation from `piece`, or of a gradient back to it."""
     return piece.hand_s if what == "activation" else piece.return_s

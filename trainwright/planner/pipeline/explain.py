@@ -1,4 +1,4 @@
-"""Why a plan's stages begin where they do: what each cut would cost elsewhere, while the others stay."""
+"""Explains why a plan's stages begin where they do: the price of moving each cut while the others stay."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .price import hops_of
 from .table import Spans, Table
 
 FURTHEST = 3
-"""So many units to either side of a cut are looked at."""
+"""The number of units to either side of a cut that are tried."""
 
 
 def explain_cuts(plan: Plan, place: Place, decisions: Decisions) -> tuple[ExplainedCut, ...]:
-    """Return, for each stage but the first, the next best place to begin, with the reruns of all stages chosen anew.
+    """Return, for each stage but the first, the second best unit to begin at, with the reruns of all stages chosen anew.
 
     `place` is the task on one stage's ranks.
     """
@@ -39,7 +39,7 @@ def explain_cuts(plan: Plan, place: Place, decisions: Decisions) -> tuple[Explai
 
 
 def _learn(plan: Plan, table: Table, cuts: tuple[int, ...], levels: Sequence[int]) -> None:
-    """Let the table know what the plan's stages were found to hold."""
+    """Make the table learn the peaks that the plan predicts for its stages."""
     assert plan.pipeline is not None
     over: dict[tuple[bool, bool], tuple[float, Spans]] = {}
     depths = table.depths(plan.pipeline.in_flight)

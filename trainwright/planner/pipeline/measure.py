@@ -1,7 +1,7 @@
-"""A table of what may be cut, measured for one choice of layouts: seconds by the cost model, kept bytes by fake runs.
+"""Measures the table of units between cuts for one choice of layouts: seconds by the cost model, kept bytes by fake runs.
 
-A unit's levels rerun more and more of its groups, those first that give back most bytes for a second. One fake forward of a
-micro-batch follows several levels at once: the units of a kind take them in turn.
+A unit's levels rerun more and more of its groups, first those that free most bytes a second. One fake forward of a
+micro-batch measures several levels at once: the units of a kind take them in turn.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Item = Decision | tuple[Use, Want]
 
 @dataclass(eq=False)
 class Outline:
-    """The units of a program: which regions each has, whatever the layouts."""
+    """The units of a program and their regions, which do not depend on layouts."""
 
     program: Program
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The boundaries, each the beginning of a unit; the first unit begins with the step."""
+        """Return the names of the boundaries, at which all units but the first begin."""
         return tuple(boundary_regions(self.program))
 
     @cached_property
@@ -60,7 +60,7 @@ class Outline:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """Units of the same classes of regions are of one kind."""
+        """Return the kind of each unit; units with the same classes of regions are of one kind."""
         known: dict[tuple[int, ...], int] = {}
         return [
             known.setdefault(tuple(region.region_class.index for region in own), len(known)) for own in self.regions
@@ -68,7 +68,7 @@ class Outline:
 
     @cached_property
     def crossing(self) -> list[list[Tensor]]:
-        """Return the tensors that come into each unit from earlier ones; boundaries between like kinds are cut once."""
+        """Return the tensors that cross into each unit; boundaries between units of the same kinds are analysed once."""
         known: dict[tuple[int, int], list[Tensor]] = {}
         found: list[list[Tensor]] = [[]]
         for place, name in enumerate(self.names, start=1):
@@ -79,7 +79,7 @@ class Outline:
         return found
 
     def least(self, problem: Problem) -> list[Least]:
-        """Return the arithmetic of each unit under the best split of each of its groups, for one micro-batch."""
+        """Return the least seconds of each unit for one micro-batch: those of the best split of each of its groups."""
         runs = problem.costs.num_runs
         forward: dict[RegionClass, float] = defaultdict(float)
         backward: dict[RegionClass, float] = defaultdict(float)
@@ -96,23 +96,23 @@ class Outline:
 
 @dataclass(eq=False)
 class Measured:
-    """A table with what its levels mean for the program."""
+    """A table, with the tensors of the program that each of its levels reruns."""
 
     table: Table
     outline: Outline
     decisions: Decisions
-    """The layouts, with nothing rerun."""
+    """The decisions on layouts, with nothing rerun."""
     keys: list[list[set[str]]]
-    """The values that are rerun, by unit and by its level."""
+    """The values that are rerun, by unit and level."""
     simulations: dict[Any, Simulation] = field(default_factory=dict)
-    """The simulations of stages under these layouts, by a key that stages alike share."""
+    """The simulations of stages under these layouts, by a key that like stages share."""
 
     def staged(self, levels: Sequence[int]) -> Decisions:
-        """Return the decisions with a level for each unit."""
+        """Return the decisions with the given level for each unit."""
         return replace(self.decisions, recomputed=set().union(*(own[k] for own, k in zip(self.keys, levels))))
 
     def levels_of(self, decisions: Decisions) -> list[int]:
-        """Return the level of each unit that reruns most nearly what `decisions` do."""
+        """Return, for each unit, the level whose reruns differ least from those of `decisions`."""
         found = []
         for levels in self.keys:
             own = set().union(*levels) & decisions.recomputed
@@ -121,7 +121,7 @@ class Measured:
         return found
 
     def begins(self, cuts: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the boundaries."""
+        """Return the names of the boundaries at the given cuts."""
         return tuple(self.outline.names[unit - 1] for unit in cuts)
 
 
@@ -135,7 +135,7 @@ def measure(
 def measure_as_decided(
     problem: Problem, outline: Outline, decisions: Decisions, hops: Sequence[Hop], target: Target
 ) -> Measured:
-    """Return the table of a plan's layouts, with the options of `problem` that they are where it has them."""
+    """Return the table of a plan's layouts; a layout that is no option of `problem` is replaced by the first one."""
     options = {}
     for decision in problem.decisions:
         own = decisions.splits[decision.group] if decision.group is not None else decisions.params[decision.tied[0]]
@@ -171,7 +171,7 @@ class _Measuring:
     # Levels
 
     def _keys(self) -> list[list[set[str]]]:
-        """Return the values rerun by each level of each unit; a unit that is alone in its kind has two levels."""
+        """Return the values rerun at each level of each unit; a unit that is alone in its kind has two levels."""
         alone = {kind for kind, num in Counter(self.outline.kinds).items() if num == 1}
         by_share = [self._rerun_at(share) for share in SHARES]
         found: list[list[set[str]]] = []
@@ -181,7 +181,7 @@ class _Measuring:
         return found
 
     def _rerun_at(self, share: float) -> dict[int, set[str]]:
-        """Return by unit what is rerun where every class of regions gives back `share` of what it can."""
+        """Return, by unit, the values rerun if every class of regions frees `share` of the bytes that it can."""
         items = [item for own in self._items().values() for item in _first(own, share)]
         reruns = {item: item.count for item in items if isinstance(item, Decision)}
         converts = {item: item[0].count for item in items if not isinstance(item, Decision)}
@@ -196,7 +196,7 @@ class _Measuring:
         return {op.key: unit for unit, own in enumerate(self.outline.regions) for region in own for op in region.ops}
 
     def _items(self) -> dict[RegionClass, list[tuple[float, float, Item]]]:
-        """Return by class what may be rerun, as (bytes, seconds, item), what gives back most for a second first."""
+        """Return, by class, what may be rerun as (bytes, seconds, item), those first that free most bytes a second."""
         found: dict[RegionClass, list[tuple[float, float, Item]]] = defaultdict(list)
         saved: dict[Decision, float] = defaultdict(float)
         costs = self.problem.costs
@@ -228,7 +228,7 @@ class _Measuring:
         return self.outline.kinds.count(self.outline.kinds[unit])
 
     def _turn(self, keys: list[list[set[str]]], turn: int) -> list[int]:
-        """Return the level that each unit takes in a run: those of a kind take turns."""
+        """Return the level of each unit in one run: the units of a kind take the levels in turn."""
         seen: Counter[int] = Counter()
         found = []
         for unit, kind in enumerate(self.outline.kinds):
@@ -239,7 +239,7 @@ class _Measuring:
     # Measuring
 
     def _kept(self, executor: Executor) -> list[float]:
-        """Return what each unit leaves in memory for the backward of one micro-batch."""
+        """Return the bytes that each unit keeps for the backward of one micro-batch."""
         _fuse_attention(executor, self.target)
         mode = new_mode()
         with mode:
@@ -276,7 +276,7 @@ class _Measuring:
     def _levels_in_order(
         self, runs: list[tuple[list[int], list[float], list[RegionSeconds]]]
     ) -> dict[int, list[tuple[Level, int]]]:
-        """Return each kind's levels that are worth having, with their numbers: more seconds for fewer bytes."""
+        """Return each kind's levels that no other level beats in both seconds and bytes, with their numbers."""
         kept: dict[tuple[int, int], float] = {}
         rerun: dict[tuple[int, int], float] = {}
         for levels, sizes, seconds in runs:
@@ -333,7 +333,7 @@ class _Measuring:
 
 
 def _first(items: list[tuple[float, float, Item]], share: float) -> list[Item]:
-    """Return the first items that give back `share` of all bytes."""
+    """Return the first items that together free `share` of all bytes."""
     total, given, found = sum(size for size, _, _ in items), 0.0, []
     for size, _, item in items:
         if given >= share * total:
@@ -348,7 +348,7 @@ def _params(regions: Sequence[Region]) -> list[Tensor]:
 
 
 def local_bytes(problem: Problem, decisions: Decisions, tensor: Tensor) -> int:
-    """Return the bytes of the fullest rank's part of what an op makes, as it is left by its op."""
+    """Return the bytes of the fullest rank's part of an op's output, in the layout in which the op leaves it."""
     op = tensor.producer
     assert op is not None
     assert op.region is not None

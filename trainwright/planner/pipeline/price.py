@@ -1,4 +1,4 @@
-"""The price of stages as they stand: each simulated on fake tensors, its seconds read off its own local program."""
+"""Prices given stages: simulates each on fake tensors, and reads its seconds off its own local program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def hops_of(cluster: Cluster, num_stages: int) -> tuple[Hop, ...]:
-    """Return the links between stages, as the cost model of this hardware sees them."""
+    """Return the links between stages, scaled by the hardware's calibrated communication factor."""
     factor = cluster.device.factors.get("communication", 1.0)
     return tuple(
         Hop(factor * link.latency_s, link.bandwidth_bytes_per_s / factor) for link in cluster.between_stages(num_stages)
@@ -32,7 +32,7 @@ def hops_of(cluster: Cluster, num_stages: int) -> tuple[Hop, ...]:
 
 @dataclass(eq=False)
 class PricedStages:
-    """Stages with their simulations and what a step takes."""
+    """Stages with their simulations and the predicted step."""
 
     stages: Sequence[Sequence[Stage]]
     """The pieces of each stage."""
@@ -56,8 +56,8 @@ def price_stages(
 ) -> PricedStages:
     """Simulate every stage and price the step. `place` is the task on one stage's ranks.
 
-    pieces: of all stages, of each its only one unless the schedule says otherwise. hops: the links between neighbouring stages.
-    known: simulations of stages under the same layouts, to be used and added to.
+    pieces: those of all stages, in the order of the model. hops: the links between neighbouring stages. known: a cache of
+    simulations of stages under the same layouts.
     """
     stages = [pieces[stage :: schedule.num_stages] for stage in range(schedule.num_stages)]
     simulations = simulate_stages(place, stages, decisions, schedule, {} if known is None else known)
@@ -74,7 +74,7 @@ def price_stages(
 
 
 def overlaps(place: Place) -> bool:
-    """True if transfers overlap computation, as on a GPU; on a CPU the cores that compute also send."""
+    """Tell whether transfers overlap with computation, as on a GPU; on a CPU the cores that compute also send."""
     return place.task.cluster.device.kind == "gpu"
 
 
@@ -85,7 +85,7 @@ def simulate_stages(
     schedule: Schedule,
     known: dict[Any, Simulation],
 ) -> list[Simulation]:
-    """Simulate every stage that is not known; stages that are alike in all that matters, once."""
+    """Return the simulation of every stage; like stages are simulated once, and those in `known` not at all."""
     shared = shared_by(stages)
     found = []
     for stage in stages:
@@ -107,7 +107,7 @@ def _looks(
     schedule: Schedule,
     shared: dict[str, tuple[int, ...]],
 ) -> Any:
-    """Return a key; stages with equal keys take the same bytes and seconds."""
+    """Return a key such that stages with equal keys have the same bytes and seconds."""
     at = stage[0].index
     is_plain = schedule.virtual == 1 and not schedule.splits_backward
     order = schedule.in_flight[at : at + 2] if is_plain else (schedule, at)  # others depend on all stages
@@ -159,7 +159,7 @@ def _piece_rows(
 def _seconds(
     place: Place, piece: Stage, executor: Executor, own: Set[Tensor], decisions: Decisions, hops: Sequence[Hop]
 ) -> tuple[StageSeconds, tuple[float, float]]:
-    """Return what a piece takes, and of a micro-batch what it communicates within itself and reruns.
+    """Return a piece's seconds, and the seconds of a micro-batch's communication and reruns within the piece.
 
     own: the parameters that it updates.
     """
@@ -187,7 +187,7 @@ def _seconds(
 
 
 def _crossing_bytes(place: Place, stage: Stage, decisions: Decisions) -> tuple[int, int]:
-    """Return what a rank hands to the next stage for a micro-batch, and the gradients of that."""
+    """Return the bytes that a rank sends to the next stage for a micro-batch, and those of their gradients."""
     sizes = [(local_bytes(place.problem, decisions, tensor), tensor.requires_grad) for tensor in stage.handed]
     return sum(size for size, _ in sizes), sum(size for size, has_grad in sizes if has_grad)
 
@@ -241,7 +241,7 @@ def _prediction(
 
 
 def summed(pieces: Sequence[StageSeconds]) -> StageSeconds:
-    """Return the seconds of a stage: those of all its pieces."""
+    """Return the seconds of a stage, summed over its pieces."""
     return StageSeconds(
         **{each.name: sum(getattr(piece, each.name) for piece in pieces) for each in fields(StageSeconds)}
     )
@@ -273,7 +273,7 @@ def _predicted(stages: Sequence[StagePrediction], timeline: StepTimeline, num_mi
 
 
 def schedule_of(plan: Plan) -> StepTimeline | None:
-    """Return who does what when in a step of a plan with stages, as it was predicted; None without stages."""
+    """Return the simulated timeline of a step from a plan's predictions; None for a plan without stages."""
     predicted = plan.predicted
     if plan.pipeline is None or not predicted.stages:
         return None
@@ -284,7 +284,7 @@ def schedule_of(plan: Plan) -> StepTimeline | None:
 
 
 def _recorded(stage: StagePrediction, chunk: int) -> StageSeconds:
-    """Return what a plan says of a piece; what a stage takes once a step is its first piece's."""
+    """Return a piece's seconds from a plan's prediction; seconds once a step count for the stage's first piece."""
     own = stage.pieces[chunk] if stage.pieces else stage
     once = (stage.begin_s, stage.reduce_s, stage.update_s) if chunk == 0 else (0.0, 0.0, 0.0)
     return StageSeconds(own.forward_s, own.backward_s, *once, own.hand_s, own.return_s, stage.weight_s)

@@ -1,10 +1,10 @@
-"""A small mixed-integer program that chooses cuts, and a lower bound over all cuts, levels and layouts.
+"""Chooses cuts by a small mixed-integer program, and gives a lower bound over all cuts, levels and layouts.
 
     z[s, c] ∈ {0, 1}     stage s begins at unit c                    Σ_c z[s, c] = 1,  Σ_c c (z[s+1, c] - z[s, c]) ≥ 1
     n[s, k]              units of kind k in stage s                  = Σ_c before_k(c) (z[s+1, c] - z[s, c])
     x[s, k, l] ∈ 0..     of these, those at level l                  Σ_l x[s, k, l] = n[s, k]
 
-What a stage takes is linear in these: forwards f, forward and backward t, what a step takes once u (u' behind the last
+A stage's seconds are linear in these: its forward f, forward and backward t, and work once a step u (u' after the last
 backward). With m micro-batches of which w_s are in flight, transfers h and g (there and back), for every stage s
 
     stages   Z ≥ Σ_{q<s} (t_q + h_q + g_q) + m t_s + u'_0
@@ -13,9 +13,9 @@ backward). With m micro-batches of which w_s are in flight, transfers h and g (t
 
     memory   fixed(s) + w_s Σ_{k, l} kept[k, l] x[s, k, l] ≤ budget
 
-The rows hold for every schedule in which at most w_s forwards of stage s wait for their backward. min Z gives cuts to begin
-from, which the simulation judges. `bound_s` has the same rows over any layouts: every unit takes what its arithmetic takes
-under its best split at least, and all of them together what the best sharding of the whole program takes.
+The rows hold for every schedule in which at most w_s forwards of stage s wait for their backward. min Z gives cuts to start
+from, which the simulation judges. `bound_s` has the same rows for any layouts: every unit takes at least its arithmetic's
+seconds under its best split, and all units together at least those of the best sharding of the whole program.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Least:
 def bound_s(
     least: Sequence[Least], whole_s: float, num_stages: int, num_micro_batches: int, schedule: str = "1f1b"
 ) -> float:
-    """Return seconds that no step of so many stages is below, whatever the cuts, depths, levels and layouts.
+    """Return a lower bound in seconds on a step with `num_stages` stages, for any cuts, depths, levels and layouts.
 
-    schedule: with a split backward (`zero-bubble`) only the last of the rows holds, since gradients of weights may come when
-    others already wait for nothing; of `interleaved` stages that one is as busy as all are on average, and that no unit
-    and no micro-batch is done in less than it takes.
+    schedule: with a split backward (`zero-bubble`) only the last of the rows holds, since weight gradients may be computed
+    when other stages no longer wait. With `interleaved` stages the bound is the largest of three: the average load of a stage,
+    the slowest unit's seconds for all micro-batches, and one micro-batch's seconds in all units.
 
-    least: each unit's least. whole_s: the least seconds of all micro-batches of the whole program on one stage's ranks, with
-    all that is done once a step.
+    least: each unit's least seconds. whole_s: the least seconds of all micro-batches of the whole program on one stage's ranks,
+    work once a step included.
 
     >>> bound_s([Least(1.0, 2.0)] * 4, 48.0, 2, 4)   # two stages of 6 s, three micro-batches behind the first
     30.0
@@ -83,7 +83,7 @@ def bound_s(
 
 @dataclass(frozen=True)
 class Proposal:
-    """Cuts that the program prefers, and what its rows say of the best of them under one table and depth."""
+    """The cuts that the program proposes, and its lower bound under one table and depth."""
 
     cuts: Cuts
     bound_s: float
@@ -92,7 +92,7 @@ class Proposal:
 def propose(
     table: Table, in_flight: Sequence[int], budget_bytes: float, fixed: Mapping[int, int] | None = None
 ) -> Proposal | None:
-    """Return the cuts that minimise the rows; None where the program finds that none fit.
+    """Return the cuts that minimise Z; None if the program finds that none fit.
 
     fixed: units at which stages have to begin.
     """
@@ -133,7 +133,7 @@ def _add_hop(grid: _Grid, rows: _Rows, table: Table, stage: int) -> None:
 
 
 def _first_readers(table: Table) -> list[list[str]]:
-    """Return each unit's parameters that no earlier unit reads; the last repeats those shared only with the first."""
+    """Return each unit's parameters that no earlier unit reads; the last unit repeats those tied to the first one alone."""
     seen: set[str] = set()
     found = []
     for at, unit in enumerate(table.units):
@@ -149,14 +149,14 @@ def _first_readers(table: Table) -> list[list[str]]:
 
 
 def _least_work(table: Table, stage: int) -> float:
-    """Return the bytes that the rows reserve: the least working set, and the excess learned for these ends."""
+    """Return the bytes that the memory rows reserve: the least working set, and the excess learned for stages of this kind."""
     is_last = stage == table.num_stages - 1
     work = table.units[-1].work_bytes if is_last else min(unit.work_bytes for unit in table.units)
     return work + table.excess_bytes.get((stage == 0, is_last), 0.0)
 
 
 def _levels(model: Model, grid: _Grid, table: Table, stage: int) -> tuple[Terms, Terms]:
-    """Add the columns of a stage's levels; return the terms of its reruns in ms, and of what it keeps in MiB."""
+    """Add the columns of a stage's levels; return the terms of its reruns in ms, and of its kept bytes in MiB."""
     reruns: Terms = []
     kept: Terms = []
     for kind, levels in enumerate(table.levels):
@@ -173,13 +173,13 @@ def _levels(model: Model, grid: _Grid, table: Table, stage: int) -> tuple[Terms,
 
 
 class _Grid:
-    """The columns that say where each stage begins; what a stage's units add up to is linear in them."""
+    """The columns for where each stage begins; any sum over a stage's units is linear in them."""
 
     def __init__(self, model: Model, num_units: int, num_stages: int, fixed: Mapping[int, int] | None = None) -> None:
         self.num_units, self.num_stages = num_units, num_stages
         self.one = model.column(lower=1.0, upper=1.0)
         self.begins: list[dict[int, int]] = [{0: self.one}]
-        """For each stage, and for what would follow the last: the unit → the column."""
+        """For each stage, and for the end of the last one: the unit at which it may begin → the column."""
         for stage in range(1, num_stages):
             last = num_units - (num_stages - stage)
             own = (fixed or {}).get(stage)
@@ -192,13 +192,13 @@ class _Grid:
             model.row(STAGES, self.terms(stage, [1.0] * num_units), lower=1.0)
 
     def terms(self, stage: int, values: Sequence[float]) -> Terms:
-        """Return what the units of a stage add up to."""
+        """Return the terms of the sum of `values` over the units of a stage."""
         before = [0.0, *itertools.accumulate(values)]
         ahead = [(column, before[unit]) for unit, column in self.begins[stage + 1].items()]
         return ahead + [(column, -before[unit]) for unit, column in self.begins[stage].items()]
 
     def at(self, stage: int, values: Sequence[float]) -> Terms:
-        """Return the value of the unit at which a stage begins."""
+        """Return the terms of the value of the unit at which a stage begins."""
         return [(column, values[unit]) for unit, column in self.begins[stage].items()]
 
     def cuts(self, found: Solution) -> Cuts:
@@ -208,7 +208,7 @@ class _Grid:
 
 
 class _Rows:
-    """The terms of each stage, in ms, and the rows over them."""
+    """Collects the terms of each stage in ms, and adds the rows over them."""
 
     def __init__(self, model: Model, num_stages: int, num_micro_batches: int, in_flight: Sequence[int]) -> None:
         self.model, self.num, self.m, self.in_flight = model, num_stages, num_micro_batches, in_flight
@@ -219,7 +219,7 @@ class _Rows:
         self.back: list[Terms] = [[] for _ in range(num_stages)]
 
     def add(self, splits_backward: bool = False) -> None:
-        """Add the rows, and what is minimised; of a split backward those that hold for it."""
+        """Add the objective and the rows; with a split backward, only the rows that hold for it."""
         model, m, num = self.model, float(self.m), self.num
         step = model.column(cost=1.0)
         forward = [self._column(terms) for terms in self.forward]
@@ -242,7 +242,7 @@ class _Rows:
             )
 
     def _column(self, terms: Terms) -> int:
-        """Return a column that equals the terms."""
+        """Return a new column that equals the sum of the terms."""
         column = self.model.column(lower=0.0)
         self.model.row("sums", [*terms, (column, -1.0)], 0.0, 0.0)
         return column

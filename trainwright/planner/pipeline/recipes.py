@@ -1,8 +1,8 @@
-"""The ways that others cut stages, as candidates of the search and rows of a comparison.
+"""Gives the textbook ways to cut stages, as candidates of the search and rows of a comparison.
 
-even          as many blocks on each stage as on any other; what stands before the first block and behind the last comes on top
-balanced      min max_s t_s with nothing rerun: blind to memory, which then asks for reruns where it may
-pipeline-dp   min max_s t_s with the reruns that memory asks for, by dynamic programming over where the last stage begins
+even          equally many blocks on each stage; what stands before the first block and after the last is added to its stage
+balanced      min max_s t_s without reruns: it ignores memory, and reruns are chosen afterwards to fit the budget
+pipeline-dp   min max_s t_s with the reruns that the budget needs, by dynamic programming over where the last stage begins
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PIPELINE_RECIPES = ("even", "balanced", "pipeline-dp", "joint")
 
 
 def recipe_cuts(name: str, judge: Judge) -> Cuts | None:
-    """Return the cuts of a recipe; None where it has none, as too few blocks, or none that fits."""
+    """Return the cuts of a recipe; None if there are too few blocks or no cuts that fit."""
     if name == "even":
         return even(judge)
     if name == "balanced":
@@ -34,7 +34,7 @@ def recipe_cuts(name: str, judge: Judge) -> Cuts | None:
 
 
 def even(judge: Judge) -> Cuts | None:
-    """Return stages with equally many blocks, the first ones with one more where that does not divide.
+    """Return cuts with equally many blocks on each stage; the first stages have one more if the number does not divide.
 
     Blocks are the units of kinds that occur more than once.
     """
@@ -49,7 +49,7 @@ def even(judge: Judge) -> Cuts | None:
 
 
 def balanced(judge: Judge, rerun_s: Callable[[int, int, int], float]) -> Cuts | None:
-    """Return the cuts with the least seconds of a micro-batch on the slowest stage; of equal ones, those that come first."""
+    """Return the cuts that minimise the seconds of a micro-batch on the slowest stage; of equal ones, the first in order."""
     table = judge.table
     num = len(table.units)
     before = [0.0]

@@ -1,10 +1,10 @@
-"""The search for pipeline stages, over numbers of stages, meshes of a stage, micro-batches and layouts.
+"""Searches for pipeline stages, over numbers of stages, meshes of a stage, micro-batches and layouts.
 
-For each of these that its bound does not rule out, layouts come from the solver on one stage's ranks: the fastest ones, and
-those whose parameters take ever less of the budget. Each gives a table (`measure`), cuts to begin from (`program`, `recipes`)
-and the fastest stages that moves lead to (`cuts`), with one piece a stage, with several in turn, and with a split backward.
-Their stages are then simulated on fake tensors: where one holds more than
-its estimate, or less, the estimate learns that, and the levels are chosen anew, until all stages are within the budget.
+For each case that its bound does not rule out, the solver gives layouts on one stage's ranks: the fastest ones, and those whose
+parameters take ever less of the budget. For each layout there are a table (`measure`), cuts to start from (`program`,
+`recipes`) and the fastest stages that moves reach (`cuts`), with one piece a stage, with several, and with a split backward.
+These stages are then simulated on fake tensors: if a peak differs from its estimate, the table learns the difference, and the
+levels are chosen anew, until all stages are within the budget.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ SHARES = (0.8, 0.5, 0.3)
 MAX_CORRECTIONS = 6
 """The most times that one table learns from simulations."""
 CLOSE = 0.01
-"""A stage whose peak leaves no more of the budget than this needs no second look."""
+"""The share of the budget that a stage with reruns may leave unused; if it leaves more, levels are chosen again."""
 PIECES_A_STAGE = (2, 3, 4)
-"""The numbers of pieces that interleaved stages are tried with."""
+"""The numbers of pieces a stage that are tried with interleaved stages."""
 MICRO_BATCHES_A_STAGE = 8
-"""The most micro-batches for each stage that are tried where their number is to be chosen."""
+"""The most micro-batches a stage that are tried if their number is to be chosen."""
 
 
 @dataclass(frozen=True, eq=False)
 class StagedAnswer:
-    """Stages as a plan has them."""
+    """An answer of the search: stages with all that a plan records of them."""
 
     cluster: Cluster
-    """All of the hardware, not one stage's."""
+    """The whole hardware, not one stage's part of it."""
     begins: tuple[str, ...]
     schedule: Schedule
     decisions: Decisions
@@ -66,7 +66,7 @@ class StagedAnswer:
 
 
 class NotAllSeen(Exception):
-    """Nothing faster was found, and the time left some unseen."""
+    """Raised if no faster stages were found and the time limit left some cases unseen."""
 
     def __init__(self, unseen: Sequence[str]) -> None:
         super().__init__(
@@ -76,7 +76,7 @@ class NotAllSeen(Exception):
 
 
 class NoStagesFit(Refusal):
-    """No stages fit; `least_bytes` is an estimate of the smallest budget that would do."""
+    """Raised if no stages fit; `least_bytes` is an estimate of the smallest budget that suffices."""
 
     def __init__(self, text: str, least_bytes: float) -> None:
         super().__init__(text)
@@ -84,9 +84,9 @@ class NoStagesFit(Refusal):
 
 
 def fastest_stages(task: Task, solver: str = "joint", cutoff_s: float = math.inf) -> Found | None:
-    """Return the fastest plan with stages; None where none takes less than `cutoff_s`; `Refusal` where none fits.
+    """Return the fastest plan with stages; None if none takes less than `cutoff_s`; raise `Refusal` if none fits.
 
-    solver: `joint`, or a recipe that cuts its own way: `even`, `balanced`, `pipeline-dp`.
+    solver: `joint`, or a recipe for the cuts: `even`, `balanced`, `pipeline-dp`.
     """
     if solver not in PIPELINE_RECIPES:
         raise UserError(
@@ -108,7 +108,7 @@ def fastest_stages(task: Task, solver: str = "joint", cutoff_s: float = math.inf
 
 
 def _variants(task: Task, num_stages: int) -> Iterator[tuple[int, Callable[[], Task | None]]]:
-    """Yield each number of micro-batches with what makes its task, those first that are nearest to four a stage."""
+    """Yield each number of micro-batches with a function that makes its task, those nearest to four a stage first."""
     variants = task.variants
     if variants is None:
         yield task.program.num_runs, lambda: task
@@ -120,7 +120,7 @@ def _variants(task: Task, num_stages: int) -> Iterator[tuple[int, Callable[[], T
 
 
 def _shapes(task: Task, num_stages: int) -> list[tuple[int, ...]]:
-    """The meshes of one stage."""
+    """Return the meshes of one stage to try."""
     inner = task.cluster.of_stage(num_stages)
     if task.mesh is not None:
         inner.mesh(task.mesh)
@@ -130,18 +130,18 @@ def _shapes(task: Task, num_stages: int) -> list[tuple[int, ...]]:
 
 @dataclass(eq=False)
 class Case:
-    """One number of stages and micro-batches on one mesh of a stage."""
+    """One case of the search: a number of stages, a number of micro-batches, and a mesh of one stage."""
 
     whole: Task
     cluster: Cluster
     num_stages: int
     shape: tuple[int, ...]
     fixed: Mapping[int, str] = field(default_factory=dict)
-    """Stages that are pinned to begin at a block."""
+    """The blocks at which stages are pinned to begin, by stage."""
 
     @cached_property
     def task(self) -> Task:
-        """The task on one stage's ranks."""
+        """Return the task on one stage's ranks."""
         pins = tuple(pin for pin in self.whole.pins if "=begin(" not in pin)
         inner = self.cluster.of_stage(self.num_stages)
         found = replace(
@@ -171,14 +171,14 @@ class Case:
 
     @cached_property
     def bound_s(self) -> float:
-        """Return a lower bound in seconds of every step with these numbers and this mesh, in any order that may be chosen."""
+        """Return a lower bound in seconds on every step of this case, under any allowed schedule."""
         least, whole_s = self.outline.least(self.place.problem), self.place.solver.lower_bound_s()
         return min(
             bound_s(least, whole_s, self.num_stages, self.num_micro_batches, name) for name in schedules(self.whole)
         )
 
     def layouts(self) -> list[Mapping[Decision, int]]:
-        """Return the layouts to look at: the fastest, and those that take less memory at rest."""
+        """Return the layouts to try: the fastest, and some that take less memory at rest."""
         settings, solver = self.place.settings("joint"), self.place.solver
         fastest_one = solver.without_memory(settings)
         if fastest_one.values is None:
@@ -197,13 +197,13 @@ class Case:
         return measure(self.place.problem, self.outline, options, hops, self.task.cluster.device.kind)
 
     def judge(self, measured: Measured) -> Judge:
-        """Return what judges cuts, the pinned ones held."""
+        """Return a judge of cuts that keeps the pinned ones."""
         names = measured.outline.names
         fixed = {stage: names.index(name) + 1 for stage, name in self.fixed.items()}
         return Judge(measured.table, self.budget_bytes, fixed)
 
     def judges(self, measured: Measured) -> list[Judge]:
-        """Return a judge for each order in which stages may work."""
+        """Return a judge for each allowed schedule."""
         plain, found = self.judge(measured), []
         for name in schedules(self.whole):
             if name == "1f1b":
@@ -215,14 +215,14 @@ class Case:
         return found
 
     def _numbers_of_pieces(self) -> list[int]:
-        """Return how many pieces interleaved stages may have: groups of as many micro-batches as stages are whole."""
+        """Return the numbers of pieces for interleaved stages; none unless the micro-batches divide into groups of `num_stages`."""
         if self.num_micro_batches % self.num_stages:
             return []
         return [num for num in PIECES_A_STAGE if num * self.num_stages <= len(self.outline.regions)]
 
 
 class _Search:
-    """Looks at one case after the other for the fastest stages."""
+    """Looks at one case after the other, and holds the fastest stages and the bound."""
 
     def __init__(self, task: Task, solver: str, cutoff_s: float) -> None:
         self.task, self.solver, self.cutoff_s = task, solver, cutoff_s
@@ -233,16 +233,16 @@ class _Search:
         self.was_slower = False
 
     def floor_s(self, num_stages: int, shape: tuple[int, ...]) -> float:
-        """Return seconds that all micro-batches take together on one stage's ranks at least, however many they are.
+        """Return a lower bound in seconds on all micro-batches together on one stage's ranks, for any number of them.
 
-        More of them are never faster. 0 where nothing is known that it could rule out.
+        More micro-batches are never faster. It is 0 if there is no incumbent to rule out cases against.
         """
         if math.isinf(self._to_beat) or self.task.variants is None:
             return 0.0
         return Case(self.task, self.task.cluster, num_stages, shape).place.solver.lower_bound_s()
 
     def is_hopeless(self, floor_s: float, num_stages: int, num_micro_batches: int) -> bool:
-        """True if stages cannot beat the incumbent, however they share `floor_s`."""
+        """Tell whether stages cannot beat the incumbent, however they divide `floor_s` among themselves."""
         share = float(num_stages)
         if schedules(self.task) == ("1f1b",):
             share = num_micro_batches * (1 - (1 - 1 / num_micro_batches) ** num_stages)
@@ -251,7 +251,7 @@ class _Search:
         return hopeless
 
     def look_at(self, case: Case) -> None:
-        """Find the fastest stages of a case, unless its bound or the time rules it out."""
+        """Find the fastest stages of a case, unless its bound or the time limit rules it out."""
         num_pieces = len(case.outline.regions)
         if num_pieces < case.num_stages:
             if self.task.pipeline != "auto":
@@ -279,7 +279,7 @@ class _Search:
         return self.cutoff_s if self.best is None else min(self.cutoff_s, self.best[1].step_s)
 
     def _proposals(self, case: Case, options: Mapping[Decision, int]) -> list[tuple[Measured, Judge, Staged]]:
-        """Return the table of some layouts with the stages that are fastest by it, for each order in which they may work."""
+        """Return, for each allowed schedule, the table of the given layouts and the fastest stages by that table."""
         measured = case.measured(options)
         found, known = [], list[Cuts]()
         for judge in case.judges(measured):
@@ -294,7 +294,7 @@ class _Search:
         return found
 
     def _chosen(self, judge: Judge, known: Sequence[Cuts] = ()) -> Staged | None:
-        """Return the stages of the solver that was asked for. known: cuts to begin from too."""
+        """Return the stages that the requested solver chooses; `known` are further cuts to start from."""
         if self.solver != "joint":
             cuts = recipe_cuts(self.solver, judge)
             return None if cuts is None else judge.judge(cuts, depths_of(judge.table)[0])
@@ -309,7 +309,7 @@ class _Search:
         return [found for found in dict.fromkeys(cuts) if found is not None and judge.allows(found)]
 
     def _realise(self, case: Case, measured: Measured, judge: Judge, staged: Staged | None) -> None:
-        """Simulate stages, let the table learn what they hold, and choose again, until they fit and little is left."""
+        """Simulate stages, make the table learn their peaks, and choose again, until they fit and use up the budget."""
         seen: set[tuple[tuple[int, ...], ...]] = set()
         for _ in range(MAX_CORRECTIONS):
             if staged is None or staged.step_s >= self._to_beat:
@@ -347,7 +347,7 @@ class _Search:
         self.task.best.seconds = min(self.task.best.seconds, answer.step_s)
 
     def found(self) -> Found | None:
-        """Return the fastest stages with what is proven of them; None where all are slower; `Refusal` where none fits."""
+        """Return the fastest stages with their proven gap; None if all are slower; raise `Refusal` if none fits."""
         if self.best is None:
             if self.unseen:
                 raise NotAllSeen(self.unseen)
@@ -385,7 +385,7 @@ class _Search:
 
 
 def _learn(table: Table, staged: Staged, peaks: Sequence[int]) -> None:
-    """Note by how much stages hold more than their estimate, or less: the most of those with the same ends."""
+    """Make the table learn by how much peaks exceed their estimates: for stages with the same ends, the largest excess."""
     more = dict[tuple[bool, bool], tuple[float, Spans]]()
     for spans, fit, peak in zip(table.stages(staged.cuts), staged.fits, peaks):
         row = (peak - fit.peak_bytes, spans)

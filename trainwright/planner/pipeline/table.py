@@ -1,10 +1,10 @@
-"""The seconds and bytes of what may be cut, and the least recomputation with which a run of it fits a budget.
+"""Holds the seconds and bytes of the units between cuts, and finds the least reruns with which a stage fits a budget.
 
-A *unit* is what lies between two neighbouring boundaries: a block, with what stands before the first or behind the last.
-Units of one kind have the same *levels*: what a unit keeps for each micro-batch that is in flight, and what its backward
-reruns for that. A stage is a run of units; with w micro-batches in flight it holds
+A *unit* is the part of the program between two neighbouring boundaries: a block; the first and last units also have what stands
+before and after all blocks. Units of one kind have the same *levels*: each one says what a unit keeps for each micro-batch in
+flight, and what its backward reruns instead. A stage is consecutive units; with w micro-batches in flight it holds
 
-    static + w · (Σ kept + given) + arriving and leaving + working set + what the last unit rederives
+    static + w · (Σ kept + given) + transfers in flight + working set + what the last unit reruns
 
 `Table.fit` chooses the levels of a stage: the fewest seconds of reruns whose bytes are within the budget.
 """
@@ -22,15 +22,15 @@ from ...rank.stage_actions import Schedule, most_in_flight
 from .events import StageSeconds, Tied
 
 Spans = tuple[tuple[int, int], ...]
-"""The units (first, one behind the last) of each piece of a stage."""
+"""The units of each piece of a stage, as (first, one past the last)."""
 
 MAX_POINTS = 512
-"""The most ways to trade bytes for seconds that are told apart for one run of units."""
+"""The most points (bytes, seconds) that are kept on the frontier of consecutive units."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """The bytes that a unit keeps of one micro-batch, and the seconds that its backward reruns in return."""
+    """One choice of what a unit keeps: its bytes for one micro-batch, and the seconds of the reruns in its backward."""
 
     kept_bytes: float
     rerun_s: float = 0.0
@@ -40,7 +40,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Unit:
-    """The ops between two neighbouring boundaries. Seconds are of one micro-batch, without recompute."""
+    """The ops between two neighbouring boundaries; its seconds are those of one micro-batch, without reruns."""
 
     begins: str
     """The name of the boundary at its beginning; empty for the first."""
@@ -51,20 +51,20 @@ class Unit:
     begin_s: float = 0.0
     reduce_s: float = 0.0
     other_bytes: float = 0.0
-    """Buffers."""
+    """The bytes of buffers."""
     work_bytes: float = 0.0
-    """The most that one of its ops holds for a moment."""
+    """The largest working set of its groups."""
     given_bytes: float = 0.0
     """The bytes that cross the boundary at its beginning, for a micro-batch."""
     returned_bytes: float = 0.0
     """The bytes of the gradients that cross the same boundary back."""
     weight_s: float = 0.0
-    """What of `backward_s` makes gradients of weights that may come later."""
+    """The part of `backward_s` that computes weight gradients which may be postponed."""
 
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of one rank: itself with gradient and optimizer state, and the seconds of its update."""
+    """One rank's part of a parameter: its bytes with gradient and optimizer state, and the seconds of its update."""
 
     held_bytes: float
     update_s: float
@@ -83,7 +83,7 @@ class Hop:
 
 
 def hop_behind(hops: Sequence[Hop], piece: int) -> Hop:
-    """Return the link from a piece to the next; from the last stage back to the first, the slowest link between two."""
+    """Return the link from a piece to the next; from the last stage back to the first, the slowest of the links."""
     stage = piece % (len(hops) + 1)
     if stage < len(hops):
         return hops[stage]
@@ -92,10 +92,10 @@ def hop_behind(hops: Sequence[Hop], piece: int) -> Hop:
 
 @dataclass(frozen=True)
 class Fit:
-    """A stage with its levels chosen."""
+    """The levels chosen for a stage, with the seconds of its reruns and its estimated peak."""
 
     levels: tuple[int, ...]
-    """One a unit."""
+    """The level of each unit."""
     rerun_s: float
     peak_bytes: float
 
@@ -105,23 +105,23 @@ class _Point:
     num_bytes: float
     seconds: float
     counts: tuple[tuple[tuple[int, int], int, int], ...]
-    """((kind, depth), level, how many units)."""
+    """Entries ((kind, depth), level, number of units)."""
 
 
 @dataclass(eq=False)
 class Table:
-    """The units that cuts divide into stages, under one choice of layouts."""
+    """The units that cuts divide into stages, measured under one choice of layouts."""
 
     units: tuple[Unit, ...]
     levels: tuple[tuple[Level, ...], ...]
-    """By kind: the first keeps everything."""
+    """The levels of each kind; the first one keeps everything."""
     params: dict[str, Param]
     hops: tuple[Hop, ...]
     num_micro_batches: int
     overlaps: bool = True
-    """True if transfers overlap computation."""
+    """True if transfers overlap with computation."""
     excess_bytes: dict[tuple[bool, bool], float] = field(default_factory=dict)
-    """The bytes that simulations found above the estimate, by whether a stage holds the first unit and the last one."""
+    """The bytes by which simulated peaks exceed the estimate, by whether a stage has the first unit, and the last one."""
     virtual: int = 1
     """The pieces of each stage."""
     splits_backward: bool = False
@@ -130,7 +130,7 @@ class Table:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether stages have a piece each and go back at once."""
+        """Tell whether each stage has one piece and the backward is not split."""
         return self.virtual == 1 and not self.splits_backward
 
     @property
@@ -142,9 +142,9 @@ class Table:
         return self.num_pieces // self.virtual
 
     def scheduled(self, virtual: int = 1, splits_backward: bool = False) -> Table:
-        """Return the same units with `virtual` pieces a stage, or a split backward; what was learned of others is not known.
+        """Return a table of the same units with `virtual` pieces a stage, or a split backward, that has learned no excess yet.
 
-        From the last stage back to the first it is as far as over the slowest link between two.
+        The link from the last stage back to the first is taken to be the slowest of the links.
         """
         hops = tuple(hop_behind(self.hops, piece) for piece in range(virtual * self.num_stages - 1))
         return replace(
@@ -160,12 +160,12 @@ class Table:
         return [tuple(spans[stage :: self.num_stages]) for stage in range(self.num_stages)]
 
     def depths(self, in_flight: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Return how many forwards are in flight at most, by stage and by piece."""
+        """Return the most forwards in flight, by stage and piece."""
         return most_in_flight(self.schedule(in_flight)) if self.virtual > 1 else [(depth,) for depth in in_flight]
 
     @cached_property
     def tied_params(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several units read, with those units."""
+        """Return the parameters that several units read, with those units."""
         readers: dict[str, list[int]] = {}
         for at, unit in enumerate(self.units):
             for name in unit.params:
@@ -173,7 +173,7 @@ class Table:
         return {name: tuple(at) for name, at in readers.items() if len(at) > 1}
 
     def spans(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the units (first, one behind the last) of each stage, where stages 1 … P-1 begin at the units `cuts`."""
+        """Return the units of each piece as (first, one past the last), if pieces after the first begin at the units `cuts`."""
         edges = [0, *cuts, len(self.units)]
         return list(itertools.pairwise(edges))
 
@@ -184,7 +184,7 @@ class Table:
     # Bytes
 
     def fixed_bytes(self, spans: Spans, depths: Sequence[int]) -> float:
-        """Return what a stage holds whatever it recomputes."""
+        """Return the bytes that a stage holds at any levels."""
         static = sum(self.params[name].held_bytes for name in self.params_of(spans))
         crossing = work = 0.0
         for (first, stop), depth in zip(spans, depths):
@@ -196,17 +196,17 @@ class Table:
         return static + crossing + work + self.excess_bytes.get(self.ends(spans), 0.0)
 
     def ends(self, spans: Spans) -> tuple[bool, bool]:
-        """Tell whether a stage holds the first unit, and the last."""
+        """Return whether a stage has the first unit, and whether it has the last one."""
         return spans[0][0] == 0, spans[-1][1] == len(self.units)
 
     def learn(self, spans: Spans, num_bytes: float) -> None:
-        """Note by how many bytes more than its estimate a stage was found to hold."""
+        """Add the excess of a simulated peak over its estimate, for all stages with the same ends."""
         ends = self.ends(spans)
         self.excess_bytes[ends] = self.excess_bytes.get(ends, 0.0) + num_bytes
         self._fits.clear()
 
     def peak_bytes(self, spans: Spans, depths: Sequence[int], levels: Sequence[int]) -> float:
-        """Return the estimated peak of a stage; `levels`: of its units, piece by piece."""
+        """Return the estimated peak of a stage with the given levels of its units, piece by piece."""
         chosen = [self.levels[unit.kind][level] for unit, level in zip(self._own(spans), levels)]
         weights = [depth for (first, stop), depth in zip(spans, depths) for _ in range(first, stop)]
         kept = sum(depth * level.kept_bytes for level, depth in zip(chosen, weights))
@@ -216,9 +216,9 @@ class Table:
         return [unit for first, stop in spans for unit in self.units[first:stop]]
 
     def fit(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> Fit | None:
-        """Return the levels with the fewest seconds of reruns within the budget; None where not even the leanest fit.
+        """Return the levels with the fewest seconds of reruns within the budget; None if no levels fit.
 
-        depths: how many forwards are in flight, for each piece of the stage.
+        depths: the number of forwards in flight for each piece of the stage.
         """
         key = spans, tuple(depths), budget_bytes
         if key not in self._fits:
@@ -242,7 +242,7 @@ class Table:
         return Fit(self._levels_of(own, weights, best[2], best[3]), best[0], best[1])
 
     def _levels_of(self, own: Sequence[Unit], weights: Sequence[int], last: int, point: _Point) -> tuple[int, ...]:
-        """Hand the counted levels out, the most recomputed first: their backward comes last, when others are gone."""
+        """Return each unit's level: the levels with most reruns go to the first units, whose backward comes last."""
         left: dict[tuple[int, int], list[int]] = {}
         for key, level, num in sorted(point.counts, reverse=True):
             left.setdefault(key, []).extend([level] * num)
@@ -250,7 +250,7 @@ class Table:
         return (*(next(queues[unit.kind, depth]) for unit, depth in zip(own[:-1], weights)), last)
 
     def _frontier(self, kinds: tuple[tuple[tuple[int, int], int], ...]) -> list[_Point]:
-        """Return the best ways to trade bytes for seconds of so many units of each (kind, depth), the fewest bytes first."""
+        """Return the Pareto frontier of bytes and seconds for the given numbers of units by (kind, depth), fewest bytes first."""
         if not kinds:
             return [_Point(0.0, 0.0, ())]
         if kinds not in self._frontiers:
@@ -271,7 +271,7 @@ class Table:
     # Seconds
 
     def seconds(self, cuts: Sequence[int], fits: Sequence[Fit]) -> list[StageSeconds]:
-        """Return what each piece takes; `fits`: of each stage."""
+        """Return the seconds of each piece under the levels `fits` of each stage."""
         reruns, levels = [], self.by_piece(cuts, fits)
         for (first, stop), own in zip(self.spans(cuts), levels):
             reruns.append(
@@ -300,7 +300,7 @@ class Table:
         return found
 
     def by_piece(self, cuts: Sequence[int], fits: Sequence[Fit]) -> list[tuple[int, ...]]:
-        """Return the levels of the units of each piece, which `fits` have by stage."""
+        """Return the levels of each piece's units, from the levels `fits` of each stage."""
         found: dict[tuple[int, int], tuple[int, ...]] = {}
         for spans, fit in zip(self.stages(cuts), fits):
             at = 0
@@ -310,7 +310,7 @@ class Table:
         return [found[span] for span in self.spans(cuts)]
 
     def tied(self, cuts: Sequence[int]) -> list[Tied]:
-        """Return the sums over stages of tied parameters' gradients: one for all parameters of the same stages."""
+        """Return the sums of tied parameters' gradients over stages, one for all parameters that the same stages read."""
         return tied_sums(
             {
                 name: tuple(sorted({self.stage_at(cuts, at) % self.num_stages for at in units}))
@@ -322,15 +322,15 @@ class Table:
 
     @staticmethod
     def stage_at(cuts: Sequence[int], unit: int) -> int:
-        """Return the piece that has a unit."""
+        """Return the index of the piece that has a unit."""
         return bisect.bisect_right(list(cuts), unit)
 
 
 def tied_sums(stages: dict[str, tuple[int, ...]], grad_bytes: dict[str, float], hops: Sequence[Hop]) -> list[Tied]:
     """Return, for each set of stages that share parameters, the seconds of the sums of their gradients.
 
-    Each parameter's is an all-reduce over the n stages that hold it, as in `hardware.collectives`: 2 (n − 1) α + 2 (n − 1)/n · B/β
-    on the slowest link between them.
+    Each parameter is all-reduced over the n stages that hold it, priced as in `hardware.collectives`:
+    2 (n − 1) α + 2 (n − 1)/n · B/β on the slowest link between them.
     """
     found: dict[tuple[int, ...], float] = {}
     for name, at in sorted(stages.items()):
@@ -346,14 +346,14 @@ def tied_sums(stages: dict[str, tuple[int, ...]], grad_bytes: dict[str, float], 
 def _more(
     counts: tuple[tuple[tuple[int, int], int, int], ...], kind: tuple[int, int], level: int
 ) -> tuple[tuple[tuple[int, int], int, int], ...]:
-    """Return the counts with one unit more."""
+    """Return the counts with one more unit of `kind` at `level`."""
     found = {(a, b): num for a, b, num in counts}
     found[kind, level] = found.get((kind, level), 0) + 1
     return tuple((a, b, num) for (a, b), num in sorted(found.items()))
 
 
 def _best(points: list[_Point]) -> list[_Point]:
-    """Return the points that no other has fewer bytes and fewer seconds than; where they are many, evenly thinned."""
+    """Return the points that no other beats in both bytes and seconds; if there are many, an even selection of them."""
     found: list[_Point] = []
     for point in sorted(points, key=lambda point: (point.num_bytes, point.seconds, point.counts)):
         if not found or point.seconds < found[-1].seconds:

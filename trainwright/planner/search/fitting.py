@@ -44,12 +44,16 @@ class Fitting:
         self._deadline = settings.deadline.part(settings.time_limit_s)
         self._earlier: tuple[float, np.ndarray] | None = None
         self._held: set[tuple[int, ...]] = set()
+        self._proven_s = math.inf
+        """The least bound that a solve of the whole space proved, under any of the rows' budgets."""
 
     def run(self) -> Answer | Infeasible:
         """Return the answer, or why there is none."""
         search = self.search
         for _ in range(self.effort.corrections + 1):
             solution = self._solve()
+            if math.isfinite(solution.bound):
+                self._proven_s = min(self._proven_s, solution.bound)
             if solution.values is not None:
                 self._note(solution)
             elif search.best is None and (solution.outcome is Outcome.SLOWER or math.isfinite(self.settings.cutoff_s)):
@@ -70,7 +74,13 @@ class Fitting:
         best = search.best or self._known()
         # an answer that fitted no aim of the whole search fits, and yet not without rows
         low = float(self.budget) if search.low is None else search.low
-        return self._smallest_that_fits() if best is None else replace(best, row_budget=low)
+        return self._smallest_that_fits() if best is None else replace(self._proven(best), row_budget=low)
+
+    def _proven(self, answer: Answer) -> Answer:
+        """Return an answer, which may be fitted to one sharding alone, with its gap to what is proven of all of them."""
+        if not self.settings.floor_s < self._proven_s < math.inf:
+            return answer
+        return answer.bounded(max(answer.bound_s, min(self._proven_s, answer.objective_s)))
 
     def _known(self) -> Answer | None:
         """Return the fastest answer with a known sharding that fits: where the search found none in time."""

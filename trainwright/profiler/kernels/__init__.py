@@ -1,1 +1,1 @@
-"""Memory that kernels take for themselves: measured where they run, worked out for GPUs."""
+"""Predicts the workspaces of kernels: by measurement or formula on a CPU, by formula for GPUs."""

@@ -1,8 +1,8 @@
-"""What the real CPU allocator did while a step ran: the oracle of every prediction in this package.
+"""Measures what the real CPU allocator does while a step runs: the oracle of every prediction in this package.
 
 The records are the allocator's own, written by `torch.profiler` (`profile_memory=True`) and read back from its trace.
-They start at zero: memory that was there before is not in them, and what is freed of it is not either. So the peak of a
-training step is *static bytes* (parameters and buffers, `static_bytes`) plus the largest running sum of the records,
+They start at zero: memory allocated before is not counted, and neither is its release. So the peak of a training step
+is *static bytes* (parameters and buffers, `static_bytes`) plus the largest running sum of the records,
 for steps that begin without gradients and without optimizer state.
 """
 
@@ -26,37 +26,37 @@ _FORWARD = "trainwright::forward"
 
 @dataclass(frozen=True)
 class AllocatorEvent:
-    """One allocation (positive) or release (negative), and the bytes alive after it, since the measurement began."""
+    """One allocation (positive) or release (negative), and the bytes alive after it that were allocated since the start."""
 
     num_bytes: int
     live_bytes: int
     step: int
-    """0, 1, …: the step during which it happened."""
+    """The index of the step during which it happened."""
 
 
 @dataclass(frozen=True)
 class AllocatorRecord:
-    """What the allocator did, relative to its state before the first step."""
+    """The allocations and releases of the measured steps, relative to the state before the first one."""
 
     events: tuple[AllocatorEvent, ...]
     num_steps: int
     num_missed_frees: int
-    """Blocks that another thread released unrecorded, found when their address was handed out again."""
+    """The number of blocks whose release in another thread was not recorded, found when their address was allocated again."""
     kept_bytes: tuple[int, ...] = ()
-    """Of each marked forward (`ForwardMarks`), in order: what it allocated and was still alive at its end."""
+    """For each marked forward (`ForwardMarks`), in order: the bytes that it allocated and that were alive at its end."""
 
     @property
     def peak_delta_bytes(self) -> int:
-        """The most bytes alive at once over all steps."""
+        """Return the peak of the bytes alive at once, over all steps."""
         return max((event.live_bytes for event in self.events), default=0)
 
     @property
     def end_delta_bytes(self) -> int:
-        """The bytes still alive at the end: gradients and optimizer state, for a training step."""
+        """Return the bytes alive at the end: for a training step, gradients and optimizer state."""
         return self.events[-1].live_bytes if self.events else 0
 
     def peak_of_step(self, step: int) -> int:
-        """Return the most bytes alive at once during `step` (negative counts from the last).
+        """Return the peak of the bytes alive at once during `step` (a negative index counts from the last).
 
         What earlier steps left behind is included, so the last of two training steps gives the steady state.
         """
@@ -67,7 +67,7 @@ class AllocatorRecord:
 
 
 class ForwardMarks:
-    """The observer of a `reference_step` that is measured: it marks the forward in the allocator's records.
+    """Observer of a `reference_step` that marks the forward in the allocator's records, so that `kept_bytes` can be read.
 
     >>> weight = torch.ones(100, requires_grad=True)
     >>> def step():
@@ -79,15 +79,15 @@ class ForwardMarks:
     """
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """Return what to run a phase under."""
+        """Return the context under which to run the phase `name`: a profiler's mark for the forward, none for the others."""
         return torch.profiler.record_function(_FORWARD) if name == "forward" else nullcontext()
 
     def mark_forward_end(self) -> None:
-        """Do nothing: the phase's own end is the mark."""
+        """Do nothing: the end of the phase marks the end of the forward."""
 
 
 def measure(step: Callable[[], Any], num_steps: int = 2) -> AllocatorRecord:
-    """Run `step` `num_steps` times and return what the CPU allocator did.
+    """Run `step` `num_steps` times and return the CPU allocator's record.
 
     The result of each call is dropped before the next one begins. Works inside one process of a distributed job. An
     exception of `step` is passed on.
@@ -104,7 +104,7 @@ def measure(step: Callable[[], Any], num_steps: int = 2) -> AllocatorRecord:
 
 
 def memory_session() -> torch.profiler.profile:
-    """Return a session of torch's profiler that records the CPU allocator, and writes nothing to standard error."""
+    """Return a session of torch's profiler that records the CPU allocator and prints nothing to standard error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
@@ -119,7 +119,7 @@ def static_bytes(module: nn.Module) -> int:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages under `tensors`; of a `DTensor`, of this process's part."""
+    """Return the bytes of the distinct storages of `tensors`; a `DTensor` counts with its local part."""
     storages = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -137,7 +137,10 @@ def _trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
 
 
 def _replay(trace: list[dict[str, Any]], num_steps: int) -> AllocatorRecord:
-    """Follow the records in order of time. An address handed out twice was released in between, unrecorded."""
+    """Return the record that the trace amounts to, in order of time.
+
+    An address that is allocated twice was released in between without a record, and counts as released.
+    """
     starts = sorted(event["ts"] for event in trace if event["name"] == _STEP and event.get("ph") == "X")
     records = [event for event in trace if event["name"] == "[memory]" and event["args"].get("Device Type") == 0]
     records.sort(key=lambda event: (event["ts"], event["args"].get("Ev Idx", 0)))
@@ -163,7 +166,7 @@ def _replay(trace: list[dict[str, Any]], num_steps: int) -> AllocatorRecord:
 
 
 class _Forwards:
-    """Sums up, at the end of each marked forward, the blocks that it allocated; `blocks` is address → (size, time)."""
+    """Sums, at the end of each marked forward, the live blocks that it allocated; `blocks` is address → (size, time)."""
 
     def __init__(self, trace: list[dict[str, Any]], blocks: dict[int, tuple[int, float]]) -> None:
         marks = [event for event in trace if event["name"] == _FORWARD and event.get("ph") == "X"]
@@ -172,7 +175,7 @@ class _Forwards:
         self.kept_bytes: list[int] = []
 
     def close(self, now: float) -> None:
-        """Sum up the forwards that ended before `now`."""
+        """Sum the live blocks of each forward that ended before `now` and is not summed yet."""
         while self._open and self._open[-1][1] < now:
             start, _ = self._open.pop()
             self.kept_bytes.append(sum(size for size, born in self._blocks.values() if born >= start))

@@ -1,5 +1,5 @@
-"""Shapes of the calls that the CPU runs and fake tensors refuse: their shape function holds to CUDA's rules, or wants
-values that are known here.
+"""Computes fake results of calls that the CPU supports and fake tensors reject: their shape function applies CUDA's rules,
+or needs values that are known here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def run_fake_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the fake result of `func(*args, **kwargs)`; NotImplemented where torch's own shape function serves.
+    """Return the fake result of `func(*args, **kwargs)`; NotImplemented if torch's own shape function is to be used.
 
     Call it outside of the fake mode, so that known values can be read.
 
@@ -34,7 +34,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Rows of `a`, in groups, each times its own matrix of `b`; where both are 2-D, a matrix for each group."""
+    """Return the fake product of `a`'s groups of rows, each with its own matrix of `b`; of two 2-D operands, one matrix a group."""
     rows, columns = a.shape[-2], b.shape[-1]
     if (a.dim(), b.dim()) == (2, 2):
         assert offs is not None
@@ -54,7 +54,7 @@ def _ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> Any:
-    """The loss of each sample, and log α [batch, time, 2 · the longest target + 1]."""
+    """Return the fake loss of each sample, and log α [batch, time, 2 · the longest target + 1]."""
     if type(target_lengths) is not Tensor and isinstance(target_lengths, Tensor):
         return NotImplemented  # no values
     longest = max((int(length) for length in target_lengths), default=0)

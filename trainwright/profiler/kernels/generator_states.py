@@ -1,4 +1,4 @@
-"""Memory that no dispatch mode sees appear: states of the random generator, and storages that are resized."""
+"""Reports allocations that no dispatch mode sees: states of the random generator, and resized storages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @contextmanager
 def seen_generator_states(note: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `note` with each state of the CPU's generator that is asked for (5 kB; one a checkpointed segment).
+    """Call `note` with each state of the CPU's generator that is read while the context lasts (5 kB a checkpointed segment).
 
-    A state is made beside torch's dispatcher, so `torch.get_rng_state` itself is stood in for while the context lasts.
+    A state is allocated without torch's dispatcher, so `torch.get_rng_state` itself is patched.
 
     >>> found = []
     >>> with seen_generator_states(found.append):
@@ -40,7 +40,7 @@ def seen_generator_states(note: Callable[[Tensor], object]) -> Iterator[None]:
 
 @contextmanager
 def seen_resizes(note: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Call `note` with each storage whose `resize_` has been called.
+    """Call `note` with each storage whose `resize_` has been called while the context lasts.
 
     >>> found = []
     >>> with seen_resizes(found.append):

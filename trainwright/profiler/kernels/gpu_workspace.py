@@ -1,10 +1,10 @@
-"""What a CUDA kernel takes inside one call and gives back, or keeps for good; from source and documentation, unmeasured.
+"""Estimates the workspaces of CUDA kernels, freed after the call or kept; from source and documentation, not measured.
 
     attention, backward (flash)       dq in fp32 [b, h, s, d], rows of Δ [b, h, s]; with shared heads dk and dv of all
     attention, backward (efficient)   Δ [b, h, s]; for 16-bit values dq in fp32
-    convolution (cuDNN), 16 bit       copies in channels-last of what lies otherwise, which its tensor cores read
+    convolution (cuDNN), 16 bit       channels-last copies, which its tensor cores read, of tensors in another layout
     products (cuBLAS), operands       a copy of each matrix that has no dim of stride 1, such as an expanded scalar
-    products (cuBLAS)                 a workspace for each thread that calls it, from its first product on: kept
+    products (cuBLAS)                 a workspace for each calling thread, kept from its first product on
 
 An attention's sequences are rounded up to 128, its head dims to 32 (64 above 128).
 """
@@ -22,11 +22,11 @@ aten = torch.ops.aten
 Arguments = tuple[Any, ...]
 _HALVES = (torch.float16, torch.bfloat16)
 NUM_BLAS_THREADS = 2
-"""The caller's, for the forward and the update, and the backward's."""
+"""The threads that call cuBLAS: the caller's, for forward and update, and autograd's, for the backward."""
 
 
 def gpu_workspace_bytes(func: Any, args: Arguments, out: Any) -> int:
-    """Return the bytes that the CUDA kernel of `func` takes beside its outputs; only shapes are read.
+    """Return the workspace bytes of the CUDA kernel of `func`, beyond its outputs; only shapes are read.
 
     >>> q = torch.empty(2, 4, 128, 64, dtype=torch.bfloat16, device="meta")
     >>> func = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -70,11 +70,11 @@ def _biased_product(args: Arguments, out: Any) -> int:
 
 
 def operand_copies(operands: Sequence[Tensor]) -> int:
-    """Return the bytes of the copies that a product of these matrices (or batches of them) begins with.
+    """Return the bytes of the contiguous copies that a product makes first of those operands that cuBLAS cannot read.
 
-    cuBLAS reads a matrix whose rows or columns are contiguous, any distance apart that they do not overlap.
+    cuBLAS reads a matrix whose rows or columns are contiguous and do not overlap, at any distance from each other.
 
-    >>> grad = torch.ones((), dtype=torch.half).expand(8, 6)  # what the backward of a sum hands on
+    >>> grad = torch.ones((), dtype=torch.half).expand(8, 6)  # as the backward of a sum makes it
     >>> operand_copies([grad, torch.ones(6, 4)[:, :2]])
     96
     """

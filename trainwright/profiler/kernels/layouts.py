@@ -1,8 +1,8 @@
-"""Where a CPU kernel lays out its result in another way, or in another type, than its fake one says.
+"""Corrects fake results whose strides or dtype differ from those that the CPU kernel makes.
 
-A wrong layout costs a copy further on (`reshape`, `contiguous`) that the real step does not make, or hides one that it
+Wrong strides add a copy further on (`reshape`, `contiguous`) that the real step does not make, or hide one that it
 makes. The entries were found by running each op, fake and real, on all orders of its argument's dims. Statistics that
-norms keep for their backward are as wide as their parameters, not as their input.
+norms save for their backward have the dtype of their parameters, not of their input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def lay_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Return the fake result `out` of `func(*args)`, its first tensor laid out as the CPU kernel does it."""
+    """Return the fake result `out` of `func(*args)` with the strides and dtypes that the CPU kernel gives it."""
     if func in _STATISTICS:
         out = _typed_statistics(args, out, _STATISTICS[func])
     if func is aten.mkldnn_rnn_layer_backward.default:
@@ -35,7 +35,7 @@ def lay_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
 
 
 def _typed_statistics(args: tuple[Any, ...], out: Any, parameters: slice) -> Any:
-    """Mean and deviation in the type of the norm's parameters, where it has any."""
+    """Return `out` with the mean and deviation in the dtype of the norm's parameters, if it has any."""
     dtype = next((tensor.dtype for tensor in args[parameters] if tensor is not None), args[0].dtype)
     return out if dtype is out[1].dtype else (out[0], *(tensor.to(dtype) for tensor in out[1:]))
 
@@ -45,7 +45,7 @@ def _contiguous(args: tuple[Any, ...], out: Tensor) -> Tensor:
 
 
 def _image_like(position: int) -> Callable[[tuple[Any, ...], Tensor], Tensor]:
-    """Channels-last where the argument at `position` is, contiguous otherwise."""
+    """Return a rule that makes the output channels-last if the argument at `position` is, and contiguous otherwise."""
 
     def build(args: tuple[Any, ...], out: Tensor) -> Tensor:
         layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(out.dim(), torch.contiguous_format)
@@ -76,4 +76,4 @@ _STATISTICS = {
     aten.native_batch_norm.default: slice(1, 5),
     aten.native_group_norm.default: slice(1, 3),
 }
-"""Norms, and where their parameters and running statistics stand among the arguments."""
+"""For each norm, the positions of its parameters and running statistics among the arguments."""

@@ -1,8 +1,8 @@
-"""Scratch that only the kernel itself knows: the call is made once, on zeros, and the allocator's records are read.
+"""Measures a kernel's workspace: runs the call once, on zeros, and reads the allocator's records.
 
-oneDNN chooses blockings, layouts and copies by rules of its own that differ from processor to processor. What such a
-call takes inside depends on its shapes, strides and types and on the number of threads, so each kind of call is made
-once and remembered. Large calls are not made: what they take grows no faster than their tensors, and a formula serves.
+oneDNN chooses blockings, layouts and copies by its own rules, which differ between processors. The workspace of such a
+call depends on its shapes, strides and dtypes and on the number of threads, so each such combination is run once and
+cached. Large calls are not run: their workspace grows no faster than their tensors, and a formula estimates it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ...torch_internals.trees import tensors_in
 from .allocator import measure, memory_session
 
 LIMIT_BYTES = 64 * 2**20
-"""Of a call's tensors together."""
+"""The most bytes that the tensors of a call that is run may have together."""
 LIMIT_FLOPS = 2 * 10**9
-"""Some forty milliseconds of one core."""
+"""The most FLOPs of a call that is run: some forty milliseconds on one core."""
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
 
 
 class Probe(NamedTuple):
-    """What one call took."""
+    """The memory that one call was measured to take."""
 
     workspace_bytes: int
-    """Beside its results, at its own peak."""
+    """The peak bytes inside the call, beyond its results."""
     output_bytes: tuple[int, ...]
-    """The memory under each result."""
+    """The size of each result's storage."""
 
 
 def probe(func: Any, args: Arguments, kwargs: dict[str, Any], out: Any) -> Probe | None:
-    """Return what the CPU kernel of `func` takes inside and leaves; None for a call too large to be made.
+    """Return the measured workspace and outputs of the CPU kernel of `func`; None for a call that is too large to run.
 
-    None too while a `torch.profiler` session of the caller's is on, which looking at the records would end.
+    None too while the caller has a `torch.profiler` session open, which a measurement would end.
 
-    args, kwargs, out: of one call, fakes or not; only shapes, strides and types are read. No op that draws random
-    numbers may be asked for.
+    args, kwargs, out: those of one call, fake or real; only shapes, strides and dtypes are read. `func` must not draw random
+    numbers.
 
     >>> x = torch.empty(4, 16, 28, 28)
     >>> probe(torch.ops.aten.relu.default, (x,), {}, x)
@@ -60,13 +60,13 @@ _FOUND: dict[tuple[Any, ...], Probe | None] = {}
 
 
 def is_small(func: Any, args: Arguments, out: Any, kwargs: dict[str, Any] | None = None, *, part: float = 1.0) -> bool:
-    """Tell whether a call is within `part` of the limits of what is made."""
+    """Tell whether a call is within `part` of the limits on calls that are run."""
     size = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in((args, kwargs, out)))
     return size <= LIMIT_BYTES * part and flops(func, args, kwargs or {}, out)[0] <= LIMIT_FLOPS * part
 
 
 def _make_call(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Probe | None:
-    """Make the call in a thread of its own: dispatch modes and autocast belong to the thread that entered them."""
+    """Run the call in a new thread, in which the caller's dispatch modes and autocast are not active."""
     _start_profiler()
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(_make_call_here, func, args, kwargs, torch.get_num_threads(), torch.is_grad_enabled())
@@ -75,7 +75,7 @@ def _make_call(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Probe | No
 
 @functools.cache
 def _start_profiler() -> None:
-    """Its first start belongs in the caller's thread: in another one it complains."""
+    """Start torch's profiler once in the caller's thread; a first start in another thread prints a warning."""
     with memory_session():
         pass
 
@@ -97,7 +97,7 @@ def _make_call_here(
 
 
 def _with_kept_state(func: Any, args: Any) -> Any:
-    """Give an LSTM's backward what the forward keeps for it, whose size no shape function knows."""
+    """Return the arguments; an LSTM's backward gets the state that its forward saves, whose size no shape function knows."""
     if func is not aten.mkldnn_rnn_layer_backward.default:
         return args
     reverse, mode, hidden_size, num_layers, has_biases, train, bidirectional, batch_sizes, batch_first = args[13:22]
@@ -123,7 +123,7 @@ def _zeros(value: Any, storages: dict[int, Tensor]) -> Any:
 
 
 def _described(value: Any, storages: dict[int, int]) -> Any:
-    """Return what tells calls apart; storages: id of a storage → which one it is in the call."""
+    """Return a hashable description of a call's arguments; storages: id of a storage → its index within the call."""
     if isinstance(value, Tensor):
         place = storages.setdefault(id(value.untyped_storage()), len(storages))
         return place, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype

@@ -1,13 +1,13 @@
-"""What a CPU kernel takes inside one call and gives back before it returns, which no dispatch mode can see.
+"""Predicts the workspace of a CPU kernel: what it allocates and frees inside one call, which no dispatch mode sees.
 
 Three kinds of kernel, all found with the allocator's own records (`benchmarks/profiler`):
 
     ATen's own         a formula, exact                                 `workspace_native`, `workspace_attention`
-    oneDNN's, small    the call is made once, on zeros, and looked at   `probe`
-    oneDNN's, large    a formula for the layouts it picks mostly, held against a call of a few images
+    oneDNN's, small    the call is run once, on zeros, and measured     `probe`
+    oneDNN's, large    a formula for the layouts that it mostly picks, checked against a call on a few images
                                                                         `workspace_convolution`, `workspace_recurrent`
 
-The fake kernel of one op understates an output: what an LSTM layer keeps for its backward (`output_bytes`).
+The fake kernel of one op understates an output: what an LSTM layer saves for its backward (`output_bytes`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ aten = torch.ops.aten
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, probe: bool = True) -> int:
-    """Return the bytes that the CPU kernel of `func` takes beside its outputs, at its own peak.
+    """Return the peak of the bytes that the CPU kernel of `func` allocates, beyond its outputs.
 
-    Only shapes, strides and types of args, kwargs and out are read. `probe=False`: formulas alone, no call is made.
+    Only shapes, strides and dtypes of args, kwargs and out are read. `probe=False`: formulas alone, no call is run.
 
     >>> x, w = torch.empty(8, 32, 32, 32), torch.empty(64, 32, 3, 3)
     >>> call = (x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
@@ -73,7 +73,7 @@ _ATTENTION: dict[Any, Estimate] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward_bytes,
 }
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default)
-"""oneDNN's in bf16 and fp16."""
+"""Matrix products, which oneDNN runs in bf16 and fp16."""
 _UNWRITTEN = (
     aten.max_pool2d_with_indices.default,
     aten.max_pool2d_with_indices_backward.default,
@@ -125,12 +125,15 @@ _UNWRITTEN = (
     aten.ldexp.Tensor,
     aten.linalg_matrix_exp.default,
 )
-"""ATen's own whose temporaries follow from many small rules, written down nowhere here."""
+"""ATen's own kernels whose temporaries follow from many small rules that are not modelled here, so they are measured."""
 
 
 @functools.cache
 def _known(func: Any) -> tuple[Estimate | None, bool | None]:
-    """Return the formula, and whether a call is made rather: always, never (None), or in reduced precision (False)."""
+    """Return the formula of an op's workspace, and when a measurement replaces it.
+
+    True: wherever the call is small enough to run; False: in bf16 and fp16 only; None: never.
+    """
     if func in _ONEDNN or func in _UNWRITTEN:
         return _ONEDNN.get(func), True
     if func in _ATTENTION or func in _PRODUCTS:

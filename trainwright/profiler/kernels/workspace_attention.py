@@ -1,7 +1,7 @@
-"""What the CPU's flash attention takes inside one call: a tile of scores a thread, and what goes with it.
+"""Estimates the workspace of the CPU's flash attention: for each thread a tile of scores, and its row statistics.
 
-ATen's kernel cuts queries into tiles of 32, 64 or 256 rows and keys into tiles of 512. In bf16 its products go through
-oneDNN, which takes more by rules of its own: calls too large to be made once (`probe`) leave that out.
+ATen's kernel cuts queries into tiles of 32, 64 or 256 rows and keys into tiles of 512. In bf16 its products run in
+oneDNN, which allocates more by its own rules: the formula, for calls too large to be measured (`probe`), omits that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEY_TILE = 512
 
 
 def attention_bytes(args: tuple[Any, ...], out: Any) -> int:
-    """Scores, row maxima and sums, and rows of the result; args: query [b, h, q, d], key, value, …"""
+    """Return the bytes of scores, row maxima and sums, and rows of the result; args: query [b, h, q, d], key, value, …"""
     query, key = args[:2]
     rows, columns = _tile(query, key)
     per_thread = (rows * columns + 2 * rows + rows * query.shape[3]) * _FP32_BYTES
@@ -26,7 +26,7 @@ def attention_bytes(args: tuple[Any, ...], out: Any) -> int:
 
 
 def attention_backward_bytes(args: tuple[Any, ...], out: Any) -> int:
-    """Scores and their gradient, and a sum a row; a copy of the gradient, unless it lies as [b, q, h, d].
+    """Return the bytes of scores, their gradient, one sum a row, and a copy of a gradient whose memory is not [b, q, h, d].
 
     args: gradient [b, h, q, d], query, key, …
     """
@@ -38,7 +38,7 @@ def attention_backward_bytes(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _lies_by_position(grad: Tensor) -> bool:
-    """Tell whether [b, h, q, d] is a view of contiguous [b, q, h, d]; dims of size 1 may lie anyhow."""
+    """Tell whether [b, h, q, d] is a view of a contiguous [b, q, h, d]; dims of size 1 may have any stride."""
     step = 1
     for dim in (3, 1, 2, 0):
         if grad.shape[dim] > 1 and grad.stride(dim) != step:

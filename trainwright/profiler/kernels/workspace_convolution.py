@@ -1,11 +1,11 @@
-"""What oneDNN's and ATen's own convolutions take inside one call on a CPU.
+"""Estimates the workspaces of oneDNN's and ATen's own convolutions on a CPU.
 
     oneDNN  copies of input, weight and output in its blocked layout, the output's being copied back
     native  the input unfolded into columns
 
-oneDNN picks its layouts at run time from a heuristic of its own; what stands here is what it picks in most cases, for
-calls too large to be made once (`probe`), and is held against calls of a few images (`checked`). Found by measuring
-single calls with the allocator's own records.
+oneDNN picks its layouts at run time by its own heuristic. The formulas hold for what it picks in most cases; they serve calls
+that are too large to be measured (`probe`), and are checked against calls on a few images (`checked`). They were found by
+measuring single calls with the allocator's own records.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from .workspace_native import Estimate, num_bytes
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
 _LARGEST_DIRECT_KERNEL = 14
-"""Elements a side."""
+"""The longest side, in elements, of a kernel that oneDNN convolves directly."""
 _BARRIERS_BYTES = 8448
-"""What oneDNN's threads take to wait for one another."""
+"""The bytes of the barriers at which oneDNN's threads synchronise."""
 
 
 _TOLERANCE_BYTES = 512
 
 
 def checked(func: Any, estimate: Estimate, args: Arguments, out: Any) -> int:
-    """Return the estimate for a call too large to be made; where it is wrong for fewer images, what those take and more.
+    """Return the workspace of a call that is too large to run: the estimate, if it is right for a call on fewer images.
 
-    An image more takes what it takes among those. They are as many as cost little; a single image is a case of its own.
+    Else the workspace is extrapolated linearly from measured calls on fewer images: as many as are quick to run, and at
+    least two, since a single image takes another code path.
     """
     whole = estimate(args, out)
     num_images = (args[1] if func is aten.convolution_backward.default else args[0]).shape[0]
@@ -56,7 +57,7 @@ def _taken(func: Any, args: Arguments, out: Any, num_images: int) -> int | None:
 
 
 def _with_images(func: Any, args: Arguments, out: Any, num_images: int) -> tuple[Arguments, Any]:
-    """Return the call with other batch sizes, in tensors without memory."""
+    """Return the arguments and the result of the call with `num_images` images, as meta tensors."""
     if func is aten.convolution.default:
         return (_resized(args[0], num_images), *args[1:]), _resized(out, num_images)
     grad_input = None if out[0] is None else _resized(out[0], num_images)
@@ -101,13 +102,13 @@ def convolution_backward_bytes(args: Arguments, out: Sequence[Tensor | None]) ->
 
 
 def _weight_by_product(x: Tensor, weight: Tensor, grad_out: Tensor, groups: int) -> int:
-    """A weight's gradient where no direct kernel serves: each thread unfolds images and sums four copies of a weight."""
+    """Return the bytes of a weight's gradient without a direct kernel: a thread unfolds images and sums four weight copies."""
     columns = x.shape[1] // groups * math.prod(weight.shape[2:]) * math.prod(grad_out.shape[2:]) * x.element_size()
     return min(torch.get_num_threads(), x.shape[0]) * (4 * num_bytes(weight) + columns) + 256
 
 
 def _takes_onednn(x, weight, stride, dilation, transposed, output_padding, groups) -> bool:
-    """Mirror `ConvParams::use_mkldnn` of ATen/native/Convolution.cpp."""
+    """Tell whether oneDNN runs the convolution; mirrors `ConvParams::use_mkldnn` of ATen/native/Convolution.cpp."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     if transposed and any(extra >= step for extra, step in zip(output_padding, stride)):
@@ -130,9 +131,9 @@ def _is_strided(stride: Sequence[int]) -> bool:
 
 
 def _parts_of_batch(x: Tensor, grad_out: Tensor, weight: Tensor, stride: int, groups: int) -> int:
-    """How many partial gradients of a weight oneDNN sums: its threads share the batch, or else the channels.
+    """Return the number of partial weight gradients that oneDNN sums: its threads split the batch, or else the channels.
 
-    It takes the split in which a thread reads and writes least, weights counting eight times (`balance` in
+    It chooses the split in which a thread reads and writes least, weights counted eight times (`balance` in
     jit_avx512_common_conv_kernel.cpp), and the last one of equals.
     """
     num_threads, block = torch.get_num_threads(), _block_elements()
@@ -154,7 +155,7 @@ def _parts_of_batch(x: Tensor, grad_out: Tensor, weight: Tensor, stride: int, gr
 
 
 def _grouped_blocks(weight: Tensor, groups: int) -> int:
-    """The gradient of a grouped weight in channels-last: each group's channels in whole blocks, in and out."""
+    """Return the bytes of a grouped weight's gradient in channels-last: each group's channels are padded to whole blocks."""
     if groups == 1:
         return 0
     block = _block_elements()
@@ -164,7 +165,7 @@ def _grouped_blocks(weight: Tensor, groups: int) -> int:
 
 
 def _is_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel keeps the layout that the tensors have, and so copies neither input nor output."""
+    """Tell whether input or weight is channels-last, so that the kernel copies neither input nor output."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if layout is None:
         return False
@@ -172,9 +173,9 @@ def _is_channels_last(x: Tensor, weight: Tensor) -> bool:
 
 
 def _columns(x: Tensor, weight: Tensor, out: Tensor, stride: Sequence[int], padding: Sequence[int], groups: int) -> int:
-    """[n, c_in · kernel, positions of the output]; none for a 1 × 1 kernel that visits every position.
+    """Return the bytes of the unfolded input [n, c_in · kernel, positions of the output]; a 1 × 1 kernel of stride 1 has none.
 
-    Groups run one after the other, and their outputs are joined at the end.
+    Groups run one after the other, and their outputs are concatenated at the end.
     """
     kernel = weight.shape[2:]
     parts = num_bytes(out) if groups > 1 else 0
@@ -185,12 +186,12 @@ def _columns(x: Tensor, weight: Tensor, out: Tensor, stride: Sequence[int], padd
 
 
 def _blocked_input(x: Tensor) -> int:
-    """An image of few channels is read as it is."""
+    """Return the bytes of the input's copy in oneDNN's layout; an image of few channels is read without a copy."""
     return 0 if x.shape[1] <= 5 else _blocked(x)
 
 
 def _blocked(tensor: Tensor) -> int:
-    """The bytes in oneDNN's layout: channels in whole blocks."""
+    """Return the bytes of the tensor in oneDNN's blocked layout, whose channels are padded to whole blocks."""
     block = _block_elements()
     channels = -(-tensor.shape[1] // block) * block
     return tensor.shape[0] * channels * math.prod(tensor.shape[2:]) * tensor.element_size()

@@ -1,8 +1,8 @@
-"""What ATen's own CPU kernels take inside one call: temporaries of the tensors' sizes, written down kernel by kernel.
+"""Estimates the workspaces of ATen's own CPU kernels: temporaries of the tensors' sizes, by a formula for each kernel.
 
-    elementwise, mixed types   each operand of another type than the common one is cast, whole
-    softmax, norms, pooling    each operand that is not contiguous is copied
-    reductions of bf16, fp16   the operand in fp32
+    elementwise, mixed dtypes  a cast copy of each operand whose dtype is not the common one
+    softmax, norms, pooling    a contiguous copy of each operand that is not contiguous
+    reductions of bf16, fp16   a copy of the operand in fp32
 
 Each entry was found by running the kernel under the allocator's records; `tests/profiler/test_profiler_workspace.py` does so
 again. Scalars (a Python number becomes a tensor of 8 bytes, and its cast of 4) are left out.
@@ -25,7 +25,7 @@ _INDEX_BYTES = 8
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of the elements that a tensor shows, whatever lies under it.
+    """Return the bytes of a tensor's elements, whatever the size of its storage.
 
     >>> num_bytes(torch.empty(5, 1).expand(5, 7))
     140
@@ -34,12 +34,12 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def is_reduced(tensor: Tensor) -> bool:
-    """Tell whether a tensor is bf16 or fp16."""
+    """Tell whether a tensor is of reduced precision: bf16 or fp16."""
     return tensor.dtype in _REDUCED
 
 
 def elementwise_bytes(args: Arguments, out: Any) -> int:
-    """The operands of another type than the common one, cast; `args` without what is no operand (a mask).
+    """Return the bytes of the operands that are cast to the common dtype; `args` must hold operands only (no mask).
 
     >>> elementwise_bytes((torch.empty(6, 7), torch.empty(6, 7, dtype=torch.bfloat16)), torch.empty(6, 7))
     168
@@ -52,7 +52,7 @@ def elementwise_bytes(args: Arguments, out: Any) -> int:
 
 
 def _in_place_bytes(args: Arguments, out: Any) -> int:
-    """As elsewhere; and where the target has another type than the common one, the result before it is cast."""
+    """Return the bytes of an in-place op: those of cast operands, and of the result before it is cast to the target's dtype."""
     operands = [arg for arg in args if isinstance(arg, Tensor)]
     common = _common_type(operands)
     result = 0 if operands[0].dtype is common else operands[0].numel() * common.itemsize
@@ -60,7 +60,7 @@ def _in_place_bytes(args: Arguments, out: Any) -> int:
 
 
 def _common_type(operands: Sequence[Tensor]) -> torch.dtype:
-    """Promotion looks at operands with dimensions first: a tensor without counts only by its kind of number."""
+    """Return the dtype to which torch promotes the operands; one without dims counts only by its kind of number."""
     common = operands[0]
     for operand in operands[1:]:
         wider = common if common.dim() >= operand.dim() else operand
@@ -70,7 +70,7 @@ def _common_type(operands: Sequence[Tensor]) -> torch.dtype:
 
 
 def _true_division(args: Arguments, out: Any) -> int:
-    """Integers divide as floats."""
+    """Return the bytes of a division's cast operands; integers are divided as floats."""
     operands = [arg for arg in args[:2] if isinstance(arg, Tensor)]
     if any(operand.is_floating_point() for operand in operands):
         return elementwise_bytes(args, out)
@@ -82,7 +82,7 @@ def _where(args: Arguments, out: Any) -> int:
 
 
 def _copies(*positions: int) -> Estimate:
-    """Contiguous copies of the arguments at `positions` that are not contiguous."""
+    """Return the estimate of a kernel that copies those of the arguments at `positions` that are not contiguous."""
 
     def estimate(args: Arguments, out: Any) -> int:
         return sum(_copy_bytes(args[position]) for position in positions)
@@ -95,7 +95,7 @@ def _copy_bytes(tensor: Tensor | None) -> int:
 
 
 def _safe_softmax(args: Arguments, out: Tensor) -> int:
-    """The copy is gone when the rows that are masked whole are looked for."""
+    """Return the larger of the contiguous copy and the masks that find fully masked rows; they are not alive at once."""
     rows = out.numel() // max(1, out.shape[args[1]])
     return max(_copy_bytes(args[0]), out.numel() + rows + out.element_size())
 
@@ -110,7 +110,7 @@ def _layer_norm_backward(args: Arguments, out: Sequence[Tensor | None]) -> int:
 
 
 def _batch_norm(args: Arguments, out: Sequence[Tensor]) -> int:
-    """The statistics, and what they become."""
+    """Return the bytes of statistics per channel: two fp32 rows, and in training one more a thread for some layouts."""
     x, is_training = args[0], args[5]
     if not is_training:
         return 2 * x.shape[1] * _FP32_BYTES
@@ -119,7 +119,7 @@ def _batch_norm(args: Arguments, out: Sequence[Tensor]) -> int:
 
 
 def _batch_norm_backward(args: Arguments, out: Sequence[Tensor | None]) -> int:
-    """Where gradient and input lie alike, the input's gradient is made twice; elsewhere it is made channel by channel."""
+    """Return the bytes of the sums, and of the copy of the input's gradient that is made if both tensors have one layout."""
     grad, x, mask = args[0], args[1], args[9]
     sums = 2 * x.shape[1] * _FP32_BYTES
     layout = _image_layout(x)
@@ -131,7 +131,7 @@ def _batch_norm_backward(args: Arguments, out: Sequence[Tensor | None]) -> int:
 
 
 def _image_layout(x: Tensor) -> torch.memory_format | None:
-    """Contiguous, or channels-last; None for neither."""
+    """Return the tensor's memory format, contiguous or channels-last; None if it has neither."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if x.is_contiguous():
         return torch.contiguous_format
@@ -139,13 +139,13 @@ def _image_layout(x: Tensor) -> torch.memory_format | None:
 
 
 def _gelu_backward(args: Arguments, out: Tensor) -> int:
-    """oneDNN's, where the input is contiguous; it copies a gradient that is not, and the copy."""
+    """Return the bytes of a GELU's backward: oneDNN's, for a contiguous input, copies a non-contiguous gradient twice."""
     grad, x = args[:2]
     return 2 * num_bytes(grad) if x.is_contiguous() and not grad.is_contiguous() else elementwise_bytes(args, out)
 
 
 def _sum(args: Arguments, out: Tensor) -> int:
-    """The operand in the result's type, where that is another; bf16 in fp32, where the sum runs over split dims."""
+    """Return the bytes of the operand cast to the result's dtype; bf16 takes fp32 copies if the reduced dims are not adjacent."""
     x, dims = args[0], args[1] if len(args) > 1 else None
     if x.dtype is not out.dtype:
         return x.numel() * out.element_size()
@@ -155,12 +155,12 @@ def _sum(args: Arguments, out: Tensor) -> int:
 
 
 def _in_fp32(args: Arguments, out: Tensor) -> int:
-    """Operand and result in fp32, where they are bf16 or fp16."""
+    """Return the bytes of operand and result in fp32, if they are bf16 or fp16."""
     return (args[0].numel() + out.numel()) * _FP32_BYTES if is_reduced(args[0]) else 0
 
 
 def _num_runs(x: Tensor, dims: Sequence[int] | None) -> int:
-    """Into how many runs of neighbours in memory the reduced dims fall."""
+    """Return the number of runs of adjacent dims, in order of stride, into which the reduced dims fall."""
     reduced = range(x.dim()) if not dims else [dim % x.dim() for dim in dims]
     ordered = sorted((dim for dim in range(x.dim()) if x.shape[dim] > 1), key=lambda dim: x.stride(dim))
     flags = [dim in reduced for dim in ordered]
@@ -168,7 +168,7 @@ def _num_runs(x: Tensor, dims: Sequence[int] | None) -> int:
 
 
 def _cumulative(args: Arguments, out: Tensor) -> int:
-    """The operand in the result's type."""
+    """Return the bytes of the operand cast to the result's dtype."""
     return num_bytes(out) if args[0].dtype is not out.dtype else 0
 
 
@@ -181,12 +181,12 @@ def _target_in_fp32(args: Arguments, out: Tensor) -> int:
 
 
 def _roll(args: Arguments, out: Tensor) -> int:
-    """One dim after the other."""
+    """Return the bytes of the intermediate results of a roll, which moves one dim after the other."""
     return max(0, len(args[1]) - 1) * num_bytes(out)
 
 
 def _elements_of_loss(num_copies: int) -> Estimate:
-    """A loss before it is summed up."""
+    """Return the estimate of a loss that is reduced: `num_copies` tensors of its elements before the reduction."""
 
     def estimate(args: Arguments, out: Tensor) -> int:
         return num_copies * num_bytes(args[0]) if out.dim() == 0 else 0
@@ -199,7 +199,7 @@ def _logsumexp(args: Arguments, out: Tensor) -> int:
 
 
 def _masked_scatter_backward(args: Arguments, out: Tensor) -> int:
-    """The mask, expanded, and where each of its elements goes."""
+    """Return the bytes of the expanded mask and of the position of each of its elements."""
     return 2 * args[0].numel() * _INDEX_BYTES
 
 
@@ -248,7 +248,7 @@ ESTIMATES: dict[Any, Estimate] = {
 
 
 def estimate_of(func: Any) -> Estimate | None:
-    """Return what estimates a native kernel's temporaries; None where it takes none that are known."""
+    """Return the function that estimates a native kernel's workspace; None if no workspace is known of it."""
     found = ESTIMATES.get(func)
     if found is not None:
         return found

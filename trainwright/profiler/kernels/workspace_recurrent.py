@@ -1,6 +1,6 @@
-"""What oneDNN's LSTM layer keeps for its backward, and what it takes inside one call on a CPU.
+"""Estimates what oneDNN's LSTM layer saves for its backward, and its workspace in one call on a CPU.
 
-Copies of the weights and the gates of all steps; in the backward the incoming gradients too.
+The workspace is copies of the weights and the gates of all steps; in the backward, copies of the incoming gradients too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .workspace_native import num_bytes
 
 
 def lstm_kept_bytes(x: Tensor, hidden: int) -> int:
-    """oneDNN's training workspace for x [s, b, i]: gates, states of layer and time and their gradients, in pages."""
+    """Return the bytes that oneDNN saves for x [s, b, i]: gates, states and their gradients, each in whole pages."""
     num_steps, batch, inputs = x.shape
     size = x.element_size()
     gates = num_steps * batch * _leading(4 * hidden, size) * size
@@ -23,7 +23,7 @@ def lstm_kept_bytes(x: Tensor, hidden: int) -> int:
 
 
 def _leading(columns: int, size: int) -> int:
-    """oneDNN's row length: whole cache lines, and no multiple of 256 elements, where rows would share cache sets."""
+    """Return oneDNN's row length: padded to whole cache lines, and past multiples of 256 elements, which share cache sets."""
     line = 64 // size
     padded = -(-columns // line) * line
     return padded + line if padded % 256 == 0 else padded
@@ -45,5 +45,5 @@ def lstm_backward_bytes(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _lstm_gates(x: Tensor, weight: Tensor) -> int:
-    """The gates of all steps, and a few states; weight [4 hidden, hidden]."""
+    """Return the bytes of the gates of all steps and of a few states; weight [4 hidden, hidden]."""
     return (x.shape[0] + 1) * x.shape[1] * weight.shape[0] * x.element_size()

@@ -1,1 +1,1 @@
-"""Checkpoints of a planned run, resumed on any mesh, and whole weights as the user's model has them."""
+"""Saves and resumes planned runs, on any mesh, and exports whole weights in the user's model's form."""

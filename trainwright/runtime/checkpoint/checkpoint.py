@@ -1,13 +1,13 @@
-"""Checkpoints: written while training goes on, whole or not there at all, and readable under another plan.
+"""Saves checkpoints atomically, in the background of the training, and restores them under any plan.
 
     folder/step-00000039/    .metadata, __N_0.distcp   weights and optimizer, in the user's names and shapes
                              state.pt                  settings, schedule, random numbers: plain values
                              plan.json, config.json    what ran, for whoever reads it later; adapter.json of PEFT's
                              position.json             step and position in the data; written last
-    folder/.step-00000079.tmp/                         one that is being written, or was when its run ended
+    folder/.step-00000079.tmp/                         an unfinished one: being written, or left by a run that ended
 
-A save copies this rank's part to the CPU; a thread writes the copy, over a process group of its own, and at the end
-renames the temporary directory. So a crash at any moment leaves the checkpoint before as the newest.
+A save copies this rank's part to the CPU; a thread writes the copy, using a process group of its own, and at the end
+renames the temporary directory. So after a crash at any moment the newest complete checkpoint is intact.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .training_state import (
 )
 
 KEEP = 2
-"""Checkpoints that stay; older ones go once a newer one is complete."""
+"""The number of checkpoints that are kept; older ones are deleted once a newer one is complete."""
 MARKER, STATE, PLAN, CONFIG, ADAPTER = "position.json", "state.pt", "plan.json", "config.json", "adapter.json"
 FORMAT_VERSION = 1
 
@@ -53,20 +53,20 @@ FORMAT_VERSION = 1
 class Checkpointer:
     """Saves and restores a training run under `folder`: weights, optimizer, schedule, random numbers, data position.
 
-    A run that is resumed under the same plan goes on bit for bit; under another plan, mesh or number of ranks it goes
-    on with the same weights, optimizer state and data, its sums in another order. All ranks of the module call every
-    method together, and `folder` must be the same directory for all of them.
+    A run that is resumed under the same plan continues bit for bit; under another plan, mesh or number of ranks it continues
+    with the same weights, optimizer state and data, but sums in another order. Every method is a collective call of the
+    module's ranks, and `folder` must be the same directory for all of them.
 
     scheduler: anything with `state_dict` and `load_state_dict`, such as those of `torch.optim.lr_scheduler`.
-    sampler: what `plan.sampler` returned, or anything with its `start_at`; resuming moves it to the batch that comes
-    next, and gives back what its `state_dict`, if it has one, said (the subset of `SelectedBatches`).
-    sync: what `tw.sync.create` returned, whose state is saved, each rank's own. Of replicas, each has a folder of its own.
-    keep: complete checkpoints that stay, the newest ones. asynchronous: write a copy in the background, which takes as
-    many bytes of host memory as this rank holds of weights and optimizer state; else `save` returns when all is written.
-    say: told, at the first save in the background, by how much that copy goes beyond the plan's budget, where the host's
-    memory is what the budget counts; default: a warning.
+    sampler: what `plan.sampler` returned, or anything with its `start_at`; resuming moves it to the next batch, and calls its
+    `load_state_dict`, if it has one, with the saved state (the subset of `SelectedBatches`).
+    sync: what `tw.sync.create` returned; every rank's state of it is saved. Each replica needs a folder of its own.
+    keep: the number of newest complete checkpoints that are kept. asynchronous: write a copy in the background, which takes
+    as many bytes of host memory as this rank holds of weights and optimizer state; else `save` returns when all is written.
+    say: called, at the first save in the background, with a message if that copy exceeds the plan's budget, on devices whose
+    memory is the host's; default: `warnings.warn`.
 
-    Not for weights alone that another program is to load: see `export_weights`.
+    To hand weights alone to another program, use `export_weights`.
 
     Raises `UserError` where the directory cannot be written, is full, or holds another run's or model's checkpoints.
 
@@ -105,7 +105,7 @@ class Checkpointer:
         self._replicas = module.replicas
         self._left: tuple[str, ...] = ()
         self.has_schedule = False
-        """Whether the checkpoint that was loaded has a schedule's state."""
+        """Whether the loaded checkpoint has a schedule's state."""
         self._say: Callable[[str], None] | None = say if asynchronous and module.device.type == "cpu" else None
         # Of its own: the writing thread's collectives must not come between those of the step.
         self._group = group_inside(self._replicas, "gloo")
@@ -114,26 +114,26 @@ class Checkpointer:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """The state of the sync method that the checkpoint had, and that means nothing to this number of replicas or plan."""
+        """Return the names of the sync method's saved state that could not be restored for this number of replicas or plan."""
         return self._left
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose state is saved."""
+        """Return the optimizer whose state is saved."""
         return self._optimizer
 
     def move_to(self, folder: str | os.PathLike[str]) -> None:
-        """Save to, and load from, another folder from now on; a collective call."""
+        """Use another folder for saves and loads from now on; a collective call."""
         self.wait()
         self.folder = Path(folder)
         self._on_first_rank(lambda: _prepare(self.folder))
 
     def save(self, step: int, num_batches: int | None = None) -> None:
-        """Save the state after `step`; returns when this rank's part is copied. Waits for the save before, if need be.
+        """Save the state after `step`; wait for the previous save first, and return when this rank's part is copied.
 
-        num_batches: how many batches of the data have been used up; default step + 1.
+        num_batches: the number of batches consumed so far; default step + 1.
 
-        Raises `UserError` when this save or the one before cannot be written; the checkpoint before stays.
+        Raises `UserError` when this save or the previous one cannot be written; earlier checkpoints stay.
         """
         self.wait()
         copy = _copy_to_host if self.asynchronous else _on_host
@@ -150,18 +150,18 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Return when what was saved is on the disk; raise what kept it from getting there."""
+        """Wait until the save in progress is on the disk; raise the error that stopped it, if any."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.finish()
 
     def load(self, path: Path) -> int:
-        """Restore one complete checkpoint, another folder's too, and return its step; a collective call."""
+        """Restore a complete checkpoint, from any folder, and return its step; a collective call."""
         self.wait()
         return self._load(path)
 
     def load_latest(self) -> int | None:
-        """Restore the newest complete checkpoint and return its step; `None` where there is none, with nothing changed."""
+        """Restore the newest complete checkpoint and return its step; if there is none, change nothing and return `None`."""
         self.wait()
         newest = self.newest()
         return self._load(newest) if newest is not None else None
@@ -205,7 +205,7 @@ class Checkpointer:
         return int(position["step"])
 
     def _texts(self, step: int, num_batches: int) -> dict[str, bytes]:
-        """The files beside the tensors, by name; a collective call. The marker comes last."""
+        """Return the contents of the files beside the tensors, by name, the marker last; a collective call."""
         here = self._replicas
         own: list[Any] = [None] * here.size
         dist.all_gather_object(own, (random_states(), numbers_of(self._sync)), group=self._group)
@@ -238,7 +238,7 @@ class Checkpointer:
         return {**texts, MARKER: json.dumps(position).encode()}
 
     def _write(self, pieces: Mapping[str, Piece], texts: Mapping[str, bytes], temporary: Path, final: Path) -> None:
-        """What the thread does: the tensors of all ranks, then the rest, then the rename."""
+        """Write the tensors of all ranks, then the other files, then rename the directory; runs in the background thread."""
         try:
             write_pieces(pieces, temporary, self._group)
         except CheckpointException as error:
@@ -262,7 +262,7 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0; every rank raises what it raised."""
+        """Run `action` on rank 0; every rank raises its error, if any."""
         told: list[str | None] = [None]
         if self._replicas.rank == 0:
             try:
@@ -280,7 +280,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def read_position(path: Path) -> dict[str, Any]:
-    """Return what `position.json` of a checkpoint says; `UserError` for another format's."""
+    """Return the contents of a checkpoint's `position.json`; raise `UserError` for another format version."""
     position: dict[str, Any] = json.loads((path / MARKER).read_text(encoding="utf8"))
     if position.get("format_version") != FORMAT_VERSION:
         raise UserError(
@@ -291,7 +291,7 @@ def read_position(path: Path) -> dict[str, Any]:
 
 
 class _Writing:
-    """A save that goes on in a thread of its own."""
+    """Runs a save in a background thread; `finish` waits for it and raises its error."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._error: BaseException | None = None
@@ -312,7 +312,7 @@ class _Writing:
 
 
 def _say_what_is_over(plan: Plan, copy_bytes: int, say: Callable[[str], None]) -> None:
-    """Say by how much a copy in the background may go beyond the budget, should the step be at its peak meanwhile."""
+    """Call `say` if the background copy, together with the step's peak, exceeds the plan's budget."""
     over = plan.predicted.peak_bytes + copy_bytes - plan.budget_bytes if plan.budget_bytes is not None else 0
     if over > 0:
         copied, beyond = (f"{size / 2**20:.1f} MiB" for size in (copy_bytes, over))
@@ -328,7 +328,7 @@ def _name(step: int) -> str:
 
 
 def _layout(module: ParallelModule) -> dict[str, Any]:
-    """What an optimizer's own tensors depend on: the mesh, and how each parameter is cut."""
+    """Return what an optimizer's own tensors depend on: the mesh, the stages and each parameter's layout."""
     pipeline = module.plan.pipeline
     stages: dict[str, Any] = {} if pipeline is None else {"begins": list(pipeline.begins)}
     if pipeline is not None and pipeline.virtual > 1:
@@ -341,7 +341,7 @@ def _layout(module: ParallelModule) -> dict[str, Any]:
 
 
 def _prepare(folder: Path) -> None:
-    """Make the directory, and clear what a run that was ended has left half done."""
+    """Create the directory, and remove or complete what an interrupted run has left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for replaced in folder.glob(".step-*.old"):
         final = folder / replaced.name.removeprefix(".").removesuffix(".old")
@@ -365,7 +365,7 @@ def _begin(temporary: Path, needed_bytes: int) -> None:
 
 
 def _replace(temporary: Path, final: Path) -> None:
-    """Rename, and see to it that the name is on the disk too; one of the same name steps aside until that is done."""
+    """Rename `temporary` to `final` and synchronise the directory; an old checkpoint of that name is moved aside until then."""
     aside = final.with_name(f".{final.name}.old")
     if final.exists():
         final.rename(aside)
@@ -380,7 +380,7 @@ def _replace(temporary: Path, final: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint under a name of its own: ended half-way, it is cleared at the next start, and never taken for one."""
+    """Rename a checkpoint and delete it, so that one that is deleted half-way is never read, and removed at the next start."""
     gone = path.with_name(f".{path.name}.gone")
     with contextlib.suppress(OSError):
         path.rename(gone)
@@ -395,7 +395,7 @@ def _write_durably(path: Path, data: bytes) -> None:
 
 
 def _as_bytes(state: dict[str, Any]) -> bytes:
-    """Return the state as it is written; `UserError` for what could not be read back without running code."""
+    """Return the serialised state; raise `UserError` for values that cannot be loaded without running code."""
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
@@ -428,7 +428,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _disk_error(failures: Mapping[int, Any], folder: Path) -> UserError | RuntimeError:
-    """Say which rank could not write, and why: the user's to mend where it is the disk."""
+    """Return an error that names the rank that could not write, and why: a `UserError` if the disk is the cause."""
     rank, failure = min(failures.items())
     error = failure[0] if isinstance(failure, tuple) else failure
     of_disk = next((each for each in _causes(error) if isinstance(each, OSError)), None)

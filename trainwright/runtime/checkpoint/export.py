@@ -1,4 +1,4 @@
-"""A checkpoint's weights as safetensors files, for programs that know nothing of plans."""
+"""Exports a checkpoint's weights as safetensors files, for programs that know nothing of plans."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..weights import checkpoint_folder
 from .checkpoint import ADAPTER, CONFIG
 
 MAX_FILE_BYTES = 5 * 10**9
-"""As Hugging Face cuts its own models."""
+"""The largest file, as in Hugging Face's own models."""
 PREFIX = "model."
-"""Under which a checkpoint keeps the weights."""
+"""The prefix of the weights' names in a checkpoint."""
 
 
 def export_weights(
@@ -29,12 +29,12 @@ def export_weights(
 ) -> list[Path]:
     """Write a checkpoint's weights to the folder `out` as safetensors, and return the files; no ranks are needed.
 
-    checkpoint: one of `Checkpointer`'s, or a folder of them, of which the newest is taken. Names, shapes and dtypes are the
-    model's own. For a Hugging Face model `out` gets its `config.json` as well, and its `from_pretrained(out)` loads it.
-    Of a model that PEFT has wrapped, the adapter alone is written, as PEFT writes it: `PeftModel.from_pretrained(base, out)`.
-    max_file_bytes: weights beyond that go to further files, listed in an index. One file's weights are in memory at a time.
+    checkpoint: one that `Checkpointer` wrote, or a folder of them, of which the newest is taken. Names, shapes and dtypes are
+    the model's own. For a Hugging Face model, `config.json` is written too, so that `from_pretrained(out)` loads it.
+    For a model that PEFT has wrapped, only the adapter is written, as PEFT does: `PeftModel.from_pretrained(base, out)`.
+    max_file_bytes: the largest file; several files get an index. One file's weights are in memory at a time.
 
-    Not for going on training: that takes the optimizer's state too, `Checkpointer.load_latest`.
+    To continue training, which needs the optimizer's state too, use `Checkpointer.load_latest`.
 
     Raises `UserError` when there is no checkpoint, or `out` cannot be written.
     """
@@ -73,7 +73,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _files(stored: StoredTensors, max_file_bytes: int) -> Iterator[list[str]]:
-    """The names of the weights, file by file; a file holds at least one."""
+    """Yield the names of the weights in each file, at least one a file."""
     held: list[str] = []
     held_bytes = 0
     for name in sorted(each.removeprefix(PREFIX) for each in stored.names if each.startswith(PREFIX)):
@@ -96,7 +96,7 @@ def _read(stored: StoredTensors, name: str) -> Tensor:
 
 
 def _beside(stored: StoredTensors, plans: list[list[str]], folder: Path, target: Path) -> list[Path]:
-    """Write the index of several files, and copy the model's configuration."""
+    """Write the index, if there are several files, copy the model's configuration, if any, and return the paths."""
     written = []
     if len(plans) > 1:
         places = {name: _file_name(number, len(plans)) for number, names in enumerate(plans, 1) for name in names}

@@ -1,6 +1,6 @@
-"""The state of a sync method in a checkpoint: vectors as pieces of their own a rank, the rest as plain values.
+"""Saves and restores a sync method's state in a checkpoint: each rank's vectors as pieces, the rest as plain values.
 
-`sync` is what `tw.sync.create` returned: something with `state_dict` and `load_state_dict`; `None` has nothing to save.
+`sync` is what `tw.sync.create` returned, which has `state_dict` and `load_state_dict`; `None` has no state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..storage import Piece, StoredTensors
 
 
 def vectors_of(sync: Any, rank: int, copy: Callable[[Tensor], Tensor]) -> dict[str, Piece]:
-    """Return this rank's vectors, `sync.NAME.rankN`."""
+    """Return this rank's vectors of the state as pieces, named `sync.NAME.rankN`; `copy` takes each to the CPU."""
     if sync is None:
         return {}
     state = sync.state_dict()["state"]
@@ -25,7 +25,7 @@ def vectors_of(sync: Any, rank: int, copy: Callable[[Tensor], Tensor]) -> dict[s
 
 
 def numbers_of(sync: Any) -> dict[str, Any] | None:
-    """Return what else there is of the state, and the names of the vectors."""
+    """Return the rest of the state as plain values, and the names of the vectors."""
     if sync is None:
         return None
     saved = sync.state_dict()
@@ -40,9 +40,9 @@ def numbers_of(sync: Any) -> dict[str, Any] | None:
 def restore_sync(
     sync: Any, rank: int, stored: StoredTensors, saved: Sequence[Mapping[str, Any]] | None, same_layout: bool
 ) -> tuple[str, ...]:
-    """Give the method its state back, and return the names of what cannot be carried over.
+    """Restore the sync method's state, and return the names of the entries that could not be restored.
 
-    That is what means nothing to another number of workers, and under another plan, whose shards are others, all vectors.
+    Those are entries that only fit the old number of workers and, under another layout of the parameters, all vectors.
     Raises `UserError` for a checkpoint of a run without a sync method, or with another one.
     """
     if saved is None:

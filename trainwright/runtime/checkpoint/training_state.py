@@ -1,12 +1,12 @@
-"""What a training run is, beside its code: weights, optimizer, schedule, random numbers. Taken apart, and put back.
+"""Collects and restores the state of a training run: weights, optimizer state and settings, random number generators.
 
     tensors               → pieces under the user's names and shapes    `pieces_of`, `restore_tensors`
-    the optimizer's rest  → plain values, the same for all ranks        `optimizer_settings`, `restore_groups`
-    random numbers        → plain values, of each rank its own          `random_states`, `restore_random_states`
+    optimizer settings    → plain values, the same for all ranks        `optimizer_settings`, `restore_groups`
+    random generators     → plain values, each rank's own               `random_states`, `restore_random_states`
 
-An optimizer's tensor is one of three kinds. *split*: one entry a weight, laid out like the parameter; any plan can read
-it. *whole*: a number. *own*: whatever else a rank keeps (the scales of 8-bit states, a low-rank basis); only the same
-layout can read it.
+An optimizer's tensor is of one of three kinds. *split*: one entry for each entry of the parameter, in the parameter's
+layout; any plan can read it. *whole*: a number. *own*: anything else (the scales of 8-bit states, a low-rank basis); only a
+plan with the same layout can read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Copy = Callable[[Tensor], Tensor]
 
 
 def pieces_of(module: ParallelModule, optimizer: torch.optim.Optimizer, copy: Copy) -> dict[str, Piece]:
-    """Return every tensor that this rank keeps: `model.NAME`, `optimizer.NAME.KEY`; `copy` takes each to the CPU."""
+    """Return every tensor that this rank saves, named `model.NAME` or `optimizer.NAME.KEY`; `copy` takes each to the CPU."""
     pieces = {}
     for name, weight in module.named_parameters():
         pieces[f"model.{name}"] = _like_parameter(module, name, weight, copy)
@@ -55,9 +55,9 @@ def restore_tensors(
     settings: Mapping[str, Any],
     same_layout: bool,
 ) -> None:
-    """Put the tensors of a checkpoint in place, cut as this module is; `settings` are that checkpoint's.
+    """Load the tensors of a checkpoint into module and optimizer, each rank its own part; `settings` are the checkpoint's.
 
-    Raises `UserError` when the checkpoint is another model's or optimizer's, or when another layout cannot read it.
+    Raises `UserError` when the checkpoint is another model's, or when this layout cannot read its optimizer's state.
     """
     held = _of_all_stages(module, [name for name, _ in module.named_parameters()] + list(saved_buffers(module)))
     there = {name for name in stored.names if name.startswith("model.")}
@@ -99,7 +99,7 @@ def restore_tensors(
 
 @dataclass(frozen=True)
 class Kept:
-    """One entry of an optimizer's state of one parameter: what kind it is, and what its tensors do not tell."""
+    """Describes one entry of an optimizer's state for one parameter: its kind, and what its tensors do not tell."""
 
     kind: str
     on_host: bool = False
@@ -107,13 +107,13 @@ class Kept:
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     places: tuple[int, ...] | None = None
-    """Of a `DTensor` of the optimizer's own: the dim that each mesh axis splits, −1 for none."""
+    """For a `DTensor` of kind *own*: the dim that each mesh axis splits, −1 for none."""
 
 
 def optimizer_settings(module: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the groups (settings and names of parameters) and what there is of state, as plain values.
+    """Return the optimizer's groups (settings and parameter names) and descriptions of its state, as plain values.
 
-    Of a plan with stages those of all of them: a collective call then.
+    With pipeline stages it is a collective call and returns those of all stages.
     """
     names = _names(module)
     groups = []
@@ -128,7 +128,7 @@ def optimizer_settings(module: ParallelModule, optimizer: torch.optim.Optimizer)
 
 
 def _merged_settings(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of all stages as those of one optimizer; a tied parameter's are the first one's."""
+    """Return the settings of all stages as those of one optimizer; those of a tied parameter are its first stage's."""
     whole, *others = stages
     for other in others:
         if len(other["groups"]) != len(whole["groups"]):
@@ -143,15 +143,15 @@ def _merged_settings(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _of_all_stages(module: ParallelModule, names: Sequence[str]) -> set[str]:
-    """Return the names that any stage has."""
+    """Return the union of all stages' names; a collective call."""
     every = [names] if module.pipe is None else module.pipe.gathered(list(names))
     return {name for own in every for name in own}
 
 
 def restore_groups(module: ParallelModule, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give the optimizer's groups the settings of a checkpoint.
+    """Set the optimizer's groups to the settings of a checkpoint.
 
-    Raises `UserError` when it is another optimizer's, or its parameters were in other groups.
+    Raises `UserError` when the checkpoint is another optimizer's, or has other groups of parameters.
     """
     names = _names(module)
     own = [[_name_of(names, param) for param in group["params"]] for group in optimizer.param_groups]
@@ -175,13 +175,13 @@ def restore_groups(module: ParallelModule, optimizer: torch.optim.Optimizer, sav
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to a model's weights, under their first names."""
+    """Return the persistent buffers, which a model's `state_dict` includes, under their first names."""
     persistent = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
 
 
 def random_states() -> dict[str, Any]:
-    """Return where this rank's random number generators are, as plain values: torch's, Python's, numpy's if in use."""
+    """Return the states of this rank's random number generators as plain values: torch's, Python's, numpy's if in use."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
@@ -192,7 +192,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(saved: Mapping[str, Any]) -> None:
-    """Put the generators back where `random_states` found them."""
+    """Set the random number generators to states that `random_states` returned."""
     torch.set_rng_state(saved["torch"])
     random.setstate(saved["python"])
     if "cuda" in saved and torch.cuda.is_available():
@@ -206,9 +206,9 @@ def restore_random_states(saved: Mapping[str, Any]) -> None:
 def _states(
     module: ParallelModule, optimizer: torch.optim.Optimizer, read: bool = True
 ) -> Iterator[tuple[str, str, Tensor, Any]]:
-    """Every (parameter's name, key, parameter, value) of the optimizer's state.
+    """Yield (parameter's name, key, parameter, value) for every entry of the optimizer's state.
 
-    What the plan keeps off the device is read back, a parameter's at a time; without `read` its contents are anything.
+    Offloaded states are read back, one parameter's at a time; without `read` their contents are undefined.
     """
     names, offload = _names(module), module.offloaded_states
     for param, own in optimizer.state.items():
@@ -297,7 +297,7 @@ def _own_place(module: ParallelModule, name: str, key: str) -> str:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return a setting as a plain value; `UserError` for what cannot be written without pickling code."""
+    """Return a setting as a plain value; raise `UserError` for one that cannot be saved without pickling code."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):

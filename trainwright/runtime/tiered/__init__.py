@@ -1,4 +1,4 @@
-"""Training whose parameters, gradients and optimizer states rest on disks, updated beside the backward."""
+"""Trains with parameters, gradients and optimizer states that rest on disks and are updated during the backward."""
 
 from .options import TierOptions
 from .tier import Tier

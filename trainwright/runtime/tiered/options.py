@@ -1,4 +1,4 @@
-"""How a run uses its disks."""
+"""Options of a run whose state rests on disks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ WINDOW_BYTES = 2**30
 
 @dataclass(frozen=True)
 class TierOptions:
-    """How a planned module rests on disks.
+    """Configures how a planned module's state rests on disks.
 
-    folders: empty ones, over which everything is striped; or, with `resume`, those that a run has left.
-    window_bytes: of parameters, gradients and states in memory for work under way: what is read ahead, what waits for its
-    update, what is on its way out. A single parameter's update is let through however large it is.
-    keep_bytes: of parameters and states that stay in memory, the last of the forward first: they are written, and never read.
-    update: `during` the backward, as soon as a gradient is there, or `after` it, gradients on the disk meanwhile (as
-    ZeRO-Infinity orders it).
-    num_workers: threads that update. worker_cores: the cores that they alone run on; None: the system says.
-    clip_previous_norm: gradients are scaled to this norm as if theirs were that of the step before; 0 of the first step.
-    commit_every: steps between two that can be gone on from; the others write what memory has no room for, and no more.
-    store: how bytes are moved.
+    folders: empty folders over which everything is striped; or, with `resume`, those of an earlier run.
+    window_bytes: the most bytes of parameters, gradients and states in memory: those prefetched, waiting for their update, or
+    being written. One parameter's update may exceed it alone.
+    keep_bytes: the bytes of parameters and states that stay in memory, the last ones of the forward first: they are written,
+    and never read.
+    update: `during` the backward, as soon as a gradient is complete, or `after` it, with the gradients on the disk meanwhile
+    (as ZeRO-Infinity does).
+    num_workers: the threads that run updates. worker_cores: the cores reserved for them; None: the system chooses.
+    clip_previous_norm: the norm to which gradients are clipped, measured by the previous step's norm; the first step is not
+    clipped.
+    commit_every: every so many steps the run can be resumed from; other steps write only what does not stay in memory.
+    store: the options of reads and writes.
     """
 
     folders: Sequence[str | os.PathLike[str]]

@@ -1,4 +1,4 @@
-"""The folders of each rank, and the step that all of them have whole."""
+"""Opens each rank's store in its folders, at the last step that all ranks have committed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .options import TierOptions
 
 
 def open_store(options: TierOptions, rank: int, num_ranks: int) -> TierStore:
-    """Return this rank's store: new in empty folders, or, to go on, at the last step that every rank has whole.
+    """Return this rank's store: a new one in empty folders, or, with `resume`, at the last step that every rank has committed.
 
-    Of several ranks each has a folder of its own in every folder that is named. A collective call.
+    With several ranks, each one has its own folder within every given folder. A collective call.
     """
     paths = check_folders(options.folders)
     if num_ranks == 1:

@@ -1,4 +1,4 @@
-"""The small part of an optimizer that stays in memory (counters, settings), as JSON and back."""
+"""Converts the part of an optimizer that stays in memory (counters, settings) to JSON and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .updates import StateForm
 def as_notes(
     optimizer: Optimizer, parked: Mapping[str, Parked], forms: Mapping[str, Mapping[str, StateForm]]
 ) -> dict[str, Any]:
-    """Return settings and counters by parameter, and the form of what rests on the disk."""
+    """Return the optimizer's settings and counters, and the forms of the states on the disk, as JSON values."""
     states = {}
     for name, each in parked.items():
         own = forms.get(name, {})
@@ -35,7 +35,7 @@ def as_notes(
 def from_notes(
     notes: Mapping[str, Any], optimizer: Optimizer, parked: Mapping[str, Parked]
 ) -> dict[str, dict[str, StateForm]]:
-    """Put counters and settings back into the optimizer; return the forms of what rests on the disk."""
+    """Restore the optimizer's counters and settings from `as_notes`; return the forms of the states on the disk."""
     forms: dict[str, dict[str, StateForm]] = {}
     optimizer.state.clear()
     for name, held in notes["states"].items():

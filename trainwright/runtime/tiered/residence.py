@@ -1,11 +1,11 @@
-"""Which parameters are in memory, and when: read ahead of their use, let go after it.
+"""Decides which parameters are in memory: prefetches them before their use and releases them after it.
 
-A parameter that is away is an empty storage: the tensor, its views and what autograd has saved of it stay the same objects,
-and have their contents again when the storage is filled. So a step runs the ops that it runs without a tier, on the same bits.
+A parameter on the disk has an empty storage: the tensor, its views and what autograd has saved of it stay the same objects,
+and have their contents again when the storage is filled. So a step runs the same ops as without a tier, on the same bits.
 
-    forward     in the order of first use; gone after the last use, but for the last ones, which the backward wants first
-    backward    in the reverse order, when autograd unpacks what it saved, or a region is run again
-    update      stays until the new values are on the disk (`updates`)
+    forward     reads in the order of first use; releases after the last use, except the last ones, which the backward reads first
+    backward    reads in reverse order, when autograd unpacks what it saved, or a region is rematerialised
+    update      keeps a parameter until its new values are on the disk (`updates`)
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ from ...rank.execute import Executor
 from ...tiers import TierStore, Transfer
 
 MOST_FROZEN = 4
-"""Parameters without an update that stay in the backward: an op reads no more of them."""
+"""The number of frozen parameters that stay in memory in the backward: no op reads more of them."""
 
 
 @dataclass(eq=False)
 class Parked:
-    """One parameter of a rank: its part, whose storage is empty while the parameter is away."""
+    """A rank's part of one parameter, whose storage is empty while its values are only on the disk."""
 
     name: str
     param: nn.Parameter
     local: Tensor
     num_bytes: int
     place: int = -1
-    """Its number in the order of first use; -1: no step has read it."""
+    """Its index in the order of first use; -1 if no step has read it."""
     is_trained: bool = False
-    """True for one that the optimizer updates."""
+    """True if the optimizer updates it."""
     is_kept: bool = False
-    """True for one that stays in memory."""
+    """True if it stays in memory for good."""
     is_updating: bool = False
-    """True from the arrival of its gradient until the step is over: what is read of it then would be of another step."""
+    """True from the arrival of its gradient until the end of the step: reading it then would give another step's values."""
     coming: Transfer | None = None
     is_here: bool = True
 
     @property
     def key(self) -> str:
-        """Return its name in the store."""
+        """Return the parameter's key in the store."""
         return f"param.{self.name}"
 
     def fill(self) -> None:
-        """Take memory for the contents."""
+        """Allocate memory for the values."""
         self.local.untyped_storage().resize_(self.num_bytes)
 
     def arrived(self) -> None:
-        """Return when the contents are here; from any thread."""
+        """Wait until the values are in memory; any thread may call this."""
         coming = self.coming
         if coming is not None:
             coming.wait()
             self.coming, self.is_here = None, True
 
     def empty(self) -> None:
-        """Give the memory back."""
+        """Free the values' memory."""
         self.local.untyped_storage().resize_(0)
         self.is_here = False
 
     # As an offloaded storage of `rank.offload`
 
     def fetch(self, place: Any = None) -> Tensor:
-        """Return the contents, one-dimensional, for what autograd has saved of them."""
+        """Return the values as a one-dimensional tensor, to unpack what autograd has saved of them."""
         self.residence.need([self], backward=True)
         return self.local.detach().view(-1)
 
@@ -80,33 +80,36 @@ class Parked:
 
 
 class Residence:
-    """Parameters by their storage, and the window that what is in memory of them may take."""
+    """Manages the parameters that may be on the disk, and the window of memory for those that are read.
+
+    Half of the window is for parameters, the other half for updates.
+    """
 
     def __init__(self, store: TierStore, window_bytes: int) -> None:
         self.store, self.window_bytes = store, window_bytes
         self.order: list[Parked] = []
-        """In the order of first use."""
+        """The parameters in the order of first use."""
         self.here_bytes = self.peak_bytes = 0
-        """Of parameters that are not kept."""
+        """The bytes in memory of parameters that are not kept, now and at the peak."""
         self.waited_s = 0.0
         self._of_storage: dict[int, Parked] = {}
         self._frozen: list[Parked] = []
 
     def add(self, parked: Parked) -> None:
-        """Take on a parameter whose values are here."""
+        """Register a parameter whose values are in memory."""
         parked.residence = self
         self._of_storage[_storage(parked.local)] = parked
         self._count(parked.num_bytes)
 
     def find(self, tensor: Tensor) -> Parked | None:
-        """Return the parameter that `tensor` is a part of, if it is one that may be away."""
+        """Return the registered parameter whose storage `tensor` shares; None if there is none."""
         return self._of_storage.get(_storage(tensor))
 
     def __iter__(self) -> Iterator[Parked]:
         return iter(self._of_storage.values())
 
     def need(self, wanted: Iterable[Parked], backward: bool = False) -> None:
-        """Return when the parameters are here; read on in the order that is to come."""
+        """Wait until the parameters are in memory, and prefetch those that the forward or backward reads next."""
         for parked in wanted:
             if backward and not parked.is_trained:
                 self._hold(parked)
@@ -123,7 +126,7 @@ class Residence:
             self._read_ahead(parked, backward)
 
     def _hold(self, parked: Parked) -> None:
-        """Let a frozen parameter stay while the backward is at it: no update tells when it is done with."""
+        """Keep a frozen parameter among the last few that the backward has read, since no update tells when to release it."""
         if parked in self._frozen:
             self._frozen.remove(parked)
         self._frozen.append(parked)
@@ -131,12 +134,12 @@ class Residence:
             self.let_go(self._frozen.pop(0))
 
     def end_backward(self) -> None:
-        """Let go of the frozen parameters that the backward has read."""
+        """Release the frozen parameters that the backward has read."""
         while self._frozen:
             self.let_go(self._frozen.pop())
 
     def _read_ahead(self, last: Parked, backward: bool) -> None:
-        """Begin to read the next ones after `last` while they fit into half of the window; the rest is the updates'."""
+        """Prefetch the parameters that follow `last` as long as they fit into half of the window; the rest is for updates."""
         if last.place < 0:
             return
         ahead = self.order[: last.place][::-1] if backward else self.order[last.place + 1 :]
@@ -149,14 +152,14 @@ class Residence:
             self.send_for(parked)
 
     def send_for(self, parked: Parked) -> None:
-        """Begin to bring a parameter in, unless it is here or on its way."""
+        """Issue the read of a parameter, unless it is in memory or in flight."""
         if not parked.is_here and parked.coming is None:
             parked.fill()
             self._count(parked.num_bytes)
             parked.coming = self.store.read(parked.key, parked.local.detach())
 
     def let_go(self, parked: Parked) -> None:
-        """Empty a parameter whose values are on the disk."""
+        """Release the memory of a parameter whose values are on the disk."""
         if parked.is_kept or not (parked.is_here or parked.coming is not None):
             return
         parked.arrived()
@@ -164,12 +167,15 @@ class Residence:
         self._count(-parked.num_bytes)
 
     def keep(self, parked: Parked) -> None:
-        """Let a parameter that is here stay for good."""
+        """Keep a parameter that is in memory there for good."""
         parked.is_kept = True
         self._count(-parked.num_bytes)
 
     def wanted_first(self, parked: Parked, by_backward: bool) -> bool:
-        """Tell whether what comes next wants `parked` so soon that it stays: among the ends of the order that fit a quarter."""
+        """Tell whether the next pass reads `parked` so early that it stays: all it reads until then fits a quarter of the window.
+
+        by_backward: whether the next pass is the backward; else it is the next forward.
+        """
         if parked.place < 0:
             return False
         before = self.order[parked.place :] if by_backward else self.order[: parked.place + 1]
@@ -181,7 +187,7 @@ class Residence:
 
 
 class Reads:
-    """The parameters that each instruction of a program reads: what the program's executor asks (`rank.offload.Elsewhere`)."""
+    """Knows the parameters that each instruction of a program reads; implements `rank.offload.Elsewhere` for its executor."""
 
     def __init__(
         self, residence: Residence, executor: Executor, names: Mapping[int, Parked], direct: Container[int]
@@ -196,20 +202,20 @@ class Reads:
         self.counts = Counter(parked for each in self.by_instruction for parked in each)
 
     def begin(self) -> Uses:
-        """Follow one forward."""
+        """Return the object that follows one forward."""
         return Uses(self)
 
     def need(self, index: int) -> None:
-        """See that what instruction `index` reads is here, where the backward runs it again."""
+        """Wait for the parameters that instruction `index` reads, when the backward reruns it."""
         self.residence.need(self.by_instruction[index], backward=True)
 
     def find(self, tensor: Tensor) -> Parked | None:
-        """Return the parameter that `tensor` is a part of."""
+        """Return the registered parameter whose storage `tensor` shares; None if there is none."""
         return self.residence.find(tensor)
 
 
 class Uses:
-    """Follows one forward: which values stand on a parameter's storage, and after which instruction none does any more."""
+    """Follows one forward: tracks which values share a parameter's storage, and releases it after the last read of them."""
 
     def __init__(self, reads: Reads) -> None:
         self.reads = reads
@@ -219,19 +225,19 @@ class Uses:
         self.standing: Counter[Parked] = Counter()
 
     def open(self, values: Iterable[int], env: dict[int, Any], rest: Plain) -> None:
-        """Put the rank's part in place of those of `values` that are parameters at rest."""
+        """Replace those of `values` that are parameters at rest by the rank's local part."""
         for value in values:
             if value in self.reads.direct and value in env and value not in self.opened:
                 self.opened.add(value)
                 env[value] = rest.part(env[value])
 
     def before(self, index: int, env: dict[int, Any], rest: Plain) -> None:
-        """See that what instruction `index` reads is here and open."""
+        """Wait for the parameters that instruction `index` reads, and replace them by their local parts."""
         self.reads.residence.need(self.reads.by_instruction[index])
         self.open(self.reads.inputs[index], env, rest)
 
     def after(self, index: int, env: dict[int, Any]) -> None:
-        """Note the new values of instruction `index`, and let go of what nothing reads any more."""
+        """Note the values that instruction `index` made, and release the parameters that nothing reads any more."""
         residence, own = self.reads.residence, self.reads.by_instruction[index]
         for value in self.reads.outputs[index]:
             tensor = env.get(value)

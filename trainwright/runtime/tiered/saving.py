@@ -1,4 +1,4 @@
-"""The steps of a run whose tier keeps them: in place of checkpoints."""
+"""Saves the steps of a run in its tier, instead of in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..module import ParallelModule
 
 
 class TierSaving:
-    """A context manager around the loop: attaches the optimizer, resumes at `first_step`, commits what is due, and the last.
+    """Context manager around the loop: attaches the optimizer, resumes at `first_step`, and commits due steps and the last one.
 
-    What stands beside weights and states (the schedule, how many steps are done) goes into the notes of the step.
+    The schedule's state and the number of the next step are saved in the notes of the step.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TierSaving:
             self._schedule.load_state_dict(notes["schedule"])
 
     def after_step(self, step: int) -> None:
-        """Keep the step, if it is due or the last; one that was left out is done with, too."""
+        """Commit the step, if it is due or the last one; a skipped step counts too."""
         notes = {
             "next_step": step + 1,
             "schedule": None if self._schedule is None else self._schedule.state_dict(),
@@ -49,7 +49,7 @@ class TierSaving:
         self._tier.commit(notes, force=step + 1 == self._num_steps)
 
     def save_finished(self, step: int) -> None:
-        """Do nothing: the last step is kept already."""
+        """Do nothing: the last step is committed already."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,9 +1,9 @@
-"""A planned module on disks: parameters park there, gradients go to the update, and every step is kept whole.
+"""Keeps a planned module's state on disks: parameters rest there, gradients start updates, and steps are committed whole.
 
-load        each parameter is written as it is made, and emptied          park
-forward     instructions find what they read here                         watch (→ residence)
-backward    a gradient that arrives is taken, and its update begins       attach (→ updates)
-step        what is under way ends; that step is the last whole one       finish, commit
+load        each parameter is written when it is made, and its memory freed   park
+forward     instructions wait for the parameters that they read               watch (→ residence)
+backward    each gradient, once complete, starts its parameter's update       attach (→ updates)
+step        waits for all updates; the step becomes the last committed one    finish, commit
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .residence import Parked, Reads, Residence
 from .updates import Updates, local_of, state_key
 
 SAID_EVERY_S = 20.0
-"""Between two words on how far a long step is."""
+"""The seconds between two progress messages of a long step."""
 
 
 class Tier:
-    """What a planned module has on its rank's disks. Made by `parallelize(…, tier=TierOptions(…))`.
+    """Manages the part of a planned module on its rank's disks; made by `parallelize(…, tier=TierOptions(…))`.
 
-    `attach(optimizer)` comes before the first backward, which then updates; the optimizer's `step()` waits for the rest and
-    keeps the step, so that it is the last whole one.
+    Call `attach(optimizer)` before the first backward, which then runs the updates; the optimizer's `step()` waits for the
+    remaining ones and commits the step.
     """
 
     def __init__(self, options: TierOptions, rank: int = 0, num_ranks: int = 1) -> None:
@@ -52,26 +52,26 @@ class Tier:
         self.parked: dict[str, Parked] = {}
         self.updates: Updates | None = None
         self.commits = True
-        """False where the one who trains calls `commit`, with notes of its own."""
+        """False if the training loop calls `commit` itself, with its own notes."""
         self.step = self.store.step
-        """The last step that was taken, of earlier runs too; -1 before the first."""
+        """The index of the last finished step, earlier runs included; -1 before the first."""
         self.norm = 0.0
-        """Of this rank's gradients of the last step."""
+        """The norm of the last step's gradients, measured only with `clip_previous_norm`."""
         self._squares = self._extremes = 0.0
         self._on_disk: dict[str, Tensor] = {}
-        """Gradients that wait on the disk for an update after the backward, without their contents."""
+        """Gradients whose values wait on the disk for an update after the backward; their storages are empty."""
         self._scale = 1.0
         self._kept_bytes = 0
         self.num_forwards: Callable[[], int] = lambda: 0
-        """Of the module, on which its random numbers depend."""
+        """Returns the module's number of steps, on which its random numbers depend."""
         self.notice: Callable[[str], None] = lambda text: None
-        """Told, in words, how far a long step is."""
+        """Called with a message on the progress of a long step."""
         self._buffers: dict[str, Tensor] = {}
         self._said_at_s, self._num_taken = time.monotonic(), 0
         self._told: dict[str, Moved] = {}
         self._told_s, self._told_at = 0.0, now()
         self._is_open = False
-        """True from the first gradient of a step until it is finished or taken back."""
+        """True from the first gradient of a step until it is finished or rolled back."""
 
     # Parameters
 
@@ -94,7 +94,7 @@ class Tier:
         self.store.add({f"param.{name}": num_bytes for name, num_bytes in sizes.items() if num_bytes})
 
     def value(self, name: str, dtype: torch.dtype, region: Region, read: Callable[[str, Region], Tensor]) -> Tensor:
-        """Return this rank's part of a new parameter, in memory of its own; in a run that goes on, room for it."""
+        """Return this rank's part of a new parameter in memory of its own; in a resumed run, uninitialised memory for it."""
         if self.options.resume:
             return torch.empty(region.local_shape, dtype=dtype)
         local = read(name, region).to(dtype).contiguous()
@@ -102,7 +102,7 @@ class Tier:
         return local if alone else local.clone()
 
     def park(self, name: str, param: nn.Parameter) -> None:
-        """Write a new parameter to the disk, and empty it; in a run that goes on, empty it alone."""
+        """Write a new parameter to the disk and free its memory; in a resumed run, only free it."""
         key, local = f"param.{name}", local_of(param.data)
         num_bytes = local.numel() * local.element_size()
         if num_bytes == 0:
@@ -123,9 +123,10 @@ class Tier:
             self.notice(text)
 
     def watch(self, executor: Executor, names: Mapping[int, str], direct: Container[int]) -> None:
-        """Let the instructions of a program find what they read; names: of its parameters, by their value's index.
+        """Make a program's executor wait for the parameters that its instructions read.
 
-        direct: those of them that instructions read as a rank's part; a bucket takes the others as they rest.
+        names: the program's parameters, by value index. direct: the values that instructions read as local parts; buckets take
+        the others at rest.
         """
         parked = {value: self.parked[name] for value, name in names.items() if name in self.parked}
         reads = Reads(self.residence, executor, parked, direct)
@@ -137,7 +138,7 @@ class Tier:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Have every parameter in memory inside the `with` block, for `state_dict` and the like; what is changed there is lost."""
+        """Have every parameter in memory inside the `with` block, for `state_dict` and the like; changes there are lost."""
         peak_bytes = self.residence.peak_bytes  # that of steps
         for parked in self.parked.values():
             self.residence.send_for(parked)
@@ -151,7 +152,7 @@ class Tier:
             self.residence.peak_bytes = peak_bytes
 
     def keep_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Write these with every step that is kept: they are few, and stay in memory; in a run that goes on, read them first."""
+        """Keep `buffers` in memory and write them with every committed step; in a resumed run, read them first."""
         self._buffers = {f"buffer.{name}": buffer for name, buffer in buffers.items() if buffer.numel()}
         for key, buffer in self._buffers.items():
             if key not in self.store:
@@ -164,7 +165,7 @@ class Tier:
     # The update
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let `optimizer` update what is parked: during the backward, or after it, as the options say."""
+        """Make `optimizer` update the parameters on the disk, during or after the backward, as the options say."""
         check_updates_alone(optimizer)
         if self.updates is not None:
             raise UserError(
@@ -197,7 +198,7 @@ class Tier:
         weakref.finalize(self, hook.remove)
 
     def _reserve(self, optimizer: Optimizer, trained: list[Parked]) -> None:
-        """Make room for the states before anything is trained: a step without values says how large they are."""
+        """Reserve space for the optimizer's states before the training; a trial step on the meta device gives their sizes."""
         assert self.updates is not None
         sizes = {}
         expected = self.updates.expected_bytes
@@ -223,7 +224,7 @@ class Tier:
         self.store.add(sizes)
 
     def _keep(self, trained: list[Parked]) -> None:
-        """Let stay in memory what `keep_bytes` has room for, the last of the forward first: it is updated first."""
+        """Keep parameters and states in memory up to `keep_bytes`, the last ones of the forward first, since they update first."""
         assert self.updates is not None
         for parked in [each for each in reversed(self.residence.order) if each in trained]:
             prefix = state_key(parked, "")
@@ -249,7 +250,7 @@ class Tier:
         return take
 
     def _take(self, parked: Parked, grad: Tensor) -> None:
-        """Take a gradient that is complete."""
+        """Start the update from a complete gradient, or write the gradient to the disk for an update after the backward."""
         updates = self._ready()
         if parked.param not in updates.group_of:
             return  # nobody updates it
@@ -291,7 +292,7 @@ class Tier:
         return 1.0 if clip is None or self.norm == 0.0 else min(1.0, clip / self.norm)
 
     def layers(self) -> list[Layer]:
-        """Return every parameter in the order of first use, for `tiers.traffic` and `tiers.simulate`."""
+        """Return the sizes of every parameter in the order of first use, for `tiers.traffic` and `tiers.simulate`."""
         states: dict[str, list[int]] = defaultdict(list)
         for key, item in self.store.items.items():
             if key.startswith("state."):
@@ -302,13 +303,13 @@ class Tier:
         ]
 
     def planned(self) -> StepTraffic:
-        """Return the bytes that a step moves, the first one aside."""
+        """Return the predicted bytes that a step after the first one reads and writes."""
         options = self.options
         policy = Policy(options.window_bytes, options.keep_bytes, options.update, options.commit_every)
         return traffic(self.layers(), policy)
 
     def told(self) -> dict[str, Any]:
-        """Return what moved since the last call, for the events of a run: bytes, those a second over the time, seconds waited."""
+        """Return the bytes moved, in all and a second, and the seconds waited since the last call, for the events of a run."""
         updates = self._ready()
         found: dict[str, Any] = {}
         for direction in DIRECTIONS:
@@ -325,7 +326,7 @@ class Tier:
         return found
 
     def extremes(self) -> float:
-        """Return a number that is finite only if every entry of this rank's gradients of the step is."""
+        """Return a number that is finite if and only if every entry of this rank's gradients of the step is."""
         return self._extremes
 
     def _ready(self) -> Updates:
@@ -336,14 +337,14 @@ class Tier:
         return self.updates
 
     def _step_of(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of the optimizer's step: end what the backward has begun."""
+        """Finish the updates instead of running the optimizer's step; return arguments with which that step does nothing."""
         if len(args) > 1 or kwargs:
             raise UserError("a step without a closure is needed with a tier; got one; run the backward before the step")
         self.finish()
         return (with_groups(optimizer, []),), {}
 
     def finish(self) -> None:
-        """Return when every parameter is updated and on its way to the disk; `commit` unless the one who trains does."""
+        """Wait until every parameter is updated and written; then commit, unless the training loop does."""
         updates = self._ready()
         for name, grad in self._on_disk.items():
             local = local_of(grad)
@@ -359,7 +360,7 @@ class Tier:
             self.commit()
 
     def commit(self, notes: Mapping[str, Any] | None = None, force: bool = False) -> None:
-        """Keep the step that was finished, if it is due; the ranks do so together."""
+        """Commit the finished step, if it is due or `force` is set; a collective call. `notes` are saved with it."""
         updates = self._ready()
         if updates.is_committing or force:
             if force and not updates.is_committing:
@@ -374,7 +375,7 @@ class Tier:
         updates.is_committing = (self.step + 2) % self.options.commit_every == 0
 
     def take_back(self) -> None:
-        """Leave the step out whose updates the backward has begun: parameters and states are those of the last whole step."""
+        """Roll back the step whose updates have begun: parameters and states become those of the last committed step."""
         updates = self._ready()
         updates.finish()
         self.store.roll_back()
@@ -400,14 +401,14 @@ class Tier:
         return float(held.item())
 
     def close(self) -> None:
-        """End threads and files; the disks keep the last whole step."""
+        """Stop the threads and close the files; the disks keep the last committed step."""
         if self.updates is not None:
             self.updates.close()
         self.store.close()
 
 
 def _share(parked: Parked) -> float:
-    """Return the share of a rank's part in a sum over all ranks: those that hold the same count once."""
+    """Return the weight of a rank's part in a sum over all ranks: 1 / the number of ranks that hold the same part."""
     param = parked.param
     if not isinstance(param, DTensor):
         return 1.0
@@ -420,7 +421,7 @@ def _share(parked: Parked) -> float:
 
 
 def check_plan(plan: Plan, options: TierOptions, replicas: int = 1) -> None:
-    """Raise `UserError` for a plan that cannot rest on disks."""
+    """Raise `UserError` for a plan that a tier does not support."""
     if replicas > 1:
         raise UserError(f"one replica of the plan is needed with a tier; got {replicas}; plan for all ranks together")
     if plan.micro_batches > 1:

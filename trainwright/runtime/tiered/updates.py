@@ -1,4 +1,4 @@
-"""The update beside the backward: a gradient arrives, its parameter's states are read, stepped and written, on other threads.
+"""Runs updates during the backward: for each gradient, other threads read the states, step the parameter and write both.
 
     backward     … │ grad of layer i arrives │ layer i−1 … │
     reads                                    │ states of i │ states of i−1 …
@@ -6,8 +6,8 @@
     writes                                                                │ values and states of i …
 
 Each parameter is stepped by the optimizer's own `step` over that parameter alone, so the result is the optimizer's, bit
-for bit. What waits (gradients, values, states) is bounded: a backward that is faster than the disk waits for it. A write
-never delays a read: they have threads of their own, and go to the other slot of the item.
+for bit. The bytes that wait (gradients, values, states) are bounded: a backward that is faster than the disk waits for it. A
+write never delays a read: writes have threads of their own, and go to the other slot of the item.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .residence import Parked
 
 @dataclass(frozen=True)
 class StateForm:
-    """What makes a state that rests on the disk again: its dtype and shape; a plain value stays in memory."""
+    """The dtype and shape with which a state on the disk is restored to a tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
 
     @property
     def num_bytes(self) -> int:
-        """Return its size."""
+        """Return the state's size."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 class Updates:
-    """Steps parameters one by one on `num_workers` threads, their states from and to the store.
+    """Updates parameters one by one on `num_workers` threads, with states that are read from and written to the store.
 
-    `num_bytes` waiting or under way is at most `window_bytes`, but for one parameter alone.
+    `num_bytes`, those waiting or in flight, is at most `window_bytes`, except for a single parameter that is larger.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Updates:
         self.store, self.optimizer, self.window_bytes = store, optimizer, window_bytes
         self.group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         self.forms: dict[str, dict[str, StateForm]] = {}
-        """By parameter, the states of it that rest on the disk."""
+        """By parameter, the forms of its states on the disk."""
         self.expected_bytes: dict[str, int] = {}
-        """By parameter, of the states that its first step makes, where that is known."""
+        """The bytes of the states that its first step makes, by parameter, where known."""
         self.kept: dict[str, dict[str, Tensor]] = {}
-        """By parameter that stays in memory, its states: they do too."""
+        """The states of the parameters that stay in memory, by parameter."""
         self.is_committing = True
         self.waited_s = self.busy_s = 0.0
         self.num_bytes = self.peak_bytes = 0
@@ -78,14 +78,14 @@ class Updates:
         self._step(optimizer)
 
     def keep(self, parked: Parked) -> None:
-        """Let the states of a parameter that stays in memory stay too; those that are on the disk come in."""
+        """Keep the states of a kept parameter in memory too; those on the disk are read."""
         self.kept[parked.name] = {}
         for name, form in self.forms.get(parked.name, {}).items():
             self.kept[parked.name][name] = torch.empty(form.shape, dtype=form.dtype)
             self.store.read(state_key(parked, name), self.kept[parked.name][name]).wait()
 
     def write_kept(self, parked: Iterable[Parked]) -> None:
-        """Write what stays in memory and was not written with the last step."""
+        """Write the kept parameters and states, which steps without a commit do not write."""
         writes = [
             write for each in parked if each.is_kept for write in self._written(each, self.kept.get(each.name, {}))
         ]
@@ -93,9 +93,9 @@ class Updates:
             write.wait()
 
     def begin(self, parked: Parked, grad: Tensor, from_store: bool = False) -> None:
-        """Begin the update of one parameter from its gradient; wait first while too much is under way.
+        """Start the update of one parameter from its gradient; wait first while too many bytes are in flight.
 
-        from_store: the gradient's contents are read from the store too.
+        from_store: the gradient's values are read from the store too.
         """
         forms = self.forms.get(parked.name, {})
         states_bytes = sum(form.num_bytes for form in forms.values()) or self.expected_bytes.get(parked.name, 0)
@@ -115,12 +115,12 @@ class Updates:
             self._finish_oldest()
 
     def finish(self) -> None:
-        """Return when all that was begun is stepped and written."""
+        """Wait until all started updates are computed and written."""
         while self._pending:
             self._finish_oldest()
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads."""
         self._workers.shutdown(wait=True, cancel_futures=True)
 
     def _is_over(self, future: Future[list[Transfer]]) -> bool:
@@ -183,17 +183,17 @@ class Updates:
 
 
 def state_key(parked: Parked, name: str) -> str:
-    """Return the name in the store of a parameter's state."""
+    """Return the key in the store of a parameter's state `name`."""
     return f"state.{parked.name}.{name}"
 
 
 def _rests(value: Any) -> bool:
-    """Tell whether a state goes to the disk: a tensor with dims; counters and the like stay."""
+    """Tell whether a state goes to the disk: a tensor with dims does; counters and other values stay in memory."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
 
 
 def like(parked: Parked, local: Tensor) -> Tensor:
-    """Return a state laid out as its parameter is, if it has the parameter's shape."""
+    """Return a state as a `DTensor` in its parameter's layout, if it has the parameter's local shape; else unchanged."""
     param = parked.param
     if not hasattr(param, "to_local") or local.shape != parked.local.shape:
         return local
@@ -208,7 +208,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def _settle_on(cores: Sequence[int] | None) -> None:
-    """Let this thread run on its own cores alone, with as many threads for its ops."""
+    """Restrict this thread to the given cores, and its ops to as many threads; None: to one thread."""
     torch.set_num_threads(1 if cores is None else len(cores))
     if cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(threading.get_native_id(), cores)

@@ -1,1 +1,1 @@
-"""The training loop: whose examples come when, what it watches, what it writes."""
+"""Trains a planned module: order of examples, training loop, checks of each step, watchdog and trace."""

@@ -1,4 +1,4 @@
-"""Batches of the plan's size from a dataset of examples, for ever, the same on every rank; the order is `ExampleOrder`'s."""
+"""Makes endless global batches of the plan's size from a dataset, the same on every rank, in the order of `ExampleOrder`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ WEIGHT = "weight"
 
 
 class ExampleBatches:
-    """Iterate over global batches made from `dataset`, from step `first_step` on; it never ends.
+    """Endless iterator over global batches made from `dataset`, from step `first_step` on.
 
     dataset: `len(dataset)` examples by index, each a dict or a tuple of the batch's entries without their first dim
     (an image and its label, say), as tensors, arrays or numbers. The batches are those of `plan.sampler(dataset)` with
-    the same seed and `last`, an epoch after the other, until `use` says which examples are taken, and with what weights w.
-    Where the plan's batch has one entry more than the examples, `weight` in a dict, the last in a tuple, it gets w [batch],
-    and the loss is to weigh by it. Else the batch is drawn: of an epoch's m rows, example j gets m·w_j / Σw on average, so
-    that a loss that is a mean over the batch has the weighted mean (Σ w_j f_j) / Σw as its expectation.
-    strong: an augmentation, example to example, for those examples that `use` marks; the generators of torch, NumPy and Python
-    are seeded for each by (seed, step, row), so that every rank, and a run that goes on, sees the same.
+    the same seed and `last`, epoch after epoch, until `use` selects other examples with weights w. If the plan's batch has one
+    entry more than the examples, `weight` in a dict, the last in a tuple, that entry gets w [batch], and the loss has to apply
+    it. Otherwise rows are sampled: of an epoch's m rows, example j gets m·w_j / Σw on average, so that a loss that is a mean
+    over the batch has the weighted mean (Σ w_j f_j) / Σw as its expectation.
+    strong: an augmentation, from example to example, for the examples that `use` marks; the generators of torch, NumPy and
+    Python are seeded for each by (seed, step, row), so that all ranks and resumed runs get the same.
 
-    Raises `UserError` where the dataset is empty, no dataset, or smaller than a batch, and where its examples (or what `strong`
+    Raises `UserError` if the dataset has no length, is empty or smaller than a batch, and if its examples (or what `strong`
     makes of them) do not fit the plan's batch.
 
     >>> import trainwright as tw
@@ -63,9 +63,9 @@ class ExampleBatches:
         self.indices, self.weights, self.is_strong = padding, (padding < self.num_examples).double(), padding < 0
 
     def use(self, indices: Tensor, weights: Tensor, is_strong: Tensor | None = None, since: int | None = None) -> None:
-        """Take the batches from these examples, counting epochs from step `since` (default: the step to come).
+        """Make the batches from these examples, with epochs counted from step `since` (default: the next step).
 
-        is_strong: which of them go through `strong`; the same example may stand there twice, as it is and augmented.
+        is_strong: marks the examples to be augmented by `strong`; an example may be listed twice, plain and augmented.
         """
         self.since = self.step if since is None else since
         self.indices, self.weights = indices.cpu().long(), weights.cpu().double()
@@ -76,12 +76,12 @@ class ExampleBatches:
         )  # fmt: skip
 
     def start_at(self, step: int) -> None:
-        """Go on with the batch of `step`."""
+        """Continue with the batch of `step`."""
         self.step = step
 
     @property
     def epoch(self) -> int:
-        """How many whole epochs have passed since the examples in use came into use."""
+        """Return the number of whole epochs since the current examples came into use."""
         return self.order.epoch_of(self.step)
 
     def __iter__(self) -> Iterator[Any]:
@@ -99,7 +99,7 @@ class ExampleBatches:
         return self._batch(examples, self.weights[places])
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """Return these examples as a batch, with weights of 1."""
+        """Return the examples at `indices` as a batch, with weights of 1."""
         return self._batch([self.dataset[index] for index in indices], torch.ones(len(indices)))
 
     def _strong(self, index: int, row: int) -> Any:
@@ -108,7 +108,7 @@ class ExampleBatches:
             return self.strong(self.dataset[index])
 
     def _batch(self, examples: list[Any], weights: Tensor) -> Any:
-        """Join examples; the weights stand in the batch where the plan's has room for them."""
+        """Return the collated examples, with the weights if the plan's batch has an entry for them."""
         batch = default_collate(examples)
         if not isinstance(batch, dict):
             return (*batch, self._weight(str(len(batch)), weights)) if self.has_weight else tuple(batch)
@@ -121,7 +121,7 @@ class ExampleBatches:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators that augmentations draw from (torch's on the CPU, NumPy's and Python's), and put them back."""
+    """Seed the generators of torch (on the CPU), NumPy and Python while the context lasts, and restore them afterwards."""
     python, array = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -146,7 +146,7 @@ def _length(dataset: Any) -> int:
 
 
 def _check_example(plan: Plan, example: Any, batch_size: int) -> bool:
-    """Return whether the plan's batch has a weight beside what the example has; `UserError` where they do not fit."""
+    """Return whether the plan's batch has an entry for weights; raise `UserError` if the example does not fit the batch."""
     if not isinstance(example, dict | tuple):
         raise UserError(f"examples as dicts or tuples are needed; the dataset has {type(example).__name__}; wrap them")
     try:
@@ -174,5 +174,5 @@ def _check_example(plan: Plan, example: Any, batch_size: int) -> bool:
 
 
 def _is_weight(entry: BatchEntry, batch_size: int) -> bool:
-    """Return whether an entry of a batch can be one weight an example."""
+    """Tell whether an entry of a batch can hold one weight for each example."""
     return entry.shape == (batch_size,) and getattr(torch, entry.dtype).is_floating_point

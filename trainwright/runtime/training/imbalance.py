@@ -1,4 +1,4 @@
-"""The policies for a step in which a rank was sent more rows of experts than the plan allows for: none is silent."""
+"""Applies the policy for steps in which experts of a rank got more rows than the plan allows for; none is silent."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ _WHAT_FOLLOWS = {
 
 
 class OverPlanned(Refusal):
-    """Training stopped before an update, for experts had more rows than planned; the weights are those of the step before."""
+    """Raised before an update if experts had more rows than planned; the weights are those of the previous step."""
 
 
 class ImbalanceGate:
-    """Says before each update whether a step's routing was within the plan, the same on every rank of the replica.
+    """Checks before each update that a step's routing was within the plan, with one answer for all ranks of the replica.
 
-    The factor of a layer is the most rows that any rank sends or computes, divided by their even share. It is known before the
-    rows are allocated; whether a step goes over is judged after its backward, where no rank waits for another inside a layer.
+    The factor of a layer is the largest number of rows that any rank sends or computes, divided by the even share. It is
+    known before the rows are allocated; the step is judged after its backward, so that no rank waits for another inside a layer.
 
-    warn: go on, no token is dropped, and say so whenever a factor is higher than any before. stop: raise `OverPlanned` on all
-    ranks. rerun: a layer that goes over is computed in pieces within what was planned, keeps its order alone for the backward
-    and is computed there once more; the result is the same. drop: the rows beyond, of the smallest weights, are left out.
-    Adds two all-reduces of two numbers to a step, of plans alone whose experts' rows depend on the data.
+    warn: continue without dropping tokens, and emit a note whenever a factor is higher than any before. stop: raise
+    `OverPlanned` on all ranks. rerun: a layer with too many rows is computed in pieces of the planned size, keeps only its
+    order for the backward and is recomputed there; the result is the same. drop: the excess rows, those of the smallest
+    weights, are left out. Adds two all-reduces of two numbers to a step, only in plans whose experts' rows depend on the data.
     """
 
     def __init__(self, policy: str) -> None:
         check_policy(policy)
         self.policy = policy
         self.limit = _LIMITS[policy]
-        """How the policy has the experts run."""
+        """The treatment of excess rows that the policy asks of the experts."""
         self.factor: float | None = None
-        """The last step's, the largest of all layers and ranks; None: no rows of this plan depend on the data."""
+        """The last step's largest factor over layers and ranks; None if no rows of this plan depend on the data."""
         self.dropped: float | None = None
-        """The part of the last step's rows that was dropped, of all layers and ranks; None: nothing ever is."""
+        """The share of the last step's rows that was dropped, over layers and ranks; None if the policy never drops any."""
         self._highest = 0.0
 
     @property
     def told(self) -> dict[str, float]:
-        """What joins the event of a step."""
+        """Return the entries that are added to a step's event."""
         found = {"expert_imbalance": self.factor, "expert_dropped": self.dropped}
         return {key: value for key, value in found.items() if value is not None}
 
     def lets_pass(self, module: ParallelModule, step: int) -> bool:
-        """Return True, or raise as the policy says; a collective call."""
+        """Return True, or raise `OverPlanned` if the policy says so; a collective call."""
         routed = module.communicator.routed
         if not routed.ever:
             return True
@@ -85,13 +85,13 @@ class ImbalanceGate:
 
 
 def check_policy(policy: str) -> None:
-    """Raise `UserError` for what is no policy."""
+    """Raise `UserError` unless `policy` is one of `POLICIES`."""
     if policy not in POLICIES:
         raise UserError(f"on_imbalance must be one of {', '.join(POLICIES)}; got {policy!r}; choose one of these")
 
 
 def _reduced(module: ParallelModule, own: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-    """Return numbers reduced over the ranks of the replica."""
+    """Return the numbers reduced by `op` over the ranks of the replica."""
     numbers = torch.tensor(own, dtype=torch.float64)
     if module.replicas.size > 1:
         numbers = numbers.to(module.device)

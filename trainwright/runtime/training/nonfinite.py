@@ -1,4 +1,4 @@
-"""What becomes of a step whose loss or gradients are not finite: the weights never see it, whatever the policy."""
+"""Applies the policy for steps whose loss or gradients are not finite; no policy lets them change the weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ MOST_IN_A_ROW = 10
 
 
 class NotFinite(Refusal):
-    """Training stopped before a step whose loss or gradients were not finite; the weights are those of the step before."""
+    """Raised before an update whose loss or gradients are not finite; the weights are those of the previous step."""
 
 
 class FiniteGate:
-    """Says before each update whether it may be made: whether loss and gradients are finite, on every rank
-    of the replica.
+    """Checks before each update that loss and gradients are finite on every rank of the replica.
 
-    stop: raise `NotFinite`; the weights stay as they were. skip: leave the update out and go on, `MOST_IN_A_ROW` times at
-    most. raise: raise `FloatingPointError`, which names the gradients: a failure, after which a launcher may start anew.
+    stop: raise `NotFinite`. skip: leave the update out and continue, at most `MOST_IN_A_ROW` times in a row. raise: raise
+    `FloatingPointError`, which names the gradients: a failure, after which a launcher may restart the run.
     It reads each gradient once, and adds an all-reduce of one number to a step.
     """
 
@@ -37,7 +36,7 @@ class FiniteGate:
         self._in_a_row = 0
 
     def lets_pass(self, module: ParallelModule, step: int, loss: Tensor) -> bool:
-        """Return whether the update of `step` may be made; a collective call. Raises as the policy says."""
+        """Return whether the update of `step` may be made, or raise as the policy says; a collective call."""
         if _all_finite(module, loss):
             self._in_a_row = 0
             return True
@@ -58,7 +57,7 @@ class FiniteGate:
 
 
 def check_policy(policy: str) -> None:
-    """Raise `UserError` for what is no policy."""
+    """Raise `UserError` unless `policy` is one of `POLICIES`."""
     if policy not in POLICIES:
         raise UserError(f"on_nan must be stop, skip or raise; got {policy!r}; choose one of these")
 
@@ -79,7 +78,7 @@ def _all_finite(module: ParallelModule, loss: Tensor) -> bool:
 
 
 def _gradients(module: ParallelModule) -> dict[str, Tensor]:
-    """This rank's part of every gradient; with a tier they have gone to it."""
+    """Return this rank's part of every gradient, by name; none with a tier, which has taken them."""
     if module.tier is not None:
         return {}
     grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
@@ -91,7 +90,7 @@ def _real(grad: Tensor) -> Tensor:
 
 
 def _culprits(module: ParallelModule) -> list[str]:
-    """The parameters whose gradients are not finite, on whichever rank; a collective call."""
+    """Return the names of the parameters whose gradients are not finite on any rank; a collective call."""
     own = [name for name, grad in _gradients(module).items() if not bool(torch.isfinite(grad).all())]
     found: list[list[str]] = [[] for _ in range(module.replicas.size)]
     dist.all_gather_object(found, own, group=module.replicas.inside)

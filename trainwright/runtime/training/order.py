@@ -1,7 +1,7 @@
-"""Which examples stand in which batch of a run: the one place where this is decided, for loaders and for `train` alike.
+"""Decides which examples each batch of a run has, for loaders and for `train` alike.
 
-It follows from (seed, number of the batch) alone, so that a run which goes on at some batch sees what an uninterrupted one
-would have seen, and a script with `plan.sampler` sees what `trainwright train` sees with the same seed.
+The order depends on (seed, index of the batch) alone, so that a resumed run sees the same batches as an uninterrupted one,
+and a script with `plan.sampler` the same as `trainwright train` with the same seed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ LAST = ("drop", "short", "pad")
 
 
 class ExampleOrder:
-    """The places, in a list of `num_examples`, of each batch of a run; an epoch is a whole number of batches.
+    """Gives, for each batch of a run, the positions of its examples in a list of `num_examples`; epochs are whole batches.
 
-    shuffle: another order each epoch, from `seed`. last: what becomes of the examples that do not fill a batch: `drop` leaves
-    them out of this epoch (of a shuffled one others each time), `short` makes a smaller batch of them, `pad` fills the batch
-    with the place `num_examples`, which is no example's. since: the batch that begins the first epoch.
+    shuffle: whether each epoch has another order, drawn from `seed`. last: the treatment of the examples that do not fill a
+    batch: `drop` leaves them out of this epoch (other ones each time, if shuffled), `short` makes a smaller batch of them, `pad`
+    fills the batch with the position `num_examples`, which is no example's. since: the index of the first epoch's first batch.
 
-    Raises `UserError` for an unknown `last`, and for fewer examples than a batch where they are dropped.
+    Raises `UserError` for an unknown `last`, and for fewer examples than a batch with `last="drop"`.
 
     >>> order = ExampleOrder(10, 4, shuffle=False)
     >>> order.num_batches, order.batch(1), order.batch(2)
@@ -45,7 +45,7 @@ class ExampleOrder:
         self.num_batches = num_examples // batch_size if last == "drop" else -(-num_examples // batch_size)
         rest = num_examples - (self.num_batches - 1) * batch_size
         self.num_last = rest if last == "short" else batch_size
-        """How many places the last batch of an epoch has."""
+        """The number of positions in the last batch of an epoch."""
         self._check()
         self._known: tuple[int, Tensor] | None = None
 
@@ -57,18 +57,18 @@ class ExampleOrder:
             )
 
     def epoch_of(self, step: int) -> int:
-        """Return which epoch the batch `step` belongs to."""
+        """Return the index of the epoch to which the batch `step` belongs."""
         return (step - self.since) // self.num_batches
 
     def batch(self, step: int) -> list[int]:
-        """Return the places of batch `step`."""
+        """Return the positions of batch `step`'s examples."""
         epoch, number = divmod(step - self.since, self.num_batches)
         if self._known is None or self._known[0] != epoch:
             self._known = epoch, self._epoch(epoch)
         return self._known[1][number * self.batch_size : (number + 1) * self.batch_size].tolist()
 
     def _epoch(self, epoch: int) -> Tensor:
-        """Return the places of a whole epoch's batches, end to end."""
+        """Return the positions of all batches of an epoch, concatenated."""
         size = (self.num_batches - 1) * self.batch_size + self.num_last
         order = self._permutation(epoch) if self.shuffle else torch.arange(self.num_examples)
         return torch.cat([order, torch.full((max(size - len(order), 0),), self.num_examples)])[:size]
@@ -81,11 +81,11 @@ class ExampleOrder:
 
 
 class SubsetOrder(ExampleOrder):
-    """The order of a chosen subset, of any size: always shuffled, never padded, at least one batch an epoch.
+    """The order of a subset of any size: always shuffled, never padded, with at least one batch an epoch.
 
-    weights: none, and each example stands once in an epoch (or is left out of it by `drop`; more than once where there are
-    fewer than a batch); with weights w, batches are drawn: of an epoch's m rows example j gets m·w_j / Σw, rounded down or up
-    and exactly so on average (systematic sampling).
+    weights: without them, each example occurs once in an epoch (unless `drop` leaves it out; more often if the subset is
+    smaller than a batch). With weights w, batches are sampled: of an epoch's m rows example j gets m·w_j / Σw, rounded down or
+    up, and exactly that on average (systematic sampling).
 
     >>> order = SubsetOrder(2, 4, weights=torch.tensor([3.0, 1.0]))
     >>> sorted(order.batch(0))

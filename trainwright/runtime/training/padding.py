@@ -1,4 +1,4 @@
-"""Padding for a last batch that is too short: an example that has no weight in the loss."""
+"""Pads a last batch that is too short with an example that has no weight in the loss."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.utils.data import Dataset
 from ...artifacts import Plan, UserError
 
 IGNORED = -100
-"""The label that cross-entropy leaves out: torch's default, and Hugging Face's."""
+"""The label that cross-entropy ignores by default, in torch and in Hugging Face models."""
 
 
 class PaddedDataset(Dataset[Any]):
-    """A dataset with one example more, behind the last, whose labels cross-entropy leaves out.
+    """Wraps a dataset and appends one example whose labels cross-entropy ignores.
 
-    A mean over the labels that count is then the same as without it. Each example has to be a dict with integer `labels`;
-    the plan's loss has to be a cross-entropy that ignores −100, torch's default, and its model may not mix the examples of a
-    batch in other ways (batch norm is refused; a router's balancing loss would count the padding).
+    The mean over the labels that are not ignored is then unchanged. Each example has to be a dict with integer `labels`; the
+    plan's loss has to be a cross-entropy that ignores −100, torch's default; and its model must not mix the examples of a batch
+    in other ways (batch norm is refused; a router's balancing loss would count the padding).
 
-    Raises `UserError` where padding would change the loss.
+    Raises `UserError` if padding would change the loss.
     """
 
     def __init__(self, plan: Plan, dataset: Any) -> None:
@@ -42,7 +42,7 @@ class PaddedDataset(Dataset[Any]):
             )
 
     def __len__(self) -> int:
-        """How many real examples there are."""
+        """Return the number of real examples."""
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
@@ -59,7 +59,7 @@ def _ignored(labels: Any) -> Any:
 
 
 def check_padding(last: str, dataset: Any) -> None:
-    """Raise `UserError` where `last` asks for padding that `dataset` does not have."""
+    """Raise `UserError` if `last` is `pad` and `dataset` is no `PaddedDataset`."""
     if last == "pad" and not isinstance(dataset, PaddedDataset):
         raise UserError(
             "a dataset with padding is needed for last='pad', or the loss would count examples twice; got "

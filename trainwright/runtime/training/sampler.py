@@ -1,7 +1,7 @@
-"""Which examples each rank loads: `plan.sampler` for a `DataLoader`.
+"""Samples the examples that each rank loads: `plan.sampler` for a `DataLoader`.
 
-A plan fixes the global batch; of it a rank needs the rows that its part of the batch's first dim covers. Which examples
-stand in a batch is `ExampleOrder`'s to say.
+A plan fixes the global batch; a rank needs the rows that its part of the batch's first dim covers. `ExampleOrder` decides
+which examples a batch has.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from .padding import check_padding
 
 
 class PlanSampler(Sampler[list[int]]):
-    """Yield this rank's rows of each global batch, an epoch an iteration: a `DataLoader`'s `batch_sampler`.
+    """A `DataLoader`'s `batch_sampler` that yields this rank's rows of each global batch; each iteration is one epoch.
 
-    The loader's batches then hold this rank's rows alone; `plan.shard_batch` cuts what else the plan splits. Where entries of
-    the batch are split differently, or not at all, every rank loads all rows.
+    The loader's batches then hold only this rank's rows; `plan.shard_batch` cuts the other dims that the plan splits. If
+    entries of the batch are split differently, or not at all, every rank loads all rows.
 
-    dataset: anything with a length. shuffle: another order each epoch, from `seed`, the same on all ranks.
-    last: what becomes of the examples that do not fill a batch: `drop` leaves them out (of this epoch), `short` makes a batch
-    of them, which every rank loads whole, `pad` fills the batch with examples that have no weight in the loss, for which the
-    dataset has to be a `PaddedDataset`.
-    whole: let every rank load all rows, for loaders whose batches have a length of their own (padded to the longest of a
-    batch, say): of its own rows alone a rank could not tell it. So does `last="short"` where the short batch has as many rows
-    as a rank has of a full one, and would be taken for them.
+    dataset: anything with a length. shuffle: whether each epoch has another order, drawn from `seed`, the same on all ranks.
+    last: the treatment of the examples that do not fill a batch: `drop` leaves them out of this epoch, `short` makes a batch
+    of them, which every rank loads whole, `pad` fills the batch with examples that have no weight in the loss; the dataset
+    then has to be a `PaddedDataset`.
+    whole: whether every rank loads all rows, for loaders whose batches have varying lengths (padded to the longest example of a
+    batch, say), which a rank cannot tell from its own rows. It is implied by `last="short"` if the short batch has as many
+    rows as a rank has of a full one, and so could be mistaken for them.
 
-    Not for iterable datasets, which have no order to choose from: give each rank the global batch and call
-    `plan.shard_batch`.
+    An iterable dataset has no order to choose from: give each rank the global batch and call `plan.shard_batch`.
 
-    Raises `UserError` for fewer examples than a batch, and where a rank would have no row at all.
+    Raises `UserError` for fewer examples than a batch, and if a rank would have no row at all.
 
     >>> from trainwright.artifacts import BatchEntry
     >>> entry = BatchEntry(shape=(4, 3), dtype="float32", layout=("S0",))
@@ -59,7 +58,7 @@ class PlanSampler(Sampler[list[int]]):
         self.order = ExampleOrder(len(dataset), global_batch_size(plan), seed=seed, shuffle=shuffle, last=last)
         check_padding(last, dataset)
         self.num_last = self.order.num_last
-        """Rows of the last batch of an epoch."""
+        """The number of rows in the last batch of an epoch."""
         of_ranks = [len(own_rows(plan, place)) for place in itertools.product(*map(range, mesh))]
         self.whole = whole or (self.num_last < self.batch_size and self.num_last in of_ranks)
         self.rows = own_rows(plan, tuple(coords) if coords is not None else coordinates(mesh))
@@ -76,7 +75,7 @@ class PlanSampler(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int:
-        """How many examples a batch holds, over all ranks."""
+        """Return the number of examples in a batch, over all ranks."""
         return self.order.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -90,19 +89,19 @@ class PlanSampler(Sampler[list[int]]):
         return self.order.num_batches
 
     def deals_for(self, plan: Plan) -> bool:
-        """Return whether these are batches of `plan`."""
+        """Tell whether the batches are those of `plan`."""
         return self._deals == (plan.batch, plan.inner_mesh, plan.micro_batches)
 
     def rows_meant(self, num: int) -> str | None:
-        """Return what `num` rows, fewer than a batch has, are: `all` of a short batch, a rank's `own`, or None: not from here."""
+        """Return what `num` rows, fewer than a batch has, are: `all` of a short batch, this rank's `own`, or None if neither."""
         if num == self.num_last:
             return "all"
         return "own" if not self.whole and num == len(self.rows) else None
 
     def start_at(self, num_batches: int) -> None:
-        """Go on after so many batches of the whole run, past epochs included."""
+        """Continue after `num_batches` batches of the whole run, past epochs included."""
         self.epoch, self._first = divmod(num_batches, len(self))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with `epoch` at the next iteration; without this, each iteration is the next epoch."""
+        """Start the next iteration at `epoch`; without this call, each iteration is the next epoch."""
         self.epoch, self._first = epoch, 0

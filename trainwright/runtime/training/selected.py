@@ -1,7 +1,7 @@
-"""Training on a weighted subset that is chosen anew as the model changes.
+"""Trains on a weighted subset of the examples that is selected anew as the model changes.
 
-logits      of all examples, by the planned module itself, in evaluation, in batches of the plan's size    `all_logits`
-choice      by the caller's selector, on each example's gradient at the logits; rank 0's, sent to all      `_choose`
+logits      of all examples, computed by the planned module in evaluation mode, in batches of the plan's size    `all_logits`
+selection   by the caller's selector, from each example's gradient at the logits; rank 0's is sent to all        `_choose`
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ..module import LossOutput, ParallelModule
 from .examples import ExampleBatches
 
 Gradients = Callable[[Tensor, Tensor], Tensor]
-"""(logits [n, C], labels [n]) → what examples are told apart by [n, p]."""
+"""(logits [n, C], labels [n]) → the features [n, p] by which the selector compares examples."""
 Compose = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(number of examples, indices, weights chosen) → indices, weights and strong marks of what is trained on."""
+"""(number of examples, selected indices, their weights) → indices, weights and strong marks of the examples to train on."""
 
 
 class SelectedBatches:
-    """Iterate over batches from a subset of the examples, chosen before the first step and after every `every` epochs of it.
+    """Iterator over batches from a subset of the examples, selected before the first step and every `every` epochs of it.
 
-    batches: all examples, as `ExampleBatches`; it says how the weights reach the loss. selector: `CRAIG`, or anything with its
-    `fit(gradients, labels)`, `indices_` and `weights_`; or a function from the step to one, for those that draw. gradients:
-    `logit_gradients` of `trainwright.selection`. The model must then be a classifier: its output, or that output's `.logits`,
-    is [batch, C], and the labels are the batch's `labels` or, in a tuple, its second entry. With None the selector is
-    given the examples' numbers alone (`RandomSubset`): no pass over them, any model. compose: `with_strong_copies`, where
-    strongly augmented copies of the chosen are trained on (`strong` of the batches makes them); by default the chosen ones are.
-    Every rank iterates; no rank ever holds the whole model.
+    batches: all examples, as `ExampleBatches`, which defines how the weights reach the loss. selector: `CRAIG`, or anything with
+    its `fit(gradients, labels)`, `indices_` and `weights_`; or a function from the step to one, for selectors that draw random
+    numbers. gradients: `logit_gradients` of `trainwright.selection`. The model must then be a classifier: its output, or that
+    output's `.logits`, is [batch, C], and the labels are the batch's `labels` or, in a tuple, its second entry. With None the
+    selector gets the examples' indices only (`RandomSubset`), which needs no pass over them and works for any model. compose:
+    `with_strong_copies` to train on strongly augmented copies of the selected examples (made by the batches' `strong`); by
+    default the selected ones are trained on. Every rank iterates; no rank ever holds the whole model.
 
-    `seconds_of(step)`: spent on choosing before that step, the pass over all examples included; `selection_s`, `num_selections`.
+    `seconds_of(step)` is the time of the selection before that step, the pass over all examples included; `selection_s` and
+    `num_selections` are totals.
 
-    Raises `UserError` for settings out of range, and where the model has no logits or the batch no labels; `Refusal` where
-    logits are not finite. Not worth it where a forward pass over all examples takes longer than what `every` epochs of the
-    subset save.
+    Raises `UserError` for settings out of range, and if the model has no logits or the batch no labels; `Refusal` if logits
+    are not finite. It does not pay off if a forward over all examples takes longer than `every` epochs of the subset save.
 
     >>> import trainwright as tw
     >>> from trainwright.selection import CRAIG, logit_gradients
@@ -71,11 +71,11 @@ class SelectedBatches:
 
     @property
     def selection_s(self) -> float:
-        """Seconds spent on choosing so far."""
+        """Return the seconds of all selections so far."""
         return sum(self._seconds.values())
 
     def seconds_of(self, step: int) -> float:
-        """Return the seconds spent on choosing before `step`, 0 where nothing was chosen."""
+        """Return the seconds of the selection before `step`, 0 if there was none."""
         return self._seconds.get(step, 0.0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -88,11 +88,11 @@ class SelectedBatches:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step to come wants a new choice."""
+        """Tell whether the next step needs a new selection."""
         return self.num_selections == 0 or self.batches.epoch >= self.every
 
     def select(self) -> None:
-        """Choose now; a collective call."""
+        """Select a new subset; a collective call."""
         started = time.perf_counter()
         indices, weights = self._choose()
         self.num_chosen = len(indices)
@@ -105,11 +105,11 @@ class SelectedBatches:
         self._seconds[step] = self.seconds_of(step) + time.perf_counter() - started
 
     def start_at(self, step: int) -> None:
-        """Go on with the batch of `step`."""
+        """Continue with the batch of `step`."""
         self.batches.start_at(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on with the same subset."""
+        """Return the state with which a resumed run continues with the same subset."""
         batches = self.batches
         return {
             "since": batches.since, "indices": batches.indices, "weights": batches.weights, "strong": batches.is_strong,
@@ -117,7 +117,7 @@ class SelectedBatches:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the subset of `state_dict()`; `UserError` where the dataset has become smaller."""
+        """Continue with the subset of `state_dict()`; raise `UserError` if the dataset has become smaller."""
         largest = int(state["indices"].max())
         if largest >= self.batches.num_examples:
             raise UserError(
@@ -153,8 +153,8 @@ class SelectedBatches:
 def all_logits(module: ParallelModule, batches: ExampleBatches) -> tuple[Tensor, Tensor]:
     """Return the logits [n, C] (fp32 or wider) and labels [n] of all examples, in the dataset's order; a collective call.
 
-    The module runs in evaluation, without gradients, and is put back in its mode; the last batch is filled up with its
-    last example, whose further copies are dropped again.
+    The module runs in evaluation mode, without gradients, and returns to its mode; the last batch is filled with copies of its
+    last example, whose logits are dropped.
     """
     rows, labels, size = [], [], batches.batch_size
     was_training = module.training
@@ -202,7 +202,7 @@ def _logits(output: Any, batch_size: int) -> Tensor:
 
 
 def _from_first(values: Tensor) -> Tensor:
-    """Return rank 0's vector on every rank."""
+    """Return rank 0's vector, broadcast to every rank."""
     if dist.get_world_size() == 1:
         return values
     size = torch.tensor([len(values)])

@@ -1,11 +1,11 @@
-"""What real steps did and when, on every rank: compute and collectives on rows of their own, for Perfetto and its like.
+"""Records a trace of real steps on every rank, for Perfetto and its like, with compute and collectives on separate rows.
 
-    ops          torch's profiler, of this process                     row "compute", device kernels on "device"
-    phases       the forward, the backward, the optimizer's step, and what was waited for   row "compute", around them
-    collectives  from where one is handed to the backend until it says that it is done      rows "collectives"
+    ops          from torch's profiler, of this process                           row "compute", device kernels on "device"
+    phases       the forward, the backward, the optimizer's step, and waits       row "compute", around the ops
+    collectives  from their issue until the backend reports their completion      rows "collectives"
 
-A collective that lies beside ops of the backward was hidden by them; one under a "wait" was not. Clocks are those of the
-ranks' machines. Recording slows the steps that it sees, their Python most of all.
+A collective beside ops of the backward was hidden by them; one under a "wait" was exposed. Clocks are those of the ranks'
+machines. Recording slows the recorded steps, most of all their Python code.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["StepTrace"]
 Event = dict[str, Any]
 _MARK = "trainwright::traced"
 _COMPUTE, _DEVICE, _OTHER, _COLLECTIVES = 1, 2, 3, 10
-"""Rows, as thread numbers; collectives that are under way at once take one each from the last on."""
+"""Rows, as thread numbers; concurrent collectives take one each, from the last number on."""
 
 
 class StepTrace:
-    """Records `num_steps` steps of a run after its first `skip`."""
+    """Records a trace of `num_steps` steps of a run, after its first `skip` ones."""
 
     def __init__(self, activity: Activity, num_steps: int = 3, skip: int = 2) -> None:
         self.activity, self.num_steps, self.skip = activity, num_steps, skip
@@ -41,7 +41,7 @@ class StepTrace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record what happens inside the block, if step `number` of the run (from 0) is one of those to be recorded."""
+        """Record the `with` block, if step `number` of the run (from 0) is one of those to be recorded."""
         if not self.skip <= number < self.skip + self.num_steps:
             yield
             return
@@ -62,7 +62,7 @@ class StepTrace:
         self.events += _ops(profiler, start_ns)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write what all ranks have recorded as one file; every rank calls this, the first one writes."""
+        """Write the traces of all ranks to one file, on rank 0; a collective call."""
         ranks: list[Any] = [self.events]
         if dist.is_initialized() and dist.get_world_size() > 1:
             ranks = [None] * dist.get_world_size()
@@ -76,25 +76,25 @@ class StepTrace:
 
 
 class _Recorder:
-    """What `Activity` is told while a step is recorded: times are those of the wall clock, in nanoseconds."""
+    """`Recorder` of one step: collects what `Activity` reports, with wall-clock times in nanoseconds."""
 
     def __init__(self) -> None:
         self.done: list[Event] = []
         self.flights: list[tuple[str, int, int, list[int]]] = []
 
     def did(self, what: str, is_collective: bool, start_ns: int) -> None:
-        """Note what has just ended."""
+        """Note an activity that has just ended."""
         name, kind = (f"wait for {what}", "wait") if is_collective else (what.removeprefix("the "), "phase")
         self.done.append(_span(name, kind, _COMPUTE, start_ns, time.time_ns()))
 
     def issued(self, what: str, num_bytes: int, work: Any) -> None:
-        """Note a collective that has just been handed over, and when the backend is done with it."""
+        """Note a collective that has just been issued, and the time at which the backend completes it."""
         ends: list[int] = []
         self.flights.append((what, num_bytes, time.time_ns(), ends))
         work.get_future().add_done_callback(lambda _: ends.append(time.time_ns()))
 
     def events(self) -> list[Event]:
-        """Return all that was noted; each collective on the first row that is free."""
+        """Return the events noted, each collective on the first free row."""
         found, free_ns = list(self.done), list[int]()
         for what, num_bytes, start_ns, ends in self.flights:
             end_ns = ends[0] if ends else time.time_ns()
@@ -105,7 +105,7 @@ class _Recorder:
 
 
 def _ops(profiler: torch.profiler.profile, start_ns: int) -> Iterator[Event]:
-    """The ops that torch's profiler saw, on the wall clock: it has our mark, whose begin is known there."""
+    """Yield the ops that torch's profiler recorded, in wall-clock time, aligned by a mark whose start is known in both clocks."""
     events = profiler.events()
     mark = next(event for event in events if event.name == _MARK)
     for event in events:
@@ -124,7 +124,7 @@ def _span(name: str, kind: str, row: int, start_ns: int, end_ns: int, args: Even
 
 
 def _of_rank(rank: int, events: list[Event], start_us: float) -> Iterator[Event]:
-    """The events of one rank as a process of the trace, its rows named."""
+    """Yield the events of one rank as a process of the trace, with named rows."""
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     names = {_COMPUTE: "compute", _DEVICE: "device", _OTHER: "other threads"}
     for row in sorted({event["tid"] for event in events}):

@@ -1,4 +1,4 @@
-"""Training a planned model: one step, the loop around it, and the data of a causal language model."""
+"""Trains a planned model: runs one step, the loop around it, and batches of text for a causal language model."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from .watchdog import Watchdog
 OnStep = Callable[[dict[str, Any]], None]
 MayUpdate = Callable[[Tensor], bool]
 Norms = Callable[..., dict[str, float]]
-"""Computes norms from gradients and, with stages, from a function that sums a number over them."""
+"""Computes norms from gradients and, with pipeline stages, from a function that sums a number over the stages."""
 NUM_MEASURED = 2
-"""The number of steps whose allocations are followed; all later ones allocate the same."""
+"""The number of steps whose allocations are recorded; all later ones allocate the same."""
 
 
 def train_step(module: ParallelModule, optimizer: torch.optim.Optimizer, part: Any, may_update: MayUpdate | None = None
                ) -> Tensor:  # fmt: skip
     """Run one step on the rank's part of a batch and return the loss of the whole batch.
 
-    `may_update(loss)` is asked once the gradients are there, and leaves the update out when it says no.
+    `may_update(loss)` is called once the gradients are complete; the update is skipped if it returns False.
     """
     activity = module.communicator.activity
     loss = loss_with_gradients(module, optimizer, part)
@@ -88,18 +88,18 @@ def train_loop(
     """Train for the steps `first_step` … `steps − 1` on global `batches` and return the losses; every rank calls this.
 
     `on_step` gets {step, steps, loss, step_s, samples_per_s, tokens_per_s, peak_bytes, comm_s, update_s, comm_bytes, planned,
-    skipped, lr, and what `norms` and `held_out` found} on every rank (`planned`: whether the batch had the planned shape); the
-    peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs when a step is done
-    (a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; the weights never see such a step.
-    on_imbalance: `warn`, `stop`, `rerun` or `drop`, see `ImbalanceGate`, whose factor joins the event as `expert_imbalance`.
-    timeout_s: how long a rank may be at one thing (an op, a batch, a checkpoint); then the run ends with the name of the rank
-    and the op. None: no limit but the process group's. trace: records some of the steps. take: what runs one step, in place of
-    `train_step`: a `ClosureStep`, say; what its `told()` returns, if it has that, joins the event. schedule: its
-    `before(module, part)` and `after()` are called around each step. norms: what of the gradients is told with the step, once
-    they are there. held_out: a loss on other data, now and then. growth: how many batches a step takes (`num`), told of them by
-    `after(step, batches)`.
+    skipped, lr, and the results of `norms` and `held_out`} on every rank (`planned`: whether the batch had the planned shape);
+    the peak is the largest rank's since the start, from the allocator's own records. `after_step(step)` runs at the end of a
+    step (to save a checkpoint, say). on_nan: `stop`, `skip` or `raise`, see `FiniteGate`; such a step never changes the weights.
+    on_imbalance: `warn`, `stop`, `rerun` or `drop`, see `ImbalanceGate`, whose factor is `expert_imbalance` in the event.
+    timeout_s: the most seconds of one activity of a rank (an op, a batch, a checkpoint); the run then ends with the name of the
+    rank and the op. None: no limit but the process group's. trace: records some of the steps. take: runs one step instead of
+    `train_step`, such as a `ClosureStep`; the result of its `told()`, if it has one, is added to the event. schedule: its
+    `before(module, part)` and `after()` are called around each step. norms: computes norms of the gradients for the event.
+    held_out: a loss on other data, measured from time to time. growth: the number of batches in a step (`num`); its
+    `after(step, batches)` is called after each step.
 
-    Raises `Refusal` when the loss is not finite, unless such steps are to be skipped, and `UserError` when data ends early.
+    Raises `Refusal` when the loss is not finite, unless such steps are skipped, and `UserError` when the data ends early.
     """
     source, gate, activity = iter(batches), FiniteGate(on_nan), module.communicator.activity
     routing = ImbalanceGate(on_imbalance)
@@ -164,8 +164,8 @@ def _may_update(
     told: dict[str, float],
     loss: Tensor,
 ) -> bool:
-    """Return True if the update may be made; the norms of the gradients are added to `told` before."""
-    if norms is not None and module.tier is None:  # to which the gradients have gone
+    """Add the norms of the gradients to `told`, and return whether the update may be made."""
+    if norms is not None and module.tier is None:  # which has taken the gradients
         pipe = module.pipe
         grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
         if pipe is not None:
@@ -178,16 +178,16 @@ def _may_update(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A loss on batches that are not trained on: after every `every` steps, and after the last.
+    """Measures the loss on batches that are not trained on, after every `every` steps and after the last one.
 
-    batches: global ones, the same on every rank. The mean of their losses is taken, dropout off.
+    batches: global ones, the same on every rank. The result is the mean of their losses, in evaluation mode.
     """
 
     batches: Sequence[Any]
     every: int
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Tell whether the loss is to be measured after `step`."""
+        """Tell whether the loss is due after `step`."""
         return (step + 1) % self.every == 0 or step + 1 == steps
 
     def loss(self, module: ParallelModule) -> float:
@@ -218,7 +218,7 @@ def _adding_up(
     may_update: MayUpdate,
     batch: Any,
 ) -> Tensor:
-    """Run one step on several batches, whose gradients add up to that of their mean."""
+    """Run one step on several batches, whose gradients are accumulated to that of their mean loss."""
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=module.device)
     for own in parts:
@@ -232,7 +232,7 @@ def _adding_up(
 
 
 class _Step:
-    """One step that is still to be run, so that the allocator can be watched while it is."""
+    """A callable that runs one step, so that it can be measured, and then holds its loss and seconds."""
 
     def __init__(self, take: Callable[[], Tensor], module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
         self.take, self.module, self.optimizer = take, module, optimizer
@@ -265,7 +265,7 @@ def _event(
 
 
 def _peak_of(run: _Step, watched: bool) -> int:
-    """Run a step; return the largest rank's peak, where it is watched or the device keeps records anyway."""
+    """Run a step and return the largest rank's peak; 0 on a CPU if the step is not `watched`."""
     module = run.module
     if module.device.type == "cuda":
         run()
@@ -297,7 +297,7 @@ def text_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches of consecutive bytes of the files, for a causal language model; the same on every rank.
 
-    Each batch is `input_ids` and equal `labels` in the plan's shape; the text starts again at its end. `UserError` when a
+    Each batch is `input_ids` and equal `labels` in the plan's shape; the text repeats from its start. Raises `UserError` when a
     file cannot be read, when there is too little text, or when the model's batch or vocabulary does not fit bytes.
     """
     entry = plan.batch.get("input_ids")

@@ -1,8 +1,8 @@
-"""A time limit on whatever a rank is at: a run that hangs ends with the name of the rank and of the op.
+"""Limits the time of each activity of a rank: a run that hangs ends with the name of the rank and of the op.
 
-Each rank has a thread that tells a shared store what the rank is at. A rank that has been at one thing for too long looks
-who is to blame, and ends with that: a rank that tells nothing any more; else one that is not in a collective, where the
-others wait for it; else the one that has come through the fewest.
+Each rank has a thread that writes the rank's activity to a shared store. A rank whose activity lasts too long finds the rank
+to blame, and ends with that message: a rank that has stopped writing; else one that is not in a collective, in which the
+others wait for it; else the one that has completed the fewest collectives.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Statuses = dict[int, dict[str, Any]]
 
 
 class RankHung(WorkerError):
-    """A rank has been at one thing for longer than the time limit."""
+    """Raised when one activity of a rank has lasted longer than the time limit."""
 
 
 class Watchdog:
-    """A context manager: end this rank when what it is at takes more than `timeout_s`; a collective call.
+    """Context manager that ends this rank when one activity lasts longer than `timeout_s`; constructing it is collective.
 
-    `activity` is the communicator's. A timeout has to be longer than the longest honest wait, such as for data.
+    `activity` is the communicator's. The timeout has to be longer than the longest legitimate wait, such as one for data.
     """
 
     def __init__(self, activity: Activity, timeout_s: float) -> None:
@@ -67,7 +67,7 @@ class Watchdog:
                 fail(RankHung(message))
 
     def _tell(self) -> str | None:
-        """Say to the others what this rank is at; what is wrong where rank 0, which keeps the store, does not listen."""
+        """Write this rank's activity to the store; return an error message if rank 0, which hosts the store, does not respond."""
         now, self._beat = self._activity.now, self._beat + 1
         status = {
             "beat": self._beat,
@@ -112,7 +112,7 @@ class Watchdog:
 
 
 def listen(look: Callable[[], Statuses], wait: Callable[[], None]) -> tuple[Statuses, list[int]]:
-    """Return what the ranks said last, and those that said nothing new in `SILENT_PERIODS` waits.
+    """Return the ranks' last statuses, and the ranks that wrote nothing new during `SILENT_PERIODS` waits.
 
     >>> beats = iter([1, 1, 2])
     >>> listen(lambda: {0: {"beat": next(beats)}}, lambda: None)
@@ -132,7 +132,7 @@ def listen(look: Callable[[], Statuses], wait: Callable[[], None]) -> tuple[Stat
 
 
 def describe_hang(statuses: Mapping[int, Mapping[str, Any]], silent: Sequence[int], limit: str) -> str:
-    """Return who is to blame, what it was at, and where the others wait.
+    """Return a message that names the rank to blame, its activity, and where the others wait.
 
     >>> waiting = {"what": "all_reduce over axis a0", "is_collective": True, "step": 3, "num_collectives": 9}
     >>> late = {"what": "data", "is_collective": False, "step": 3, "num_collectives": 8}
@@ -154,7 +154,7 @@ def describe_hang(statuses: Mapping[int, Mapping[str, Any]], silent: Sequence[in
 
 
 def _waited_for(statuses: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Follow who waits for whom: the ranks that wait for no single other, or the cycle; none where nobody waits so.
+    """Return the ranks at the end of chains of waits for single peers, or those in a cycle; none if no rank waits for one peer.
 
     >>> _waited_for({0: {"peer": 1}, 1: {"peer": 0}, 2: {"peer": 1}})
     [0, 1]
@@ -173,7 +173,7 @@ def _waited_for(statuses: Mapping[int, Mapping[str, Any]]) -> list[int]:
 
 
 def _shared_store() -> dist.TCPStore:
-    """A store of the watchdogs' own, kept by rank 0: the group's is not to be had from another thread."""
+    """Return a store on rank 0 for the watchdogs alone, since the process group's cannot be used from another thread."""
     limit = timedelta(seconds=STORE_TIMEOUT_S)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     store, told = None, [0]

@@ -1,1 +1,1 @@
-"""Is a plan's step that of one process? What is compared, and how far it may be off."""
+"""Verifies that a plan's step equals that of one process, within error bars."""

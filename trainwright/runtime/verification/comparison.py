@@ -1,9 +1,9 @@
-"""How far what a plan computes is from what one process computes, and how far it may be.
+"""Measures the errors of a plan's results against those of one process, and sets the bars that they must keep.
 
     error(a, b) = ‖a − b‖ / max(‖b‖, 10⁻³ √(n/N) ‖all‖)        n, N: element counts of b and of all that are compared
 
-so that a tensor which is zero but for rounding (the gradient of an attention key's bias, the running mean of centred
-inputs) is compared to what it would be if all tensors of its kind were equally large.
+The floor is for tensors that are zero but for rounding (the gradient of an attention key's bias, the running mean of
+centred inputs): such a tensor is compared to the size it would have if all tensors of its kind were equally large.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 Tensors = Mapping[str, Tensor]
 FP64_BAR, FP32_BAR, FP32_FACTOR = 1e-9, 1e-5, 5.0
 FLOOR = 1e-3
-"""A tensor is compared to at least this share of what it would be if all were equally large."""
+"""The least size that a tensor is compared to, as a share of its size if all were equally large."""
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest error of one kind of tensors, and that which comes closest to breaking its own bar."""
+    """The largest error of one kind of tensors, and the tensor whose error is the largest relative to its bar."""
 
     error: float
     name: str
@@ -32,9 +32,9 @@ class Worst:
 
 
 def worst_of(errors: Mapping[str, float], own: Mapping[str, float] | None) -> Worst:
-    """Return the worst of `errors`.
+    """Return the largest of `errors`, and the tensor that comes closest to its bar.
 
-    own: of fp32, the single process's errors against float64, which widen the bars; None of float64.
+    own: in fp32, the single process's errors against float64, which widen the bars; None in float64.
     """
     bars = {name: FP64_BAR if own is None else bar_of(own.get(name, 0.0)) for name in errors}
     name = max(errors, key=lambda each: errors[each] / bars[each], default="")
@@ -44,7 +44,7 @@ def worst_of(errors: Mapping[str, float], own: Mapping[str, float] | None) -> Wo
 
 
 def bar_of(own_error: float) -> float:
-    """Return the error allowed in fp32 to what one process's fp32 has so large an error of its own."""
+    """Return the bar in fp32 for a tensor whose single-process error against float64 is `own_error`."""
     return max(FP32_BAR, FP32_FACTOR * own_error)
 
 
@@ -54,7 +54,7 @@ def relative(value: float, reference: float) -> float:
 
 
 def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
-    """Return each gradient's error; one that a side lacks counts as zeros there.
+    """Return each gradient's error; a gradient that one side lacks counts as zeros there.
 
     >>> gradient_errors({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 4.0])})
     {'w': 0.75}
@@ -64,9 +64,10 @@ def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
 
 
 def buffer_errors(found: Tensors, reference: Tensors, before: Tensors) -> dict[str, float]:
-    """Return each buffer's error after a step; `before` are the reference's at its begin.
+    """Return each buffer's error after a step; `before` holds the reference's buffers before it.
 
-    Those that the step does not write are compared to themselves alone: a mask of −10³⁸ is no measure of a mean.
+    Buffers that the step does not write have no floor, and do not count in that of others: a mask of −10³⁸ is no scale for a
+    mean.
     """
     written = {name for name, value in reference.items() if not torch.equal(value, before[name].to(value.dtype))}
     floor = _floor(reference[name] for name in written if reference[name].is_floating_point())
@@ -77,12 +78,12 @@ def buffer_errors(found: Tensors, reference: Tensors, before: Tensors) -> dict[s
 
 
 def changes(after: Tensors, before: Tensors) -> dict[str, Tensor]:
-    """Return what has changed of each tensor in `after`, in float64."""
+    """Return the difference `after` − `before` of each tensor, in float64."""
     return {name: value.double() - before[name].double() for name, value in after.items()}
 
 
 def output_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
-    """Return the error of each output; one that a side lacks is wholly wrong."""
+    """Return the error of each output; that of an output that one side lacks is infinite."""
     names = {**reference, **found}
     return {
         name: _error(found[name], reference[name], 0.0) if name in found and name in reference else math.inf
@@ -91,7 +92,7 @@ def output_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
 
 
 def _floor(tensors: Iterable[Tensor]) -> float:
-    """The smallest root mean square that a tensor is compared to."""
+    """Return the smallest root mean square that a tensor is compared to."""
     held = list(tensors)
     total = sum(tensor.numel() for tensor in held)
     norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in held))

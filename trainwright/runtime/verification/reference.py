@@ -1,4 +1,4 @@
-"""One process's own step, update and evaluation, which a plan's are compared with: in float64, and as the user's model."""
+"""Runs the reference of a comparison: step, update and evaluation on one process, in float64 or as the user's model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Step:
-    """What one step gives: its loss, whole gradients, and the buffers after it."""
+    """The results of one step: its loss, whole gradients, and the buffers after it."""
 
     loss: float
     gradients: Tensors
@@ -39,7 +39,7 @@ class Step:
 
 
 class Reference:
-    """A model on one process. `step`, then `update`, then `evaluate`, each once."""
+    """Runs a model on one process: call `step`, then `update`, then `evaluate`, each once."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self.model, self.batch = model, as_batch(batch)
@@ -47,14 +47,14 @@ class Reference:
         """Parameters and buffers before the step."""
 
     def step(self) -> Step:
-        """Run forward and backward."""
+        """Run forward and backward, and return their results."""
         loss = self._loss()
         loss.backward()
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         return Step(float(loss.detach()), gradients, _copied(dict(self.model.named_buffers())))
 
     def update(self, make_optimizer: MakeOptimizer, gradients: Tensors) -> Tensors:
-        """Return the parameters after one step of the optimizer, given these gradients in place of its own."""
+        """Return the parameters after one step of the optimizer with the given gradients."""
         params = dict(self.model.named_parameters())
         for name, param in params.items():
             grad = gradients.get(name)
@@ -64,7 +64,7 @@ class Reference:
         return {name: param.detach() for name, param in params.items()}
 
     def evaluate(self) -> Tensors:
-        """Return loss and outputs in evaluation, on the same batch."""
+        """Return loss and outputs in evaluation mode, on the same batch."""
         raise NotImplementedError
 
     def _loss(self) -> Tensor:
@@ -72,7 +72,7 @@ class Reference:
 
 
 class Exact(Reference):
-    """The captured program of the whole batch in float64: no split, nothing recomputed, a model's own casts lifted."""
+    """Runs the captured program of the whole batch in float64: unsplit, nothing rematerialised, the model's casts lifted."""
 
     def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> None:
         self._training = self._captured(plan, model, loss_fn, training=True)
@@ -94,7 +94,7 @@ class Exact(Reference):
         return loss
 
     def evaluate(self) -> Tensors:
-        """Return loss and outputs in evaluation; `UserError` where the model has no evaluation with a loss."""
+        """Return loss and outputs in evaluation mode; raise `UserError` if the model has no loss in that mode."""
         program = self._evaluation
         if isinstance(program, UserError):
             raise program
@@ -113,7 +113,7 @@ class Exact(Reference):
 
 
 class Eager(Reference):
-    """The user's own model, as it stands, without dropout."""
+    """Runs the user's own model unchanged, but without dropout."""
 
     def __init__(self, model: nn.Module, batch: Any, loss_fn: Any) -> None:
         super().__init__(model, batch)
@@ -142,11 +142,11 @@ class Eager(Reference):
 _DROPOUTS = {f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
 _DROPOUTS |= {"dropout1d", "dropout2d", "dropout3d"}
 _WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
-"""Functions that drop inside, with the place of their argument `dropout_p`."""
+"""Functions with dropout inside, with the position of their argument `dropout_p`."""
 
 
 class _NoDropout(TorchFunctionMode):
-    """Runs a model as if every dropout probability were zero. It sees the outermost function of a call alone."""
+    """Function mode that runs a model as if every dropout probability were zero; it sees only outermost function calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -159,20 +159,20 @@ class _NoDropout(TorchFunctionMode):
 
 
 def as_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Return model and batch, their floating-point tensors in float64."""
+    """Return model and batch with their floating-point tensors in float64; the model is converted in place."""
     named, rebuild = flatten_batch(as_batch(batch))
     lift = lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
     return model.double(), rebuild([lift(leaf) for _, leaf in named])
 
 
 def unsplit(program: Program, num_axes: int) -> Decisions:
-    """Return the decisions of one process: nothing split, everything kept."""
+    """Return the decisions of one process: no split, everything kept."""
     splits = {group: (-1,) * num_axes for region_class in program.classes for group in region_class.groups}
     return Decisions((1,) * num_axes, splits, dict.fromkeys(program.params, (-1,) * num_axes))
 
 
 def outputs_of(output: Any) -> dict[str, Tensor]:
-    """Return the tensors that a forward gives, by name."""
+    """Return the tensors of a forward's output, by name."""
     if isinstance(output, LossOutput):
         return {"loss": output.loss.detach(), **outputs_of(output.output)}
     if isinstance(output, Tensor):

@@ -1,8 +1,8 @@
-"""Does a plan compute what one process computes? Loss, gradients, buffers, update, evaluation, and the peak promised.
+"""Verifies a plan against one process: loss, gradients, buffers, update, evaluation, and the predicted peak.
 
-The update is compared with one process's optimizer *given the plan's own gradients*: those have been compared, and an
-optimizer that goes by signs turns the rounding of a gradient that is zero into a whole step. What is left to differ is
-what the optimizer makes of shards.
+The update is compared with one process's optimizer *given the plan's own gradients*: those have been compared already, and an
+optimizer that uses signs turns the rounding of a zero gradient into a whole step. So the comparison tests only how the
+optimizer handles shards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .comparison import (
 from .reference import Eager, Exact, MakeOptimizer, Reference, Step, Tensors, as_double, outputs_of
 
 PeakOf = Callable[[Program, Decisions, Sequence[int], Mapping[str, list[int]]], int]
-"""The peak that is predicted for the rank at some coordinates, given the rows that each of its ops counted."""
+"""Predicts the peak of the rank at some coordinates, given the rows that each of its ops counted."""
 
 
 def verify(
@@ -54,16 +54,16 @@ def verify(
     seed: int = 0,
     peak_of: PeakOf | None = None,
 ) -> Report:
-    """Compare what a plan computes, dropout off, with one process's; a collective call on the plan's ranks.
+    """Compare a plan's results, without dropout, with those of one process; a collective call on the plan's ranks.
 
-    Compared are the loss, every gradient, every buffer after the step, what one step of the optimizer changes of every
-    parameter (given the same gradients), and loss and outputs in evaluation after that, on the same batch.
+    It compares the loss, every gradient, every buffer after the step, the change of every parameter by one step of the
+    optimizer (given the same gradients), and then loss and outputs in evaluation mode, on the same batch.
 
-    model_fn: returns `(model, batch)` or `(model, batch, loss_fn)`, real and the same on every rank; called anew for each run.
+    model_fn: returns `(model, batch)` or `(model, batch, loss_fn)` with values that are equal on every rank; called for each run.
     dtype: `float64` (bar 1e-9; a model's own casts to fp32 are lifted, in both runs) or `fp32` (bar: the larger of 1e-5 and
     five times the same tensor's single-process error of fp32 against float64; the reference is the model itself).
-    make_optimizer: names and parameters → optimizer; with it the update is compared, and the peak of two steps measured.
-    peak_of: predicts a rank's peak anew; asked of plans whose rows depend on the data, with the rows that were sent.
+    make_optimizer: named parameters → optimizer; with it the update is compared, and the peak of two steps is measured.
+    peak_of: predicts a rank's peak again from the measured rows, for plans whose rows depend on the data.
 
     Raises `UserError` when the plan is not the model's.
     """
@@ -86,27 +86,27 @@ def verify(
 
 
 def _stage_peaks(plan: Plan) -> tuple[int, ...]:
-    """Return the predicted peak of each rank's stage; nothing of a plan without stages."""
+    """Return, for each rank, the predicted peak of its stage; nothing for a plan without stages."""
     ranks = plan.num_ranks // plan.num_stages
     return tuple(stage.peak_bytes for stage in plan.predicted.stages for _ in range(ranks))
 
 
 class _Comparison:
-    """The plan's run, one process's in the same precision, and in fp32 one process's in float64, which sets the bars."""
+    """Compares the plan's run with one process's in the same precision; in fp32, one process's in float64 sets the bars."""
 
     def __init__(
         self, model_fn: Callable[[], Any], plan: Plan, is_exact: bool, make_optimizer: MakeOptimizer | None, seed: int
     ) -> None:
         self.make_optimizer, self.seed = make_optimizer, seed
         self.has_no_logits = plan.loss_chunks > 0
-        """Whether outputs may be missing: a loss in chunks makes none of its logits."""
+        """Whether outputs may be missing: a loss in chunks does not materialise its logits."""
         self.notes: list[str] = []
         self.exact = Exact(plan, *_parts(model_fn()))
         self.single: Reference = self.exact if is_exact else Eager(*_parts(model_fn()))
         self.parallel = _Parallel(plan, *_parts(model_fn()), lifted=is_exact, seed=seed)
 
     def run(self) -> dict[str, Any]:
-        """Return the fields of a report."""
+        """Run all comparisons and return the fields of the report."""
         parallel, single = self.parallel.step(), self.single.step()
         exact = single if self.exact is self.single else self.exact.step()
         worst = {
@@ -133,7 +133,7 @@ class _Comparison:
         return worst_of(gradient_errors(parallel.gradients, single.gradients), own)
 
     def _buffers(self, parallel: Step, single: Step, exact: Step) -> Worst | None:
-        """Every rank holds all buffers: the worst of all ranks."""
+        """Return the worst error of the buffers over all ranks, since every rank holds all buffers."""
         if not single.buffers:
             return None
         own = None if single is exact else buffer_errors(single.buffers, exact.buffers, self.exact.before)
@@ -156,7 +156,7 @@ class _Comparison:
         return worst_of(gradient_errors(changes(parallel, before), changes(single, before)), own)
 
     def _updated(self, side: Reference | _Parallel, make: MakeOptimizer, gradients: Tensors) -> Tensors:
-        """The parameters after an update; what it draws at random is the same on all sides."""
+        """Return a side's parameters after an update, for which all sides have the same random numbers."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return side.update(make, gradients)
@@ -176,7 +176,7 @@ class _Comparison:
 
 
 class _Parallel:
-    """The plan's own run on this rank."""
+    """Runs the plan's step, update and evaluation on this rank."""
 
     def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss_fn: Any, lifted: bool, seed: int) -> None:
         program, decisions = _program(plan, model, loss_fn, lifted)
@@ -195,14 +195,14 @@ class _Parallel:
         return Step(float(loss.detach()), dict(full_gradients(self.module)), buffers)
 
     def update(self, make_optimizer: MakeOptimizer, gradients: Tensors) -> Tensors:
-        """Return the whole parameters after one step of the optimizer; the gradients are there, in parts."""
+        """Return the whole parameters after one step of the optimizer, which uses this rank's own gradients."""
         make_optimizer(self.module.named_parameters()).step()
         self.module.zero_grad(set_to_none=True)
         whole = full_state_dict(self.module)
         return {name: whole[name] for name in self.module.names}
 
     def evaluate(self) -> Tensors:
-        """Return loss and outputs in evaluation, whole."""
+        """Return loss and whole outputs in evaluation mode."""
         self.module.eval()
         with torch.no_grad():
             found = outputs_of(self._output())
@@ -241,7 +241,7 @@ def _double_entry(entry: BatchEntry) -> BatchEntry:
 
 @dataclass(frozen=True)
 class _OnRank:
-    """What one rank measured."""
+    """The measurements of one rank."""
 
     peak_bytes: int
     routed_peak_bytes: int | None
@@ -251,7 +251,7 @@ class _OnRank:
 def _measured(
     plan: Plan, model_fn: Callable[[], Any], make_optimizer: MakeOptimizer, seed: int, peak_of: PeakOf | None
 ) -> dict[str, Any]:
-    """Return the fields of a report that are measured: every rank's peak over two whole steps, and the time of later ones."""
+    """Return the measured fields of a report: every rank's peak over two whole steps, and the time of later ones."""
     model, batch, loss_fn = _parts(model_fn())
     program, decisions = _program(plan, model, loss_fn, lifted=False)
     module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
