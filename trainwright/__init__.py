@@ -251,6 +251,8 @@ def plan(
     loss_chunks: into how many chunks each rank cuts its rows to take a linear head and its cross-entropy together, so that
         logits never stand whole, and are no output of a step; `"none"`; `"free"`: where that is faster; `"auto"`: where nothing
         fits without.
+    tier: a `tiers.Policy`, how disks are used on which parameters, gradients and states rest; the plan's `tier` says what they
+        move then, a step and a day (docs/tiers.md).
     time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
         optimum it may be.
     model_ref: where the model comes from, for the plan's `model`. progress: told, in words, how the search goes.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from .planner import ChunkedLoss, Shaped, Variants
     from .program.program import Program
+    from .tiers import Policy
 
     LossFn = Callable[..., Tensor]
     HardwareLike = str | int | Cluster | os.PathLike[str]
@@ -52,6 +53,7 @@ class PlanOptions(TypedDict, total=False):
     micro_batches: int | str
     pipeline: int | str | None
     pipeline_schedule: str
+    tier: Policy | None
     model_ref: ModelRef | None
     progress: Callable[[str], None] | None
 
@@ -79,6 +81,7 @@ class PlanRequest:
     micro_batches: int | str = 1
     pipeline: int | str | None = None
     pipeline_schedule: str = "auto"
+    tier: Policy | None = None
     model_ref: ModelRef | None = None
     progress: Callable[[str], None] | None = None
 
@@ -145,6 +148,7 @@ class PlanRequest:
             "keep_graph": self.keep_graph,
             "imbalance": as_imbalance(self.expert_imbalance),
             "time_limit_s": self.time_limit_s,
+            "tier": self.tier,
             "progress": self.progress,
         }
 

@@ -25,9 +25,17 @@ def io_bytes() -> tuple[int, int]:
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
-def peak_rss() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+def memory_of(name: str) -> int:
+    """Return a line of this process's status: VmHWM (largest resident set), VmData (what RLIMIT_DATA limits), RssAnon."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
+
+
+def stage(found: dict[str, Any], name: str) -> None:
+    """Keep what the process holds at this point, and say so."""
+    found[name] = {each: memory_of(each) for each in ("VmData", "RssAnon", "VmHWM")}
+    shown = ", ".join(f"{each} {num_bytes / GIB:.2f}" for each, num_bytes in found[name].items())
+    print(f"{time.strftime('%H:%M:%S')} {name}: {shown} GiB", file=sys.stderr, flush=True)
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
@@ -36,50 +44,60 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import trainwright as tw
+    from trainwright.models import zoo
     from trainwright.runtime import TierOptions
     from trainwright.training import made, optimizer_of
 
+    stages: dict[str, Any] = {}
+    stage(stages, "imported")
     began = time.perf_counter()
-    loaded = tw.load_model(options.model, device="meta", batch_size=options.batch, seq_len=options.length)
-    num_params = sum(param.numel() for param in loaded.model.parameters())
+    fewer: dict[str, Any] = {} if options.layers is None else {"num_hidden_layers": options.layers}
+    model, example = zoo.build(
+        options.model.removeprefix("zoo:"), batch_size=options.batch, seq_len=options.length, **fewer
+    )
+    num_params = sum(param.numel() for param in model.parameters())
     budget = 16 * num_params + int(options.activations * GIB)
-    plan = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", memory=budget, time_limit_s=60.0)
+    plan = tw.plan(model, example, hardware="cpu:1", memory=budget, time_limit_s=60.0)
     planned_s = time.perf_counter() - began
-    print(f"planned in {planned_s:.0f} s", file=sys.stderr)
+    stage(stages, "planned")
     tier = TierOptions([options.folder], window_bytes=int(options.window * GIB))
-    module = tw.parallelize(loaded.model, plan, seed=0, tier=tier).train()
-    chosen, _ = optimizer_of(plan, model=loaded.model)
+    module = tw.parallelize(model, plan, seed=0, tier=tier).train()
+    chosen, _ = optimizer_of(plan, model=model)
     optimizer = made(chosen, module, 1e-4)
     assert module.tier is not None
     module.tier.attach(optimizer)
-    print(f"loaded at {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    loaded_s = time.perf_counter() - began - planned_s
+    stage(stages, "loaded")
     torch.manual_seed(0)
-    ids = torch.randint(0, loaded.model.config.vocab_size, (options.batch, options.length))
+    ids = torch.randint(0, model.config.vocab_size, (options.batch, options.length))
     batch = {name: ids if name in ("input_ids", "labels") else torch.ones_like(ids) for name in plan.batch}
     steps = []
     for step in range(options.steps):
         module.tier.told()
         before, began_step = io_bytes(), time.perf_counter()
         loss = module(**plan.shard_batch(batch)).loss
+        stage(stages, f"forward {step}")
         loss.backward()
+        stage(stages, f"backward {step}")
         optimizer.step()
         told = module.tier.told()
         read, written = (now - then for now, then in zip(io_bytes(), before, strict=True))
         steps.append(
             {
                 "step": step,
-                "loss": float(loss),
+                "loss": loss.item(),
                 "step_s": time.perf_counter() - began_step,
                 "read": read,
                 "written": written,
-                **told,
+                **{name: value for name, value in told.items() if name != "tier_rates"},
             }
         )
-        print(json.dumps(steps[-1]), file=sys.stderr)
+        print(json.dumps(steps[-1]), file=sys.stderr, flush=True)
     moved = module.tier.planned()
     found = {
-        "model": options.model, "num_params": num_params, "limit_gib": options.limit, "peak_rss": peak_rss(),
-        "planned_s": planned_s, "planned_read": moved.read_bytes, "planned_written": moved.written_bytes,
+        "model": options.model, "num_params": num_params, "limit_gib": options.limit, "peak_rss": memory_of("VmHWM"),
+        "stages": stages, "planned_s": planned_s, "loaded_s": loaded_s,
+        "planned_read": moved.read_bytes, "planned_written": moved.written_bytes,
         "on_disk": module.tier.store.num_bytes, "direct": module.tier.store.is_direct, "window_gib": options.window,
         "batch": options.batch, "length": options.length, "threads": torch.get_num_threads(), "steps": steps,
         "written_a_day": moved.written_a_day(steps[-1]["step_s"]),
@@ -97,6 +115,10 @@ def table(found: dict[str, Any]) -> str:
             f"{each['step']} | {each['loss']:.4f} | {each['step_s']:.0f} s | {each['tier_waited_s']:.0f} s | "
             f"{each['read'] / 1e9:.3f} | {against[0]:+.2%} | {each['written'] / 1e9:.3f} | {against[1]:+.2%}"
         )
+    held = [
+        f"{name} | {each['VmData'] / GIB:.2f} | {each['RssAnon'] / GIB:.2f} | {each['VmHWM'] / GIB:.2f}"
+        for name, each in found["stages"].items()
+    ]
     command = f"python -m benchmarks.tiers.gpt2_xl DIR --model {found['model']} --batch {found['batch']} --length {found['length']}"
     return "\n".join(
         [
@@ -109,6 +131,8 @@ def table(found: dict[str, Any]) -> str:
             f"{found['written_a_day'] / 1e12:.2f} TB a day at this pace. The first step has no states to read.", "",
             "step | loss | step | waited for the disk | read, GB | against plan | written, GB | against plan",
             "---|---|---|---|---|---|---|---", *rows, "",
+            f"Planned in {found['planned_s']:.0f} s, loaded in {found['loaded_s']:.0f} s, both inside the limit. In GiB:", "",
+            "at | counted by RLIMIT_DATA | resident, anonymous | largest resident set so far", "---|---|---|---", *held, "",
         ]
     )  # fmt: skip
 
@@ -117,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--model", default="zoo:gpt2-xl")
+    parser.add_argument("--layers", type=int, help="fewer of them: with a smaller limit the same in minutes")
     parser.add_argument("--limit", type=float, default=6.0, help="GiB")
     parser.add_argument("--window", type=float, default=1.0, help="GiB")
     parser.add_argument("--activations", type=float, default=2.0, help="GiB")

@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.artifacts import Plan, UserError
 from trainwright.cli import main
-from trainwright.cli.tiers import check_tier, tier_line
+from trainwright.cli.tiers import check_tier, tier_lines
 
 GIVEN = {"window": "1MiB", "keep": None, "update": "during", "commit_every": 1, "rate": None, "clip": None}
 
@@ -77,7 +77,10 @@ def test_exit_status_of_a_wrong_folder(plan_path: str, tmp_path: Path) -> None:
 
 def test_the_line_of_the_disks() -> None:
     step = {"tier_read_bytes": 2**20, "tier_write_bytes": 2**21, "tier_planned_read_bytes": 2**20,
-            "tier_planned_write_bytes": 2**21, "tier_waited_s": 0.5}  # fmt: skip
-    told = tier_line([step, step], 2.0)
+            "tier_planned_write_bytes": 2**21, "tier_waited_s": 0.5,
+            "tier_rates": {"read": [0.0, 2**20], "write": [2**21, 0.0]}}  # fmt: skip
+    told = tier_lines([step, step], 2.0)
     assert "read 1 MiB a step" in told
     assert "84.4 GiB a day" in told
+    assert "read   ▁▅  512 KiB/s over the last step, 1 MiB/s at most" in told
+    assert "write  █▁  1 MiB/s over the last step, 2 MiB/s at most" in told

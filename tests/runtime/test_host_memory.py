@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from trainwright.runtime import host_memory
+
 STEPS = """
 import resource, sys
 import torch
@@ -65,3 +67,35 @@ def test_what_the_user_has_set_stays(setting: dict[str, str]) -> None:
     faults, made = with_trimming() if setting == TRIMMING else faults_and_answer("alone", **setting)
     assert not made
     assert faults > 10_000
+
+
+GAPS = """
+import runpy, sys
+from pathlib import Path
+
+settings = runpy.run_path(sys.argv[1])  # alone: what it is part of takes seconds to import
+
+def held():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmData:")[1].split()[0]) / 1024
+
+def left():
+    before = held()
+    blocks = [bytearray(2**23) for _ in range(16)]
+    blocks = blocks[1::2]
+    return round(held() - before)
+
+print(settings["give_freed_memory_back"](), left(), settings["keep_freed_memory"](), left())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_with_a_tier_gaps_between_what_stays_are_given_back() -> None:
+    """Of 128 MiB in 16 blocks, of which every second one goes, a heap that keeps what is freed still counts nearly all."""
+    own = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
+    command = [sys.executable, "-c", GAPS, host_memory.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=own, timeout=200)
+    made, given_back, made_again, kept = done.stdout.split()[-4:]
+    assert (made, made_again) == ("True", "True")
+    assert int(given_back) <= 68
+    assert int(kept) >= 116

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import trainwright as tw
 from tests.pool import Pool
+from trainwright import optim
 from trainwright.artifacts import Plan, UserError
+from trainwright.rank.offload_states import check_updates_alone
 from trainwright.runtime import TierOptions, train_loop
+from trainwright.runtime.tiered.places import check_room_for_all
 from trainwright.runtime.tiered.saving import TierSaving
-from trainwright.tiers import Fault, StoreOptions, TierFault
+from trainwright.tiers import Fault, Policy, StoreOptions, TierFault
 from trainwright.training import made, optimizer_of
 
 SMALL = StoreOptions(chunk_bytes=16384, buffer_bytes=8 * 16384)
@@ -127,17 +132,45 @@ def test_recomputing_plans_take_the_same_steps(tmp_path: Path, tight: Plan) -> N
     module.tier.close()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion", "adafactor", "adamw8bit"])
-def test_other_optimizers_take_the_same_steps(tmp_path: Path, optimizer: str) -> None:
+def plan_for(optimizer: str) -> Plan:
     loaded = gpt2()
-    own = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", optimizer=optimizer)
-    try:
-        _, found, module = run(own, TierOptions([tmp_path], store=SMALL), 3)
-    except UserError as error:
-        assert "updates each parameter by itself" in str(error)  # noqa: PT017
-        return
+    return tw.plan(loaded.model, loaded.batch, hardware="cpu:1", optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lion", "adamw8bit"))]
+)
+def test_other_optimizers_take_the_same_steps(tmp_path: Path, optimizer: str) -> None:
+    own = plan_for(optimizer)
+    _, found, module = run(own, TierOptions([tmp_path], store=SMALL), 3)
     assert same(found, run(own, None, 3)[1])
     module.tier.close()
+
+
+REFUSED = {
+    "adadagradnorm", "adahessian", "clippedadafactor", "clippedadam", "clippedsgd", "frugal", "gradnormsmoothnewton", "mfac",
+    "normalizedsgd", "signsgd", "sophiag", "sophiah", "sso",
+}  # fmt: skip
+"""Those whose update of one parameter reads others, or that need more than its gradient."""
+
+
+def test_optimizers_that_look_at_several_parameters_are_refused() -> None:
+    params = [nn.Parameter(torch.ones(4, 4))]
+    refused = set()
+    for name in optim.names():
+        try:
+            check_updates_alone(optim.choose(name).make(params, LR))
+        except UserError as error:
+            assert "updates each parameter by itself" in str(error)  # noqa: PT017
+            refused.add(name)
+    assert refused == REFUSED
+
+
+@pytest.mark.slow
+def test_adafactor_of_a_planned_module_is_refused(tmp_path: Path) -> None:
+    """It reads rows and columns of whole parameters, which a rank may have a part of."""
+    with pytest.raises(UserError, match="updates each parameter by itself"):
+        module_of(plan_for("adafactor"), TierOptions([tmp_path], store=SMALL))
 
 
 @pytest.mark.parametrize(
@@ -165,6 +198,22 @@ def test_a_step_moves_what_is_planned(tmp_path: Path, plan: Plan, options: dict[
         assert told["tier_read_bytes"] == told["tier_planned_read_bytes"]
         assert told["tier_write_bytes"] == told["tier_planned_write_bytes"]
     tier.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"window_bytes": 60_000, "keep_bytes": 90_000, "commit_every": 2}, {"update": "after"}], ids=str
+)
+def test_a_plan_says_what_its_run_moves(tmp_path: Path, options: dict[str, Any]) -> None:
+    loaded, policy = gpt2(), Policy(**{"window_bytes": 400_000, **options})
+    own = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", tier=policy)
+    module, _ = module_of(own, TierOptions([tmp_path], store=SMALL, **vars(policy)))
+    moved, told = module.tier.planned(), own.tier
+    assert told is not None
+    assert (told.read_bytes, told.written_bytes) == (moved.read_bytes, round(moved.written_bytes))
+    assert told.written_a_day == round(moved.written_bytes * 86_400 / told.step_s)
+    buffers = 2 * sum(4096 for key in module.tier.store.items if key.startswith("buffer."))
+    assert told.disk_bytes + buffers == pytest.approx(module.tier.store.num_bytes, rel=0.2)  # filled up to pages
+    module.tier.close()
 
 
 def test_kept_layers_are_written_with_the_steps_that_are_kept(tmp_path: Path, plan: Plan) -> None:
@@ -261,6 +310,38 @@ def test_clipping_by_the_norm_of_the_step_before(tmp_path: Path, plan: Plan) -> 
     tiered.tier.close()
 
 
+def test_what_reads_a_gradient_learns_that_it_has_gone(
+    tmp_path: Path, plan: Plan, reference: dict[str, torch.Tensor]
+) -> None:
+    """torch's own clipping would pass over gradients that are `None`, and clip nothing."""
+    module, optimizer = module_of(plan, TierOptions([tmp_path], keep_bytes=100_000, store=SMALL))
+    for step in range(4):
+        module(**plan.shard_batch(like(plan, batch_of(step)))).loss.backward()
+        grads = [param.grad for param in module.parameters()]
+        assert all(grad.shape == param.shape for grad, param in zip(grads, module.parameters(), strict=True))
+        with pytest.raises(UserError, match="clip_previous_norm"):
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        with pytest.raises(UserError, match="clip_previous_norm"):
+            torch.nn.utils.clip_grad_value_(module.parameters(), 1.0)
+        optimizer.step()
+        assert all(param.grad is None for param in module.parameters())
+    assert same(weights_of(module), reference)
+    module.tier.close()
+
+
+def test_room_for_all_is_asked_before_anything_is_written(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both places of parameters and AdamW's states, of 4 and 8 bytes a number, and of gradients that wait."""
+    num_params = sum(param.numel() for param in gpt2().model.parameters())
+    usage = shutil.disk_usage(tmp_path)
+    for options, needed in (({}, 24 * num_params), ({"update": "after"}, 32 * num_params)):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=needed - 1: usage._replace(free=free))
+        with pytest.raises(UserError, match="are free"):
+            tw.parallelize(gpt2().model, plan, tier=TierOptions([tmp_path], store=SMALL, **options))
+        assert not any(tmp_path.iterdir())
+
+
 def test_frozen_weights_come_and_go(tmp_path: Path) -> None:
     def build() -> nn.Module:
         torch.manual_seed(1)
@@ -319,6 +400,22 @@ def test_what_cannot_be_is_refused(tmp_path: Path, plan: Plan) -> None:
     module.tier.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"micro_batches": 2}, "micro-batches"),
+        ({"hardware": "h100"}, "CPUs"),
+        ({"pipeline": 2, "hardware": "cpu:2"}, "no pipeline stages|micro-batches"),
+        ({"optimizer": "sophiag"}, "sophiag does not"),
+    ],
+    ids=str,
+)
+def test_a_question_whose_plan_cannot_rest_on_disks_is_refused(options: dict[str, Any], match: str) -> None:
+    loaded = gpt2()
+    with pytest.raises(UserError, match=match):
+        tw.plan(loaded.model, loaded.batch, tier=Policy(2**20), **{"hardware": "cpu:1", **options})
+
+
 def test_a_second_backward_before_the_step_is_refused(tmp_path: Path, plan: Plan) -> None:
     module, _ = module_of(plan, TierOptions([tmp_path], store=SMALL))
     batch = plan.shard_batch(like(plan, batch_of(0)))
@@ -350,10 +447,29 @@ def test_two_ranks_have_disks_of_their_own(pool2: Pool, tmp_path: Path) -> None:
     assert found == [[True, True, 1, True]] * 2
 
 
+def test_room_is_asked_for_all_ranks_of_a_disk(pool2: Pool, tmp_path: Path) -> None:
+    """Each has room for itself; both together have not: both are told, and nothing is left behind."""
+    found = pool2.run("tests.runtime.test_tiered:without_room", folder=str(tmp_path))
+    assert found == [["2000 bytes are needed", "2000 bytes are needed", ""]] * 2
+
+
+def without_room(folder: str) -> list[str]:
+    from unittest import mock
+
+    usage = shutil.disk_usage(folder)._replace(free=1999)
+    said = []
+    for own in (500, 0 if dist.get_rank() else 1000, 499):  # two versions of each
+        try:
+            with mock.patch("shutil.disk_usage", return_value=usage):
+                check_room_for_all([Path(folder)], own, 2)
+            said.append("")
+        except UserError as error:
+            said.append(str(error).split(" on ")[0])
+    return said
+
+
 def on_two_ranks(plan: str, folder: str) -> list[Any]:
     """Train with and without a tier; then let one rank's last step be lost, and go on from the one before."""
-    import torch.distributed as dist
-
     parsed = Plan.parse(plan, where="the plan")
     expected = run(parsed, None, 4)[1]
     _, found, module = run(parsed, TierOptions([folder], window_bytes=60_000, store=SMALL), 2)

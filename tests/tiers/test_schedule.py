@@ -80,3 +80,18 @@ def test_rates_of_nothing_are_refused() -> None:
     for read, write in ((0.0, 1.0), (1.0, -1.0)):
         with pytest.raises(UserError, match="bytes a second"):
             Rates(read, write)
+
+
+@given(
+    layers=st.lists(st.builds(layer, st.integers(1, 6), st.just(True), *[st.floats(0.0, 3.0)] * 3), min_size=1, max_size=6),
+    window=st.integers(4, 60), every=st.sampled_from([1, 4]), rates=RATES,
+)  # fmt: skip
+def test_of_all_amounts_that_stay_the_largest_takes_the_least(
+    layers: list[Layer], window: int, every: int, rates: Rates
+) -> None:
+    """The search over the amount, brute force: so what fits is kept, and half of it is never faster."""
+    amounts = [0]
+    for each in reversed(layers):
+        amounts.append(amounts[-1] + each.held_bytes)
+    steps = [simulate(layers, Policy(window * PAGE, keep, commit_every=every), rates).step_s for keep in amounts]
+    assert steps[-1] == pytest.approx(min(steps), rel=1e-9)

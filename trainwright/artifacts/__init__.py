@@ -25,6 +25,7 @@ from .plan import (
     ShapePlan,
     SolverInfo,
     StagePrediction,
+    TierPlan,
 )
 from .profile import Compiled, Fit, MemoryPoint, ModuleCost, OpCost, Profile, Remedy, SweepPoint
 from .record import Artifact, Record, Refusal, UserError, check_range
@@ -85,6 +86,7 @@ __all__ = [
     "StagePrediction",
     "SweepPoint",
     "Tier",
+    "TierPlan",
     "UserError",
     "check_range",
     "diff",

@@ -38,6 +38,8 @@ _SINCE_FIRST = (
     "optimizer_owned",
     "pipeline",
 )
+_NOT_DECIDED = {"predicted", "tier", "notes", "solver", "format_version", "torch_version"}
+"""What the digest of a plan leaves out."""
 EDITED = "edited"
 """The status of a plan whose decisions are not its planner's."""
 
@@ -105,6 +107,25 @@ class OffloadPlan(Record):
 
     tier: Literal["host", "disk"]
     in_flight_bytes: int = Field(ge=0)
+
+
+class TierPlan(Record):
+    """What the disks of a run with these options of `train --tier` move; drives wear out by what is written to them.
+
+    Bytes are a rank's, of a step in the middle of a run. `step_s`: what a step takes at least, by the plan and by the rates that
+    the hardware file declares for its disk; `written_a_day`: what a day of such steps writes, so at most that.
+    """
+
+    window_bytes: int
+    keep_bytes: int
+    update: Literal["during", "after"]
+    commit_every: int
+    read_bytes: int
+    written_bytes: int
+    written_a_day: int
+    step_s: float
+    disk_bytes: int
+    """What the files take: both versions of everything."""
 
 
 class Pipeline(Record):
@@ -293,6 +314,8 @@ class Plan(Artifact):
     pipeline: Pipeline | None = None
     offload: OffloadPlan | None = None
     """Where anything is offloaded."""
+    tier: TierPlan | None = None
+    """What disks move on which parameters, gradients and optimizer states rest, where that was asked for."""
     micro_batches: int = Field(default=1, ge=1)
     """Into how many parts a step cuts the batch, one forward and backward after the other."""
     corrections: dict[str, float | str] = {}
@@ -367,7 +390,7 @@ class Plan(Artifact):
 
     def digest(self) -> str:
         """Return a hash of the question and the decisions; predictions, notes and how the plan was found do not count."""
-        data = self.model_dump(mode="json", exclude={"predicted", "notes", "solver", "format_version", "torch_version"})
+        data = self.model_dump(mode="json", exclude=_NOT_DECIDED)
         for name in _SINCE_FIRST:  # of plans that were signed before there were these
             if getattr(self, name) == type(self).model_fields[name].default:
                 del data[name]

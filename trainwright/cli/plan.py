@@ -32,6 +32,7 @@ from .pricing import (
     sync_as_json,
     sync_table,
 )
+from .tiers import PlannedTierOption, TierCommitOption, TierKeepOption, TierUpdateOption, TierWindowOption, policy_of
 
 if TYPE_CHECKING:
     from ..models.targets import Loaded
@@ -112,6 +113,11 @@ def plan(
             help="The order in which stages work: 1f1b, interleaved (several pieces a stage), zero-bubble (split backward), auto.",
         ),
     ] = "auto",
+    tier: PlannedTierOption = False,
+    tier_window: TierWindowOption = "1GiB",
+    tier_keep: TierKeepOption = None,
+    tier_update: TierUpdateOption = "during",
+    tier_commit_every: TierCommitOption = 1,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -163,6 +169,7 @@ def plan(
         "optimizer_form": optimizer_form,
         "keep_graph": keep_graph,
         "expert_imbalance": expert_imbalance,
+        "tier": policy_of(tier_window, tier_keep, tier_update, tier_commit_every) if tier else None,
     }
     optimizers, solver = _names(optimizer), _solver(solver)
     for name in optimizers:

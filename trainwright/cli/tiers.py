@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..artifacts import Plan, UserError, parse_bytes
 from ..reports.units import format_bytes, format_s
+
+if TYPE_CHECKING:
+    from ..tiers import Policy
 
 PANEL = "Disks as a tier"
 TierOption = Annotated[
@@ -15,6 +18,13 @@ TierOption = Annotated[
     typer.Option(
         "--tier", metavar="DIR[,DIR]", rich_help_panel=PANEL,
         help="Parameters, gradients and optimizer states rest there, striped; with --resume, go on from there.",
+    ),
+]  # fmt: skip
+PlannedTierOption = Annotated[
+    bool,
+    typer.Option(
+        "--tier", rich_help_panel=PANEL,
+        help="Say what disks move, and how fast they wear, where `train --tier` lets everything rest there.",
     ),
 ]  # fmt: skip
 TierWindowOption = Annotated[
@@ -76,6 +86,17 @@ def check_tier(
     return found
 
 
+def policy_of(window: str, keep: str | None, update: str, commit_every: int) -> Policy:
+    """Return how `plan --tier` is to use its disks; `UserError` for what cannot be."""
+    from ..runtime import TierOptions
+    from ..tiers import Policy
+
+    options = TierOptions(
+        (), parse_bytes(window), 0 if keep is None else parse_bytes(keep), update, commit_every=commit_every
+    )
+    return Policy(options.window_bytes, options.keep_bytes, options.update, options.commit_every)
+
+
 def tier_of(given: dict[str, Any]) -> Any:
     """Return the `TierOptions` of what `check_tier` returned."""
     from ..runtime import TierOptions
@@ -97,8 +118,11 @@ def _rates(text: str | None) -> tuple[float | None, float | None]:
     return parts[0], parts[-1]
 
 
-def tier_line(steps: list[dict[str, Any]], step_s: float) -> str:
-    """Return what the disks have moved, a step and a day, and how long steps waited for them."""
+LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def tier_lines(steps: list[dict[str, Any]], step_s: float) -> str:
+    """Return what the disks have moved, a step, a day and over the last step, and how long steps waited for them."""
     later = steps[1:] or steps
     read, written, waited_s = (
         sum(step[name] for step in later) / len(later)
@@ -106,7 +130,17 @@ def tier_line(steps: list[dict[str, Any]], step_s: float) -> str:
     )
     planned_read, planned_written = (later[-1][f"tier_planned_{name}_bytes"] for name in ("read", "write"))
     a_day = format_bytes(written * 86_400 / step_s)
-    return (
+    total = (
         f"disks  read {format_bytes(read)} a step, planned {format_bytes(planned_read)}; written {format_bytes(written)}, planned "
         f"{format_bytes(planned_written)}, {a_day} a day at this pace; waited for {format_s(waited_s)} of {format_s(step_s)}"
     )
+    rates = later[-1]["tier_rates"]
+    most = max(max(each) for each in rates.values())
+    return "\n".join([total, *(_link_line(direction, each, most) for direction, each in rates.items())])
+
+
+def _link_line(direction: str, rates: list[float], most: float) -> str:
+    """Return one direction's bytes a second over the step, both directions drawn to one scale."""
+    drawn = "".join(LEVELS[round((len(LEVELS) - 1) * rate / most)] if most else LEVELS[0] for rate in rates)
+    mean = sum(rates) / len(rates)
+    return f"{direction:<5}  {drawn}  {format_bytes(mean)}/s over the last step, {format_bytes(max(rates))}/s at most"

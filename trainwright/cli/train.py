@@ -62,7 +62,7 @@ from .tiers import (
     TierUpdateOption,
     TierWindowOption,
     check_tier,
-    tier_line,
+    tier_lines,
 )
 
 PlanOption = Annotated[str, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`.")]
@@ -239,7 +239,7 @@ def train(
     if json_path != STDOUT:
         print(summary(progress.steps, plan, replicas))
         if progress.steps and resting is not None:
-            print(tier_line(progress.steps, statistics.median(step["step_s"] for step in progress.steps)))
+            print(tier_lines(progress.steps, statistics.median(step["step_s"] for step in progress.steps)))
         if progress.steps and exchange is not None:
             print(sync_line(progress.steps, found["sync"], replicas))
         if progress.steps and selecting is not None:

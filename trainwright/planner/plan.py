@@ -46,6 +46,7 @@ from .problem.recipes import RECIPES
 from .refusals import NothingFits
 from .search.effort import GAP, NEAR
 from .task import Place, Task
+from .tiered import tier_plan
 
 PROVEN_OPTIMAL = 1.0001 * GAP
 """An answer is called optimal where it is proven to be within so much of the optimum: what searches stop at."""
@@ -304,6 +305,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         budget_bytes=task.budget_bytes,
         mesh={axis.name: axis.size for axis in place.axes},
         offload=_offload(task, answer.decisions),
+        tier=tier_plan(place, answer.decisions, found.price.step_s),
         micro_batches=task.program.num_runs,
         corrections=dict(task.program.corrections),
         loss_chunks=task.program.captured.loss_chunks,

@@ -31,6 +31,7 @@ from .search.solve import Answer, Infeasible, Settings, Solver
 from .search.together import search_ways
 
 if TYPE_CHECKING:
+    from ..tiers import Policy
     from .loss_chunks import ChunkedLoss
     from .micro_batches import Variants
     from .pipeline.measure import Outline
@@ -78,6 +79,8 @@ class Task:
     """The same batch in several micro-batches, where their number is to be chosen."""
     progress: Callable[[str], None] | None = None
     """Told, in words, how far the search is: which solver, seconds of how many, the best so far and what is proven."""
+    tier: Policy | None = None
+    """How a run uses disks on which parameters, gradients and states rest, for what the plan says of them."""
     best: Best = field(default_factory=Best)
     """The fastest step that was found to fit so far, of all meshes and micro-batches."""
 
@@ -90,6 +93,21 @@ class Task:
             )
         if self.offload in ("host", "disk"):
             self.cluster.tier(self.offload)
+        if self.tier is not None:
+            self._check_tier()
+
+    def _check_tier(self) -> None:
+        """Raise `UserError` for a question whose plan cannot rest on disks."""
+        kind, has_parts = self.cluster.device.kind, self.program.num_runs > 1 or self.variants is not None
+        wants = {
+            f"CPUs; the hardware is a {kind}": kind != "cpu",
+            "one batch a step; there are micro-batches, whose gradients add up in memory": has_parts,
+            "no pipeline stages; some were asked for": self.pipeline is not None,
+            f"an optimizer that updates each parameter by itself; {self.optimizer} does not": not self.optimizer_cost.updates_alone,
+        }
+        for text, is_wrong in wants.items():
+            if is_wrong:
+                raise UserError(f"a plan with a tier needs {text}; change that, or leave --tier out")
 
     @property
     def goes_again(self) -> bool:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from ..artifacts import OpPlan, ParamPlan, Plan
+from .units import format_bytes, format_s
 
 WHOLE = "-"
 _MAX_LISTED = 4
@@ -52,6 +53,21 @@ def offloaded_bytes(plan: Plan) -> list[tuple[str, int]]:
     """Return what leaves the device in a step and comes back, with its bytes; that of which there is none is left out."""
     found = [("offloaded", plan.predicted.moved_bytes), ("optimizer states", plan.predicted.moved_state_bytes)]
     return [(what, num_bytes) for what, num_bytes in found if num_bytes]
+
+
+def disk_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return what disks read and write in a step, each with what it means; nothing where the plan was made without a tier."""
+    tier = plan.tier
+    if tier is None:
+        return []
+    window = f"a window of {format_bytes(tier.window_bytes)}, {format_bytes(tier.keep_bytes)} kept in memory"
+    return [
+        ("read from disks", f"{format_bytes(tier.read_bytes)} a step", f"{window}; {format_bytes(tier.disk_bytes)} on the disks"),
+        (
+            "written to disks", f"{format_bytes(tier.written_bytes)} a step",
+            f"at most {format_bytes(tier.written_a_day)} a day, at {format_s(tier.step_s)} a step: drives wear out by it",
+        ),
+    ]  # fmt: skip
 
 
 def layout_text(plan: Plan, param: ParamPlan) -> str:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..artifacts import Explanation, MemoryPoint, Plan, Profile, Refusal, Report
 from ..artifacts.record import write_atomically
-from .decisions import DecisionRow, decision_rows, micro_batches_text, offloaded_bytes
+from .decisions import DecisionRow, decision_rows, disk_rows, micro_batches_text, offloaded_bytes
 from .explanation import decision_reason
 from .frontier_figure import frontier_figure
 from .memory_figures import breakdown_figure
@@ -99,6 +99,7 @@ def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
         Tile("communication", format_s(predicted.comm_s), f"{format_s(predicted.exposed_comm_s)} exposed"),
         Tile("recomputation", format_s(predicted.recompute_s), "a step"),
         *_offload_tiles(plan),
+        *(Tile(*row) for row in disk_rows(plan)),
         Tile("solver", plan.solver.name, f"{plan.verdict}; {format_s(plan.solver.plan_s)}"),
     ]
     if report is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from .adapters import adapter_of
 from .batch import planned_cut, planned_shapes, shapes_of
 from .communicator import MeshCommunicator, make_mesh
 from .entries import check_entries
-from .host_memory import keep_freed_memory
+from .host_memory import give_freed_memory_back, keep_freed_memory
 from .offload import open_store
 from .pipe import Pipe, check_stages
 from .regions import Region, region_of, whole_region
@@ -172,7 +173,9 @@ class ParallelModule(nn.Module):
         self._late: list[Finish] | None = None
         gpu = plan.cluster.device.kind == "gpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        if not gpu:
+        if tier is not None:
+            give_freed_memory_back()
+        elif not gpu:
             keep_freed_memory()
         whole = make_mesh(plan.mesh, self.device.type, self.replicas.number)
         self.pipe = None if plan.pipeline is None else Pipe(plan, program, whole)
@@ -243,6 +246,8 @@ class ParallelModule(nn.Module):
         elsewhere = {t.key for t in self.program.tensors if t.role in ("param", "buffer") and t.key not in known}
         made: dict[str, nn.Parameter | Tensor] = {}
         is_first = self.pipe is None or self.pipe.index == 0
+        if self.tier is not None:
+            self._make_room(self.tier, {n: p.dtype for n, p in model.named_parameters() if n in known}, known)
         for name, original in model.named_parameters():
             if name in elsewhere or (name not in known and not is_first):
                 continue
@@ -269,6 +274,17 @@ class ParallelModule(nn.Module):
             made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
         names = made | {alias: made[name] for alias, name in self.program.captured.aliases.items() if name in made}
         self._adopt(_tree(names, set(model.state_dict(keep_vars=True))))
+
+    def _make_room(self, tier: Tier, dtypes: Mapping[str, torch.dtype], known: Mapping[str, ProgramTensor]) -> None:
+        """Let the tier see, before anything is written, that there is room for this rank's part of every parameter and state."""
+        mesh, coords = self.communicator.mesh, self.communicator.coords
+        params = self.steps.planned.local.decisions.params
+        sizes = {
+            name: dtype.itemsize
+            * math.prod(region_of(known[name].shape, known[name].slots, params[known[name]], mesh, coords).local_shape)
+            for name, dtype in dtypes.items()
+        }
+        tier.make_room(sizes, self.plan.predicted.breakdown.get("optimizer", 0))
 
     def _adopt(self, tree: nn.Module) -> None:
         """Register the model's tensors and modules; where names collide (`steps`, `plan`), the attribute of this class is read."""

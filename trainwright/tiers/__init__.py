@@ -1,7 +1,7 @@
 """Uses disks as a tier of memory: a store of named bytes in striped files, with direct I/O, checksums and versions."""
 
 from .buffers import ALIGNMENT, BufferPool, aligned_empty, padded
-from .counting import Moved, Traffic, now
+from .counting import DIRECTIONS, Moved, Traffic, now
 from .faults import KINDS, Fault, TierFault
 from .places import check_folders
 from .schedule import Layer, Policy, Rates, StepTime, StepTraffic, bound_s, simulate, traffic
@@ -11,6 +11,7 @@ from .throttle import TokenBucket
 __all__ = [
     "ALIGNMENT",
     "CHUNK_BYTES",
+    "DIRECTIONS",
     "KINDS",
     "BufferPool",
     "Fault",

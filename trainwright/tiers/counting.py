@@ -62,7 +62,7 @@ class Traffic:
         """Return the bytes a second in `num` equal intervals between two times, each transfer spread over its duration."""
         with self._lock:
             events = list(self._events[direction])
-        width = (end - begin) / num
+        width = max(end - begin, 1e-9) / num
         found = [0.0] * num
         for begun, ended, num_bytes in events:
             lasted = max(ended - begun, 1e-9)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...artifacts import UserError
 from ...tiers import TierStore, check_folders
+from ...tiers.layout import NUM_SLOTS
+from ...tiers.places import check_room
 from .options import TierOptions
 
 
@@ -34,6 +40,34 @@ def open_store(options: TierOptions, rank: int, num_ranks: int) -> TierStore:
     last = torch.tensor([TierStore.last_step(own)], dtype=torch.int64)
     dist.all_reduce(last, dist.ReduceOp.MIN)
     return TierStore.open(own, options.store, step=int(last.item()))
+
+
+def check_room_for_all(paths: Sequence[Path], num_bytes: int, num_ranks: int) -> None:
+    """Raise `UserError` on every rank unless the disks have room for both versions of what all ranks put there.
+
+    num_bytes: of this rank. A collective call, after which each may take its room.
+    """
+    host, share = socket.gethostname(), -(-NUM_SLOTS * num_bytes // len(paths))
+    wanted = Counter[tuple[str, int]]()
+    for path in paths:
+        wanted[host, path.stat().st_dev] += share
+    everybodys = sum(_of_all(wanted, num_ranks), Counter[tuple[str, int]]())
+    disks = {path.stat().st_dev: path for path in paths}
+    refusal = ""
+    try:
+        check_room(list(disks.values()), [everybodys[host, disk] for disk in disks])
+    except UserError as error:
+        refusal = str(error)
+    if refusals := [each for each in _of_all(refusal, num_ranks) if each]:
+        raise UserError(refusals[0])
+
+
+def _of_all(own: Any, num_ranks: int) -> list[Any]:
+    """Return what every rank has."""
+    found = [own] * num_ranks
+    if num_ranks > 1:
+        dist.all_gather_object(found, own)
+    return found
 
 
 def _check_untouched(paths: list[Path], num_ranks: int) -> None:

@@ -25,10 +25,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ...artifacts import Plan, UserError
 from ...rank.execute import Executor
 from ...rank.offload_states import check_updates_alone, with_groups
-from ...tiers import Layer, Moved, Policy, StepTraffic, traffic
+from ...tiers import DIRECTIONS, Layer, Moved, Policy, StepTraffic, now, traffic
 from ..regions import Region
+from .gone import gone_like
 from .options import TierOptions
-from .places import open_store
+from .places import check_room_for_all, open_store
 from .plain_states import as_notes, from_notes
 from .residence import Parked, Reads, Residence
 from .updates import Updates, local_of, state_key
@@ -68,15 +69,33 @@ class Tier:
         self._buffers: dict[str, Tensor] = {}
         self._said_at_s, self._num_taken = time.monotonic(), 0
         self._told: dict[str, Moved] = {}
-        self._told_s = 0.0
+        self._told_s, self._told_at = 0.0, now()
         self._is_open = False
         """True from the first gradient of a step until it is finished or rolled back."""
 
     # Parameters
 
+    def make_room(self, sizes: Mapping[str, int], state_bytes: int) -> None:
+        """Take room for all parameters before the first is written; `UserError` where these, their states and gradients have none.
+
+        state_bytes: of the optimizer that the plan was made for; another's are known when it is attached. A collective call.
+        """
+        if self.options.resume:
+            return
+        param_bytes = sum(sizes.values())
+        grad_bytes = param_bytes if self.options.update == "after" else 0
+        try:
+            check_room_for_all(self.store.paths, param_bytes + state_bytes + grad_bytes, self.num_ranks)
+        except UserError:
+            self.store.remove()  # the folders are as they were found
+            for path in self.store.paths if self.num_ranks > 1 else ():
+                path.rmdir()
+            raise
+        self.store.add({f"param.{name}": num_bytes for name, num_bytes in sizes.items() if num_bytes})
+
     def value(self, name: str, dtype: torch.dtype, region: Region, read: Callable[[str, Region], Tensor]) -> Tensor:
         """Return this rank's part of a new parameter in memory of its own; in a resumed run, uninitialised memory for it."""
-        if f"param.{name}" in self.store:
+        if self.options.resume:
             return torch.empty(region.local_shape, dtype=dtype)
         local = read(name, region).to(dtype).contiguous()
         alone = local.untyped_storage().nbytes() == local.numel() * local.element_size()
@@ -90,8 +109,7 @@ class Tier:
             return
         assert local.untyped_storage().nbytes() == num_bytes, name  # else something else would go with it
         parked = self.parked[name] = Parked(name, param, local, num_bytes)
-        if key not in self.store:
-            self.store.add({key: num_bytes})
+        if not self.options.resume:
             self.store.write(key, local.detach()).wait()
         self.residence.add(parked)
         self.residence.let_go(parked)
@@ -183,6 +201,7 @@ class Tier:
         """Reserve space for the optimizer's states before the training; a trial step on the meta device gives their sizes."""
         assert self.updates is not None
         sizes = {}
+        expected = self.updates.expected_bytes
         for parked in trained:
             stand_in = nn.Parameter(torch.empty(parked.local.shape, dtype=parked.local.dtype, device="meta"))
             stand_in.grad = torch.empty_like(stand_in)
@@ -198,7 +217,8 @@ class Tier:
                 return  # it reads values: room is made with its first step
             for name, value in trial.state.get(stand_in, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    sizes[state_key(parked, name)] = value.numel() * value.element_size()
+                    size = sizes[state_key(parked, name)] = value.numel() * value.element_size()
+                    expected[parked.name] = expected.get(parked.name, 0) + size
             if self.options.update == "after":
                 sizes[f"grad.{parked.name}"] = parked.num_bytes
         self.store.add(sizes)
@@ -225,6 +245,7 @@ class Tier:
             if tier is not None and param.grad is not None:
                 grad, param.grad = param.grad, None
                 tier._take(parked, grad)
+                param.grad = gone_like(param)
 
         return take
 
@@ -288,13 +309,16 @@ class Tier:
         return traffic(self.layers(), policy)
 
     def told(self) -> dict[str, Any]:
-        """Return the bytes moved and the seconds waited since the last call, for the events of a run."""
-        updates, found = self._ready(), {}
-        for direction in ("read", "write"):
+        """Return the bytes moved, in all and a second, and the seconds waited since the last call, for the events of a run."""
+        updates = self._ready()
+        found: dict[str, Any] = {}
+        for direction in DIRECTIONS:
             total = self.store.traffic.total(direction)
             moved = total.since(self._told.get(direction, Moved()))
             self._told[direction] = total
             found[f"tier_{direction}_bytes"] = float(moved.num_bytes)
+        begun, self._told_at = self._told_at, now()
+        found["tier_rates"] = {each: self.store.traffic.rates(each, begun, self._told_at) for each in DIRECTIONS}
         waited_s = self.residence.waited_s + updates.waited_s
         planned = self.planned()
         found["tier_planned_read_bytes"], found["tier_planned_write_bytes"] = planned.read_bytes, planned.written_bytes
@@ -366,7 +390,7 @@ class Tier:
 
     def _close_step(self) -> None:
         for parked in self.parked.values():
-            parked.is_updating = False
+            parked.is_updating, parked.param.grad = False, None
         self._is_open = False
 
     def _total(self, value: float) -> float:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ...rank.offload_states import with_groups
@@ -56,6 +56,8 @@ class Updates:
         self.group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         self.forms: dict[str, dict[str, StateForm]] = {}
         """By parameter, the forms of its states on the disk."""
+        self.expected_bytes: dict[str, int] = {}
+        """The bytes of the states that its first step makes, by parameter, where known."""
         self.kept: dict[str, dict[str, Tensor]] = {}
         """The states of the parameters that stay in memory, by parameter."""
         self.is_committing = True
@@ -96,7 +98,8 @@ class Updates:
         from_store: the gradient's values are read from the store too.
         """
         forms = self.forms.get(parked.name, {})
-        size = grad.numel() * grad.element_size() + sum(form.num_bytes for form in forms.values())
+        states_bytes = sum(form.num_bytes for form in forms.values()) or self.expected_bytes.get(parked.name, 0)
+        size = local_of(grad).numel() * grad.element_size() + states_bytes
         while self._pending and self.num_bytes + size > self.window_bytes:
             self._finish_oldest()
         self.num_bytes += size
@@ -147,10 +150,7 @@ class Updates:
             held[param] = {
                 name: like(parked, states[name]) if name in states else value for name, value in held[param].items()
             }
-        param.grad = grad
-        with torch.no_grad():
-            self.step_of(with_groups(self.optimizer, [{**self.group_of[param], "params": [param]}]))
-        param.grad = None
+        self._step_alone(param, grad)
         leaving = {name: local_of(value) for name, value in held.get(param, {}).items() if _rests(value)}
         for name in leaving:
             held[param][name] = None  # its place in the order stays
@@ -159,6 +159,18 @@ class Updates:
         with self._lock:
             self.busy_s += time.perf_counter() - began
         return [] if parked.is_kept and not self.is_committing else self._written(parked, leaving)
+
+    def _step_alone(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Step one parameter under a stand-in, which alone has its gradient: nothing that the loop does reaches it."""
+        stand_in, held = nn.Parameter(param.detach()), self.optimizer.state
+        stand_in.__dict__.update(param.__dict__)
+        stand_in.grad = grad
+        alone = with_groups(self.optimizer, [{**self.group_of[param], "params": [stand_in]}])
+        alone.state = defaultdict(dict, {stand_in: held[param]} if param in held else {})
+        with torch.no_grad():
+            self.step_of(alone)
+        if stand_in in alone.state:
+            held[param] = alone.state[stand_in]
 
     def _written(self, parked: Parked, leaving: dict[str, Tensor]) -> list[Transfer]:
         forms = {name: StateForm(value.dtype, value.shape) for name, value in leaving.items()}

@@ -78,7 +78,9 @@ def _all_finite(module: ParallelModule, loss: Tensor) -> bool:
 
 
 def _gradients(module: ParallelModule) -> dict[str, Tensor]:
-    """Return this rank's part of every gradient, by name."""
+    """Return this rank's part of every gradient, by name; none with a tier, which has taken them."""
+    if module.tier is not None:
+        return {}
     grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
     return {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 

@@ -165,7 +165,7 @@ def _may_update(
     loss: Tensor,
 ) -> bool:
     """Add the norms of the gradients to `told`, and return whether the update may be made."""
-    if norms is not None:
+    if norms is not None and module.tier is None:  # which has taken the gradients
         pipe = module.pipe
         grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
         if pipe is not None:
