@@ -251,6 +251,9 @@ def plan(
     loss_chunks: into how many chunks each rank cuts its rows to take a linear head and its cross-entropy together, so that
         logits never stand whole, and are no output of a step; `"none"`; `"free"`: where that is faster; `"auto"`: where nothing
         fits without.
+    sampled: the share of its rows (tokens), above 0 and at most 1, that a linear map may keep for its weight's gradient, which is
+        then an unbiased estimate and not exact; loss and all other gradients stay exact. Left out: all are exact
+        (docs/estimated-gradients.md).
     time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
         optimum it may be.
     model_ref: where the model comes from, for the plan's `model`. progress: told, in words, how the search goes.
