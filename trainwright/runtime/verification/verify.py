@@ -135,8 +135,8 @@ class _Comparison:
             fields["sampled_variance"] = draws.relative_variance()
             self.notes.append(
                 f"the plan estimates {len(draws.exact)} gradients, whose mean over {draws.num} draws was compared; with all rows "
-                f"kept they are compared as the others are; the variance of one draw is up to {fields['sampled_variance']:.2g} of the "
-                "gradient's square"
+                f"kept they are compared as the others are; the variance of one draw is up to {fields['sampled_variance']:.2g} of "
+                "the gradient's square"
             )
         return {**fields, "passed": loss_error <= loss_bar and holds, "notes": tuple(self.notes)}
 
