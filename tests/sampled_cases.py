@@ -21,9 +21,9 @@ WIDTH, TOKENS, BATCH = 8, 16, 4
 class Block(nn.Module):
     """A block whose linear maps alone keep their operands."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -32,11 +32,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Some blocks over tokens, and a head."""
 
-    def __init__(self, num_blocks: int = 2) -> None:
+    def __init__(self, num_blocks: int = 2, width: int = WIDTH) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.head = nn.Linear(WIDTH, 3, bias=False)
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -51,12 +51,17 @@ def loss_of(output: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), labels.flatten())
 
 
-def build(num_blocks: int = 2) -> tuple[nn.Module, Any, Any]:
+def build(num_blocks: int = 2, width: int = WIDTH, tokens: int = TOKENS) -> tuple[nn.Module, Any, Any]:
     """The model, a batch of rows of unequal norms, and the loss."""
     torch.manual_seed(0)
-    model = Net(num_blocks)
-    x = torch.randn(BATCH, TOKENS, WIDTH) * torch.exp(torch.randn(BATCH, TOKENS, 1))
-    return model, (x, torch.randint(0, 3, (BATCH, TOKENS))), loss_of
+    model = Net(num_blocks, width)
+    x = torch.randn(BATCH, tokens, width) * torch.exp(torch.randn(BATCH, tokens, 1))
+    return model, (x, torch.randint(0, 3, (BATCH, tokens))), loss_of
+
+
+def build_wide() -> tuple[nn.Module, Any, Any]:
+    """Products so large that leaving rows out is worth the choice."""
+    return build(4, 64, 256)
 
 
 def program_of(num_blocks: int = 2, micro_batches: int = 1) -> Program:

@@ -46,6 +46,7 @@ from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, fastest_stag
 from .problem.problem import Problem
 from .problem.recipes import RECIPES
 from .refusals import NothingFits
+from .sampled_maps import exact_or_sampled
 from .search.effort import GAP, NEAR
 from .task import Place, Task
 
@@ -234,8 +235,15 @@ _STOPPED = "the search was stopped by Ctrl-C; this is the best plan found by the
 
 
 def _search_as_asked(task: Task, solver: str) -> Found:
+    if task.sampled and solver == "joint":
+        return exact_or_sampled(task, lambda variant: _search_in_form(variant, solver))
+    return _search_in_form(task, solver)
+
+
+def _search_in_form(task: Task, solver: str) -> Found:
+    """Search with gradients exact, or with estimates among the options."""
     if task.chunked is not None and (solver == "joint" or task.chunked.is_free):  # recipes are what others run
-        return whole_or_chunked(task, task.chunked, lambda variant: _search_as_asked(variant, solver))
+        return whole_or_chunked(task, task.chunked, lambda variant: _search_in_form(variant, solver))
     if task.pipeline is not None:
         return _search_stages(task, solver)
     if task.variants is not None:
@@ -253,7 +261,7 @@ def _search_stages(task: Task, solver: str) -> Found:
         return found
     plain, refusal = None, None
     try:
-        plain = _search_as_asked(replace(task, pipeline=None, deadline=task.deadline.first_part()), solver)
+        plain = _search_in_form(replace(task, pipeline=None, deadline=task.deadline.first_part()), solver)
     except NothingFits as refused:
         refusal = refused
     staged, said, unseen = None, "pipeline stages were looked at: none are faster than none", tuple[str, ...]()
@@ -430,8 +438,8 @@ def _promise(decisions: Decisions, budget_bytes: int | None) -> tuple[str, ...]:
 def _sampled(problem: Problem, decisions: Decisions) -> tuple[str, ...]:
     """A note on the linear maps whose weights' gradients are estimates, and how far these scatter at most."""
     found = [d for d in problem.groups if d.group is not None and share_of(decisions.splits[d.group])]
-    if not problem.costs.sampled or not found:
-        return () if not problem.costs.sampled else ("no linear map is sampled: all gradients are exact",)
+    if not found:
+        return ()
     num = sum(decision.count for decision in found)
     most = max(problem.costs.variance_bound(d.group, decisions.splits[d.group]) for d in found if d.group is not None)
     keys = ", ".join(decision.key for decision in found)
