@@ -30,7 +30,7 @@ def planned(share: float | None = None, sampled: float | None = None, num: int =
 
 
 def test_is_taken_where_it_makes_a_step_faster_and_says_so() -> None:
-    exact, sampled = planned(0.6), planned(0.6, 0.3)
+    exact, sampled = planned(0.6, num=1), planned(0.6, 0.3, num=1)
     assert sampled.predicted.step_s < exact.predicted.step_s
     assert sampled.predicted.peak_bytes <= sampled.budget_bytes
     assert sampled.sampled
@@ -44,12 +44,11 @@ def test_is_taken_where_it_makes_a_step_faster_and_says_so() -> None:
 
 
 def test_nothing_is_sampled_unasked() -> None:
-    for share in (None, 0.6):
-        assert not planned(share).sampled
+    assert not planned(0.6, num=1).sampled
     for solver in ("ddp", "fsdp", "megatron", "two-stage"):
         assert not planned(None, 0.3, solver=solver).sampled
     assert '"sampled"' not in planned().to_json()
-    assert not planned(0.6, 1.0).sampled, "all rows are no estimate"
+    assert not planned(None, 1.0).sampled, "all rows are no estimate"
 
 
 def test_pins_hold_a_form() -> None:
@@ -60,26 +59,27 @@ def test_pins_hold_a_form() -> None:
 def test_explain_tells_the_form_its_variance_and_the_other() -> None:
     plan = planned(None, 0.3, pins="blocks.*.up=sampled")
     model, batch, loss_fn = build_wide()
-    text = tw.explain(plan, model, batch, "blocks.*.up", loss_fn=loss_fn).text()
+    text = tw.explain(plan, model, batch, "blocks.*.up*", loss_fn=loss_fn).text()
     assert "unbiased estimate" in text
-    assert "3.34 · Σ‖g‖²‖x‖²" in text
+    assert "3.35 · Σ‖g‖²‖x‖²" in text
     assert "of its rows kept" in plan.table()
 
 
-@pytest.mark.parametrize(
-    "options", [{"share": 0.6}, {"pins": "*=sampled"}, {"pins": ("*=sampled", "blocks.*=recompute")}]
+PINS = (
+    "*=sampled",
+    ("*=sampled", "blocks.*=recompute"),
+    ("*=sampled", "blocks.*.up=shard(o)@host", "*.down=shard(i)@host"),
 )
-def test_what_is_promised_is_measured(pool2: Pool, options: dict[str, Any]) -> None:
-    plan = planned(**{"sampled": 0.25, **options}) if "share" in options else forced(**options)
-    assert plan.sampled
+
+
+@pytest.mark.parametrize("pins", [PINS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in PINS[1:])])
+def test_what_is_promised_is_measured(pool2: Pool, pins: Any) -> None:
+    plan = planned(None, 0.25, pins=pins)
+    assert len(plan.sampled) == 3
     report = run_on_ranks(pool2, SPEC, plan)
-    assert set(report.peak_bytes) == {plan.predicted.peak_bytes}
+    assert max(report.peak_bytes) - plan.predicted.peak_bytes in (0, 4), "the loss, where the ranks sum it"
     assert report.max_relative_error_gradient < 1e-12
     assert report.sampled_variance is not None
-
-
-def forced(pins: Any) -> Plan:
-    return planned(None, 0.25, pins=pins)
 
 
 def test_the_problem_counts_k_rows_and_their_numbers() -> None:
@@ -117,14 +117,21 @@ def test_mistakes_are_said() -> None:
         ask(sampled=0.3, optimizer="sophiah")
     with pytest.raises(UserError, match="add --sampled"):
         ask(pins="blocks.*.up=sampled")
-    with pytest.raises(UserError, match="the model has none"):
-        frozen = nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU(), nn.Flatten())
-        tw.plan(frozen, (torch.ones(8, 4, 4),), loss_fn=lambda out: out.mean(), hardware="cpu:2", sampled=0.3)
-    with pytest.raises(UserError, match="more than 10 rows"):
-        few = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-        tw.plan(few, (torch.ones(8, 4),), loss_fn=lambda out: out.mean(), hardware="cpu:2", sampled=0.3)
+    plan = ask()
+    gelu = next(key for key in plan.modules if key.endswith(":gelu"))
+    edited = {**plan.modules, gelu: plan.modules[gelu].model_copy(update={"sampled": 0.3})}
     with pytest.raises(UserError, match="a linear map of activations"):
-        plan = ask(sampled=0.3)
-        gelu = next(key for key in plan.modules if key.endswith(":gelu"))
-        edited = {**plan.modules, gelu: plan.modules[gelu].model_copy(update={"sampled": 0.3})}
         tw.check(plan.model_copy(update={"modules": edited}), model, batch, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("model", "entry", "said"),
+    [
+        (nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU()), (torch.ones(8, 4, 4),), "the model has none"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), (torch.ones(8, 4),), "more than 10 rows"),
+        (nn.Linear(4, 4), (torch.ones(80, 4),), "the model has none"),
+    ],
+)
+def test_a_model_with_nothing_to_sample_is_refused(model: nn.Module, entry: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        tw.plan(model, entry, loss_fn=lambda out: out.mean(), hardware="cpu:2", sampled=0.3)

@@ -63,7 +63,7 @@ class SampledLinear(nn.Linear):
         scores, noted = row_norms(input.detach().reshape(num, -1)), None
         if self.norms is not None:
             scores, noted = scores * self._known_norms(scores), self._note
-        return SampledProduct.apply(input, self.weight, self.bias, k, scores, F.linear, False, noted)  # type: ignore[no-any-return]
+        return SampledProduct.apply(input, self.weight, self.bias, k, scores, F.linear, False, noted, None)  # type: ignore[no-any-return]
 
     def _known_norms(self, scores: Tensor) -> Tensor:
         num = len(scores)

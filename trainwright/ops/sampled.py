@@ -68,21 +68,21 @@ def weighted_rows(scores: Tensor, k: int, generator: torch.Generator | None = No
     return order.gather(-1, torch.where(sure, places[:k], drawn)), torch.where(sure, 1.0, scale)
 
 
-def sampled_map(
-    target: Callable[..., Tensor], share: float, input_first: bool
-) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """Return the linear map `target(x, weight, bias)` in the form that keeps a share of the rows of x.
+def sampled_map(target: Callable[..., Tensor], share: float, input_first: bool) -> Callable[..., Tensor]:
+    """Return the linear map `target(x, weight, bias)` in the form that keeps a share of the rows of x, drawn by `generator`.
 
     input_first: the weight is [in, out]. Where all rows would be kept, or nothing needs the weight's gradient, it is `target`.
     """
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
         num = x.shape[:-1].numel()
         k = rows_kept(num, share)
         if k >= num or not (torch.is_grad_enabled() and weight.requires_grad):
             return target(x, weight, bias)
         scores = row_norms(x.detach().reshape(num, -1))
-        return SampledProduct.apply(x, weight, bias, k, scores, target, input_first, None)  # type: ignore[no-any-return]
+        return SampledProduct.apply(x, weight, bias, k, scores, target, input_first, None, generator)  # type: ignore[no-any-return]
 
     return product
 
@@ -90,15 +90,16 @@ def sampled_map(
 class SampledProduct(torch.autograd.Function):
     """A linear map of all rows, exact, whose backward has k weighted rows for the gradient of the weight.
 
-    scores: [n], by which rows are taken. noted: is given ‖g_i‖ of all rows in the backward; None: nobody asks.
+    scores: [n], by which rows are taken. noted: is given ‖g_i‖ of all rows in the backward; None: nobody asks. generator: draws;
+    None: torch's own.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, k: int, scores: Tensor, target: Callable[..., Tensor],
-        input_first: bool, noted: Callable[[Tensor], None] | None,
+        input_first: bool, noted: Callable[[Tensor], None] | None, generator: torch.Generator | None,
     ) -> Tensor:  # fmt: skip
-        numbers, scale = weighted_rows(scores, k)
+        numbers, scale = weighted_rows(scores, k, generator)
         kept = x.detach().reshape(-1, x.shape[-1])[numbers]
         kept.mul_(scale.unsqueeze(-1))  # in the input's dtype, the scaled row is what is kept
         ctx.save_for_backward(kept, numbers, weight)
@@ -119,7 +120,7 @@ class SampledProduct(torch.autograd.Function):
             rows = grad[numbers]
             of_weight = kept.T @ rows if ctx.input_first else rows.T @ kept
         of_bias = grad.sum(0) if ctx.has_bias and wanted[2] else None
-        return of_input, of_weight, of_bias, None, None, None, None, None
+        return of_input, of_weight, of_bias, None, None, None, None, None, None
 
 
 class SampledBatchedProduct(torch.autograd.Function):

@@ -96,7 +96,9 @@ def _sampling(exact: Callable[..., Any], sampled: Callable[..., Any], place: tup
     def compute(state: RunState, *args: Any, **kwargs: Any) -> Any:
         if not (state.training and state.sampling and torch.is_grad_enabled()):
             return exact(*args, **kwargs)
-        return _under_seed(derived_seed(*state.draw, place), sampled, args, kwargs)
+        generator = torch.Generator(device=args[0].device)
+        generator.manual_seed(derived_seed(*state.draw, place))
+        return sampled(*args, **kwargs, generator=generator)
 
     return compute
 

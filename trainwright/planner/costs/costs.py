@@ -479,7 +479,8 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
         value.requires_grad_(tensor.requires_grad)
     queue = iter(values)
     args, kwargs = torch.fx.map_arg((op.node.args, op.node.kwargs), lambda node: next(queue))
-    function, args, kwargs = op.node.target, tuple(args), dict(kwargs)
+    args, kwargs = tuple(args), dict(kwargs)
+    function: Callable[..., Any] = op.node.target  # type: ignore[assignment]
     if rule is not None:
         function, args, kwargs = rule(context, function, args, kwargs)
     sampled = sampled_form(op, function, context.chosen)
