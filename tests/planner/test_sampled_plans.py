@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.plans import cluster
 from tests.pool import Pool
 from tests.sampled_cases import build, build_wide
 from trainwright.artifacts import Plan, UserError
+from trainwright.cli import main
 from trainwright.ops.sampled import rows_kept
 
 SPEC = "tests/sampled_cases.py:build_wide"
@@ -135,3 +137,12 @@ def test_mistakes_are_said() -> None:
 def test_a_model_with_nothing_to_sample_is_refused(model: nn.Module, entry: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         tw.plan(model, entry, loss_fn=lambda out: out.mean(), hardware="cpu:2", sampled=0.3)
+
+
+def test_the_command_line_plans_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, path = ["plan", "tests/sampled_cases.py:build", "--hardware", "cpu:1"], str(tmp_path / "plan.json")
+    assert main([*asked, "--sampled", "0.3", "--pin", "blocks.*.up=sampled", "-o", path]) == 0
+    assert "0.3 of its rows kept: its weight's gradient is an estimate" in " ".join(capsys.readouterr().out.split())
+    assert '"sampled": 0.3' in Path(path).read_text()
+    assert main([*asked, "--sampled", "0"]) == 2
+    assert "try 0.3" in " ".join(capsys.readouterr().err.split())
