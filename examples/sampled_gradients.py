@@ -1,9 +1,9 @@
-"""Train a GPT-2 under two plans, one with exact gradients and one that estimates those of the MLPs' weights from a third of the tokens.
+"""Train a GPT-2 under two plans: with exact gradients, and with those of the MLPs' weights estimated from three tenths of the rows.
 
     python examples/sampled_gradients.py
 
-The loop is the same; the plan says what is kept. `trainwright plan --sampled 0.3` leaves it to the planner where estimates pay; here a pin
-asks for them.
+The loop is the same; the plan says what is kept. `trainwright plan --sampled 0.3` leaves it to the planner where estimates pay;
+here a pin asks for them.
 """
 
 from __future__ import annotations

@@ -220,8 +220,8 @@ def write(rows: list[dict[str, Any]]) -> None:
     text = (
         f"`python -m benchmarks.nn.sampled`, {head['date']}, torch {head['torch']}, one thread; a vision transformer of width "
         f"{WIDTH}, batches of {BATCH} × {TOKENS} tokens, {STEPS} steps, two seeds; bytes as `trainwright.profile` finds "
-        f"them, of plans as they predict them, of {PLANNED_SHARE:.0%} of full tuning's peak; what a plan keeps is what is there at its "
-        "peak. Plans sample the maps into and out of the middle layers."
+        f"them, of plans as they predict them, of {PLANNED_SHARE:.0%} of full tuning's peak; what a plan keeps is what is there at "
+        "its peak. Plans sample the maps into and out of the middle layers."
     )
     (RESULTS / "sampled-activations.md").write_text("\n".join(["# Sampled activations", "", text, "", *lines, ""]))
     print("\n".join(lines))
