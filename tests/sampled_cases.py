@@ -87,6 +87,23 @@ def verified(mesh: list[int], seed: int) -> dict[str, Any]:
     return found
 
 
+def in_parts(**options: Any) -> dict[str, Any]:
+    """Verify a plan of two micro-batches, or of stages, whose linear maps are sampled, and add the peak it promises."""
+    import torch.distributed as dist
+
+    import trainwright as tw
+
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        model, batch, loss = build()
+        question = {"hardware": "cpu:2", "sampled": 0.4, "pins": "*=sampled", "micro_batches": 2, **options}
+        found = [tw.plan(model, batch, loss_fn=loss, **question).to_json()]
+    dist.broadcast_object_list(found, 0)
+    plan = tw.Plan.parse(found[0])
+    report = tw.verify(build, plan)
+    return report.model_dump(mode="json") | {"sampled": list(plan.sampled), "promised": list(report.predicted_peaks)}
+
+
 def split_alike(loop: str) -> dict[str, Any]:
     """Verify a plan whose linear maps are all sampled, and split over their loop of that name where they have it."""
     program = program_of()

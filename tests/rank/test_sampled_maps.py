@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +14,6 @@ from tests.pool import Pool
 from tests.sampled_cases import build, program_of, sample_all
 from trainwright.ops.sampled import rows_kept
 from trainwright.program.decisions import Decisions
-from trainwright.program.groups import Group
 from trainwright.program.program import Program
 from trainwright.program.sampling import SampledSplit, can_sample, sampled_params, share_of
 from trainwright.rank.execute import Executor
@@ -19,10 +22,6 @@ from trainwright.rank.local import build_local
 from trainwright.rank.reshard import SimulatedCommunicator
 from trainwright.rank.run_state import RunState
 from trainwright.runtime.verification.reference import unsplit
-
-
-def maps_of(program: Program) -> list[Group]:
-    return [group for own in program.classes for group in own.groups if any(map(can_sample, group.ops))]
 
 
 def gradients(program: Program, decisions: Decisions, state: RunState) -> dict[str, Tensor]:
@@ -108,9 +107,6 @@ def test_a_biased_estimate_is_found(pool2: Pool) -> None:
 
 
 def test_forms_are_told_apart_and_survive() -> None:
-    import copy
-    import pickle
-
     split = SampledSplit((0, -1), 0.3)
     assert split != (0, -1)
     assert split != (0, -1)
@@ -119,3 +115,21 @@ def test_forms_are_told_apart_and_survive() -> None:
     assert len({split, (0, -1), SampledSplit((0, -1), 0.3), SampledSplit((0, -1), 0.4)}) == 3
     assert copy.deepcopy(split) == pickle.loads(pickle.dumps(split)) == split
     assert share_of(copy.deepcopy(split)) == 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pipeline": 2, "mesh": 1, "pipeline_schedule": "1f1b"},
+        {"pipeline": 2, "mesh": 1, "pipeline_schedule": "zero-bubble"},
+    ],
+)
+def test_micro_batches_and_stages_draw_too(pool2: Pool, options: dict[str, Any]) -> None:
+    report = pool2.run("tests.sampled_cases:in_parts", timeout_s=250, **options)[0]
+    assert report["passed"], report
+    assert len(report["sampled"]) == 3
+    assert report["max_relative_error_gradient"] < 1e-12
+    for peak, promised in zip(report["peak_bytes"], report["promised"]):
+        assert peak == pytest.approx(promised, rel=1e-3)
