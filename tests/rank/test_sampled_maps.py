@@ -15,7 +15,7 @@ from tests.sampled_cases import build, program_of, sample_all
 from trainwright.ops.sampled import rows_kept
 from trainwright.program.decisions import Decisions
 from trainwright.program.program import Program
-from trainwright.program.sampling import SampledSplit, can_sample, sampled_params, share_of
+from trainwright.program.sampling import SampledSplit, sampled_params, share_of
 from trainwright.rank.execute import Executor
 from trainwright.rank.instructions import Compute
 from trainwright.rank.local import build_local
