@@ -253,6 +253,9 @@ def plan(
         fits without.
     tier: a `tiers.Policy`, how disks are used on which parameters, gradients and states rest; the plan's `tier` says what they
         move then, a step and a day (docs/tiers.md).
+    sampled: the share of its rows (tokens), above 0 and at most 1, that a linear map may keep for its weight's gradient, which is
+        then an unbiased estimate and not exact; loss and all other gradients stay exact. Left out: all are exact
+        (docs/estimated-gradients.md).
     time_limit_s: of the search, after which the best plan found so far is taken; its `solver.gap` says how far from the
         optimum it may be.
     model_ref: where the model comes from, for the plan's `model`. progress: told, in words, how the search goes.

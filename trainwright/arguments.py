@@ -128,6 +128,26 @@ def as_imbalance(value: Any) -> float:
     return found
 
 
+def as_share(value: Any) -> float:
+    """Return the share of its rows that a linear map may keep; 0 for None: none may. `UserError` outside (0, 1].
+
+    >>> as_share(None), as_share("0.3"), as_share(1)
+    (0.0, 0.3, 1.0)
+    """
+    if value is None:
+        return 0.0
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not 0.0 < found <= 1.0:
+        raise UserError(
+            f"the share of rows that linear maps keep for the gradients of their weights is above 0 and at most 1; got {value!r}; "
+            "try 0.3, or leave sampled out for exact gradients"
+        )
+    return found
+
+
 _MEASURED = "measured:"
 
 

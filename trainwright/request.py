@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Required, TypedDict
 
-from .arguments import as_chosen, as_cluster, as_dtype_name, as_imbalance, as_mesh, as_pins, check_model
+from .arguments import as_chosen, as_cluster, as_dtype_name, as_imbalance, as_mesh, as_pins, as_share, check_model
 from .artifacts import DEFAULT_IMBALANCE, Cluster, ModelRef, Plan, UserError, parse_bytes
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class PlanOptions(TypedDict, total=False):
     keep_graph: bool
     expert_imbalance: float | str
     loss_chunks: int | str
+    sampled: float | None
     time_limit_s: float
     autocast: DtypeLike | None
     micro_batches: int | str
@@ -76,6 +77,7 @@ class PlanRequest:
     keep_graph: bool = False
     expert_imbalance: float | str = DEFAULT_IMBALANCE
     loss_chunks: int | str = "auto"
+    sampled: float | None = None
     time_limit_s: float = 30.0
     autocast: DtypeLike | None = None
     micro_batches: int | str = 1
@@ -123,6 +125,7 @@ class PlanRequest:
             )
         micro_batches = "auto" if pipeline is not None and self.micro_batches == 1 else self.micro_batches
         twice = goes_again or (chosen.name if chosen.differentiates_twice else None)
+        share = _share_of(self.sampled, twice)
         num_chunks, is_free = _chunks_of(self.loss_chunks, twice)
         runs = _runs_of(micro_batches, goes_again)
         program, variants = self._programs(runs, num_chunks or 0)
@@ -147,6 +150,7 @@ class PlanRequest:
             "offload": self.offload,
             "keep_graph": self.keep_graph,
             "imbalance": as_imbalance(self.expert_imbalance),
+            "sampled": share,
             "time_limit_s": self.time_limit_s,
             "tier": self.tier,
             "progress": self.progress,
@@ -294,6 +298,17 @@ def _runs_of(micro_batches: int | str, goes_again: str | None) -> int | str:
         f"one micro-batch is needed for {goes_again}, for the graph of the loss is gone through more than once; got "
         f"{micro_batches}; leave micro_batches out, or take adamw"
     )
+
+
+def _share_of(sampled: Any, goes_again: str | None) -> float:
+    """Return the share of rows that linear maps may keep; `UserError` where gradients are differentiated again."""
+    share = as_share(sampled)
+    if share and goes_again is not None:
+        raise UserError(
+            f"exact gradients are needed for {goes_again}, for an estimate is differentiated once; got sampled {share:g}; leave "
+            "sampled out, or take adamw"
+        )
+    return share
 
 
 def _chunks_of(loss_chunks: int | str, goes_again: str | None) -> tuple[int | None, bool]:

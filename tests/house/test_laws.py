@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "integrations": {"integrations", "artifacts", "torch_internals", "capture", "program", "launch", "runtime", "sync"},
     "reports": {"reports", "artifacts"},
     "numerics": {"numerics"},
-    "nn": {"nn", "artifacts"},
+    "nn": {"nn", "artifacts", "ops"},
     "optim": {"optim", "artifacts", "numerics"},
     "schedules": {"schedules", "artifacts", "numerics"},
     "selection": {"selection", "artifacts", "numerics"},

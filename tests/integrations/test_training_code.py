@@ -198,6 +198,14 @@ def test_the_plain_loop_goes_on_where_it_was(plan_path: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_a_loop_under_a_plan_that_estimates_gradients_learns_too() -> None:
+    exact, sampled, named = run_example("sampled_gradients.py").splitlines()
+    assert float(sampled.split()[-1]) == pytest.approx(float(exact.split()[-1]), rel=0.1)
+    assert float(sampled.split()[1]) < float(exact.split()[1]), "MiB at the peak"
+    assert "mlp.c_fc" in named
+
+
+@pytest.mark.slow
 def test_the_loop_of_stages_goes_on_without_stages(tmp_path: Path) -> None:
     """The same losses and norms by two stages of either order, by one after the other, and by a plan without any."""
     printed: dict[str, list[str]] = {}

@@ -275,7 +275,8 @@ def _decisions(plan: Plan) -> dict[str, str]:
     for key, op in plan.modules.items():
         fates = {"recomputed": op.recomputed, "offloaded": op.offloaded}
         said = [f"{fate} {name} in {blocks}" for fate, values in fates.items() for name, blocks in values.items()]
-        found[key] = "; ".join([f"split {' '.join(op.split)}", *(said or ["kept"])])
+        form = [f"{op.sampled:.3g} of its rows kept"] if op.sampled else []
+        found[key] = "; ".join([f"split {' '.join(op.split)}", *form, *(said or ["kept"])])
     return found
 
 

@@ -19,6 +19,8 @@ class Alternative:
     estimated_extra_s: float
     step_s: float | None = None
     peak_bytes: int | None = None
+    sampled: float = 0.0
+    """The share of its rows that a linear map would keep; 0: all."""
     refused: str = ""
 
 
@@ -41,6 +43,10 @@ class ExplainedDecision:
     """Which blocks keep it off the device; of a parameter, its optimizer state."""
     alternative: Alternative | None
     """None: there is no other option."""
+    sampled: float = 0.0
+    """The share of its rows that a linear map keeps for the gradient of its weight, which is then an estimate; 0: exact."""
+    variance: float = 0.0
+    """The variance of that estimate in Σ_i ‖g_i‖² ‖x_i‖², where all rows have the same norm."""
     even_at: BreakEven | None = None
     """Of experts: None where rows that depend on the data change nothing between its options."""
 

@@ -86,12 +86,22 @@ class OpPlan(Record):
     """What one op (or a fused run of elementwise ops) splits, and the fate of what its backward needs.
 
     `recomputed` and `offloaded` map an output (`out`, `out1`), a kept internal (`internal`), or the converted copy of
-    an operand (`in0`) to the blocks it holds for: `0-5`, or `all`. What is in neither is kept.
+    an operand (`in0`) to the blocks it holds for: `0-5`, or `all`. What is in neither is kept. `sampled` is the share of its
+    operand's rows that a linear map keeps for the gradient of its weight, which is then an estimate; 0: exact.
     """
 
     split: tuple[str, ...]
     recomputed: dict[str, str] = {}
     offloaded: dict[str, str] = {}
+    sampled: float = Field(default=0.0, ge=0.0, lt=1.0)
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: Any) -> dict[str, Any]:
+        """Leave out what exact ops do not say, so that the digests of exact plans stay."""
+        data: dict[str, Any] = handler(self)
+        if not self.sampled:
+            del data["sampled"]
+        return data
 
 
 class OptimizerGroup(Record):
@@ -382,6 +392,11 @@ class Plan(Artifact):
     def fits_device(self) -> bool:
         """Whether a device has the memory that is predicted; a plan without a budget may need more."""
         return self.predicted.peak_bytes <= self.cluster.device.memory_bytes
+
+    @property
+    def sampled(self) -> dict[str, float]:
+        """Return the linear maps whose weights' gradients are estimates, with the share of rows that each keeps."""
+        return {key: op.sampled for key, op in self.modules.items() if op.sampled}
 
     @property
     def offloads_states(self) -> bool:

@@ -52,6 +52,12 @@ class Report(Artifact):
     """Of loss and outputs in evaluation, after the step."""
     worst_evaluation: str = ""
     bar_evaluation: float | None = None
+    max_relative_error_bias: float | None = None
+    """Of the mean of several draws of the gradients that the plan estimates, in standard errors of that mean."""
+    worst_bias: str = ""
+    bar_bias: float | None = None
+    sampled_variance: float | None = None
+    """The variance of the gradient that is estimated worst, as a share of the square of its norm."""
     passed: bool
     predicted_peak_bytes: int
     rank_peak_bytes: tuple[int, ...] = ()
@@ -78,6 +84,7 @@ class Report(Artifact):
         rows = [
             ("loss", self.max_relative_error_loss, self.bar_loss, ""),
             ("gradients", self.max_relative_error_gradient, self.bar_gradient, self.worst_gradient),
+            ("bias of sampled gradients", self.max_relative_error_bias, self.bar_bias, self.worst_bias),
             ("buffers after the step", self.max_relative_error_buffer, self.bar_buffer, self.worst_buffer),
             ("optimizer's update", self.max_relative_error_update, self.bar_update, self.worst_update),
             ("evaluation", self.max_relative_error_evaluation, self.bar_evaluation, self.worst_evaluation),

@@ -99,6 +99,14 @@ def plan(
             help="Head and loss in N chunks of rows, logits never whole; auto: where nothing fits without; free: where faster.",
         ),
     ] = "auto",
+    sampled: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Linear maps may keep this share of their rows for the gradients of their weights, which are then unbiased "
+            "estimates: 0.3. Default: all gradients are exact.",
+        ),
+    ] = None,
     pipeline: Annotated[
         str | None,
         typer.Option(
@@ -163,6 +171,7 @@ def plan(
         "autocast": model.autocast,
         "micro_batches": parse_micro_batches(micro_batches),
         "loss_chunks": int(loss_chunks) if loss_chunks.strip().isdigit() else loss_chunks.strip().lower(),
+        "sampled": sampled,
         "pipeline": as_stages(pipeline),
         "pipeline_schedule": pipeline_schedule,
         "optimizer_options": parse_options(optimizer_option),

@@ -1,7 +1,7 @@
 """`SampledLinear`: a linear layer that keeps some rows of its input for the weight's gradient, which stays unbiased.
 
-choose    probabilities of rows → the c largest, and k − c drawn of the others     `chosen_rows`
-forward   y = x Wᵀ + b, exact; kept: the chosen rows and their numbers              `_SampledProduct`
+choose    probabilities of rows → the c largest, and k − c drawn of the others     `ops.sampled.weighted_rows`
+forward   y = x Wᵀ + b, exact; kept: the chosen rows and their numbers              `ops.sampled.SampledProduct`
 backward  dx = g W and db = Σ g, exact; dW = Σ_kept w_i g_i x_iᵀ
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..artifacts import UserError, check_range
+from ..ops.sampled import SampledProduct, row_norms, rows_kept, weighted_rows
 
 
 class SampledLinear(nn.Linear):
@@ -59,7 +60,23 @@ class SampledLinear(nn.Linear):
         k = rows_kept(num, self.budget, self.min_rows)
         if not self.training or k >= num or not (torch.is_grad_enabled() and self.weight.requires_grad):
             return F.linear(input, self.weight, self.bias)
-        return _SampledProduct.apply(input, self.weight, self.bias, k, self.norms, self)  # type: ignore[no-any-return]
+        scores, noted = row_norms(input.detach().reshape(num, -1)), None
+        if self.norms is not None:
+            scores, noted = scores * self._known_norms(scores), self._note
+        return SampledProduct.apply(input, self.weight, self.bias, k, scores, F.linear, False, noted, None)  # type: ignore[no-any-return]
+
+    def _known_norms(self, scores: Tensor) -> Tensor:
+        num = len(scores)
+        assert self.norms is not None
+        if self.norms.numel() != num:
+            raise UserError(
+                f"a norm for each of the layer's {num} rows is needed; the table has {self.norms.numel()} of these examples; "
+                "give GradientNorms as many tokens as the layer sees, and the batch's own examples"
+            )
+        return _with_unknown(self.norms.to(scores)).reshape(-1)
+
+    def _note(self, norms: Tensor) -> None:
+        self.grad_norms = norms
 
     def extra_repr(self) -> str:
         """Return the settings for the module's text."""
@@ -72,72 +89,20 @@ def check_budget(budget: float) -> float:
     return budget
 
 
-def rows_kept(num: int, budget: float, min_rows: int = 10) -> int:
-    """Return k, of `num` rows.
-
-    >>> rows_kept(100, 0.3), rows_kept(20, 0.3), rows_kept(4, 0.3)
-    (30, 10, 10)
-    """
-    return max(int(budget * num), min_rows, 1)
-
-
 def chosen_rows(scores: Tensor, k: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Return the numbers of k rows and their weights [k], such that Σ w_i v_i is Σ v over all rows in expectation.
+    """Return the numbers of k rows and their weights [..., k], such that Σ w_i v_i is Σ v over all rows in expectation.
 
-    scores: [n], of at least 0, by which rows are taken: all zero are all equal. Needs 1 ≤ k < n.
+    scores: [..., n], of at least 0, by which rows are taken, each leading index by itself: all zero are all equal. Raises
+    `UserError` unless 1 ≤ k < n.
 
     >>> rows, weights = chosen_rows(torch.tensor([8.0, 1.0, 1.0]), 2)
     >>> rows[0].item(), weights.tolist()
     (0, [1.0, 2.0])
     """
-    num = scores.numel()
+    num = scores.shape[-1]
     if not 1 <= k < num:
         raise UserError(f"a number of rows from 1 to {num - 1} is needed; got {k}; take a smaller budget, or keep all")
-    total = scores.sum()
-    p = torch.where(total > 0, scores / total.clamp_min(torch.finfo(scores.dtype).tiny), 1.0 / num)
-    ordered, order = p.sort(descending=True, stable=True)
-    left = ordered.flip(0).cumsum(0).flip(0)[:k]  # 1 − P_C for c = 0 … k − 1, without cancellation
-    places = torch.arange(num, device=p.device)
-    c = torch.argmin(left / (k - places[:k]))  # a tensor throughout: nothing waits for the device
-    tail, rest = left.take(c), torch.where(places >= c, ordered, 0.0)
-    drawable = torch.where(tail > 0, rest, (places >= c).to(p.dtype))
-    drawn = torch.multinomial(drawable, k, replacement=True, generator=generator)
-    sure = places[:k] < c
-    scale = tail / (ordered[drawn] * (k - c)).clamp_min(torch.finfo(p.dtype).tiny)
-    return order[torch.where(sure, places[:k], drawn)], torch.where(sure, 1.0, scale)
-
-
-class _SampledProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, k: int, norms: Tensor | None, owner: Any
-    ) -> Tensor:
-        rows = x.detach().reshape(-1, x.shape[-1])
-        scores = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        if norms is not None:
-            if norms.numel() != len(rows):
-                raise UserError(
-                    f"a norm for each of the layer's {len(rows)} rows is needed; the table has {norms.numel()} of these examples; "
-                    "give GradientNorms as many tokens as the layer sees, and the batch's own examples"
-                )
-            scores = scores * _with_unknown(norms.to(scores)).reshape(-1)
-        numbers, scale = chosen_rows(scores, k)
-        # in the input's dtype, the scaled row is what is kept
-        ctx.save_for_backward(rows[numbers] * scale.unsqueeze(-1).to(x.dtype), numbers, weight)
-        ctx.shape, ctx.has_bias, ctx.owner = x.shape, bias is not None, owner if norms is not None else None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Any) -> Any:
-        kept, numbers, weight = ctx.saved_tensors
-        grad = grads[0].reshape(-1, grads[0].shape[-1])
-        if ctx.owner is not None:
-            ctx.owner.grad_norms = torch.linalg.vector_norm(grad.detach(), dim=-1)
-        wanted = ctx.needs_input_grad
-        of_input = (grad @ weight).reshape(ctx.shape) if wanted[0] else None
-        of_weight = grad[numbers].T @ kept if wanted[1] else None
-        return of_input, of_weight, grad.sum(0) if ctx.has_bias and wanted[2] else None, None, None, None
+    return weighted_rows(scores, k, generator)
 
 
 def _with_unknown(norms: Tensor) -> Tensor:

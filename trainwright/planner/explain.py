@@ -15,6 +15,7 @@ from ..program.groups import is_routed
 from ..program.layout import Layout, layout_text
 from ..program.plan_text import decisions_of
 from ..program.program import Program, Tensor
+from ..program.sampling import share_of
 from .costs.costs import OptimizerCost, cost_model
 from .costs.simulate import MakeOptimizer
 from .model.tied import find_tied
@@ -38,8 +39,8 @@ def explain(
     """
     device = plan.cluster.device
     axes = plan.inner_cluster.mesh(tuple(plan.inner_mesh.values()))
-    records = record(program, device.kind)
-    costs_at = lambda imbalance: cost_model(program, device, axes, records, optimizer_cost.num_passes, imbalance)  # noqa: E731
+    records, share = record(program, device.kind), max(plan.sampled.values(), default=0.0)
+    costs_at = lambda imbalance: cost_model(program, device, axes, records, optimizer_cost.num_passes, imbalance, share)  # noqa: E731
     problem = build_problem(program, costs_at(plan.imbalance), optimizer_cost)
     decisions = decisions_of(program, plan)
     options = {decision: _add_chosen(decision, decisions) for decision in problem.decisions}
@@ -146,15 +147,17 @@ class _Trial:
 
     def _run(self, row: ExplainedDecision, other: Alternative) -> Alternative:
         try:
-            predicted, _, _ = as_written(self._edited(row, other.option), self.task)
+            predicted, _, _ = as_written(self._edited(row, other), self.task)
         except UserError as error:
             return replace(other, refused=str(error))
         return replace(other, step_s=predicted.step_s, peak_bytes=predicted.peak_bytes)
 
-    def _edited(self, row: ExplainedDecision, option: tuple[str, ...]) -> Plan:
+    def _edited(self, row: ExplainedDecision, other: Alternative) -> Plan:
         name, field = ("params", "layout") if row.is_param else ("modules", "split")
         section = self._section(row.is_param)
-        entry = section[row.key].model_copy(update={field: option})
+        entry = section[row.key].model_copy(
+            update={field: other.option, **({} if row.is_param else {"sampled": other.sampled})}
+        )
         return self.plan.model_copy(update={name: {**section, row.key: entry}})
 
 
@@ -232,8 +235,24 @@ def _row(plan: Plan, edges: _Edges, decision: Decision, options: dict[Decision, 
         saved_bytes=_bytes(edges.problem, decision, chosen),
         recomputed=_fate(plan, decision, "recomputed"),
         offloaded=_fate(plan, decision, "offloaded"),
-        alternative=None if best is None else Alternative(_option(decision, best), totals[best] - totals[chosen]),
+        alternative=None if best is None else _alternative(decision, best, totals[best] - totals[chosen]),
+        sampled=_share(decision, chosen),
+        variance=_variance(edges.problem, decision, chosen),
     )
+
+
+def _alternative(decision: Decision, option: int, extra_s: float) -> Alternative:
+    return Alternative(_option(decision, option), extra_s, sampled=_share(decision, option))
+
+
+def _share(decision: Decision, option: int) -> float:
+    return 0.0 if decision.group is None else share_of(decision.options[option])
+
+
+def _variance(problem: Problem, decision: Decision, option: int) -> float:
+    if decision.group is None or not _share(decision, option):
+        return 0.0
+    return problem.costs.variance_bound(decision.group, decision.options[option])
 
 
 def _option(decision: Decision, option: int) -> tuple[str, ...]:

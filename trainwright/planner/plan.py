@@ -26,6 +26,7 @@ from ..program.decisions import Decisions
 from ..program.groups import is_routed
 from ..program.plan_text import decisions_of, plan_sections
 from ..program.program import Program
+from ..program.sampling import share_of
 from ..program.stages import cut
 from ..rank.stage_actions import Schedule
 from .budget import budget_for
@@ -42,8 +43,10 @@ from .model.outcome import Outcome
 from .pipeline.price import hops_of, price_stages, shared_by
 from .pipeline.recipes import PIPELINE_RECIPES
 from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, fastest_stages
+from .problem.problem import Problem
 from .problem.recipes import RECIPES
 from .refusals import NothingFits
+from .sampled_maps import exact_or_sampled
 from .search.effort import GAP, NEAR
 from .task import Place, Task
 from .tiered import tier_plan
@@ -176,7 +179,7 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
         program, plan.model, plan.inner_cluster, plan.budget_bytes, plan.optimizer, optimizer_cost, make_optimizer,
         mesh=tuple(plan.inner_mesh.values()), num_stages=plan.num_stages, dtype=plan.dtype, autocast=plan.autocast,
         literals=plan.literals, loss_fn=plan.loss_fn, offload=plan.offload.tier if plan.offload is not None else "none",
-        imbalance=plan.imbalance,
+        imbalance=plan.imbalance, sampled=max(plan.sampled.values(), default=0.0),
     )  # fmt: skip
 
 
@@ -233,8 +236,15 @@ _STOPPED = "the search was stopped by Ctrl-C; this is the best plan found by the
 
 
 def _search_as_asked(task: Task, solver: str) -> Found:
+    if task.sampled and solver == "joint":
+        return exact_or_sampled(task, lambda variant: _search_in_form(variant, solver))
+    return _search_in_form(task, solver)
+
+
+def _search_in_form(task: Task, solver: str) -> Found:
+    """Search with gradients exact, or with estimates among the options."""
     if task.chunked is not None and (solver == "joint" or task.chunked.is_free):  # recipes are what others run
-        return whole_or_chunked(task, task.chunked, lambda variant: _search_as_asked(variant, solver))
+        return whole_or_chunked(task, task.chunked, lambda variant: _search_in_form(variant, solver))
     if task.pipeline is not None:
         return _search_stages(task, solver)
     if task.variants is not None:
@@ -252,7 +262,7 @@ def _search_stages(task: Task, solver: str) -> Found:
         return found
     plain, refusal = None, None
     try:
-        plain = _search_as_asked(replace(task, pipeline=None, deadline=task.deadline.first_part()), solver)
+        plain = _search_in_form(replace(task, pipeline=None, deadline=task.deadline.first_part()), solver)
     except NothingFits as refused:
         refusal = refused
     staged, said, unseen = None, "pipeline stages were looked at: none are faster than none", tuple[str, ...]()
@@ -328,6 +338,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
             *_gathered(task.program, found.price),
             *_discovered(task.program),
             *_promise(answer.decisions, task.budget_bytes),
+            *_sampled(place.problem, answer.decisions),
             *_passes(task),
             *answer.notes,
             *found.notes,
@@ -423,6 +434,22 @@ def _promise(decisions: Decisions, budget_bytes: int | None) -> tuple[str, ...]:
         return (f"{peak} however the experts' rows fall",)
     return (
         f"{peak} while no layer sends any rank more than {decisions.imbalance:g} × its even share of the experts' rows",
+    )
+
+
+def _sampled(problem: Problem, decisions: Decisions) -> tuple[str, ...]:
+    """A note on the linear maps whose weights' gradients are estimates, and how far these scatter at most."""
+    found = [d for d in problem.groups if d.group is not None and share_of(decisions.splits[d.group])]
+    if not found:
+        return ()
+    num = sum(decision.count for decision in found)
+    most = max(problem.costs.variance_bound(d.group, decisions.splits[d.group]) for d in found if d.group is not None)
+    keys = ", ".join(decision.key for decision in found)
+    return (
+        f"gradients are not exact: those of the weights of {num} linear maps are unbiased estimates from "
+        f"{problem.costs.sampled:.3g} of their rows ({keys}); loss and all other gradients are exact",
+        f"the variance of such an estimate is at most {most:.3g} · Σ_i ‖g_i‖² ‖x_i‖², where all rows have the same norm, and less "
+        "where few rows hold most of it; `verify` measures it",
     )
 
 

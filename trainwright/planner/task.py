@@ -13,6 +13,7 @@ from ..hardware import machine, threads_each
 from ..profiler.saved import Records, record
 from ..program.decisions import Decisions, Overlap
 from ..program.program import Program
+from ..program.sampling import check_sampling
 from .budget import divisor_for, usable_bytes
 from .costs.costs import OptimizerCost, cost_model
 from .costs.price import Price, price
@@ -62,6 +63,8 @@ class Task:
     """Where tensors may be offloaded to: host, disk, none, or auto: to the host of a GPU, where memory binds and it is faster."""
     imbalance: float = DEFAULT_IMBALANCE
     """By how much a rank's experts may get more rows than their even share."""
+    sampled: float = 0.0
+    """The share of its rows that a linear map may keep for its weight's gradient, which is then an estimate; 0: none may."""
     time_limit_s: float = 30.0
     """What one search may take, and from its beginning, until `deadline`, all of them together."""
     deadline: Deadline = field(default_factory=Deadline)
@@ -93,6 +96,8 @@ class Task:
             )
         if self.offload in ("host", "disk"):
             self.cluster.tier(self.offload)
+        if self.sampled:
+            check_sampling(self.program, self.sampled)
         if self.tier is not None:
             self._check_tier()
 
@@ -222,7 +227,9 @@ class Place:
         """The options and their costs."""
         task = self.task
         num_passes = task.optimizer_cost.num_passes
-        costs = cost_model(task.program, task.cluster.device, self.axes, task.records, num_passes, task.imbalance)
+        costs = cost_model(
+            task.program, task.cluster.device, self.axes, task.records, num_passes, task.imbalance, task.sampled
+        )
         if task.tier_name is not None:
             costs.tier = task.cluster.tier(task.tier_name)
         return build_problem(task.program, costs, task.optimizer_cost)

@@ -26,6 +26,7 @@ from .factors import Factor, leaves
 from .groups import Group, Split
 from .layout import Layout, layout_text, parse_layout
 from .program import Op, Program, Tensor
+from .sampling import in_form_of
 
 
 def entry_layout(entry: BatchEntry, shape: Sequence[int]) -> tuple[str, ...]:
@@ -177,7 +178,8 @@ def _split(group: Group, twins: _Twins, decisions: Decisions) -> Split:
     if not pairs:
         return (-1,) * len(decisions.mesh)
     planned = twins.planned.group_of(pairs.get(group.head) or next(iter(pairs.values())))
-    return tuple(_loop(group, planned, loop, pairs, twins) for loop in decisions.splits[planned])
+    split = decisions.splits[planned]
+    return in_form_of(split, (_loop(group, planned, loop, pairs, twins) for loop in split))
 
 
 def _loop(group: Group, planned: Group, chosen: int, pairs: Mapping[Op, Op], twins: _Twins) -> int:

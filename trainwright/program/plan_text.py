@@ -14,6 +14,7 @@ from .groups import Group
 from .layout import REPLICATE, layout_text, parse_layout_at_rest
 from .plan_entries import parse_ranges, refuse_other_batch, refuse_unknown_corrections, refuse_unknown_keys
 from .program import Op, Program, Tensor
+from .sampling import SampledSplit, can_sample, share_of
 
 _STATE = "state"
 """The name, in a plan, of what an optimizer keeps for a parameter."""
@@ -102,7 +103,8 @@ def _read_modules(program: Program, plan: Plan, decisions: Decisions) -> None:
     refuse_unknown_keys(plan.modules, groups, "modules")
     for key, (region_class, group) in groups.items():
         entry = _entry(plan.modules, key, "modules")
-        decisions.splits[group] = _split_of(group, _per_axis(entry.split, decisions.mesh, key), key)
+        split = _split_of(group, _per_axis(entry.split, decisions.mesh, key), key)
+        decisions.splits[group] = SampledSplit(split, _share_of(group, entry.sampled, key)) if entry.sampled else split
         decisions.recomputed |= _values(region_class, group, entry.recomputed, key, is_rerun=True)
         decisions.offloaded |= _values(region_class, group, entry.offloaded, key)
 
@@ -198,6 +200,7 @@ def _op_plan(region_class: RegionClass, group: Group, decisions: Decisions) -> O
     split = tuple(group.loops[loop].name if loop >= 0 else "-" for loop in decisions.splits[group])
     return OpPlan(
         split=split,
+        sampled=share_of(decisions.splits[group]),
         recomputed=_named(region_class, group, decisions.recomputed),
         offloaded=_named(region_class, group, decisions.offloaded),
     )
@@ -294,6 +297,15 @@ def _split_of(group: Group, names: Sequence[str], key: str) -> tuple[int, ...]:
             "or the tokens alone, on the others"
         )
     return split
+
+
+def _share_of(group: Group, share: float, key: str) -> float:
+    if not any(map(can_sample, group.ops)):
+        raise UserError(
+            f"a linear map of activations by a trained weight is needed to keep some of its rows; {key} is none; take its "
+            "`sampled` out"
+        )
+    return share
 
 
 def _per_axis(entries: Sequence[str], mesh: Sequence[int], key: str) -> Sequence[str]:

@@ -70,6 +70,8 @@ class Compute(_Numbered):
     """True if the backward recomputes what the op saves internally (statistics, masks) by running it again."""
     internal_offloaded: bool = False
     """True if what the op saves internally is offloaded from the device until the backward."""
+    sampled: Callable[..., Any] | None = None
+    """A training step calls this in place of `function`, of which it is the form that keeps drawn rows; None: `function` itself."""
     rerun: Callable[..., Any] | None = None
     """The backward calls this in place of `function` for an op that writes buffers; it leaves the buffers unchanged."""
 

@@ -13,11 +13,13 @@ import torch.fx as fx
 
 from ..ops import find
 from ..ops.local import Mirror, Pair, Rows
+from ..ops.sampled import sampled_map
 from ..program.decisions import Decisions
 from ..program.factors import leaves
 from ..program.groups import Group, Split
 from ..program.layout import REPLICATE, Layout, local_shape, slot_range
 from ..program.program import Op, Program, Tensor
+from ..program.sampling import can_sample, share_of
 from ..program.transition import gradient_layout, transition
 from ..torch_internals.trees import tensors_in
 from .instructions import Borrow, Compute, Instruction, Open, Ref, Reshard, Value
@@ -158,12 +160,15 @@ class _Builder:
             context = _Context(op, twin, group, split, inputs, outputs, self.communicator, self.decisions.imbalance)
             function, args, kwargs = localize(context, function, args, kwargs)
         exchanges = bool(group.pair_axes(split))
+        sampled = sampled_form(op, function, split)
         function = _unless_empty(op, function, outputs, self.communicator, exchanges)
+        if sampled is not None:
+            sampled = _unless_empty(op, sampled, outputs, self.communicator, exchanges)
         axes = tuple(axis for axis, loop in enumerate(split) if loop >= 0)
-        self._emit_op(op, function, args, kwargs, inputs, outputs, op.region.index, axes)
+        self._emit_op(op, function, args, kwargs, inputs, outputs, op.region.index, axes, sampled)
 
     def _emit_op(self, op: Op, function: Any, args: Any, kwargs: Any, inputs: list[Value], outputs: list[Value], region: int,
-                 axes: tuple[int, ...]) -> None:  # fmt: skip
+                 axes: tuple[int, ...], sampled: Callable[..., Any] | None = None) -> None:  # fmt: skip
         internal, scratch = f"{op.key}.internal", find(op.name).scratch
         self.instructions.append(Compute(
             index=len(self.instructions), key=op.key, path=op.path, region=region, op=op,
@@ -171,6 +176,7 @@ class _Builder:
             inputs=tuple(value.index for value in inputs), outputs=tuple(value.index for value in outputs), axes=axes,
             internal_recomputed=internal in self.decisions.recomputed,
             internal_offloaded=internal in self.decisions.offloaded,
+            sampled=sampled,
             rerun=_on_copies(function, scratch) if op.writes and scratch else None,
         ))  # fmt: skip
 
@@ -233,6 +239,20 @@ class _Builder:
                 ).index
             )
         return Ref(native.index)
+
+
+def sampled_form(op: Op, function: Callable[..., Any], split: Split) -> Callable[..., Any] | None:
+    """Return the form of `function`, the local form of `op`, that keeps some rows; None where `split` says nothing of it.
+
+    Each rank keeps rows of its own part: those of its samples, the columns that it has of each, for its part of the weight. What
+    the ranks' gradients are summed to is unbiased as each of them is, and no rank asks another.
+    """
+    share = share_of(split)
+    if not share or not can_sample(op):
+        return None
+    target: Callable[..., Any] = op.node.target  # type: ignore[assignment]
+    kept = sampled_map(target, share, find(op.name).linear_map == "in_out")
+    return function.retargeted(kept) if hasattr(function, "retargeted") else kept  # type: ignore[no-any-return]
 
 
 def consecutive_range(op: Op, loop: str, splits: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def pieces(executor: Executor) -> list[Piece | range]:
 def _computes(instruction: Instruction) -> bool:
     """Tell whether an instruction is a plain op on plain tensors: no collective inside, no state of the run, no effect."""
     match instruction:
-        case Compute(op=op, function=function):
+        case Compute(op=op, function=function, sampled=None):
             return function is op.node.target and not (op.writes or op.runs_once or needs_state(op))
     return False
 

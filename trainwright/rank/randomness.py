@@ -43,6 +43,8 @@ def with_state(instruction: Compute, coords: Sequence[int]) -> WithState | None:
     """
     op, function = instruction.op, instruction.function
     place = (instruction.key, tuple(coords[axis] for axis in instruction.axes))
+    if instruction.sampled is not None:
+        return _sampling(function, instruction.sampled, place)
     if not needs_state(op):
         return _drawing(function, place) if _is_foreign(op) else None
     rule = find(op.name)
@@ -86,6 +88,19 @@ class _Masked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return (grads[0] * mask).mul_(ctx.scale), None, None
+
+
+def _sampling(exact: Callable[..., Any], sampled: Callable[..., Any], place: tuple[Any, ...]) -> WithState:
+    """Compute a linear map in its sampled form in training; its rows are drawn anew in each step, and alike in a rerun."""
+
+    def compute(state: RunState, *args: Any, **kwargs: Any) -> Any:
+        if not (state.training and state.sampling and torch.is_grad_enabled()):
+            return exact(*args, **kwargs)
+        generator = torch.Generator(device=args[0].device)
+        generator.manual_seed(derived_seed(*state.draw, place))
+        return sampled(*args, **kwargs, generator=generator)
+
+    return compute
 
 
 def _switched(function: WithState, mode: Literal["training", "dropout"], off: tuple[Any, str, Any]) -> WithState:

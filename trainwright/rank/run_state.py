@@ -22,6 +22,8 @@ class RunState:
     training: bool = True
     dropout: bool = True
     """False if the run treats every dropout probability as zero, for comparisons."""
+    sampling: bool = True
+    """False if the run computes every sampled map in its exact form, for comparisons."""
     flights: Flights = field(default_factory=dict)
     """The buckets in flight in this run."""
     rest: Plain = field(default_factory=Plain)

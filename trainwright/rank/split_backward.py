@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..ops import find
 from ..program.program import Op
-from ..program.program import Tensor as ProgramTensor
+from ..program.sampling import is_of_param
 from .execute import Executor
 from .instructions import Compute, Ref
 from .run_state import RunState
@@ -30,18 +30,7 @@ def waits(op: Op) -> bool:
     if find(op.name).linear_map is None or len(op.inputs) < 2:
         return False
     x, weight = op.inputs[:2]
-    return x.requires_grad and weight.requires_grad and _is_of_param(weight)
-
-
-def _is_of_param(tensor: ProgramTensor) -> bool:
-    """Tell whether `tensor` is a parameter, or a cast of one."""
-    made = tensor.producer
-    if made is None:
-        return tensor.role == "param"
-    if len(made.inputs) != 1 or not find(made.name).linear:
-        return False
-    (source,) = made.inputs
-    return source.shape == tensor.shape and source.dtype != tensor.dtype and _is_of_param(source)
+    return x.requires_grad and weight.requires_grad and is_of_param(weight)
 
 
 @dataclass(eq=False)
@@ -81,7 +70,12 @@ def take_apart(executor: Executor) -> None:
 
 
 def _is_plain(instruction: Compute) -> bool:
-    """Tell whether the call's first two arguments are tensors, and its function is the op or one that adds the bias on one rank."""
+    """Tell whether the op gets its two tensors first, and is called as it is or with its bias added by one rank alone.
+
+    A sampled map makes its weight's gradient from the rows it kept, and at once.
+    """
+    if instruction.sampled is not None:
+        return False
     known = instruction.function is instruction.op.node.target or hasattr(instruction.function, "retargeted")
     return known and all(type(arg) is Ref for arg in instruction.args[:2])
 

@@ -92,6 +92,8 @@ def fate_text(op: OpPlan) -> str:
             by_blocks[blocks].append(name)
         for blocks, names in by_blocks.items():
             parts.append(f"{_listed(names)} {fate}" + ("" if blocks == "all" else f" in {blocks}"))
+    if op.sampled:
+        parts.insert(0, f"{op.sampled:.3g} of its rows kept: its weight's gradient is an estimate")
     return "; ".join(parts) or "kept"
 
 

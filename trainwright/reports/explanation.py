@@ -31,7 +31,7 @@ def decision_reason(plan: Plan, row: ExplainedDecision) -> str:
     if row.alternative is None:
         return _costs(row)
     other = row.alternative
-    return f"{_costs(row)}; next best {_option(plan, row, other.option)}: {_alternative(plan, other)}"
+    return f"{_costs(row)}; next best {_other(plan, row, other)}: {_alternative(plan, other)}"
 
 
 def _answer(found: Explanation) -> list[str]:
@@ -128,10 +128,13 @@ def _decision(plan: Plan, row: ExplainedDecision) -> list[str]:
     for fate, blocks in (("recomputed", row.recomputed), ("offloaded", row.offloaded)):
         if blocks:
             lines.append(f"  {fate}  {blocks}")
-    if row.alternative is not None:
+    if row.sampled:
         lines.append(
-            f"  next best  {_option(plan, row, row.alternative.option)}: {_alternative(plan, row.alternative)}"
+            f"  sampled  {row.sampled:.3g} of the rows are kept: the gradient of the weight is an unbiased estimate, with a "
+            f"variance of at most {row.variance:.3g} · Σ‖g‖²‖x‖²"
         )
+    if row.alternative is not None:
+        lines.append(f"  next best  {_other(plan, row, row.alternative)}: {_alternative(plan, row.alternative)}")
     if row.even_at is not None:
         lines.append(f"  imbalance  {_even_at(plan, row.even_at)}")
     return lines
@@ -153,6 +156,14 @@ def _even_at(plan: Plan, even: BreakEven) -> str:
 
 def _chosen(plan: Plan, row: ExplainedDecision) -> str:
     return f"{'at rest' if row.is_param else 'split'} {_option(plan, row, row.option)}"
+
+
+def _other(plan: Plan, row: ExplainedDecision, other: Alternative) -> str:
+    """Write the best other option, with its form where the two forms of a linear map are at hand."""
+    written = _option(plan, row, other.option)
+    if other.sampled:
+        return f"{written}, sampled {other.sampled:.3g}"
+    return f"{written}, exact" if row.sampled else written
 
 
 def _option(plan: Plan, row: ExplainedDecision, option: tuple[str, ...]) -> str:

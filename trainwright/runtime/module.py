@@ -169,6 +169,8 @@ class ParallelModule(nn.Module):
         own_seed = derived_seed(seed, self.replicas.index) if self.replicas.index else seed
         self.plan, self.seed, self.num_steps = plan, own_seed, 0
         self.use_dropout = True
+        self.use_sampling = True
+        """False: linear maps that the plan samples are computed exactly, for comparisons."""
         self._has_loss_fn = has_loss_fn
         self._late: list[Finish] | None = None
         gpu = plan.cluster.device.kind == "gpu" and torch.cuda.is_available()
@@ -351,7 +353,7 @@ class ParallelModule(nn.Module):
 
     def _state(self) -> RunState:
         rest = AtRest(self._local_shapes)
-        return RunState(self.seed, self.num_steps, self.training, self.use_dropout, rest=rest)
+        return RunState(self.seed, self.num_steps, self.training, self.use_dropout, self.use_sampling, rest=rest)
 
     def _end(self, step: ShapedStep, flat: list[Any]) -> Any:
         """Count the step, and return the model's own output object, rebuilt from a run's flat outputs."""

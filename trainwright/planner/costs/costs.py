@@ -21,13 +21,15 @@ from ...hardware.collectives import Collective, seconds
 from ...ops import find
 from ...ops.expert_limits import Limit
 from ...ops.local import Mirror, Pair, Rows, WithSum
+from ...ops.sampled import variance_bound
 from ...profiler.saved import CallCounter, OpRecord, Records, summary
 from ...program.groups import Group, Split
 from ...program.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
 from ...program.program import Op, Program, Tensor
+from ...program.sampling import can_sample, share_of
 from ...program.transition import Step, gradient_layout, step_bytes, transition
 from ...rank.early_sums import said_by_the_batch
-from ...rank.local import consecutive_range
+from ...rank.local import consecutive_range, sampled_form
 from ...rank.offload import MIN_BYTES
 from ...torch_internals.fakes import new_mode
 from .update import Updates
@@ -142,6 +144,8 @@ class CostModel:
     """Prices the optimizers' steps, and caches them."""
     imbalance: float = DEFAULT_IMBALANCE
     """The ratio of the rows of experts on the fullest rank to its even share."""
+    sampled: float = 0.0
+    """The share of its rows that a linear map may keep for its weight's gradient, which is then an estimate; 0: none may."""
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -234,6 +238,8 @@ class CostModel:
 
     def weight_s(self, group: Group, op: Op, split: Split) -> float:
         """Return the seconds of one of the products in the backward of a linear map, which are equally many of x and of W."""
+        if self._is_sampled(op, split):
+            return 0.0  # it is made at once, from the rows that were kept
         work, (touched, _) = self.work_share(group, op, split), self._byte_shares(group, op, split)
         calls = [call for call in self.records[op].backward if call.flops]
         scale = self.num_passes * self.device.factors.get("compute", 1.0)
@@ -261,10 +267,30 @@ class CostModel:
         whole = self.records[op].internal_bytes
         return int(whole * self.work_share(group, op, split)) if own is None else own.internal_bytes
 
+    def has_internals(self, group: Group, op: Op, split: Split) -> bool:
+        """Tell whether `op` saves anything that is neither an input nor an output."""
+        sampled = self._inner_of(group, op, split).record if self._is_sampled(op, split) else None
+        return bool((sampled or self.records[op]).internal_bytes)
+
+    def saved_inputs(self, group: Group, op: Op, split: Split) -> frozenset[int]:
+        """Return the places of the tensor arguments whose memory the backward of `op` needs."""
+        sampled = self._inner_of(group, op, split).record if self._is_sampled(op, split) else None
+        return (sampled or self.records[op]).saved_inputs
+
+    def variance_bound(self, group: Group, split: Split) -> float:
+        """Return the variance of a sampled weight's gradient, in Σ_i ‖g_i‖² ‖x_i‖², of rows of equal norm (`ops.sampled`)."""
+        op = next(op for op in group.ops if can_sample(op))
+        rows = self.local_shape(op.inputs[0], group.input_layout(op, 0, split)[0])[:-1]
+        return variance_bound(math.prod(rows), share_of(split))
+
+    def _is_sampled(self, op: Op, split: Split) -> bool:
+        return share_of(split) > 0 and can_sample(op)
+
     def _own_record(self, group: Group, op: Op, split: Split) -> OpRecord | None:
         """Return the measured costs of the rank's part of `op`, where its size is not the product of its loops' shares."""
         found = self._inner_of(group, op, split)
-        return found.record if find(op.name).by_running or (found.record is not None and op.signature.ordered) else None
+        has_own = find(op.name).by_running or self._is_sampled(op, split) or op.signature.ordered
+        return found.record if has_own else None
 
     def _byte_shares(self, group: Group, op: Op, split: Split) -> tuple[float, float]:
         """Return the rank's share of the bytes of inputs and outputs together, and of the outputs alone."""
@@ -296,7 +322,8 @@ class CostModel:
         return int(share * self.records[op].backward_bytes) if found is None else found.backward_bytes
 
     def _inner_of(self, group: Group, op: Op, split: Split) -> Inner:
-        if find(op.name).localize is None or all(loop < 0 for loop in split):
+        is_plain = find(op.name).localize is None or all(loop < 0 for loop in split)
+        if is_plain and not self._is_sampled(op, split):
             return Inner()
         key = (op, split)
         if key not in self._inner:
@@ -365,9 +392,11 @@ class CostModel:
 
 
 def cost_model(program: Program, device: Device, axes: tuple[MeshAxis, ...], records: Records, num_passes: float,
-               imbalance: float = DEFAULT_IMBALANCE) -> CostModel:  # fmt: skip
+               imbalance: float = DEFAULT_IMBALANCE, sampled: float = 0.0) -> CostModel:  # fmt: skip
     """Return the costs of a program's step; `num_passes` are the optimizer's, each over all micro-batches."""
-    return CostModel(device, axes, records, num_passes * program.num_runs, program.num_runs, imbalance=imbalance)
+    return CostModel(
+        device, axes, records, num_passes * program.num_runs, program.num_runs, imbalance=imbalance, sampled=sampled
+    )
 
 
 def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:
@@ -445,15 +474,19 @@ def inner_costs(costs: CostModel, group: Group, op: Op, split: Split) -> Inner:
 
 def _inner_costs(context: _Probe, op: Op) -> Inner:
     rule = find(op.name).localize
-    assert rule is not None
     values = [torch.empty(context.in_shape(place), dtype=tensor.dtype) for place, tensor in enumerate(op.inputs)]
     for value, tensor in zip(values, op.inputs):
         value.requires_grad_(tensor.requires_grad)
     queue = iter(values)
     args, kwargs = torch.fx.map_arg((op.node.args, op.node.kwargs), lambda node: next(queue))
-    function, args, kwargs = rule(context, op.node.target, tuple(args), dict(kwargs))
-    if not context.asked and not find(op.name).by_running:
+    args, kwargs = tuple(args), dict(kwargs)
+    function: Callable[..., Any] = op.node.target  # type: ignore[assignment]
+    if rule is not None:
+        function, args, kwargs = rule(context, function, args, kwargs)
+    sampled = sampled_form(op, function, context.chosen)
+    if not context.asked and not find(op.name).by_running and sampled is None:
         return Inner()
+    function = sampled or function
     sum_s, may_be_early = 0.0, False
     if isinstance(function, WithSum):
         may_be_early = said_by_the_batch(_summed(function, args, dict(zip(values, op.inputs))))

@@ -173,7 +173,8 @@ class _Flags:
         if decision.region_class is not self.region_class or decision.group is None:
             return set()
         self.largest_bytes = max(self.largest_bytes, decision.inner_bytes[self.choice.options[decision]])
-        inside = {op.position for op in decision.group.ops if self.problem.costs.records[op].internal_bytes}
+        split, costs = decision.options[self.choice.options[decision]], self.problem.costs
+        inside = {op.position for op in decision.group.ops if costs.has_internals(decision.group, op, split)}
         made = [(t.producer.position, t.producer.outputs.index(t)) for t in decision.inner_tensors if t.producer]
         first = self.choice.reruns.get(decision, 0)
         found: set[str] = set()
@@ -206,13 +207,13 @@ class _Flags:
 
     def _flag_group(self, decision: Decision, member: int) -> None:
         assert decision.group is not None
-        region = self.region_class.members[member]
+        region, split = self.region_class.members[member], self.decisions.splits[decision.group]
         for op in decision.group.ops:
             record, own = self.problem.costs.records[op], region.ops[op.position]
             for place, tensor in enumerate(op.outputs):
                 if place not in record.aliases and tensor not in self.pinned:
                     self.found.add(own.outputs[place].key)
-            if record.internal_bytes:
+            if self.problem.costs.has_internals(decision.group, op, split):
                 self.found.add(f"{own.key}.internal")
 
     def _flag_copies(self, use: Use) -> None:

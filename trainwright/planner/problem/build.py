@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ...program.blocks import RegionClass
-from ...program.groups import Group
+from ...program.groups import Group, Split
 from ...program.layout import REPLICATE, Layout
 from ...program.plan_text import group_key, param_classes, span
 from ...program.program import Op, Program, Tensor
+from ...program.sampling import SampledSplit, can_sample
 from ...program.transition import gradient_layout, transition
 from ...rank.late_loss import comes_late
 from ..costs.costs import LEAST_SHARE, CostModel, OptimizerCost
@@ -67,6 +68,7 @@ class _Builder:
 
     def _group_decision(self, region_class: RegionClass, group: Group) -> Decision:
         options = group_options(group, self.costs.records, self.costs.mesh, self.samples)
+        options += self._sampled_options(group, options)
         decision = Decision(
             -1, group_key(region_class, group), list(options), region_class.multiplicity, group, region_class
         )
@@ -82,6 +84,15 @@ class _Builder:
             self._add_given_bytes(decision, split)
         self._add_inner_bytes(decision)
         return decision
+
+    def _sampled_options(self, group: Group, options: Sequence[Split]) -> list[Split]:
+        """Return the same splits in the form that keeps some rows, where that is asked for and leaves any out."""
+        share = self.costs.sampled
+        op = next((op for op in group.ops if can_sample(op)), None)
+        if not share or op is None:
+            return []
+        sampled = [SampledSplit(split, share) for split in options]
+        return [split for split in sampled if 0 not in self.costs.saved_inputs(group, op, split)]
 
     def _result_s(self, region_class: RegionClass, group: Group, split: tuple[int, ...]) -> float:
         """Return the seconds in which the loss and other outputs of the model are summed over ranks for the caller."""
@@ -230,7 +241,7 @@ class _Builder:
                 for split in decision.options:
                     found = [(self._want(group, op, place, split), op, place) for op, place in readers]
                     wants.append(frozenset(want for want, _, _ in found))
-                    saved = [want for want, op, place in found if place in self.costs.records[op].saved_inputs]
+                    saved = [want for want, op, place in found if place in self.costs.saved_inputs(group, op, split)]
                     saves.append(frozenset(saved))
                 table.setdefault(tensor, []).append(Demand(decision, group.index, wants, saves))
         return table
@@ -280,13 +291,13 @@ class _Builder:
         for decision in groups:
             group, records = decision.group, self.costs.records
             assert group is not None
-            again = [
-                op
-                for op in group.ops
-                if records[op].internal_bytes
-                or any(k not in records[op].aliases and t not in kept for k, t in enumerate(op.outputs))
-            ]
             for split in decision.options:
+                again = [
+                    op
+                    for op in group.ops
+                    if self.costs.has_internals(group, op, split)
+                    or any(k not in records[op].aliases and t not in kept for k, t in enumerate(op.outputs))
+                ]
                 inner_s = sum(self.costs.inner_s(group, op, split)[0] for op in again)
                 decision.rerun_s.append(sum(self.costs.op_s(group, op, split)[0] for op in again) + inner_s)
 

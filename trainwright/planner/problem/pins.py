@@ -6,6 +6,8 @@
     PATTERN=keep                 what the op leaves for the backward is kept
     PATTERN=recompute            it is rederived in every block
     PATTERN=offload              it is kept, off the device
+    PATTERN=sampled              a linear map keeps some of its rows for its weight's gradient; with `--sampled` alone
+    PATTERN=exact                it keeps all of them
     PATTERN=state-keep           what the optimizer keeps for a parameter stays on the device
     PATTERN=state-offload        it is off the device but while the parameter is updated
 
@@ -21,13 +23,14 @@ from collections.abc import Iterable, Sequence
 
 from ...artifacts import MeshAxis, UserError
 from ...program.layout import REPLICATE
+from ...program.sampling import share_of
 from ..costs.costs import LEAST_SHARE
 from .problem import Decision, Problem
 from .recipes import Restriction
 
 _GRAMMAR = (
     "PATTERN=shard(LOOP)@AXIS, PATTERN=replicate@AXIS, PATTERN=keep, PATTERN=recompute, PATTERN=offload, "
-    "PATTERN=state-keep or PATTERN=state-offload"
+    "PATTERN=sampled, PATTERN=exact, PATTERN=state-keep or PATTERN=state-offload"
 )
 
 
@@ -43,6 +46,8 @@ def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) 
             elif action == "recompute":
                 groups = _able_to_rerun(groups, pin)
             restriction.fates.update(dict.fromkeys(groups, action))
+        elif action in ("sampled", "exact"):
+            _narrow_form(matched, action == "sampled", pin, restriction)
         elif action in ("state-keep", "state-offload"):
             params = [decision for decision in matched if decision.group is None]
             if action == "state-offload":
@@ -52,6 +57,22 @@ def apply_pins(problem: Problem, pins: Sequence[str], restriction: Restriction) 
         else:
             _narrow(problem, matched, action, pin, restriction)
     _check_capacity(problem, restriction)
+
+
+def _narrow_form(matched: Sequence[Decision], is_sampled: bool, pin: str, restriction: Restriction) -> None:
+    """Leave the named groups the options of one form, sampled or exact; `UserError` where none has any left."""
+    obeyed = False
+    for decision in (each for each in matched if each.group is not None):
+        before = restriction.allowed.get(decision, frozenset(range(len(decision.options))))
+        after = frozenset(k for k in before if bool(share_of(decision.options[k])) == is_sampled)
+        if after:
+            restriction.allowed[decision] = after
+            obeyed = True
+    if not obeyed:
+        raise UserError(
+            f"linear maps that may keep some of their rows are needed; {pin!r} names none; add --sampled 0.3, or name linear "
+            "maps by trained weights"
+        )
 
 
 def _able_to_rerun(decisions: Sequence[Decision], pin: str) -> list[Decision]:
@@ -112,7 +133,9 @@ def _parse(pin: str) -> tuple[str, str]:
         raise UserError(
             f"a plan with stages is needed for a pin of where one begins; {pin!r} asks for that; add --pipeline"
         )
-    if not pattern or not re.fullmatch(r"(state-)?(keep|offload)|recompute|replicate@\S+|shard\([^()]+\)@\S+", action):
+    if not pattern or not re.fullmatch(
+        r"(state-)?(keep|offload)|recompute|sampled|exact|replicate@\S+|shard\([^()]+\)@\S+", action
+    ):
         raise UserError(f"a pin is {_GRAMMAR}; got {pin!r}")
     return pattern, action
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ...ops import find
 from ...program.layout import PARTIAL, REPLICATE
+from ...program.sampling import share_of
 from ...program.transition import gradient_layout, transition
 from .problem import Decision, Problem, Use, Want
 from .strategies import batch_loop, is_busy, token_loops
@@ -48,7 +49,17 @@ def restriction(problem: Problem, recipe: str) -> Restriction:
         return Restriction({**_data_parallel(problem), **_rest(problem, sharded=True)})
     if recipe == "megatron":
         return _megatron(problem)
-    return Restriction(offload=recipe == "joint")
+    return Restriction(offload=True) if recipe == "joint" else Restriction(_exact(problem))
+
+
+def _exact(problem: Problem) -> dict[Decision, frozenset[int]]:
+    """Return the options of the groups that may be sampled in which they are not: only `joint` estimates gradients."""
+    found = {}
+    for decision in problem.groups:
+        exact = [k for k, split in enumerate(decision.options) if not share_of(split)]
+        if len(exact) < len(decision.options):
+            found[decision] = frozenset(exact)
+    return found
 
 
 def _data_parallel(problem: Problem) -> dict[Decision, frozenset[int]]:
@@ -108,7 +119,8 @@ def _tensor_parallel(problem: Problem, decision: Decision) -> list[int]:
     assert group is not None
     batch, tokens = batch_loop(group, problem.samples), token_loops(group, problem.program)
     outer = tuple(batch if size > 1 else REPLICATE for size in problem.mesh[:last])
-    fitting = [k for k, split in enumerate(decision.options) if split[:last] == outer and split[last] not in tokens]
+    exact = [(k, split) for k, split in enumerate(decision.options) if not share_of(split)]
+    fitting = [k for k, split in exact if split[:last] == outer and split[last] not in tokens]
     if not _is_busy(problem, decision):
         return fitting
     records = problem.costs.records

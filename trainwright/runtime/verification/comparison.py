@@ -77,6 +77,57 @@ def buffer_errors(found: Tensors, reference: Tensors, before: Tensors) -> dict[s
     }
 
 
+NUM_DRAWS, BIAS_BAR = 32, 4.0
+"""So many draws of an estimate are taken, and so many standard errors their mean may be off."""
+
+
+class Draws:
+    """Draws of estimated gradients, of which only sums are kept.
+
+    bias = ‖mean − exact‖ / √(variance / R)     variance = Σ_r ‖draw_r − mean‖² / (R − 1)
+    """
+
+    def __init__(self, exact: Tensors) -> None:
+        self.exact, self.num = exact, 0
+        self.off = {name: torch.zeros_like(value) for name, value in exact.items()}
+        self.squares = dict.fromkeys(exact, 0.0)
+
+    def add(self, gradients: Tensors) -> None:
+        """Take one draw of every gradient."""
+        self.num += 1
+        for name, value in self.exact.items():
+            error = gradients[name] - value
+            self.off[name] += error
+            self.squares[name] += float(error.double().norm()) ** 2
+
+    def variances(self) -> dict[str, float]:
+        """Return the variance of each estimate."""
+        return {
+            name: max(0.0, self.squares[name] - float(off.double().norm()) ** 2 / self.num) / (self.num - 1)
+            for name, off in self.off.items()
+        }
+
+    def biases(self) -> dict[str, float]:
+        """Return how far the mean of each estimate is off, in standard errors of the mean."""
+        error = {name: math.sqrt(variance / self.num) for name, variance in self.variances().items()}
+        return {
+            name: float(off.double().norm()) / self.num / max(error[name], 1e-300) for name, off in self.off.items()
+        }
+
+    def relative_variance(self) -> float:
+        """Return the largest variance, as a share of the square of the gradient's norm."""
+        variances = self.variances()
+        return max(
+            variances[name] / max(float(value.double().norm()) ** 2, 1e-300) for name, value in self.exact.items()
+        )
+
+    def worst(self) -> Worst:
+        """Return the gradient whose mean is farthest off."""
+        biases = self.biases()
+        name = max(biases, key=lambda each: biases[each])
+        return Worst(biases[name], name, BIAS_BAR, biases[name] <= BIAS_BAR)
+
+
 def changes(after: Tensors, before: Tensors) -> dict[str, Tensor]:
     """Return the difference `after` − `before` of each tensor, in float64."""
     return {name: value.double() - before[name].double() for name, value in after.items()}

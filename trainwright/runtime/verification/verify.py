@@ -25,11 +25,14 @@ from ...program.lift import lift_dtypes
 from ...program.micro_batches import capture_step
 from ...program.plan_text import decisions_of
 from ...program.program import Program
+from ...program.sampling import sampled_params
 from ..module import DTYPES, ParallelModule, _check_ranks, full_gradients, full_state_dict, plan_batch
 from ..pipe import check_stages
 from ..training.train import Timer, train_step
 from .comparison import (
     FP64_BAR,
+    NUM_DRAWS,
+    Draws,
     Worst,
     bar_of,
     buffer_errors,
@@ -109,8 +112,10 @@ class _Comparison:
         """Run all comparisons and return the fields of the report."""
         parallel, single = self.parallel.step(), self.single.step()
         exact = single if self.exact is self.single else self.exact.step()
+        draws = self.parallel.draws
         worst = {
             "gradient": self._gradients(parallel, single, exact),
+            "bias": None if draws is None else draws.worst(),
             "buffer": self._buffers(parallel, single, exact),
             "update": self._update(parallel.gradients),
             "evaluation": self._evaluation(),
@@ -126,11 +131,21 @@ class _Comparison:
                     f"bar_{what}": found.bar,
                 }
         holds = all(found.holds for found in worst.values() if found is not None)
+        if draws is not None:
+            fields["sampled_variance"] = draws.relative_variance()
+            self.notes.append(
+                f"the plan estimates {len(draws.exact)} gradients, whose mean over {draws.num} draws was compared; with all rows "
+                f"kept they are compared as the others are; the variance of one draw is up to {fields['sampled_variance']:.2g} of "
+                "the gradient's square"
+            )
         return {**fields, "passed": loss_error <= loss_bar and holds, "notes": tuple(self.notes)}
 
     def _gradients(self, parallel: Step, single: Step, exact: Step) -> Worst:
+        """Compare the gradients; those that the plan estimates as they are with all rows kept."""
         own = None if single is exact else gradient_errors(single.gradients, exact.gradients)
-        return worst_of(gradient_errors(parallel.gradients, single.gradients), own)
+        draws = self.parallel.draws
+        found = parallel.gradients if draws is None else {**parallel.gradients, **draws.exact}
+        return worst_of(gradient_errors(found, single.gradients), own)
 
     def _buffers(self, parallel: Step, single: Step, exact: Step) -> Worst | None:
         """Return the worst error of the buffers over all ranks, since every rank holds all buffers."""
@@ -187,12 +202,35 @@ class _Parallel:
         self.module.train()
         self.module.use_dropout = False
         self._part = plan.shard_batch(as_batch(batch))
+        self._sampled = sampled_params(program, decisions.splits)
+        self.draws: Draws | None = None
+        """Of the gradients that the plan estimates, once `step` was called; None where it estimates none."""
 
     def step(self) -> Step:
+        if self._sampled:
+            self._draw()
         loss = find_loss(self._output())
         loss.backward()
         buffers = self._of_all_stages({name: buffer.detach().clone() for name, buffer in self.module.named_buffers()})
         return Step(float(loss.detach()), dict(full_gradients(self.module)), buffers)
+
+    def _draw(self) -> None:
+        """Take the gradients that the plan estimates with all rows kept, and in several draws; nothing of it remains."""
+        self.module.use_sampling = False
+        self.draws = Draws(self._estimated())
+        self.module.use_sampling = True
+        for _ in range(NUM_DRAWS):
+            self.draws.add(self._estimated())
+
+    def _estimated(self) -> dict[str, torch.Tensor]:
+        buffers = [buffer.detach().clone() for buffer in self.module.buffers()]
+        find_loss(self._output()).backward()
+        found = {name: value.detach() for name, value in full_gradients(self.module).items() if name in self._sampled}
+        self.module.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in zip(self.module.buffers(), buffers):
+                buffer.copy_(before)
+        return found
 
     def update(self, make_optimizer: MakeOptimizer, gradients: Tensors) -> Tensors:
         """Return the whole parameters after one step of the optimizer, which uses this rank's own gradients."""
