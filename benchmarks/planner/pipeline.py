@@ -6,7 +6,8 @@ even, balanced, pipeline-dp   the recipes of `planner/pipeline/recipes.py`, 1F1B
 joint, 1F1B                   cuts, depths and reruns chosen together, in the usual order
 joint                         interleaved stages and a split backward too
 
-Budgets are shares of the peak of the joint 1F1B plan without one. Seconds are predicted; no GPU ran. `–`: no such stages fit.
+Budgets lie between the least that stages were found to fit in (an estimate) and the peak of the joint 1F1B plan without any: so
+many shares of the way from the one to the other. Seconds are predicted; no GPU ran. `–`: no such stages fit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 import trainwright as tw
 from trainwright.artifacts import Plan, Refusal
+from trainwright.planner.pipeline.search import NoStagesFit
 
 ROWS = Path(__file__).parent.parent / "results" / "planner-pipeline.jsonl"
 RESULT = ROWS.with_suffix(".md")
@@ -33,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5-base": {"batch_size": 64, "seq_len": 256},
 }
 CLUSTERS = {"2x4xh100": {"pipeline": 2, "mesh": 4}, "4x2xa100": {"pipeline": 4, "mesh": 2}}
-SHARES = (1.0, 0.75, 0.55)
+SHARES = (1.0, 0.5, 0.1)
 NUM_MICRO = 8
 RECIPES = ("even", "balanced", "pipeline-dp")
 
@@ -43,9 +45,11 @@ def cell(name: str, hardware: str) -> list[dict[str, Any]]:
     model, batch = tw.zoo.build(name, dtype="bf16", **MODELS[name])
     asked = {"hardware": hardware, "micro_batches": NUM_MICRO, "time_limit_s": 600.0, **CLUSTERS[hardware]}
     free = tw.plan(model, batch, **asked, memory="100TiB", pipeline_schedule="1f1b")
+    most = free.predicted.peak_bytes
+    least = _least_bytes(model, batch, most, asked)
     found = []
     for share in SHARES:
-        memory = int(share * free.predicted.peak_bytes) + 1
+        memory = int(least + share * (most - least)) + 1
         began = time.process_time()
         plans = tw.compare(model, batch, **asked, memory=memory, pipeline_schedule="1f1b")
         usual = plans.pop("joint")
@@ -61,6 +65,17 @@ def cell(name: str, hardware: str) -> list[dict[str, Any]]:
         print(json.dumps(row), flush=True)
         found.append(row)
     return found
+
+
+def _least_bytes(model: Any, batch: Any, most: int, asked: dict[str, Any]) -> float:
+    """Return an estimate of the least peak that 1F1B stages can have: what the refusal of next to nothing says."""
+    memory = most
+    while True:
+        memory //= 2
+        try:
+            tw.plan(model, batch, **asked, memory=memory, pipeline_schedule="1f1b")
+        except NoStagesFit as refusal:
+            return min(refusal.least_bytes, most)
 
 
 def _step_s(plan: Any) -> float | None:
@@ -124,7 +139,8 @@ def main() -> None:
         RESULT.write_text(
             f"# Pipeline stages: joint plans beside recipes\n\n{time.strftime('%Y-%m-%d')}, {machine}. Steps in ms, predicted by "
             f"the simulation; no GPU ran.\nbf16, {NUM_MICRO} micro-batches, {MODELS}; stages and mesh of one: {CLUSTERS}. Budgets: "
-            "shares of the joint 1F1B plan's peak without any. CPU: processor seconds of a cell's five plans.\n"
+            "shares of the way from the least that fits, as estimated, to the joint 1F1B plan's peak without any. CPU: processor "
+            "seconds of a cell's five plans.\n"
             f"`python -m benchmarks.planner.pipeline --record`\n\n{text}\n"
         )
 

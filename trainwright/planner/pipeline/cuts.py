@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...rank.stage_actions import interleaved_in_flight
-from .events import StageSeconds, one_f_one_b, simulated_step
+from .events import least_step_s, one_f_one_b, simulated_step
 from .table import Fit, Spans, Table
 
 Cuts = tuple[int, ...]
@@ -41,20 +41,30 @@ class Judge:
     fixed: Mapping[int, int] = field(default_factory=dict)
     """Stages that are pinned to begin at a unit."""
     num_judged: int = 0
-    _known: dict[tuple[Cuts, tuple[int, ...]], Staged | None] = field(default_factory=dict)
+    _known: dict[tuple[Cuts, tuple[int, ...]], Staged | None] = field(default_factory=dict, init=False)
 
     def allows(self, cuts: Cuts) -> bool:
         """True if every pinned stage begins at its unit."""
         return all(cuts[stage - 1] == unit for stage, unit in self.fixed.items())
 
-    def judge(self, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
-        """Return the cuts with the least recomputation that fits, and the simulated step; None where they do not fit."""
+    def judge(self, cuts: Cuts, in_flight: tuple[int, ...], below_s: float = math.inf) -> Staged | None:
+        """Return the cuts with the least recomputation that fits, and the simulated step; None where they do not fit.
+
+        below_s: None too where it is proven without events that the step takes no less.
+        """
         key = cuts, in_flight
         if key not in self._known:
-            self._known[key] = self._judged(cuts, in_flight)
+            fits = self._fitted(cuts, in_flight)
+            if fits is None:
+                self._known[key] = None
+            elif self._least_s(cuts, in_flight, fits) >= below_s:
+                return None
+            else:
+                self.num_judged += 1
+                self._known[key] = Staged(cuts, in_flight, fits, step_s(self.table, cuts, in_flight, fits))
         return self._known[key]
 
-    def _judged(self, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
+    def _fitted(self, cuts: Cuts, in_flight: tuple[int, ...]) -> tuple[Fit, ...] | None:
         if not self.allows(cuts):
             return None
         fits = []
@@ -63,8 +73,11 @@ class Judge:
             if fit is None:
                 return None
             fits.append(fit)
-        self.num_judged += 1
-        return Staged(cuts, in_flight, tuple(fits), step_s(self.table, cuts, in_flight, fits))
+        return tuple(fits)
+
+    def _least_s(self, cuts: Cuts, in_flight: tuple[int, ...], fits: Sequence[Fit]) -> float:
+        table = self.table
+        return least_step_s(table.schedule(in_flight), table.seconds(cuts, fits), overlaps=table.overlaps)
 
     def near(self, cuts: Cuts) -> Iterator[Cuts]:
         """Yield the cuts that a move leads to; where stages have several pieces, moves to the next piece alone."""
@@ -73,17 +86,18 @@ class Judge:
     def moved(self, found: Staged) -> Staged:
         """Return the cuts that no move of a single block from one stage to another makes faster."""
         while True:
-            near = [self.judge(cuts, found.in_flight) for cuts in self.near(found.cuts)]
-            best = min((one for one in near if one is not None), key=_order, default=None)
-            if best is None or best.step_s >= found.step_s * (1 - 1e-12):
+            best = found
+            for cuts in self.near(found.cuts):
+                one = self.judge(cuts, found.in_flight, best.step_s * (1 - 1e-12))
+                best = best if one is None else min(best, one, key=_order)
+            if best.step_s >= found.step_s * (1 - 1e-12):
                 return found
             found = best
 
 
 def step_s(table: Table, cuts: Cuts, in_flight: tuple[int, ...], fits: Sequence[Fit]) -> float:
     """Return the simulated seconds of a step."""
-    schedule = table.schedule(in_flight)
-    stages: list[StageSeconds] = table.seconds(cuts, fits)
+    schedule, stages = table.schedule(in_flight), table.seconds(cuts, fits)
     return simulated_step(schedule, stages, table.tied(cuts), overlaps=table.overlaps).step_s
 
 

@@ -31,9 +31,10 @@ from ..search.effort import GAP
 from ..task import Place, Task
 from .ask import begin_pins, check_task, numbers_of_stages, schedules
 from .cuts import Cuts, Judge, Staged, depths_of, fastest, nothing_fits_bytes
+from .floors import Floors, add_tied
 from .measure import Measured, Outline, measure
 from .price import PricedStages, hops_of, price_stages
-from .program import bound_s, propose
+from .program import Least, bound_s, propose
 from .recipes import PIPELINE_RECIPES, recipe_cuts
 from .table import Spans, Table
 
@@ -96,10 +97,9 @@ def fastest_stages(task: Task, solver: str = "joint", cutoff_s: float = math.inf
     check_task(task)
     search = _Search(task, solver, cutoff_s)
     for num_stages in numbers_of_stages(task):
-        floors = {shape: search.floor_s(num_stages, shape) for shape in _shapes(task, num_stages)}
         for num, variant in _variants(task, num_stages):
-            for shape, floor_s in floors.items():
-                if search.is_hopeless(floor_s, num_stages, num):
+            for shape in _shapes(task, num_stages):
+                if search.is_hopeless(num_stages, shape, num):
                     continue
                 if (whole := variant()) is None:
                     break
@@ -154,6 +154,7 @@ class Case:
     @cached_property
     def place(self) -> Place:
         (place,) = self.task.places
+        add_tied(place.problem, self.outline, hops_of(self.cluster, self.num_stages))
         return place
 
     @cached_property
@@ -170,12 +171,25 @@ class Case:
         return math.inf if usable is None else usable
 
     @cached_property
-    def bound_s(self) -> float:
-        """Return a lower bound in seconds of every step with these numbers and this mesh, in any order that may be chosen."""
-        least, whole_s = self.outline.least(self.place.problem), self.place.solver.lower_bound_s()
-        return min(
-            bound_s(least, whole_s, self.num_stages, self.num_micro_batches, name) for name in schedules(self.whole)
-        )
+    def floors(self) -> Floors:
+        return Floors(self.place.problem, self.outline, self.place.solver)
+
+    def bound_s(self, num: int, to_beat_s: float = 0.0) -> float:
+        """Return a lower bound in seconds of every step in `num` micro-batches on this mesh, in any order that may be chosen.
+
+        num: as many as the program's, or more, which compute as much together and launch each call once more. to_beat_s: a bound
+        that is no less will do.
+        """
+        least, whole_s = self.floors.least(num), self.floors.whole_s(num)
+        quick_s = self._bound_s(least, whole_s, num)
+        if quick_s >= to_beat_s > 0.0:
+            return quick_s
+        units = [replace(each, all_s=all_s) for each, all_s in zip(least, self.floors.units_s(num))]
+        return max(quick_s, self._bound_s(units, whole_s, num))
+
+    def _bound_s(self, least: Sequence[Least], whole_s: float, num: int) -> float:
+        names = [name for name in schedules(self.whole) if name != "interleaved" or self._numbers_of_pieces(num)]
+        return min(bound_s(least, whole_s, self.num_stages, num, name) for name in names or schedules(self.whole))
 
     def layouts(self) -> list[Mapping[Decision, int]]:
         """Return the layouts to look at: the fastest, and those that take less memory at rest."""
@@ -210,13 +224,14 @@ class Case:
                 found.append(plain)
             elif name == "zero-bubble":
                 found.append(replace(plain, table=plain.table.scheduled(splits_backward=True)))
-            elif not self.fixed:
-                found += [replace(plain, table=plain.table.scheduled(num)) for num in self._numbers_of_pieces()]
+            else:
+                numbers = self._numbers_of_pieces(self.num_micro_batches)
+                found += [replace(plain, table=plain.table.scheduled(num)) for num in numbers]
         return found
 
-    def _numbers_of_pieces(self) -> list[int]:
+    def _numbers_of_pieces(self, num_micro_batches: int) -> list[int]:
         """Return how many pieces interleaved stages may have: groups of as many micro-batches as stages are whole."""
-        if self.num_micro_batches % self.num_stages:
+        if num_micro_batches % self.num_stages or self.fixed:
             return []
         return [num for num in PIECES_A_STAGE if num * self.num_stages <= len(self.outline.regions)]
 
@@ -231,22 +246,17 @@ class _Search:
         self.unseen: list[str] = []
         self.least: list[tuple[float, int, Case]] = []
         self.was_slower = False
+        self._wholes: dict[tuple[int, tuple[int, ...]], Case] = {}
+        """The batch in one piece, by the number of stages and the mesh of one."""
 
-    def floor_s(self, num_stages: int, shape: tuple[int, ...]) -> float:
-        """Return seconds that all micro-batches take together on one stage's ranks at least, however many they are.
-
-        More of them are never faster. 0 where nothing is known that it could rule out.
-        """
+    def is_hopeless(self, num_stages: int, shape: tuple[int, ...], num: int) -> bool:
+        """True if no stages of `num` micro-batches can beat the incumbent, by the program of the whole batch alone."""
         if math.isinf(self._to_beat) or self.task.variants is None:
-            return 0.0
-        return Case(self.task, self.task.cluster, num_stages, shape).place.solver.lower_bound_s()
-
-    def is_hopeless(self, floor_s: float, num_stages: int, num_micro_batches: int) -> bool:
-        """True if stages cannot beat the incumbent, however they share `floor_s`."""
-        share = float(num_stages)
-        if schedules(self.task) == ("1f1b",):
-            share = num_micro_batches * (1 - (1 - 1 / num_micro_batches) ** num_stages)
-        hopeless = floor_s / share >= self._to_beat * (1 - GAP)
+            return False
+        if (num_stages, shape) not in self._wholes:
+            self._wholes[num_stages, shape] = Case(self.task, self.task.cluster, num_stages, shape)
+        least_s = self._to_beat * (1 - GAP)
+        hopeless = self._wholes[num_stages, shape].bound_s(num, least_s) >= least_s
         self.was_slower |= hopeless
         return hopeless
 
@@ -263,10 +273,12 @@ class _Search:
         if math.isfinite(self._to_beat) and self.task.deadline.has_passed:
             self.unseen.append(_name(case))
             return
-        if case.bound_s >= self._to_beat * (1 - GAP):
+        least_s = self._to_beat * (1 - GAP)
+        own_bound_s = case.bound_s(case.num_micro_batches, least_s if math.isfinite(least_s) else 0.0)
+        if own_bound_s >= least_s:
             self.was_slower = True
             return
-        self.bound_s = min(self.bound_s, case.bound_s)
+        self.bound_s = min(self.bound_s, own_bound_s)
         found = [row for options in case.layouts() for row in self._proposals(case, options)]
         for measured, judge, staged in sorted(found, key=lambda row: row[2].step_s):
             if staged.step_s < self._to_beat:
