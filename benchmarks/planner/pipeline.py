@@ -13,6 +13,7 @@ many shares of the way from the one to the other. Seconds are predicted; no GPU 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -129,20 +130,29 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
-    rows = [row for name in given.models for hardware in given.clusters for row in cell(name, hardware)]
-    rows = recorded(rows) if given.record else rows
+    rows: list[dict[str, Any]] = []
+    for name, hardware in itertools.product(given.models, given.clusters):
+        rows += cell(name, hardware)
+        if given.record:
+            write(recorded(rows))
+    print(summary(recorded(rows) if given.record else rows))
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return the table, and in how many cells another way is faster than joint."""
     slower = [row for row in rows if any(row[name] and row[name] < row["joint"] for name in (*RECIPES, "joint, 1F1B"))]
-    text = f"{table(rows)}\n\njoint slower than another: {len(slower)} of {len(rows)} cells"
-    print(text)
-    if given.record:
-        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-        RESULT.write_text(
-            f"# Pipeline stages: joint plans beside recipes\n\n{time.strftime('%Y-%m-%d')}, {machine}. Steps in ms, predicted by "
-            f"the simulation; no GPU ran.\nbf16, {NUM_MICRO} micro-batches, {MODELS}; stages and mesh of one: {CLUSTERS}. Budgets: "
-            "shares of the way from the least that fits, as estimated, to the joint 1F1B plan's peak without any. CPU: processor "
-            "seconds of a cell's five plans.\n"
-            f"`python -m benchmarks.planner.pipeline --record`\n\n{text}\n"
-        )
+    return f"{table(rows)}\n\njoint slower than another: {len(slower)} of {len(rows)} cells"
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """Write the record."""
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    RESULT.write_text(
+        f"# Pipeline stages: joint plans beside recipes\n\n{time.strftime('%Y-%m-%d')}, {machine}. Steps in ms, predicted by "
+        f"the simulation; no GPU ran.\nbf16, {NUM_MICRO} micro-batches, {MODELS}; stages and mesh of one: {CLUSTERS}. Budgets: "
+        "shares of the way from the least that fits, as estimated, to the joint 1F1B plan's peak without any. CPU: processor "
+        f"seconds of a cell's five plans.\n`python -m benchmarks.planner.pipeline --record`\n\n{summary(rows)}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ its estimate, or less, the estimate learns that, and the levels are chosen anew,
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,7 +22,7 @@ from ..budget import budget_for
 from ..costs.price import Price
 from ..costs.units import size_text
 from ..mesh_search import Found
-from ..meshes import mesh_shapes
+from ..meshes import MAX_AXES, mesh_shapes
 from ..model.decode import read_choice
 from ..problem.problem import Decision
 from ..search.answer import Answer
@@ -96,36 +95,31 @@ def fastest_stages(task: Task, solver: str = "joint", cutoff_s: float = math.inf
         )
     check_task(task)
     search = _Search(task, solver, cutoff_s)
-    for num_stages in numbers_of_stages(task):
-        for num, variant in _variants(task, num_stages):
-            for shape in _shapes(task, num_stages):
-                if search.is_hopeless(num_stages, shape, num):
-                    continue
-                if (whole := variant()) is None:
-                    break
-                search.look_at(Case(whole, task.cluster, num_stages, shape, begin_pins(task, num_stages)))
+    for num_stages, shape, num in search.in_order():
+        if search.is_late(num_stages, shape, num) or search.is_hopeless(num_stages, shape, num):
+            continue
+        if (whole := search.variant(num)) is not None:
+            search.look_at(Case(whole, task.cluster, num_stages, shape, begin_pins(task, num_stages)))
     return search.found()
 
 
-def _variants(task: Task, num_stages: int) -> Iterator[tuple[int, Callable[[], Task | None]]]:
-    """Yield each number of micro-batches with what makes its task, those first that are nearest to four a stage."""
+def _numbers(task: Task, num_stages: int) -> list[int]:
+    """Return the numbers of micro-batches to look at, those first that are nearest to four a stage."""
     variants = task.variants
     if variants is None:
-        yield task.program.num_runs, lambda: task
-        return
-    most = MICRO_BATCHES_A_STAGE * num_stages
-    numbers = [num for num in variants.numbers if 2 <= num <= most and num not in variants.refused]
-    for num in sorted(numbers, key=lambda num: (abs(math.log(num / (4 * num_stages))), num)):
-        yield num, functools.cache(lambda num=num: next(variants.one(task, num), None))
+        return [task.program.num_runs]
+    numbers = [num for num in variants.numbers if 2 <= num <= MICRO_BATCHES_A_STAGE * num_stages]
+    return sorted(numbers, key=lambda num: (abs(math.log(num / (4 * num_stages))), num))
 
 
 def _shapes(task: Task, num_stages: int) -> list[tuple[int, ...]]:
-    """The meshes of one stage."""
+    """Return the meshes of one stage to look at, which with the stages have as many axes as meshes without them."""
     inner = task.cluster.of_stage(num_stages)
     if task.mesh is not None:
         inner.mesh(task.mesh)
         return [task.mesh]
-    return mesh_shapes(inner)[: 1 if task.pins else None]
+    own, *others = mesh_shapes(inner)
+    return [own, *([] if task.pins else [shape for shape in others if len(shape) < MAX_AXES])]
 
 
 @dataclass(eq=False)
@@ -174,7 +168,7 @@ class Case:
     def floors(self) -> Floors:
         return Floors(self.place.problem, self.outline, self.place.solver)
 
-    def bound_s(self, num: int, to_beat_s: float = 0.0) -> float:
+    def bound_s(self, num: int, to_beat_s: float = math.inf) -> float:
         """Return a lower bound in seconds of every step in `num` micro-batches on this mesh, in any order that may be chosen.
 
         num: as many as the program's, or more, which compute as much together and launch each call once more. to_beat_s: a bound
@@ -182,7 +176,7 @@ class Case:
         """
         least, whole_s = self.floors.least(num), self.floors.whole_s(num)
         quick_s = self._bound_s(least, whole_s, num)
-        if quick_s >= to_beat_s > 0.0:
+        if quick_s >= to_beat_s:
             return quick_s
         units = [replace(each, all_s=all_s) for each, all_s in zip(least, self.floors.units_s(num))]
         return max(quick_s, self._bound_s(units, whole_s, num))
@@ -247,18 +241,49 @@ class _Search:
         self.least: list[tuple[float, int, Case]] = []
         self.was_slower = False
         self._wholes: dict[tuple[int, tuple[int, ...]], Case] = {}
-        """The batch in one piece, by the number of stages and the mesh of one."""
+
+    def in_order(self) -> list[tuple[int, tuple[int, ...], int]]:
+        """Return all numbers of stages, meshes of one and numbers of micro-batches, those with the least work a stage first."""
+        task = self.task
+        found = [
+            (num_stages, shape, num)
+            for num_stages in numbers_of_stages(task)
+            for num in _numbers(task, num_stages)
+            for shape in _shapes(task, num_stages)
+        ]
+        return found if task.variants is None else sorted(found, key=lambda way: self._share_s(*way))
+
+    def is_late(self, num_stages: int, shape: tuple[int, ...], num: int) -> bool:
+        """True if there is a plan, and no time for more."""
+        late = math.isfinite(self._to_beat) and self.task.deadline.has_passed
+        if late:
+            self.unseen.append(_name(num_stages, shape, num))
+        return late
 
     def is_hopeless(self, num_stages: int, shape: tuple[int, ...], num: int) -> bool:
         """True if no stages of `num` micro-batches can beat the incumbent, by the program of the whole batch alone."""
-        if math.isinf(self._to_beat) or self.task.variants is None:
-            return False
-        if (num_stages, shape) not in self._wholes:
-            self._wholes[num_stages, shape] = Case(self.task, self.task.cluster, num_stages, shape)
-        least_s = self._to_beat * (1 - GAP)
-        hopeless = self._wholes[num_stages, shape].bound_s(num, least_s) >= least_s
+        least_s, hopeless = self._to_beat * (1 - GAP), False
+        if self.task.variants is not None and math.isfinite(least_s):
+            whole = self._whole(num_stages, shape)
+            hopeless = self._share_s(num_stages, shape, num) >= least_s
+            if not hopeless and len(whole.outline.regions) >= num_stages:
+                hopeless = whole.bound_s(num, least_s) >= least_s
         self.was_slower |= hopeless
         return hopeless
+
+    def variant(self, num: int) -> Task | None:
+        """Return the task of so many micro-batches, if that can be."""
+        return self.task if self.task.variants is None else self.task.variants.task_of(self.task, num)
+
+    def _share_s(self, num_stages: int, shape: tuple[int, ...], num: int) -> float:
+        """Return what the busiest of the stages takes at least, by the whole batch."""
+        return self._whole(num_stages, shape).floors.whole_s(num) / num_stages
+
+    def _whole(self, num_stages: int, shape: tuple[int, ...]) -> Case:
+        """Return the batch in one piece on a mesh of one stage."""
+        if (num_stages, shape) not in self._wholes:
+            self._wholes[num_stages, shape] = Case(self.task, self.task.cluster, num_stages, shape)
+        return self._wholes[num_stages, shape]
 
     def look_at(self, case: Case) -> None:
         """Find the fastest stages of a case, unless its bound or the time rules it out."""
@@ -270,11 +295,8 @@ class _Search:
                     f"try one of {', '.join(str(n) for n in self.task.cluster.stage_numbers if n <= num_pieces)}, or none"
                 )
             return
-        if math.isfinite(self._to_beat) and self.task.deadline.has_passed:
-            self.unseen.append(_name(case))
-            return
         least_s = self._to_beat * (1 - GAP)
-        own_bound_s = case.bound_s(case.num_micro_batches, least_s if math.isfinite(least_s) else 0.0)
+        own_bound_s = case.bound_s(case.num_micro_batches, least_s)
         if own_bound_s >= least_s:
             self.was_slower = True
             return
@@ -406,5 +428,5 @@ def _learn(table: Table, staged: Staged, peaks: Sequence[int]) -> None:
         table.learn(spans, excess)
 
 
-def _name(case: Case) -> str:
-    return f"{case.num_stages} stages of mesh {case.place.shape} with {case.num_micro_batches} micro-batches"
+def _name(num_stages: int, shape: tuple[int, ...], num: int) -> str:
+    return f"{num_stages} stages of mesh {'x'.join(map(str, shape))} with {num} micro-batches"
