@@ -243,7 +243,10 @@ class _Search:
         self._wholes: dict[tuple[int, tuple[int, ...]], Case] = {}
 
     def in_order(self) -> list[tuple[int, tuple[int, ...], int]]:
-        """Return all numbers of stages, meshes of one and numbers of micro-batches, those with the least work a stage first."""
+        """Return all numbers of stages, meshes of one and numbers of micro-batches, those first that even stages are fastest for.
+
+        Of what the whole batch takes at least, even stages of m micro-batches take (m + P - 1) / (m P).
+        """
         task = self.task
         found = [
             (num_stages, shape, num)
@@ -251,7 +254,11 @@ class _Search:
             for num in _numbers(task, num_stages)
             for shape in _shapes(task, num_stages)
         ]
-        return found if task.variants is None else sorted(found, key=lambda way: self._share_s(*way))
+        return found if task.variants is None else sorted(found, key=self._even_s)
+
+    def _even_s(self, way: tuple[int, tuple[int, ...], int]) -> float:
+        num_stages, _, num = way
+        return self._share_s(*way) * (num + num_stages - 1) / num
 
     def is_late(self, num_stages: int, shape: tuple[int, ...], num: int) -> bool:
         """True if there is a plan, and no time for more."""
