@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...rank.stage_actions import interleaved_in_flight
 from .events import least_step_s, one_f_one_b, simulated_step
@@ -215,11 +215,23 @@ def brute_force(judge: Judge) -> Staged | None:
 
 def nothing_fits_bytes(judge: Judge, starts: Sequence[Cuts]) -> tuple[float, int]:
     """Return the least budget that some cuts near `starts` fit, and the stage that binds there."""
-    table, best = judge.table, (math.inf, 0)
-    for in_flight in depths(table.num_stages, table.num_micro_batches)[:1]:
+    least, stage, _ = _leanest(judge.table, starts)
+    return least, stage
+
+
+def leanest(judge: Judge, starts: Sequence[Cuts]) -> Staged | None:
+    """Return the stages near `starts` that hold least by the table, within the budget or not; None where there are no cuts."""
+    table = judge.table
+    least, _, cuts = _leanest(table, starts)
+    return None if math.isinf(least) else replace(judge, budget_bytes=least).judge(cuts, depths_of(table)[0])
+
+
+def _leanest(table: Table, starts: Sequence[Cuts]) -> tuple[float, int, Cuts]:
+    best: tuple[float, int, Cuts] = (math.inf, 0, ())
+    for in_flight in depths_of(table)[:1]:
         for cuts in starts:
             while True:
-                own = _fullest(table, cuts, in_flight)
+                own = (*_fullest(table, cuts, in_flight), cuts)
                 near = [(*_fullest(table, other, in_flight), other) for other in neighbours(cuts, len(table.units))]
                 best = min(best, own)
                 nearer = min(near, default=None)

@@ -35,6 +35,9 @@ MEMORY = "memory of a stage"
 _MS = 1e3
 """Seconds are counted in milliseconds, so that coefficients stay near 1."""
 
+_BOUND_GAP, _BOUND_S = 1e-3, 0.2
+"""A bound is sought to so much of it, and no longer than so many seconds of work: of many units and stages it is less near."""
+
 Terms = list[tuple[int, float]]
 
 
@@ -97,7 +100,7 @@ def _of_pieces_in_turn(
     sure_s = m * sum(each.forward_s + each.backward_s for each in least)
     model.row("all stages together", beyond, lower=_MS * max(0.0, whole_s - sure_s))
     rows.add(splits_backward)
-    found = model.solve(gap=1e-4, time_limit_s=10.0)
+    found = model.solve(gap=_BOUND_GAP, time_limit_s=_BOUND_S)
     return max(0.0, round(found.bound / _MS, 9)) if math.isfinite(found.bound) else 0.0
 
 
@@ -131,7 +134,7 @@ def _of_any_pieces(least: Sequence[Least], whole_s: float, num_stages: int, num_
     rest_s = whole_s - sum(total_s[kind] for kind in kinds)
     model.row("all stages together", [(column, 1.0) for column in beyond], lower=_MS * max(0.0, rest_s))
     through_s = sum(each.forward_s + each.backward_s for each in least)
-    found = model.solve(gap=1e-4, time_limit_s=2.0)
+    found = model.solve(gap=_BOUND_GAP, time_limit_s=_BOUND_S)
     return max(through_s, round(found.bound / _MS, 9) if math.isfinite(found.bound) else 0.0)
 
 

@@ -29,7 +29,7 @@ from ..search.answer import Answer
 from ..search.effort import GAP
 from ..task import Place, Task
 from .ask import begin_pins, check_task, numbers_of_stages, schedules
-from .cuts import Cuts, Judge, Staged, depths_of, fastest, nothing_fits_bytes
+from .cuts import Cuts, Judge, Staged, depths_of, fastest, leanest, nothing_fits_bytes
 from .floors import Floors, add_tied
 from .measure import Measured, Outline, measure
 from .price import PricedStages, hops_of, price_stages
@@ -320,18 +320,32 @@ class _Search:
         return self.cutoff_s if self.best is None else min(self.cutoff_s, self.best[1].step_s)
 
     def _proposals(self, case: Case, options: Mapping[Decision, int]) -> list[tuple[Measured, Judge, Staged]]:
-        """Return the table of some layouts with the stages that are fastest by it, for each order in which they may work."""
+        """Return the table of some layouts with the stages that are fastest by it, for each order in which they may work.
+
+        Where none fit by the table, it learns what those that hold least by it do hold.
+        """
         measured = case.measured(options)
+        if found := self._by_table(case, measured):
+            return found
+        judge = case.judge(measured)
+        starts = self._starts(replace(judge, budget_bytes=math.inf))
+        lean = leanest(judge, starts)
+        if lean is None:
+            return []
+        if all(measured.table.held_bytes(spans) <= case.budget_bytes for spans in measured.table.stages(lean.cuts)):
+            answer = self._answer(case, measured, measured.table, lean)
+            _learn(measured.table, lean, [simulation.peak_bytes for simulation in answer.priced.simulations])
+            found = self._by_table(case, measured)
+        if not found:
+            self.least.append((*nothing_fits_bytes(judge, starts), case))
+        return found
+
+    def _by_table(self, case: Case, measured: Measured) -> list[tuple[Measured, Judge, Staged]]:
         found, known = [], list[Cuts]()
         for judge in case.judges(measured):
             if (staged := self._chosen(judge, known)) is not None:
                 found.append((measured, judge, staged))
                 known += [staged.cuts] if judge.table.virtual == 1 else []
-        if not found:
-            judge = case.judge(measured)
-            starts = self._starts(replace(judge, budget_bytes=math.inf))
-            least, stage = nothing_fits_bytes(judge, starts) if starts else (math.inf, 0)
-            self.least.append((least, stage, case))
         return found
 
     def _chosen(self, judge: Judge, known: Sequence[Cuts] = ()) -> Staged | None:
