@@ -57,7 +57,7 @@ class Judge:
             fits = self._fitted(cuts, in_flight)
             if fits is None:
                 self._known[key] = None
-            elif self._least_s(cuts, in_flight, fits) >= below_s:
+            elif self._floor_s(cuts, in_flight) >= below_s:
                 return None
             else:
                 self.num_judged += 1
@@ -75,8 +75,11 @@ class Judge:
             fits.append(fit)
         return tuple(fits)
 
-    def _least_s(self, cuts: Cuts, in_flight: tuple[int, ...], fits: Sequence[Fit]) -> float:
-        table = self.table
+    def _floor_s(self, cuts: Cuts, in_flight: tuple[int, ...]) -> float:
+        """Return what the step takes at least, where the cuts fit; the lower, the sooner a move is looked at."""
+        fits, table = self._fitted(cuts, in_flight), self.table
+        if fits is None:
+            return math.inf
         return least_step_s(table.schedule(in_flight), table.seconds(cuts, fits), overlaps=table.overlaps)
 
     def near(self, cuts: Cuts) -> Iterator[Cuts]:
@@ -87,7 +90,7 @@ class Judge:
         """Return the cuts that no move of a single block from one stage to another makes faster."""
         while True:
             best = found
-            for cuts in self.near(found.cuts):
+            for cuts in sorted(self.near(found.cuts), key=lambda cuts: self._floor_s(cuts, found.in_flight)):
                 one = self.judge(cuts, found.in_flight, best.step_s * (1 - 1e-12))
                 best = best if one is None else min(best, one, key=_order)
             if best.step_s >= found.step_s * (1 - 1e-12):
