@@ -24,3 +24,14 @@ def traced(path: str, steps: int) -> bool:
     train_loop(module, torch.optim.SGD(module.parameters(), 0.1), batches, steps=steps, trace=trace)
     trace.write(path)
     return module.communicator.activity.recorder is None
+
+
+def traced_stages(path: str, plan: str, steps: int) -> bool:
+    """Train gpt2-tiny under a plan with stages; say whether recording has ended."""
+    model, batch = tw.zoo.build("gpt2-tiny", device="cpu")
+    module = tw.parallelize(model, tw.Plan.parse(plan), seed=0)
+    trace = StepTrace(module.communicator.activity)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    train_loop(module, optimizer, itertools.repeat(batch), steps=steps, trace=trace)
+    trace.write(path)
+    return module.communicator.activity.recorder is None

@@ -6,12 +6,14 @@ even, balanced, pipeline-dp   the recipes of `planner/pipeline/recipes.py`, 1F1B
 joint, 1F1B                   cuts, depths and reruns chosen together, in the usual order
 joint                         interleaved stages and a split backward too
 
-Budgets are shares of the peak of the joint 1F1B plan without one. Seconds are predicted; no GPU ran. `–`: no such stages fit.
+Budgets lie between the least that stages were found to fit in (an estimate) and the peak of the joint 1F1B plan without any: so
+many shares of the way from the one to the other. Seconds are predicted; no GPU ran. `–`: no such stages fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -23,6 +25,7 @@ import torch
 
 import trainwright as tw
 from trainwright.artifacts import Plan, Refusal
+from trainwright.planner.pipeline.search import NoStagesFit
 
 ROWS = Path(__file__).parent.parent / "results" / "planner-pipeline.jsonl"
 RESULT = ROWS.with_suffix(".md")
@@ -33,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5-base": {"batch_size": 64, "seq_len": 256},
 }
 CLUSTERS = {"2x4xh100": {"pipeline": 2, "mesh": 4}, "4x2xa100": {"pipeline": 4, "mesh": 2}}
-SHARES = (1.0, 0.75, 0.55)
+SHARES = (1.0, 0.5, 0.1)
 NUM_MICRO = 8
 RECIPES = ("even", "balanced", "pipeline-dp")
 
@@ -43,9 +46,11 @@ def cell(name: str, hardware: str) -> list[dict[str, Any]]:
     model, batch = tw.zoo.build(name, dtype="bf16", **MODELS[name])
     asked = {"hardware": hardware, "micro_batches": NUM_MICRO, "time_limit_s": 600.0, **CLUSTERS[hardware]}
     free = tw.plan(model, batch, **asked, memory="100TiB", pipeline_schedule="1f1b")
+    most = free.predicted.peak_bytes
+    least = _least_bytes(model, batch, most, asked)
     found = []
     for share in SHARES:
-        memory = int(share * free.predicted.peak_bytes) + 1
+        memory = int(least + share * (most - least)) + 1
         began = time.process_time()
         plans = tw.compare(model, batch, **asked, memory=memory, pipeline_schedule="1f1b")
         usual = plans.pop("joint")
@@ -61,6 +66,17 @@ def cell(name: str, hardware: str) -> list[dict[str, Any]]:
         print(json.dumps(row), flush=True)
         found.append(row)
     return found
+
+
+def _least_bytes(model: Any, batch: Any, most: int, asked: dict[str, Any]) -> float:
+    """Return an estimate of the least peak that 1F1B stages can have: what the refusal of next to nothing says."""
+    memory = most
+    while True:
+        memory //= 2
+        try:
+            tw.plan(model, batch, **asked, memory=memory, pipeline_schedule="1f1b")
+        except NoStagesFit as refusal:
+            return min(refusal.least_bytes, most)
 
 
 def _step_s(plan: Any) -> float | None:
@@ -114,19 +130,29 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
-    rows = [row for name in given.models for hardware in given.clusters for row in cell(name, hardware)]
-    rows = recorded(rows) if given.record else rows
+    rows: list[dict[str, Any]] = []
+    for name, hardware in itertools.product(given.models, given.clusters):
+        rows += cell(name, hardware)
+        if given.record:
+            write(recorded(rows))
+    print(summary(recorded(rows) if given.record else rows))
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return the table, and in how many cells another way is faster than joint."""
     slower = [row for row in rows if any(row[name] and row[name] < row["joint"] for name in (*RECIPES, "joint, 1F1B"))]
-    text = f"{table(rows)}\n\njoint slower than another: {len(slower)} of {len(rows)} cells"
-    print(text)
-    if given.record:
-        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-        RESULT.write_text(
-            f"# Pipeline stages: joint plans beside recipes\n\n{time.strftime('%Y-%m-%d')}, {machine}. Steps in ms, predicted by "
-            f"the simulation; no GPU ran.\nbf16, {NUM_MICRO} micro-batches, {MODELS}; stages and mesh of one: {CLUSTERS}. Budgets: "
-            "shares of the joint 1F1B plan's peak without any. CPU: processor seconds of a cell's five plans.\n"
-            f"`python -m benchmarks.planner.pipeline --record`\n\n{text}\n"
-        )
+    return f"{table(rows)}\n\njoint slower than another: {len(slower)} of {len(rows)} cells"
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """Write the record."""
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    RESULT.write_text(
+        f"# Pipeline stages: joint plans beside recipes\n\n{time.strftime('%Y-%m-%d')}, {machine}. Steps in ms, predicted by "
+        f"the simulation; no GPU ran.\nbf16, {NUM_MICRO} micro-batches, {MODELS}; stages and mesh of one: {CLUSTERS}. Budgets: "
+        "shares of the way from the least that fits, as estimated, to the joint 1F1B plan's peak without any. CPU: processor "
+        f"seconds of a cell's five plans.\n`python -m benchmarks.planner.pipeline --record`\n\n{summary(rows)}\n"
+    )
 
 
 if __name__ == "__main__":

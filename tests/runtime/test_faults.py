@@ -260,6 +260,15 @@ def test_a_run_whose_ranks_are_killed_has_the_curve_of_one_that_nobody_disturbs(
 
 
 @pytest.mark.slow
+def test_stages_whose_ranks_are_killed_have_the_curve_of_those_that_nobody_disturbs(tmp_path: Path) -> None:
+    path = tmp_path / "staged.json"
+    stages = ["--pipeline", "2", "--mesh", "1", "--micro-batches", "4", "--pipeline-schedule", "1f1b"]
+    assert main(["plan", MODEL, "--hardware", "cpu:2", *stages, "-o", str(path)]) == 0
+    places = soak(path, tmp_path, num_kills=3, num_steps=20, seed=3)
+    assert {place.partition(",")[0] for place in places} == {"rank 0", "rank 1"}, "either stage was killed"
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_fifty_kills(plan_path: Path, tmp_path: Path) -> None:
     places = soak(plan_path, tmp_path, num_kills=50, num_steps=400, seed=2)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+import trainwright as tw
 from tests.pool import Pool
 from trainwright.cli import main
+from trainwright.planner import schedule_of
 
 Event = dict[str, Any]
 
@@ -86,3 +88,24 @@ def test_a_run_too_short_to_be_recorded_is_refused(tmp_path: Path, capsys: pytes
     assert "at least 3 steps are needed for --trace" in capsys.readouterr().err
     assert main([*train, "--steps", "3"]) == 0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_stages_do_what_the_picture_of_their_plan_says(pool2: Pool, tmp_path: Path, schedule: str) -> None:
+    model, batch = tw.zoo.build("gpt2-tiny")
+    plan = tw.plan(
+        model, batch, hardware="cpu:2", mesh=1, pipeline=2, micro_batches=4, pipeline_schedule=schedule, time_limit_s=20
+    )
+    timeline = schedule_of(plan)
+    assert timeline is not None
+    path = tmp_path / "stages.json"
+    ended = pool2.run("tests.tracing_cases:traced_stages", path=str(path), plan=plan.to_json(), steps=3)
+    assert ended == [True, True]
+    for rank in (0, 1):
+        found = rows(json.loads(path.read_text()), rank)["compute"]
+        kinds = ("forward", "backward", "weight")
+        done = [event["name"] for event in found if event["cat"] == "phase" and event["name"].split()[0] in kinds]
+        planned = [f"{s.kind} {s.micro}" for s in timeline.spans if s.stage == rank and s.kind in kinds]
+        assert [name for name in done if " " in name] == planned
+        assert len(planned) == (12 if schedule == "zero-bubble" else 8)

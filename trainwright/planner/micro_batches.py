@@ -38,16 +38,14 @@ class Variants:
     def tasks(self, task: Task) -> Iterator[tuple[int, Task]]:
         """Yield the task of each number that can be, beginning with `task` itself."""
         for num in self.numbers:
-            if num == task.program.num_runs:
-                yield num, task
-            elif num not in self.refused and (found := self._task(task, num)) is not None:
+            if (found := self.task_of(task, num)) is not None:
                 yield num, found
 
-    def one(self, task: Task, num: int) -> Iterator[Task]:
-        """Yield the task of one number, if that can be."""
-        found = self._task(task, num)
-        if found is not None:
-            yield found
+    def task_of(self, task: Task, num: int) -> Task | None:
+        """Return the task of one number, `task` itself where that is its own; None where that cannot be."""
+        if num == task.program.num_runs:
+            return task
+        return None if num in self.refused else self._task(task, num)
 
     def _task(self, task: Task, num: int) -> Task | None:
         if (num, task.offload) not in self._tasks:
@@ -67,9 +65,11 @@ def fastest_number(task: Task, variants: Variants, search: Search) -> Found:
     deadline = task.deadline
     refusals: dict[int, NothingFits] = {}
     unseen: list[int] = []
-    for num, variant in variants.tasks(task):
+    for num in variants.numbers:
         if best is not None and deadline.has_passed:
             unseen.append(num)
+            continue
+        if (variant := variants.task_of(task, num)) is None:
             continue
         variant.deadline = deadline.first_part()
         cutoff_s = math.inf if best is None else best.price.step_s

@@ -149,9 +149,9 @@ class Task:
         On CPUs nothing is hidden, since the cores that compute are those that communicate, and what is under way is let go
         when the transport has it, not when the program says so. What buckets hold over several runs is not known. An optimizer that
         takes the loss with its graph goes through it more than once: what travels in buckets, is rederived or comes back from
-        elsewhere does so once, so such a plan has none of it.
+        elsewhere does so once, so such a plan has none of it. Stages have several runs, whatever the program has.
         """
-        if self.program.num_runs > 1 or self.goes_again:
+        if self.program.num_runs > 1 or self.goes_again or self.num_stages > 1:
             return "none"
         return "buckets" if self.cluster.device.kind == "cpu" else "ahead"
 

@@ -41,14 +41,21 @@ class CallCost:
 
     def seconds(self, device: Device, flop_share: float, byte_share: float) -> float:
         """Return the seconds of a rank's share of the call: a share of the measured kernel, or a roofline's without one."""
-        if device.kernels and self.kernel is not None:
-            whole_s = table_of(device).seconds(self.kernel, dtype_name(self.dtype))
-            if whole_s is not None:
-                return whole_s * (flop_share if self.flops else byte_share)
+        if (whole_s := self._measured_s(device)) is not None:
+            return whole_s * (flop_share if self.flops else byte_share)
         rates = device.conv_flops_per_s if self.convolution and device.conv_flops_per_s else device.flops_per_s
         skipped = 0.5 if self.kernel is not None and skips_half(self.kernel) else 1.0
         compute_s = self.flops * skipped * flop_share / rate(rates, self.dtype) if self.flops else 0.0
         return max(compute_s, self.num_bytes * byte_share / device.bandwidth_bytes_per_s) + device.launch_s
+
+    def launch_s(self, device: Device) -> float:
+        """Return what of `seconds` every share takes whole."""
+        return device.launch_s if self._measured_s(device) is None else 0.0
+
+    def _measured_s(self, device: Device) -> float | None:
+        if not device.kernels or self.kernel is None:
+            return None
+        return table_of(device).seconds(self.kernel, dtype_name(self.dtype))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,11 @@ from .stage_actions import Action, What
 
 
 class Link(Protocol):
-    """Moves tensors between stages."""
+    """Moves tensors between stages, and hears what they compute meanwhile."""
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        """Say that a forward, a backward or gradients of weights are computed inside the block."""
+        ...
 
     def post(self, action: Action, tensors: Sequence[Tensor]) -> Any:
         """Issue the receives into `tensors`; return the handle that `wait` takes."""
@@ -55,6 +59,10 @@ class Link(Protocol):
 
 class NoLink:
     """A `Link` that moves nothing, for simulations, in which every transfer is complete at once."""
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
 
     def post(self, action: Action, tensors: Sequence[Tensor]) -> Any:
         """Do nothing."""
@@ -205,16 +213,13 @@ class _Step:
                     self._post(action)
                 case "take":
                     self._take(action)
-                case "forward":
-                    self._forward(steps[action.chunk], action.micro, action.chunk)
-                case "backward":
-                    self._backward(action.micro, action.chunk)
-                case "weight":
-                    self._weight(action.micro, action.chunk)
                 case "send":
                     self._send(action)
                 case "sent":
                     self._sent(action)
+                case _:
+                    with self.runner.link.computing(action):
+                        self._compute(action, steps[action.chunk])
             self.after_action(action)
         return steps
 
@@ -260,6 +265,15 @@ class _Step:
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.observer is None else self.observer.phase(name)
+
+    def _compute(self, action: Action, step: OpenStep) -> None:
+        match action.kind:
+            case "forward":
+                self._forward(step, action.micro, action.chunk)
+            case "backward":
+                self._backward(action.micro, action.chunk)
+            case "weight":
+                self._weight(action.micro, action.chunk)
 
     def _forward(self, step: OpenStep, micro: int, chunk: int) -> None:
         piece = self.runner.pieces[chunk]

@@ -8,6 +8,7 @@ pipe                  c, k + c, 2k + c …   the ranks at one place of all stage
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -141,6 +142,10 @@ class PeerLink:
 
     def __init__(self, pipe: Pipe, communicator: MeshCommunicator) -> None:
         self.pipe, self.communicator = pipe, communicator
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        """Say so to the watchdog, and to the trace of a step."""
+        return self.communicator.activity.doing(str(action))
 
     def post(self, action: Action, tensors: Sequence[Tensor]) -> Any:
         """Issue the receives into `tensors`, and return their works."""

@@ -236,6 +236,16 @@ class CostModel:
         backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
         return scale * forward, scale * backward
 
+    def launches_s(self, op: Op) -> tuple[float, float]:
+        """Return what of `op_s` no smaller share of the batch takes less of, under any split: the launches of its calls."""
+        if find(op.name).by_running or op.signature.ordered:
+            return 0.0, 0.0  # a rank's part may be other calls
+        record, scale = self.records[op], self.num_passes * self.device.factors.get("compute", 1.0)
+        forward, backward = (
+            sum(call.launch_s(self.device) for call in calls) for calls in (record.forward, record.backward)
+        )
+        return scale * forward, scale * backward
+
     def weight_s(self, group: Group, op: Op, split: Split) -> float:
         """Return the seconds of one of the products in the backward of a linear map, which are equally many of x and of W."""
         if self._is_sampled(op, split):

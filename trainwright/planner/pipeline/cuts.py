@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...rank.stage_actions import interleaved_in_flight
-from .events import StageSeconds, one_f_one_b, simulated_step
+from .events import least_step_s, one_f_one_b, simulated_step
 from .table import Fit, Spans, Table
 
 Cuts = tuple[int, ...]
@@ -41,20 +41,30 @@ class Judge:
     fixed: Mapping[int, int] = field(default_factory=dict)
     """The units at which stages are pinned to begin, by stage."""
     num_judged: int = 0
-    _known: dict[tuple[Cuts, tuple[int, ...]], Staged | None] = field(default_factory=dict)
+    _known: dict[tuple[Cuts, tuple[int, ...]], Staged | None] = field(default_factory=dict, init=False)
 
     def allows(self, cuts: Cuts) -> bool:
         """Tell whether every pinned stage begins at its unit."""
         return all(cuts[stage - 1] == unit for stage, unit in self.fixed.items())
 
-    def judge(self, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
-        """Return the cuts with the least reruns that fit and the simulated step; None if no levels fit."""
+    def judge(self, cuts: Cuts, in_flight: tuple[int, ...], below_s: float = math.inf) -> Staged | None:
+        """Return the cuts with the least recomputation that fits, and the simulated step; None if no levels fit.
+
+        below_s: None too where it is proven without events that the step takes no less.
+        """
         key = cuts, in_flight
         if key not in self._known:
-            self._known[key] = self._judged(cuts, in_flight)
+            fits = self._fitted(cuts, in_flight)
+            if fits is None:
+                self._known[key] = None
+            elif self._floor_s(cuts, in_flight) >= below_s:
+                return None
+            else:
+                self.num_judged += 1
+                self._known[key] = Staged(cuts, in_flight, fits, step_s(self.table, cuts, in_flight, fits))
         return self._known[key]
 
-    def _judged(self, cuts: Cuts, in_flight: tuple[int, ...]) -> Staged | None:
+    def _fitted(self, cuts: Cuts, in_flight: tuple[int, ...]) -> tuple[Fit, ...] | None:
         if not self.allows(cuts):
             return None
         fits = []
@@ -63,8 +73,14 @@ class Judge:
             if fit is None:
                 return None
             fits.append(fit)
-        self.num_judged += 1
-        return Staged(cuts, in_flight, tuple(fits), step_s(self.table, cuts, in_flight, fits))
+        return tuple(fits)
+
+    def _floor_s(self, cuts: Cuts, in_flight: tuple[int, ...]) -> float:
+        """Return what the step takes at least, where the cuts fit; the lower, the sooner a move is looked at."""
+        fits, table = self._fitted(cuts, in_flight), self.table
+        if fits is None:
+            return math.inf
+        return least_step_s(table.schedule(in_flight), table.seconds(cuts, fits), overlaps=table.overlaps)
 
     def near(self, cuts: Cuts) -> Iterator[Cuts]:
         """Yield the neighbours of `cuts`; if stages have several pieces, only those by a move to an adjacent piece."""
@@ -73,17 +89,18 @@ class Judge:
     def moved(self, found: Staged) -> Staged:
         """Return the local optimum reached from `found` by moves of single blocks between stages."""
         while True:
-            near = [self.judge(cuts, found.in_flight) for cuts in self.near(found.cuts)]
-            best = min((one for one in near if one is not None), key=_order, default=None)
-            if best is None or best.step_s >= found.step_s * (1 - 1e-12):
+            best = found
+            for cuts in sorted(self.near(found.cuts), key=lambda cuts: self._floor_s(cuts, found.in_flight)):
+                one = self.judge(cuts, found.in_flight, best.step_s * (1 - 1e-12))
+                best = best if one is None else min(best, one, key=_order)
+            if best.step_s >= found.step_s * (1 - 1e-12):
                 return found
             found = best
 
 
 def step_s(table: Table, cuts: Cuts, in_flight: tuple[int, ...], fits: Sequence[Fit]) -> float:
     """Return the simulated seconds of a step."""
-    schedule = table.schedule(in_flight)
-    stages: list[StageSeconds] = table.seconds(cuts, fits)
+    schedule, stages = table.schedule(in_flight), table.seconds(cuts, fits)
     return simulated_step(schedule, stages, table.tied(cuts), overlaps=table.overlaps).step_s
 
 
@@ -200,12 +217,24 @@ def brute_force(judge: Judge) -> Staged | None:
 
 
 def nothing_fits_bytes(judge: Judge, starts: Sequence[Cuts]) -> tuple[float, int]:
-    """Return the least budget that cuts near `starts` need, and the stage that needs it."""
-    table, best = judge.table, (math.inf, 0)
-    for in_flight in depths(table.num_stages, table.num_micro_batches)[:1]:
+    """Return the least budget that some cuts near `starts` fit, and the stage that binds there."""
+    least, stage, _ = _leanest(judge.table, starts)
+    return least, stage
+
+
+def leanest(judge: Judge, starts: Sequence[Cuts]) -> Staged | None:
+    """Return the stages near `starts` that hold least by the table, within the budget or not; None where there are no cuts."""
+    table = judge.table
+    least, _, cuts = _leanest(table, starts)
+    return None if math.isinf(least) else replace(judge, budget_bytes=least).judge(cuts, depths_of(table)[0])
+
+
+def _leanest(table: Table, starts: Sequence[Cuts]) -> tuple[float, int, Cuts]:
+    best: tuple[float, int, Cuts] = (math.inf, 0, ())
+    for in_flight in depths_of(table)[:1]:
         for cuts in starts:
             while True:
-                own = _fullest(table, cuts, in_flight)
+                own = (*_fullest(table, cuts, in_flight), cuts)
                 near = [(*_fullest(table, other, in_flight), other) for other in neighbours(cuts, len(table.units))]
                 best = min(best, own)
                 nearer = min(near, default=None)

@@ -116,6 +116,53 @@ def simulated_step(
     return run.finished(tied)
 
 
+def least_step_s(schedule: Schedule, stages: Sequence[StageSeconds], *, overlaps: bool = True) -> float:
+    """Return seconds that `simulated_step` of the same is not below, without any events.
+
+    A stage does nothing before the first micro-batch has come through the pieces ahead of its first one, and does all its work
+    itself. What it does last is a backward of that first piece, whose gradient then goes back through the pieces ahead; only
+    gradients of weights of a split backward may come later. Of pieces q that take f forward and b backward (w of it for weights),
+    transfers h there and g back, u once a step, and with T the seconds of all pieces of stage s, it is the most over s of
+
+        Σ_{q<s} (f_q + h_q) + m T_s + u_s
+        Σ_{q<s} (f_q + h_q + g_q + b_q) + m T_s + u_0
+        Σ_{q<s} (f_q + h_q + g_q + b_q - w_q) + m (T_s - w_s) + w_0 + u_0          of a split backward, in place of the second
+
+    Where nothing overlaps, a transfer is a part of its sender's f or b.
+
+    >>> least_step_s(Schedule(4, (2, 1)), [StageSeconds(1.0, 2.0)] * 2)   # as long as the step itself
+    15.0
+    """
+    num, m = schedule.num_stages, schedule.num_micro_batches
+    forward, backward, hops = _with_sends(stages, overlaps)
+    weight = [stage.weight_s if schedule.splits_backward else 0.0 for stage in stages]
+    once = [sum(own.reduce_s + own.update_s for own in stages[stage::num]) for stage in range(num)]
+    there = back = most = 0.0
+    for stage in range(num):
+        own = range(stage, len(stages), num)
+        busy_s = m * sum(forward[piece] + backward[piece] for piece in own)
+        late_s = m * sum(weight[piece] for piece in own) - weight[0]
+        most = max(most, there + busy_s + once[stage], there + busy_s - late_s + back + once[0])
+        there += forward[stage] + hops[stage][0]
+        back += backward[stage] - weight[stage] + hops[stage][1]
+    return most
+
+
+def _with_sends(
+    stages: Sequence[StageSeconds], overlaps: bool
+) -> tuple[list[float], list[float], list[tuple[float, float]]]:
+    """Return forwards, backwards and transfers, which are parts of their senders' work where nothing overlaps."""
+    if overlaps:
+        return (
+            [stage.forward_s for stage in stages],
+            [stage.backward_s for stage in stages],
+            [(stage.hand_s, stage.return_s) for stage in stages],
+        )
+    before = [0.0, *(stage.return_s for stage in stages[:-1])]
+    forward = [stage.forward_s + stage.hand_s for stage in stages]
+    return forward, [stage.backward_s + own for stage, own in zip(stages, before)], [(0.0, 0.0)] * len(stages)
+
+
 @lru_cache(maxsize=64)
 def ordered(schedule: Schedule) -> tuple[Action, ...]:
     """Return all stages' actions in one order in which no action waits for a later one."""

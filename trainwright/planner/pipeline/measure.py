@@ -32,7 +32,6 @@ from ..costs.price import RegionSeconds, begin_seconds, price_regions
 from ..costs.simulate import Simulation, _fake_sources, _fuse_attention
 from ..model.decode import Choice, decisions_from
 from ..problem.problem import Decision, Problem, Use, Want
-from .program import Least
 from .table import Hop, Level, Param, Table, Unit
 
 SHARES = (0.45, 0.8, 1.0)
@@ -77,21 +76,6 @@ class Outline:
                 known[around] = cut(self.program, (name,))[1].given
             found.append(known[around])
         return found
-
-    def least(self, problem: Problem) -> list[Least]:
-        """Return the least seconds of each unit for one micro-batch: those of the best split of each of its groups."""
-        runs = problem.costs.num_runs
-        forward: dict[RegionClass, float] = defaultdict(float)
-        backward: dict[RegionClass, float] = defaultdict(float)
-        for decision in problem.groups:
-            if decision.region_class is not None:
-                forward[decision.region_class] += min(decision.forward_s) / runs
-                both = min(a + b for a, b in zip(decision.forward_s, decision.backward_s)) / runs
-                backward[decision.region_class] += both - min(decision.forward_s) / runs
-        return [
-            Least(sum(forward[r.region_class] for r in own), sum(backward[r.region_class] for r in own))
-            for own in self.regions
-        ]
 
 
 @dataclass(eq=False)
@@ -300,7 +284,7 @@ class _Measuring:
                 kind=self.outline.kinds[place],
                 forward_s=seconds[place].forward_s,
                 backward_s=seconds[place].backward_s,
-                params=tuple(dict.fromkeys(tensor.key for tensor in _params(own))),
+                params=tuple(dict.fromkeys(tensor.key for tensor in params_of(own))),
                 begin_s=begin_s if place == len(self.outline.regions) - 1 else 0.0,
                 reduce_s=seconds[place].reduce_s,
                 weight_s=seconds[place].weight_s,
@@ -312,7 +296,7 @@ class _Measuring:
             )
             for place, own in enumerate(self.outline.regions)
         )
-        params = {tensor.key: self._param(tensor) for own in self.outline.regions for tensor in _params(own)}
+        params = {tensor.key: self._param(tensor) for own in self.outline.regions for tensor in params_of(own)}
         overlaps = self.problem.costs.device.kind == "gpu"
         return Table(units, (), params, self.hops, self.problem.program.num_runs, overlaps)
 
@@ -343,7 +327,8 @@ def _first(items: list[tuple[float, float, Item]], share: float) -> list[Item]:
     return found
 
 
-def _params(regions: Sequence[Region]) -> list[Tensor]:
+def params_of(regions: Sequence[Region]) -> list[Tensor]:
+    """Return the parameters that regions read."""
     return [tensor for region in regions for tensor in region.externals if tensor.role == "param"]
 
 

@@ -8,14 +8,15 @@ A stage's seconds are linear in these: its forward f, forward and backward t, an
 backward). With m micro-batches of which w_s are in flight, transfers h and g (there and back), for every stage s
 
     stages   Z ≥ Σ_{q<s} (t_q + h_q + g_q) + m t_s + u'_0
-    warm-up  Z ≥ Σ_q t_q + Σ_q (h_q + g_q) + (m - 1) t_s - (w_s - 1) f_s + u'_0
+    warm-up  Z ≥ Σ_q t_q + Σ_q (h_q + g_q) + (m - 1) t_s - (w_s - w_P-1) f_s + u'_0
     update   Z ≥ Σ_{q<s} (f_q + h_q) + m t_s + u'_s
 
     memory   fixed(s) + w_s Σ_{k, l} kept[k, l] x[s, k, l] ≤ budget
 
-The rows hold for every schedule in which at most w_s forwards of stage s wait for their backward. min Z gives cuts to start
-from, which the simulation judges. `bound_s` has the same rows for any layouts: every unit takes at least its arithmetic's
-seconds under its best split, and all units together at least those of the best sharding of the whole program.
+The rows hold for every schedule in which w_s forwards of stage s precede its first backward, and w does not rise from a stage to
+the next: a first backward waits for the last stage's, behind the w_P-1-th micro-batch. min Z gives cuts to begin from, which the
+simulation judges. `bound_s` has the same rows over any layouts: every unit takes what `floors` finds at least, and all of them
+together what the best sharding of the whole program takes.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..model.milp import MIB, Model, Solution
-from .cuts import Cuts
+from .cuts import Cuts, depths
 from .table import Table
 
 STAGES = "stages one behind the other"
 MEMORY = "memory of a stage"
 _MS = 1e3
 """Seconds are counted in milliseconds, so that coefficients stay near 1."""
+
+_BOUND_GAP, _BOUND_S = 1e-3, 0.2
+"""A bound is sought to so much of it, and no longer than so many seconds of work: of many units and stages it is less near."""
 
 Terms = list[tuple[int, float]]
 
@@ -43,6 +47,14 @@ class Least:
 
     forward_s: float
     backward_s: float
+    all_s: float = 0.0
+    """The least of all micro-batches and of what it takes once a step, together."""
+    kind: int = -1
+    """Units of one kind take equally long."""
+
+    def total_s(self, num_micro_batches: int) -> float:
+        """Return what the unit takes of a step at least."""
+        return max(self.all_s, num_micro_batches * (self.forward_s + self.backward_s))
 
 
 def bound_s(
@@ -51,8 +63,7 @@ def bound_s(
     """Return a lower bound in seconds on a step with `num_stages` stages, for any cuts, depths, levels and layouts.
 
     schedule: with a split backward (`zero-bubble`) only the last of the rows holds, since weight gradients may be computed
-    when other stages no longer wait. With `interleaved` stages the bound is the largest of three: the average load of a stage,
-    the slowest unit's seconds for all micro-batches, and one micro-batch's seconds in all units.
+    when other stages no longer wait; of `interleaved` stages those of `_of_any_pieces`.
 
     least: each unit's least seconds. whole_s: the least seconds of all micro-batches of the whole program on one stage's ranks,
     work once a step included.
@@ -62,23 +73,69 @@ def bound_s(
     """
     m = num_micro_batches
     if schedule == "interleaved":
-        each_s = [unit.forward_s + unit.backward_s for unit in least]
-        return max(whole_s / num_stages, m * max(each_s), sum(each_s))
+        return _of_any_pieces(least, whole_s, num_stages, m)
+    if schedule == "zero-bubble":
+        return _of_pieces_in_turn(least, whole_s, (m,) * num_stages, m, splits_backward=True)
+    return min(_of_pieces_in_turn(least, whole_s, depth, m) for depth in depths(num_stages, m))
+
+
+def _of_pieces_in_turn(
+    least: Sequence[Least], whole_s: float, in_flight: Sequence[int], m: int, splits_backward: bool = False
+) -> float:
+    """Return seconds that no step is below whose stages are one piece each, at one depth."""
+    num_stages = len(in_flight)
     model = Model()
     grid = _Grid(model, len(least), num_stages)
-    rows = _Rows(model, num_stages, m, [m] * num_stages)
+    rows = _Rows(model, num_stages, m, in_flight)
     beyond: Terms = []
     for stage in range(num_stages):
         more_f, more_b, once = model.column(), model.column(), model.column()
         rows.forward[stage] = [*grid.terms(stage, [_MS * each.forward_s for each in least]), (more_f, 1.0)]
         rows.backward[stage] = [*grid.terms(stage, [_MS * each.backward_s for each in least]), (more_b, 1.0)]
         rows.behind[stage] = [(once, 1.0)]
-        beyond += [(more_f, float(m)), (more_b, float(m)), (once, 1.0)]
+        own = [(more_f, float(m)), (more_b, float(m)), (once, 1.0)]
+        more = [each.total_s(m) - m * (each.forward_s + each.backward_s) for each in least]
+        model.row("units", [*own, *((column, -_MS * value) for column, value in grid.terms(stage, more))], lower=0.0)
+        beyond += own
     sure_s = m * sum(each.forward_s + each.backward_s for each in least)
     model.row("all stages together", beyond, lower=_MS * max(0.0, whole_s - sure_s))
-    rows.add(splits_backward=schedule == "zero-bubble")
-    found = model.solve(gap=1e-4, time_limit_s=10.0)
+    rows.add(splits_backward)
+    found = model.solve(gap=_BOUND_GAP, time_limit_s=_BOUND_S)
     return max(0.0, round(found.bound / _MS, 9)) if math.isfinite(found.bound) else 0.0
+
+
+def _of_any_pieces(least: Sequence[Least], whole_s: float, num_stages: int, num_micro_batches: int) -> float:
+    """Return seconds that no step is below, whichever units each stage has: two pieces or more of a unit or more.
+
+    Stage s has n[s, k] units of kind k; the first of all units is on the first stage, the last one on the last. Before stage s
+    begins, the first micro-batch has come through s units at least, those at the beginning of the model.
+
+        Z ≥ Σ_{u<s} f_u + Σ_k n[s, k] T_k + more[s],   Σ_s n[s, k] = n[k],   Σ_s more[s] ≥ whole - Σ_k n[k] T_k
+
+    Whatever the pieces are, no micro-batch is done in less than all units take.
+    """
+    m, model = num_micro_batches, Model()
+    kinds = [each.kind if each.kind >= 0 else -1 - place for place, each in enumerate(least)]
+    total_s = {kind: each.total_s(m) for kind, each in zip(kinds, least)}
+    step = model.column(cost=1.0)
+    ahead_s = list(itertools.accumulate((each.forward_s for each in least), initial=0.0))
+    counts: list[dict[int, int]] = []
+    beyond = []
+    for stage in range(num_stages):
+        ends = [kinds[0]] * (stage == 0) + [kinds[-1]] * (stage == num_stages - 1)
+        own = {kind: model.column(lower=ends.count(kind), upper=kinds.count(kind), integer=True) for kind in total_s}
+        beyond.append(model.column())
+        taken = [(own[kind], _MS * seconds) for kind, seconds in total_s.items()]
+        model.row("stages", [*taken, (beyond[-1], 1.0), (step, -1.0)], upper=-_MS * ahead_s[min(stage, len(least) - 1)])
+        model.row(STAGES, [(column, 1.0) for column in own.values()], lower=2.0)
+        counts.append(own)
+    for kind in total_s:
+        model.row(STAGES, [(own[kind], 1.0) for own in counts], *[float(kinds.count(kind))] * 2)
+    rest_s = whole_s - sum(total_s[kind] for kind in kinds)
+    model.row("all stages together", [(column, 1.0) for column in beyond], lower=_MS * max(0.0, rest_s))
+    through_s = sum(each.forward_s + each.backward_s for each in least)
+    found = model.solve(gap=_BOUND_GAP, time_limit_s=_BOUND_S)
+    return max(through_s, round(found.bound / _MS, 9) if math.isfinite(found.bound) else 0.0)
 
 
 @dataclass(frozen=True)
@@ -235,7 +292,7 @@ class _Rows:
                 continue
             ahead = [(whole[q], 1.0) for q in range(s)]
             model.row("stages", [*ahead, *hops[: 2 * s], (whole[s], m), (behind[0], 1.0), (step, -1.0)], upper=0.0)
-            early = (forward[s], 1.0 - min(self.in_flight[s], self.m))
+            early = (forward[s], float(min(self.in_flight[-1], self.m) - min(self.in_flight[s], self.m)))
             all_once = [(column, 1.0) for column in whole]
             model.row(
                 "warm-up", [*all_once, *hops, (whole[s], m - 1), early, (behind[0], 1.0), (step, -1.0)], upper=0.0

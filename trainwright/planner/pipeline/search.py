@@ -9,9 +9,8 @@ levels are chosen anew, until all stages are within the budget.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,17 +22,18 @@ from ..budget import budget_for
 from ..costs.price import Price
 from ..costs.units import size_text
 from ..mesh_search import Found
-from ..meshes import mesh_shapes
+from ..meshes import MAX_AXES, mesh_shapes
 from ..model.decode import read_choice
 from ..problem.problem import Decision
 from ..search.answer import Answer
 from ..search.effort import GAP
 from ..task import Place, Task
 from .ask import begin_pins, check_task, numbers_of_stages, schedules
-from .cuts import Cuts, Judge, Staged, depths_of, fastest, nothing_fits_bytes
+from .cuts import Cuts, Judge, Staged, depths_of, fastest, leanest, nothing_fits_bytes
+from .floors import Floors, add_tied
 from .measure import Measured, Outline, measure
 from .price import PricedStages, hops_of, price_stages
-from .program import bound_s, propose
+from .program import Least, bound_s, propose
 from .recipes import PIPELINE_RECIPES, recipe_cuts
 from .table import Spans, Table
 
@@ -95,37 +95,31 @@ def fastest_stages(task: Task, solver: str = "joint", cutoff_s: float = math.inf
         )
     check_task(task)
     search = _Search(task, solver, cutoff_s)
-    for num_stages in numbers_of_stages(task):
-        floors = {shape: search.floor_s(num_stages, shape) for shape in _shapes(task, num_stages)}
-        for num, variant in _variants(task, num_stages):
-            for shape, floor_s in floors.items():
-                if search.is_hopeless(floor_s, num_stages, num):
-                    continue
-                if (whole := variant()) is None:
-                    break
-                search.look_at(Case(whole, task.cluster, num_stages, shape, begin_pins(task, num_stages)))
+    for num_stages, shape, num in search.in_order():
+        if search.is_late(num_stages, shape, num) or search.is_hopeless(num_stages, shape, num):
+            continue
+        if (whole := search.variant(num)) is not None:
+            search.look_at(Case(whole, task.cluster, num_stages, shape, begin_pins(task, num_stages)))
     return search.found()
 
 
-def _variants(task: Task, num_stages: int) -> Iterator[tuple[int, Callable[[], Task | None]]]:
-    """Yield each number of micro-batches with a function that makes its task, those nearest to four a stage first."""
+def _numbers(task: Task, num_stages: int) -> list[int]:
+    """Return the numbers of micro-batches to look at, those first that are nearest to four a stage."""
     variants = task.variants
     if variants is None:
-        yield task.program.num_runs, lambda: task
-        return
-    most = MICRO_BATCHES_A_STAGE * num_stages
-    numbers = [num for num in variants.numbers if 2 <= num <= most and num not in variants.refused]
-    for num in sorted(numbers, key=lambda num: (abs(math.log(num / (4 * num_stages))), num)):
-        yield num, functools.cache(lambda num=num: next(variants.one(task, num), None))
+        return [task.program.num_runs]
+    numbers = [num for num in variants.numbers if 2 <= num <= MICRO_BATCHES_A_STAGE * num_stages]
+    return sorted(numbers, key=lambda num: (abs(math.log(num / (4 * num_stages))), num))
 
 
 def _shapes(task: Task, num_stages: int) -> list[tuple[int, ...]]:
-    """Return the meshes of one stage to try."""
+    """Return the meshes of one stage to try; with the stages they have as many axes as meshes without them."""
     inner = task.cluster.of_stage(num_stages)
     if task.mesh is not None:
         inner.mesh(task.mesh)
         return [task.mesh]
-    return mesh_shapes(inner)[: 1 if task.pins else None]
+    own, *others = mesh_shapes(inner)
+    return [own, *([] if task.pins else [shape for shape in others if len(shape) < MAX_AXES])]
 
 
 @dataclass(eq=False)
@@ -154,6 +148,7 @@ class Case:
     @cached_property
     def place(self) -> Place:
         (place,) = self.task.places
+        add_tied(place.problem, self.outline, hops_of(self.cluster, self.num_stages))
         return place
 
     @cached_property
@@ -170,12 +165,25 @@ class Case:
         return math.inf if usable is None else usable
 
     @cached_property
-    def bound_s(self) -> float:
-        """Return a lower bound in seconds on every step of this case, under any allowed schedule."""
-        least, whole_s = self.outline.least(self.place.problem), self.place.solver.lower_bound_s()
-        return min(
-            bound_s(least, whole_s, self.num_stages, self.num_micro_batches, name) for name in schedules(self.whole)
-        )
+    def floors(self) -> Floors:
+        return Floors(self.place.problem, self.outline, self.place.solver)
+
+    def bound_s(self, num: int, to_beat_s: float = math.inf) -> float:
+        """Return a lower bound in seconds of every step in `num` micro-batches on this mesh, in any order that may be chosen.
+
+        num: as many as the program's, or more, which compute as much together and launch each call once more. to_beat_s: a bound
+        that is no less will do.
+        """
+        least, whole_s = self.floors.least(num), self.floors.whole_s(num)
+        quick_s = self._bound_s(least, whole_s, num)
+        if quick_s >= to_beat_s:
+            return quick_s
+        units = [replace(each, all_s=all_s) for each, all_s in zip(least, self.floors.units_s(num))]
+        return max(quick_s, self._bound_s(units, whole_s, num))
+
+    def _bound_s(self, least: Sequence[Least], whole_s: float, num: int) -> float:
+        names = [name for name in schedules(self.whole) if name != "interleaved" or self._numbers_of_pieces(num)]
+        return min(bound_s(least, whole_s, self.num_stages, num, name) for name in names or schedules(self.whole))
 
     def layouts(self) -> list[Mapping[Decision, int]]:
         """Return the layouts to try: the fastest, and some that take less memory at rest."""
@@ -210,13 +218,14 @@ class Case:
                 found.append(plain)
             elif name == "zero-bubble":
                 found.append(replace(plain, table=plain.table.scheduled(splits_backward=True)))
-            elif not self.fixed:
-                found += [replace(plain, table=plain.table.scheduled(num)) for num in self._numbers_of_pieces()]
+            else:
+                numbers = self._numbers_of_pieces(self.num_micro_batches)
+                found += [replace(plain, table=plain.table.scheduled(num)) for num in numbers]
         return found
 
-    def _numbers_of_pieces(self) -> list[int]:
-        """Return the numbers of pieces for interleaved stages; none unless the micro-batches divide into groups of `num_stages`."""
-        if self.num_micro_batches % self.num_stages:
+    def _numbers_of_pieces(self, num_micro_batches: int) -> list[int]:
+        """Return how many pieces interleaved stages may have: groups of as many micro-batches as stages are whole."""
+        if num_micro_batches % self.num_stages or self.fixed:
             return []
         return [num for num in PIECES_A_STAGE if num * self.num_stages <= len(self.outline.regions)]
 
@@ -231,24 +240,57 @@ class _Search:
         self.unseen: list[str] = []
         self.least: list[tuple[float, int, Case]] = []
         self.was_slower = False
+        self._wholes: dict[tuple[int, tuple[int, ...]], Case] = {}
 
-    def floor_s(self, num_stages: int, shape: tuple[int, ...]) -> float:
-        """Return a lower bound in seconds on all micro-batches together on one stage's ranks, for any number of them.
+    def in_order(self) -> list[tuple[int, tuple[int, ...], int]]:
+        """Return all numbers of stages, meshes of one and numbers of micro-batches, those first that even stages are fastest for.
 
-        More micro-batches are never faster. It is 0 if there is no incumbent to rule out cases against.
+        Of what the whole batch takes at least, even stages of m micro-batches take (m + P - 1) / (m P).
         """
-        if math.isinf(self._to_beat) or self.task.variants is None:
-            return 0.0
-        return Case(self.task, self.task.cluster, num_stages, shape).place.solver.lower_bound_s()
+        task = self.task
+        found = [
+            (num_stages, shape, num)
+            for num_stages in numbers_of_stages(task)
+            for num in _numbers(task, num_stages)
+            for shape in _shapes(task, num_stages)
+        ]
+        return found if task.variants is None else sorted(found, key=self._even_s)
 
-    def is_hopeless(self, floor_s: float, num_stages: int, num_micro_batches: int) -> bool:
-        """Tell whether stages cannot beat the incumbent, however they divide `floor_s` among themselves."""
-        share = float(num_stages)
-        if schedules(self.task) == ("1f1b",):
-            share = num_micro_batches * (1 - (1 - 1 / num_micro_batches) ** num_stages)
-        hopeless = floor_s / share >= self._to_beat * (1 - GAP)
+    def _even_s(self, way: tuple[int, tuple[int, ...], int]) -> float:
+        num_stages, _, num = way
+        return self._share_s(*way) * (num + num_stages - 1) / num
+
+    def is_late(self, num_stages: int, shape: tuple[int, ...], num: int) -> bool:
+        """True if there is a plan, and no time for more."""
+        late = math.isfinite(self._to_beat) and self.task.deadline.has_passed
+        if late:
+            self.unseen.append(_name(num_stages, shape, num))
+        return late
+
+    def is_hopeless(self, num_stages: int, shape: tuple[int, ...], num: int) -> bool:
+        """True if no stages of `num` micro-batches can beat the incumbent, by the program of the whole batch alone."""
+        least_s, hopeless = self._to_beat * (1 - GAP), False
+        if self.task.variants is not None and math.isfinite(least_s):
+            whole = self._whole(num_stages, shape)
+            hopeless = self._share_s(num_stages, shape, num) >= least_s
+            if not hopeless and len(whole.outline.regions) >= num_stages:
+                hopeless = whole.bound_s(num, least_s) >= least_s
         self.was_slower |= hopeless
         return hopeless
+
+    def variant(self, num: int) -> Task | None:
+        """Return the task of so many micro-batches, if that can be."""
+        return self.task if self.task.variants is None else self.task.variants.task_of(self.task, num)
+
+    def _share_s(self, num_stages: int, shape: tuple[int, ...], num: int) -> float:
+        """Return what the busiest of the stages takes at least, by the whole batch."""
+        return self._whole(num_stages, shape).floors.whole_s(num) / num_stages
+
+    def _whole(self, num_stages: int, shape: tuple[int, ...]) -> Case:
+        """Return the batch in one piece on a mesh of one stage."""
+        if (num_stages, shape) not in self._wholes:
+            self._wholes[num_stages, shape] = Case(self.task, self.task.cluster, num_stages, shape)
+        return self._wholes[num_stages, shape]
 
     def look_at(self, case: Case) -> None:
         """Find the fastest stages of a case, unless its bound or the time limit rules it out."""
@@ -260,13 +302,12 @@ class _Search:
                     f"try one of {', '.join(str(n) for n in self.task.cluster.stage_numbers if n <= num_pieces)}, or none"
                 )
             return
-        if math.isfinite(self._to_beat) and self.task.deadline.has_passed:
-            self.unseen.append(_name(case))
-            return
-        if case.bound_s >= self._to_beat * (1 - GAP):
+        least_s = self._to_beat * (1 - GAP)
+        own_bound_s = case.bound_s(case.num_micro_batches, least_s)
+        if own_bound_s >= least_s:
             self.was_slower = True
             return
-        self.bound_s = min(self.bound_s, case.bound_s)
+        self.bound_s = min(self.bound_s, own_bound_s)
         found = [row for options in case.layouts() for row in self._proposals(case, options)]
         for measured, judge, staged in sorted(found, key=lambda row: row[2].step_s):
             if staged.step_s < self._to_beat:
@@ -279,18 +320,32 @@ class _Search:
         return self.cutoff_s if self.best is None else min(self.cutoff_s, self.best[1].step_s)
 
     def _proposals(self, case: Case, options: Mapping[Decision, int]) -> list[tuple[Measured, Judge, Staged]]:
-        """Return, for each allowed schedule, the table of the given layouts and the fastest stages by that table."""
+        """Return the table of some layouts with the stages that are fastest by it, for each order in which they may work.
+
+        Where none fit by the table, it learns what those that hold least by it do hold.
+        """
         measured = case.measured(options)
+        if found := self._by_table(case, measured):
+            return found
+        judge = case.judge(measured)
+        starts = self._starts(replace(judge, budget_bytes=math.inf))
+        lean = leanest(judge, starts)
+        if lean is None:
+            return []
+        if all(measured.table.held_bytes(spans) <= case.budget_bytes for spans in measured.table.stages(lean.cuts)):
+            answer = self._answer(case, measured, measured.table, lean)
+            _learn(measured.table, lean, [simulation.peak_bytes for simulation in answer.priced.simulations])
+            found = self._by_table(case, measured)
+        if not found:
+            self.least.append((*nothing_fits_bytes(judge, starts), case))
+        return found
+
+    def _by_table(self, case: Case, measured: Measured) -> list[tuple[Measured, Judge, Staged]]:
         found, known = [], list[Cuts]()
         for judge in case.judges(measured):
             if (staged := self._chosen(judge, known)) is not None:
                 found.append((measured, judge, staged))
                 known += [staged.cuts] if judge.table.virtual == 1 else []
-        if not found:
-            judge = case.judge(measured)
-            starts = self._starts(replace(judge, budget_bytes=math.inf))
-            least, stage = nothing_fits_bytes(judge, starts) if starts else (math.inf, 0)
-            self.least.append((least, stage, case))
         return found
 
     def _chosen(self, judge: Judge, known: Sequence[Cuts] = ()) -> Staged | None:
@@ -394,5 +449,5 @@ def _learn(table: Table, staged: Staged, peaks: Sequence[int]) -> None:
         table.learn(spans, excess)
 
 
-def _name(case: Case) -> str:
-    return f"{case.num_stages} stages of mesh {case.place.shape} with {case.num_micro_batches} micro-batches"
+def _name(num_stages: int, shape: tuple[int, ...], num: int) -> str:
+    return f"{num_stages} stages of mesh {'x'.join(map(str, shape))} with {num} micro-batches"

@@ -185,8 +185,7 @@ class Table:
 
     def fixed_bytes(self, spans: Spans, depths: Sequence[int]) -> float:
         """Return the bytes that a stage holds at any levels."""
-        static = sum(self.params[name].held_bytes for name in self.params_of(spans))
-        crossing = work = 0.0
+        static, crossing, work = self.held_bytes(spans), 0.0, 0.0
         for (first, stop), depth in zip(spans, depths):
             own, behind = self.units[first:stop], self.units[stop] if stop < len(self.units) else None
             static += sum(unit.other_bytes for unit in own)
@@ -194,6 +193,10 @@ class Table:
             crossing += (depth + (1 if first else 0)) * own[0].given_bytes + own[0].returned_bytes
             crossing += 0.0 if behind is None else behind.given_bytes + behind.returned_bytes
         return static + crossing + work + self.excess_bytes.get(self.ends(spans), 0.0)
+
+    def held_bytes(self, spans: Spans) -> float:
+        """Return what a stage's parameters take, with their gradients and optimizer states."""
+        return sum(self.params[name].held_bytes for name in self.params_of(spans))
 
     def ends(self, spans: Spans) -> tuple[bool, bool]:
         """Return whether a stage has the first unit, and whether it has the last one."""
