@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from .local import LocalContext, local_size, replace_arg
 from .registry import rule
 from .signature import Call, Dims, Signature, SignatureBuilder, regroup
@@ -142,10 +144,13 @@ def _local_sections(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwarg
     """Equal sections of a dim whose minor factors are split: each section shrinks alike."""
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     sections: Any = args[1] if len(args) > 1 else kwargs.get("split_size", kwargs.get("split_sizes"))
+    local: Any
     dim %= len(ctx.global_shape(0))
     share = (ctx.in_shape(0)[dim], ctx.global_shape(0)[dim])
-    if isinstance(sections, int):
-        local: Any = max(1, sections * share[0] // share[1])
+    if isinstance(sections, int) and not share[0]:  # a size alone would give one section of an empty part
+        target, local = torch.ops.aten.split_with_sizes.default, [0] * (share[1] // sections)
+    elif isinstance(sections, int):
+        local = sections * share[0] // share[1]
     else:
         local = [size * share[0] // share[1] for size in sections]
     args, kwargs = replace_arg(args, kwargs, 1, "split_size", local)

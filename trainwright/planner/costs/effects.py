@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...artifacts import Plan
-from ...program.plan_text import entries_of
-from ...program.program import Program
+from ...program.layout import Layout
+from ...program.plan_text import entries_of, param_classes, span
+from ...program.program import Program, Tensor
 from ...rank.execute import Executor
 from ...rank.instructions import Compute
+from ...rank.local import LocalProgram
 
 NO_EFFECT = "these entries have no effect"
 _MOST_NAMED = 6
@@ -16,7 +18,7 @@ _MOST_NAMED = 6
 
 def without_effect(plan: Plan, program: Program, executor: Executor) -> tuple[str, ...]:
     """Return a note that lists the entries of `plan` without effect; `executor` has run the simulated step."""
-    idle = [*_idle_values(plan, program, executor), *_idle_copies(plan, program, executor)]
+    idle = [*_idle_values(plan, program, executor), *_idle_copies(program, executor)]
     if plan.offload is not None and not executor.local.decisions.offloaded and not plan.offloads_states:
         idle.append("offload, since nothing is offloaded")
     if not idle:
@@ -53,17 +55,22 @@ def _offloaded(executor: Executor) -> set[str]:
     }
 
 
-def _idle_copies(plan: Plan, program: Program, executor: Executor) -> Iterator[str]:
-    """Yield the parameters with a shared layout in which fewer than two regions read them."""
-    local = executor.local
-    for tensor, layout in sorted(local.decisions.shared, key=lambda shared: shared[0].key):
-        readers = {
-            instruction.region
-            for instruction in local.instructions
-            for value in instruction.inputs
-            if isinstance(instruction, Compute)
-            and local.values[value].tensor is tensor
-            and local.values[value].layout == layout
-        }
-        if len(readers) < 2:
-            yield f"{tensor.key} shared"
+def _idle_copies(program: Program, executor: Executor) -> Iterator[str]:
+    """Yield the entries with a shared layout in which no parameter of theirs is read by several regions."""
+    local, found = executor.local, executor.local.decisions.shared
+    for tied in param_classes(program):
+        for layout in sorted({layout for tensor, layout in found if tensor in tied}):
+            if all(len(_readers(local, tensor, layout)) < 2 for tensor in tied):
+                yield f"{span([tensor.key for tensor in tied])} shared"
+
+
+def _readers(local: LocalProgram, tensor: Tensor, layout: Layout) -> set[int]:
+    """Return the regions that compute with `tensor` in `layout`."""
+    return {
+        instruction.region
+        for instruction in local.instructions
+        for value in instruction.inputs
+        if isinstance(instruction, Compute)
+        and local.values[value].tensor is tensor
+        and local.values[value].layout == layout
+    }
