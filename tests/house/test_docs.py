@@ -40,6 +40,8 @@ FILES = ROOT / "tests" / "docs_files"
 MOST_NOT_RUN = 12
 SLOW_PAGES = {
     "README.md",
+    "docs/estimated-gradients.md",
+    "docs/long-context.md",
     "docs/profiling.md",
     "docs/training.md",
     "docs/hardware.md",

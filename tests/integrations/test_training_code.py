@@ -228,6 +228,7 @@ def test_the_loop_of_stages_goes_on_without_stages(tmp_path: Path) -> None:
             assert [float(other.split()[place]) for place in (3, 5)] == pytest.approx(figures, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_accelerate_runs_a_planned_model(plan_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in run_example("accelerate_loop.py", str(plan_path)).splitlines()]
     assert len(losses) == 8, "two epochs of eight batches, two to an update"

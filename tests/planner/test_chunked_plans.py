@@ -38,6 +38,7 @@ def least(chunks: int | str) -> int:
     return budget_for(found.simulation.peak_bytes, task.divisor)
 
 
+@pytest.mark.slow
 def test_is_taken_where_nothing_fits_without() -> None:
     whole, chunked = least("none"), least(8)
     assert chunked < whole

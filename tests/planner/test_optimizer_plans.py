@@ -320,8 +320,14 @@ def test_copies_of_large_outputs_are_in_the_promised_peak(squares: bool, lr: flo
     assert peak <= plan.predicted.peak_bytes <= peak + 4 * rows * outputs
 
 
-@pytest.mark.parametrize("squares", [False, True])
-@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("solver", "squares"),
+    [
+        ("ddp", False),
+        ("fsdp", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", True), ("fsdp", False))),
+    ],
+)
 def test_whole_copies_of_outputs_that_ranks_hold_parts_of_are_in_the_promised_peak(
     pool2: Pool, solver: str, squares: bool
 ) -> None:

@@ -43,7 +43,7 @@ def refusal_of(name: str, budget_bytes: int, **more) -> str:
 
 ASKED = [
     ("gnn", 0.3),
-    ("unet", 0.3),
+    pytest.param("unet", 0.3, marks=pytest.mark.slow),
     *(pytest.param(name, share, marks=pytest.mark.slow) for name in BUILDS for share in (0.05, 0.15)),
 ]
 

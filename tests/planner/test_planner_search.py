@@ -279,7 +279,7 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
         assert 2 < len(aims) <= 1 + search.effort.corrections
 
 
-@pytest.mark.parametrize(("times", "asks"), [(1.0, False), (1.05, True)])
+@pytest.mark.parametrize(("times", "asks"), [(1.0, False), pytest.param(1.05, True, marks=pytest.mark.slow)])
 def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_its_step(
     place, monkeypatch, times, asks
 ):

@@ -49,7 +49,8 @@ def net() -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("name", "solver", "captured"), [("net", "ddp", 3), ("net", "fsdp", 3), ("gpt2-tiny", "megatron", 5)]
+    ("name", "solver", "captured"),
+    [("net", "ddp", 3), ("net", "fsdp", 3), pytest.param("gpt2-tiny", "megatron", 5, marks=pytest.mark.slow)],
 )
 def test_recipes_on_smaller_batches(pool2: Pool, name: str, solver: str, captured: int) -> None:
     plan = _plan(name, solver=solver).to_json()
