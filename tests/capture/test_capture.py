@@ -89,6 +89,41 @@ def test_capture_on_meta_is_the_same_graph(build: Any) -> None:
         assert real == fake
 
 
+class _LooksInside(nn.Module):
+    """Looks at what it computes without a gradient, by a conversion that has nothing to do, and goes on with it."""
+
+    def __init__(self, convert: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.convert = nn.Linear(4, 4), nn.Linear(4, 4), convert
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            best = self.convert(hidden).argmax(-1, keepdim=True)
+        return self.second(hidden).gather(-1, best).sum() + hidden.square().mean()
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x.to(torch.float32),
+        lambda x: x.float(),
+        lambda x: x.contiguous(),
+        lambda x: x.type_as(x),
+        lambda x: x.detach(),
+    ],
+)
+def test_a_conversion_without_effect_under_no_grad_is_the_very_tensor(convert: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = _LooksInside(convert), (torch.randn(3, 4),)
+    loss_fn = lambda output, _: output  # noqa: E731
+    captured = capture(model, batch, loss_fn)
+    wanted, found = eager_step(model, batch, loss_fn), graph_step(captured, model, batch)
+    assert wanted.gradients.keys() == found.gradients.keys()
+    for name, gradient in wanted.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_evaluation_graph_is_the_evaluated_model(name: str) -> None:
     model, batch = zoo.build(name, device="cpu")

@@ -21,7 +21,7 @@ from ...artifacts import UserError
 from ...torch_internals import private
 from ..export_errors import data_dependent
 from ..own_backwards import under_autocast
-from .common import Context, aten, value_of_call
+from .common import Context, aten, bound, value_of_call
 
 Casts = dict[tuple[fx.Node, torch.dtype], fx.Node]
 
@@ -85,15 +85,20 @@ class _Copier:
             return None
         if name == "wrap_with_set_grad_enabled":
             enabled, region, *operands = args
-            if state.grad and not enabled:
-                operands = [self._detached(operand, node) for operand in operands]
-            return self._region(region, operands, replace(state, grad=enabled))
+            if not state.grad or enabled:
+                return self._region(region, operands, replace(state, grad=enabled))
+            detached = [self._detached(operand, node) for operand in operands]
+            results = self._region(region, detached, replace(state, grad=enabled))
+            entered = dict(zip(detached, operands))  # what a region hands on unchanged is what it was given
+            return [entered.get(result, result) for result in results]
         if name == "wrap_with_autocast":
             _, dtype, enabled, _, region, *operands = args
             inner = replace(state, autocast=(dtype or torch.bfloat16) if enabled else None, casts={})
             return self._region(region, operands, inner)
         if name == "getitem" and isinstance(args[0], list):
             return args[0][args[1]]
+        if not state.grad and _returns_itself(name, node):
+            return args[0]
         return self._plain(node, args, kwargs, state)
 
     def _region(self, region: fx.GraphModule, operands: list[Any], state: _State) -> list[Any]:
@@ -140,6 +145,17 @@ class _Copier:
         if target is not aten.detach.default and any(source in self.needs_grad for source in node.all_input_nodes):
             self.needs_grad.add(node)
         return node
+
+
+def _returns_itself(name: str, node: fx.Node) -> bool:
+    """Tell whether a conversion has nothing to do: it returns the very tensor, which has its gradient outside no_grad."""
+    if name not in ("to", "type_as", "contiguous"):
+        return False
+    named = bound(node)
+    source, value = named["self"].meta.get("val"), node.meta.get("val")
+    if named.get("copy") or not isinstance(source, Tensor) or not isinstance(value, Tensor):
+        return False
+    return source.dtype == value.dtype and source.device == value.device and source.stride() == value.stride()
 
 
 @contextmanager
