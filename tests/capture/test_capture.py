@@ -90,38 +90,47 @@ def test_capture_on_meta_is_the_same_graph(build: Any) -> None:
 
 
 class _LooksInside(nn.Module):
-    """Looks at what it computes without a gradient, by a conversion that has nothing to do, and goes on with it."""
+    """Looks at two activations of one shape without a gradient, by ops that have nothing to do, and goes on with both."""
 
-    def __init__(self, convert: Any) -> None:
+    def __init__(self, look: Any) -> None:
         super().__init__()
-        self.first, self.second, self.convert = nn.Linear(4, 4), nn.Linear(4, 4), convert
+        self.first, self.second, self.look = nn.Linear(4, 4), nn.Linear(4, 4), look
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
+        hidden, other = self.first(x), self.second(x)
         with torch.no_grad():
-            best = self.convert(hidden).argmax(-1, keepdim=True)
-        return self.second(hidden).gather(-1, best).sum() + hidden.square().mean()
+            best = (self.look(hidden) + 2 * self.look(other)).argmax(-1, keepdim=True)
+        return self.second(hidden).gather(-1, best).sum() + other.square().mean()
 
 
-@pytest.mark.parametrize(
-    "convert",
-    [
-        lambda x: x.to(torch.float32),
-        lambda x: x.float(),
-        lambda x: x.contiguous(),
-        lambda x: x.type_as(x),
-        lambda x: x.detach(),
-    ],
-)
-def test_a_conversion_without_effect_under_no_grad_is_the_very_tensor(convert: Any) -> None:
+IDLE = {
+    "to": lambda x: x.to(torch.float32), "type_as": lambda x: x.type_as(x), "contiguous": lambda x: x.contiguous(),
+    "positive": lambda x: +x, "real": torch.real, "flatten": lambda x: x.flatten(1), "detach": lambda x: x.detach(),
+    "dropout": lambda x: F.alpha_dropout(x, 0.5, training=False), "list": lambda x: torch.broadcast_tensors(x, x)[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("look", IDLE)
+def test_what_a_region_without_gradients_returns_unchanged_keeps_its_gradient(look: str) -> None:
     torch.manual_seed(0)
-    model, batch = _LooksInside(convert), (torch.randn(3, 4),)
-    loss_fn = lambda output, _: output  # noqa: E731
+    model, batch, loss_fn = _LooksInside(IDLE[look]), (torch.randn(3, 4),), _itself
     captured = capture(model, batch, loss_fn)
     wanted, found = eager_step(model, batch, loss_fn), graph_step(captured, model, batch)
     assert wanted.gradients.keys() == found.gradients.keys()
     for name, gradient in wanted.gradients.items():
         torch.testing.assert_close(found.gradients[name], gradient)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.clamp_(min=-0.1), lambda x: x[:, 0].mul_(2.0).unsqueeze(1)], ids=["whole", "part"]
+)
+def test_a_write_past_autograd_that_is_read_later_is_refused(write: Any) -> None:
+    with pytest.raises(UserError, match=r"written under autograd are needed; .* under torch.no_grad\(\)"):
+        capture(_LooksInside(write), (torch.randn(3, 4),), _itself)
+
+
+def _itself(output: Tensor, batch: Any) -> Tensor:
+    return output
 
 
 @pytest.mark.parametrize("name", TINY)

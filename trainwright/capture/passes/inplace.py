@@ -14,8 +14,20 @@ from typing import Any
 
 from torch import fx
 
+from ...artifacts import UserError
 from ...torch_internals import private
-from .common import Context, aliased_parent, aten, bound, emit, is_call, propagate, shape, written_operands
+from .common import (
+    Context,
+    aliased_parent,
+    aten,
+    bound,
+    emit,
+    is_call,
+    needing_gradient,
+    propagate,
+    shape,
+    written_operands,
+)
 from .effects import check_written
 
 
@@ -25,6 +37,7 @@ def functionalise(graph: fx.Graph, context: Context) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
     # settled here once: the values by which it is known who shares memory are those of the graph as it came
     views = {node for node in graph.nodes if aliased_parent(node) is not None} if writes else set()
+    gradient = needing_gradient(graph) if writes else set()
     rewritten = 0
     for node in writes:
         roots = [_chain(operand, views)[-1] for operand in written_operands(node)]
@@ -33,7 +46,7 @@ def functionalise(graph: fx.Graph, context: Context) -> None:
             check_written(node, root)
         if lasting:
             continue
-        if _Write(context, node, order, views).rewrite():
+        if _Write(context, node, order, views, gradient).rewrite():
             rewritten += 1
         else:
             context.notes.append(f"{private.packet(node.target)} stays in place: {node.meta['stack']}")
@@ -49,6 +62,7 @@ class _Write:
     node: fx.Node
     order: dict[fx.Node, int]
     views: set[fx.Node]
+    gradient: set[fx.Node]
 
     def rewrite(self) -> bool:
         """Replace the call; False, and nothing changed, when it or a view on the way is of a kind not known."""
@@ -58,6 +72,7 @@ class _Write:
         chain = _chain(operands[0], self.views)
         if not all(_step(view) in SCATTERS for view in chain[:-1]):
             return False
+        self._check_history(chain)
         new = self._new_value(operands[0], is_owner=len(chain) == 1)
         if new is None:
             return False
@@ -67,6 +82,22 @@ class _Write:
         self.node.replace_all_uses_with(self._renew(operands[0], renewed))
         self.node.graph.erase_node(self.node)
         return True
+
+    def _check_history(self, chain: list[fx.Node]) -> None:
+        """Raise `UserError` for a write past autograd to an activation that is read later, gradient and all.
+
+        The gradient then is that of the value before the write, which no new value has.
+        """
+        if not any(_step(view) == "detach" and source in self.gradient for view, source in itertools.pairwise(chain)):
+            return
+        written_at = self.order[self.node]
+        for alias in self._aliases(chain[-1], written_at):
+            if alias in self.gradient and any(self.order[user] > written_at for user in alias.users):
+                raise UserError(
+                    f"activations that are written under autograd are needed; {self.node.meta['stack']} writes one by "
+                    f"{private.packet(self.node.target)} under torch.no_grad() or by its .data, and it is read afterwards; write "
+                    "x = x + (new - x).detach(), which has the same value and gradient"
+                )
 
     def _emit(self, target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, **kwargs: Any) -> fx.Node:
         node = emit(self.context, self.node, target, args, like, **kwargs)

@@ -21,7 +21,7 @@ from ...artifacts import UserError
 from ...torch_internals import private
 from ..export_errors import data_dependent
 from ..own_backwards import under_autocast
-from .common import Context, aten, bound, value_of_call
+from .common import Context, aliased_parent, aten, value_of_call
 
 Casts = dict[tuple[fx.Node, torch.dtype], fx.Node]
 
@@ -89,16 +89,17 @@ class _Copier:
                 return self._region(region, operands, replace(state, grad=enabled))
             detached = [self._detached(operand, node) for operand in operands]
             results = self._region(region, detached, replace(state, grad=enabled))
-            entered = dict(zip(detached, operands))  # what a region hands on unchanged is what it was given
-            return [entered.get(result, result) for result in results]
+            # what a region hands on is what it was given, gradient and all, wherever its ops return the very tensor
+            entered: dict[int | None, Any] = {
+                id(new.meta["val"]): old for new, old in zip(detached, operands) if new is not old
+            }
+            return [entered.get(_identity(result), result) for result in results]
         if name == "wrap_with_autocast":
             _, dtype, enabled, _, region, *operands = args
             inner = replace(state, autocast=(dtype or torch.bfloat16) if enabled else None, casts={})
             return self._region(region, operands, inner)
         if name == "getitem" and isinstance(args[0], list):
             return args[0][args[1]]
-        if not state.grad and _returns_itself(name, node):
-            return args[0]
         return self._plain(node, args, kwargs, state)
 
     def _region(self, region: fx.GraphModule, operands: list[Any], state: _State) -> list[Any]:
@@ -147,15 +148,11 @@ class _Copier:
         return node
 
 
-def _returns_itself(name: str, node: fx.Node) -> bool:
-    """Tell whether a conversion has nothing to do: it returns the very tensor, which has its gradient outside no_grad."""
-    if name not in ("to", "type_as", "contiguous"):
-        return False
-    named = bound(node)
-    source, value = named["self"].meta.get("val"), node.meta.get("val")
-    if named.get("copy") or not isinstance(source, Tensor) or not isinstance(value, Tensor):
-        return False
-    return source.dtype == value.dtype and source.device == value.device and source.stride() == value.stride()
+def _identity(result: Any) -> int | None:
+    """Return which fake tensor a node's value is: an op that has nothing to do, or works in place, returns its operand."""
+    while isinstance(result, fx.Node) and private.is_mutating(result.target):
+        result = aliased_parent(result)
+    return id(result.meta["val"]) if isinstance(result, fx.Node) and "val" in result.meta else None
 
 
 @contextmanager
