@@ -27,7 +27,7 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of `profile`."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """What the script enters for the whole step."""
+    """The context that the script enters for the whole step."""
 
 
 class CannotExpress(Exception):

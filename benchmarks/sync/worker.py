@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,83 +50,85 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[400 + rank() :: world_size()], y[400 + rank() :: world_size()], x[:400], y[:400]
 
 
-def trained(title: str, seed: int) -> dict[str, Any]:
-    """Train until the mean of all workers' parameters would do, or for `MOST_STEPS`; that check is no part of the seconds."""
-    name = title.partition(",")[0]
-    kind, options = METHODS[title]
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    optimizer = (
-        torch.optim.SGD(model.parameters(), **SGD) if kind == "sgd" else torch.optim.AdamW(model.parameters(), **ADAM)
-    )
-    joined = sync.create(name, model, optimizer, **options)
-    inputs, labels, held_x, held_y = data()
-    generator = torch.Generator().manual_seed(100 * seed + rank())
-    dist.barrier()
-    spent_s, steps, loss = 0.0, 0, float("inf")
-    while loss > GOAL and steps < MOST_STEPS:
-        began_s = time.perf_counter()
-        for _ in range(EVERY):
-            rows = torch.randint(len(inputs), (BATCH,), generator=generator)
-            optimizer.zero_grad()
-            own = cross_entropy(model(inputs[rows]), labels[rows])
-            own.backward()
-            joined.step(own)
-        spent_s += time.perf_counter() - began_s
-        steps += EVERY
-        loss = _loss_of_mean(model, held_x, held_y)
-    sent = torch.tensor([joined.traffic.sent_bytes])
-    dist.all_reduce(sent)
-    return {
-        "method": title,
-        "reached": loss <= GOAL,
-        "steps": steps,
-        "KiB sent by all": int(sent) / 1024,
-        "seconds": spent_s,
-        "loss": loss,
-    }
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def by_decent_dp(seed: int) -> dict[str, Any]:
-    """The same by decent-dp, where it is installed, on a ring: its hooks step and exchange in the backward pass.
+def until_the_goal(
+    title: str, seed: int, net: nn.Module, step: Callable[[Tensor, Tensor], None], sent_bytes: Callable[[], int]
+) -> dict[str, Any]:
+    """Step until the mean of all workers' parameters would do, or `MOST_STEPS` times; return the row.
 
-    What it sends goes past the counters of the methods here: it is what the interfaces sent, headers and acknowledgements too.
+    step: takes one on a batch of inputs and labels. sent_bytes: of this rank so far. Looks at the loss count in neither.
     """
-    from decent_dp.ddp import DecentralizedDataParallel
-
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    model = DecentralizedDataParallel(
-        net, lambda named: torch.optim.SGD([param for _, param in named], **SGD), topology="ring", _local_world_size=1
-    )
     inputs, labels, held_x, held_y = data()
     generator = torch.Generator().manual_seed(100 * seed + rank())
-    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
     spent_s, steps, sent, loss = 0.0, 0, 0, float("inf")
     while loss > GOAL and steps < MOST_STEPS:
         dist.barrier()
-        began_s, before = time.perf_counter(), int(counter.read_text())
+        began_s, before = time.perf_counter(), sent_bytes()
         for _ in range(EVERY):
             rows = torch.randint(len(inputs), (BATCH,), generator=generator)
-            cross_entropy(model(inputs[rows]), labels[rows]).backward()
+            step(inputs[rows], labels[rows])
         spent_s += time.perf_counter() - began_s
         steps += EVERY
-        sent += int(counter.read_text()) - before
+        sent += sent_bytes() - before
         loss = _loss_of_mean(net, held_x, held_y)
     total = torch.tensor([sent])
     dist.all_reduce(total)
-    found = {
+    return {
+        "method": title,
         "reached": loss <= GOAL,
         "steps": steps,
         "KiB sent by all": int(total) / 1024,
         "seconds": spent_s,
         "loss": loss,
     }
-    return {"method": "decent-dp, ring, SGD", **found}
+
+
+def trained(title: str, seed: int) -> dict[str, Any]:
+    """One of our methods, its bytes by its own count."""
+    name = title.partition(",")[0]
+    kind, options = METHODS[title]
+    torch.manual_seed(seed)
+    model = classifier()
+    optimizer = (
+        torch.optim.SGD(model.parameters(), **SGD) if kind == "sgd" else torch.optim.AdamW(model.parameters(), **ADAM)
+    )
+    joined = sync.create(name, model, optimizer, **options)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        joined.step(loss)
+
+    return until_the_goal(title, seed, model, step, lambda: joined.traffic.sent_bytes)
+
+
+def on_the_wire() -> int:
+    """Return the bytes that this rank's interface has sent, headers and acknowledgements too."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def by_decent_dp(seed: int) -> dict[str, Any]:
+    """The same by decent-dp, where it is installed, on a ring: its hooks step and exchange in the backward pass."""
+    from decent_dp.ddp import DecentralizedDataParallel
+
+    torch.manual_seed(seed)
+    net = classifier()
+    model = DecentralizedDataParallel(
+        net, lambda named: torch.optim.SGD([param for _, param in named], **SGD), topology="ring", _local_world_size=1
+    )
+
+    def step(x: Tensor, y: Tensor) -> None:
+        cross_entropy(model(x), y).backward()
+
+    return until_the_goal("decent-dp, ring, SGD", seed, net, step, on_the_wire)
 
 
 def by_torchft(seed: int) -> dict[str, Any]:
-    """The same by torchft's DiLoCo, where it is installed, with a lighthouse beside the first rank; bytes as by decent-dp."""
+    """The same by torchft's DiLoCo, where it is installed, with a lighthouse beside the first rank."""
     from torchft import Manager, ProcessGroupGloo
     from torchft._torchft import LighthouseServer
     from torchft.local_sgd import DiLoCo
@@ -136,7 +139,7 @@ def by_torchft(seed: int) -> dict[str, Any]:
         found[0] = f"http://{own}:{server.address().rpartition(':')[2]}"
     dist.broadcast_object_list(found)
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = classifier()
     inner = torch.optim.AdamW(model.parameters(), **ADAM)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)  # as `diloco` has them by default
     store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
@@ -145,34 +148,16 @@ def by_torchft(seed: int) -> dict[str, Any]:
         store_addr=own, store_port=store.port, lighthouse_addr=found[0], replica_id=f"replica-{rank()}", hostname=own,
         load_state_dict=model.load_state_dict, state_dict=model.state_dict,
     )  # fmt: skip
-    inputs, labels, held_x, held_y = data()
-    generator = torch.Generator().manual_seed(100 * seed + rank())
-    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
-    spent_s, steps, sent, loss = 0.0, 0, 0, float("inf")
+
+    def step(x: Tensor, y: Tensor) -> None:
+        inner.zero_grad()
+        cross_entropy(model(x), y).backward()
+        inner.step()
+
     with DiLoCo(manager, [model], inner, outer, sync_every=METHODS["diloco"][1]["period"]):
-        while loss > GOAL and steps < MOST_STEPS:
-            dist.barrier()
-            began_s, before = time.perf_counter(), int(counter.read_text())
-            for _ in range(EVERY):
-                rows = torch.randint(len(inputs), (BATCH,), generator=generator)
-                inner.zero_grad()
-                cross_entropy(model(inputs[rows]), labels[rows]).backward()
-                inner.step()
-            spent_s += time.perf_counter() - began_s
-            steps += EVERY
-            sent += int(counter.read_text()) - before
-            loss = _loss_of_mean(model, held_x, held_y)
-    total = torch.tensor([sent])
-    dist.all_reduce(total)
-    dist.barrier()
-    row = {
-        "reached": loss <= GOAL,
-        "steps": steps,
-        "KiB sent by all": int(total) / 1024,
-        "seconds": spent_s,
-        "loss": loss,
-    }
-    return {"method": "torchft's DiLoCo", **row}
+        row = until_the_goal("torchft's DiLoCo", seed, model, step, on_the_wire)
+    dist.barrier()  # the lighthouse stays until all have done with it
+    return row
 
 
 def _loss_of_mean(model: nn.Module, x: Tensor, y: Tensor) -> float:

@@ -155,7 +155,7 @@ def test_the_bound_over_all_layouts_is_below_every_cut() -> None:
 
 
 def least_of(table: Table) -> tuple[list[Least], float]:
-    """What the units of a table take at least, and all of them together: here exactly what they take, tied ends twice."""
+    """Return the floors of a table's units, and of all of them together: here exactly their seconds, tied ends twice."""
     m, least = table.num_micro_batches, []
     for place, unit in enumerate(table.units):
         once_s = unit.reduce_s + sum(table.params[name].update_s for name in unit.params)

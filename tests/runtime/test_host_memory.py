@@ -91,7 +91,7 @@ print(settings["give_freed_memory_back"](), left(), settings["keep_freed_memory"
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
 def test_with_a_tier_gaps_between_what_stays_are_given_back() -> None:
-    """Of 128 MiB in 16 blocks, of which every second one goes, a heap that keeps what is freed still counts nearly all."""
+    """After every second of 16 blocks of 128 MiB in all is freed, a heap that keeps what is freed still counts nearly all."""
     own = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
     command = [sys.executable, "-c", GAPS, host_memory.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=own, timeout=200)

@@ -39,7 +39,7 @@ _SINCE_FIRST = (
     "pipeline",
 )
 _NOT_DECIDED = {"predicted", "tier", "notes", "solver", "format_version", "torch_version"}
-"""What the digest of a plan leaves out."""
+"""The fields that a plan's digest leaves out."""
 EDITED = "edited"
 """The status of a plan whose decisions are not its planner's."""
 
@@ -120,7 +120,7 @@ class OffloadPlan(Record):
 
 
 class TierPlan(Record):
-    """What the disks of a run with these options of `train --tier` move; drives wear out by what is written to them.
+    """The traffic of the disks of a run with these options of `train --tier`; drives wear out by what is written to them.
 
     Bytes are a rank's, of a step in the middle of a run. `step_s`: what a step takes at least, by the plan and by the rates that
     the hardware file declares for its disk; `written_a_day`: what a day of such steps writes, so at most that.
@@ -135,7 +135,7 @@ class TierPlan(Record):
     written_a_day: int
     step_s: float
     disk_bytes: int
-    """What the files take: both versions of everything."""
+    """The size of the files: both versions of everything."""
 
 
 class Pipeline(Record):
@@ -325,7 +325,7 @@ class Plan(Artifact):
     offload: OffloadPlan | None = None
     """Where anything is offloaded."""
     tier: TierPlan | None = None
-    """What disks move on which parameters, gradients and optimizer states rest, where that was asked for."""
+    """The traffic of the disks on which parameters, gradients and optimizer states rest, where that was asked for."""
     micro_batches: int = Field(default=1, ge=1)
     """Into how many parts a step cuts the batch, one forward and backward after the other."""
     corrections: dict[str, float | str] = {}

@@ -53,7 +53,7 @@ class Report(Artifact):
     worst_evaluation: str = ""
     bar_evaluation: float | None = None
     max_relative_error_bias: float | None = None
-    """Of the mean of several draws of the gradients that the plan estimates, in standard errors of that mean."""
+    """The error of the mean of several draws of the gradients that the plan estimates, in standard errors of that mean."""
     worst_bias: str = ""
     bar_bias: float | None = None
     sampled_variance: float | None = None

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LEAST_ROWS = 10
-"""Of fewer rows none are left out."""
-INDEX_BYTES = 8
+"""The fewest rows that are kept: a batch of no more keeps all."""
 
 
 def rows_kept(num: int, share: float, least: int = LEAST_ROWS) -> int:

@@ -83,7 +83,7 @@ class Task:
     progress: Callable[[str], None] | None = None
     """Told, in words, how far the search is: which solver, seconds of how many, the best so far and what is proven."""
     tier: Policy | None = None
-    """How a run uses disks on which parameters, gradients and states rest, for what the plan says of them."""
+    """The use of disks on which parameters, gradients and states rest, by which the plan predicts their traffic; None: no disks."""
     best: Best = field(default_factory=Best)
     """The fastest step that was found to fit so far, of all meshes and micro-batches."""
 

@@ -1,4 +1,4 @@
-"""What a plan's step moves from and to disks on which parameters, gradients and optimizer states rest (`plan --tier`).
+"""Predicts what a plan's step moves between memory and the disks on which its parameters and states rest (`plan --tier`).
 
 layers      every parameter in the order in which the program first reads it, a rank's part       `tiers.Layer`
 bytes       those of `tiers.traffic`, by which the run itself is held to its plan
@@ -18,7 +18,7 @@ from .costs.costs import CostModel, OptimizerCost
 from .task import Place
 
 NUM_VERSIONS = 2
-"""Of everything on the disk: the last whole step's, and the next one's."""
+"""The versions of everything on the disk: the last whole step's, and the next one's."""
 
 
 def tier_plan(place: Place, decisions: Decisions, step_s: float) -> TierPlan | None:

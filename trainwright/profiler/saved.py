@@ -60,7 +60,7 @@ class CallCost:
 
 @dataclass(frozen=True)
 class OpRecord:
-    """What one op on whole tensors costs, and what it saves for its backward."""
+    """The cost of one op on whole tensors, and the tensors that it saves for its backward."""
 
     forward: tuple[CallCost, ...]
     backward: tuple[CallCost, ...]

@@ -18,7 +18,7 @@ LARGEST_KEPT_BYTES = 32 * 2**20
 """Larger tensors get a mapping of their own, unmapped when freed; glibc allows no higher limit for its heap."""
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 OWN_MAPPING_BYTES = 128 * 2**10
-"""What is at least as large has a mapping of its own where freed memory is given back: glibc's threshold until it adapts."""
+"""The size from which an allocation gets a mapping of its own, which is given back when freed: glibc's default threshold."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
 

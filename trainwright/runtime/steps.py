@@ -181,7 +181,7 @@ def _joined(values: Sequence[Any], size: int) -> Any:
 
 @dataclass(frozen=True)
 class Capturing:
-    """What a capture of a step of another shape needs: the model without its weights, and the capture's options."""
+    """The inputs of a capture of a step of another shape: the model without its weights, and the capture's options."""
 
     model: nn.Module
     loss_fn: Any

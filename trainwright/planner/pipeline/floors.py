@@ -1,4 +1,4 @@
-"""What the units of a program take at least on one stage's ranks, whatever the layouts, cuts and orders.
+"""Bounds the seconds of a program's units on one stage's ranks from below, whatever the layouts, cuts and orders.
 
     f, b     the arithmetic of a unit for a micro-batch, each group under its best split
     all_s    arithmetic, reshards and updates of all micro-batches: the relaxation of the sharding with the costs of the unit's

@@ -1,4 +1,4 @@
-"""What stands for a gradient that has gone to its update: it says so to whoever reads it, where `None` would be passed over."""
+"""A tensor that replaces a gradient that its update has taken: every read raises, where `None` would be passed over."""
 
 from __future__ import annotations
 

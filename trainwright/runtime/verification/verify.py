@@ -204,7 +204,7 @@ class _Parallel:
         self._part = plan.shard_batch(as_batch(batch))
         self._sampled = sampled_params(program, decisions.splits)
         self.draws: Draws | None = None
-        """Of the gradients that the plan estimates, once `step` was called; None where it estimates none."""
+        """The comparison of the gradients that the plan estimates, once `step` was called; None where it estimates none."""
 
     def step(self) -> Step:
         if self._sampled:
