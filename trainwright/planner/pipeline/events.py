@@ -12,6 +12,7 @@ that read them, for which these wait for one another, and updates. The step ends
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -111,8 +112,7 @@ def simulated_step(
     15.0
     """
     run = _Run(schedule, stages, overlaps, keep_spans)
-    for action in ordered(schedule):
-        run.carry_out(action)
+    run.carry_out(events_of(schedule, overlaps))
     return run.finished(tied)
 
 
@@ -176,80 +176,132 @@ def ordered(schedule: Schedule) -> tuple[Action, ...]:
     return tuple(check_order(lists))
 
 
+@dataclass(frozen=True)
+class Events:
+    """The actions of a step as rows of numbers, in an order in which none waits for a later one.
+
+    A row is (code, stage, a, b, slot, micro). `slot` is the place of its seconds in `_Run.seconds`: a piece's, of `_SLOTS`.
+    """
+
+    rows: tuple[tuple[int, int, int, int, int, int], ...]
+    num_transfers: int
+    num_links: int
+    counts: tuple[tuple[tuple[int, int], ...], ...]
+    """For each stage, how often it takes the seconds of which slots by itself."""
+
+
+_WORK, _ISSUE, _BEGIN, _WAIT = range(4)
+"""A stage works; issues its side of transfer a first; issues the second side of transfer a over link b; waits for transfer a."""
+_SLOTS: tuple[Kind | Literal["hand", "return"], ...] = ("forward", "backward", "weight", "hand", "return")
+
+
+@lru_cache(maxsize=64)
+def events_of(schedule: Schedule, overlaps: bool = True) -> Events:
+    """Return the actions of a schedule as rows; where nothing overlaps, a send is its stage's work and takes no further time."""
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    transfers: dict[_Transfer, int] = {}
+    links: dict[tuple[str, int], int] = {}
+    issued: set[int] = set()
+    counts = [Counter[int]() for _ in range(schedule.num_stages)]
+
+    def work(stage: int, slot: int, micro: int) -> None:
+        rows.append((_WORK, stage, 0, 0, slot, micro))
+        counts[stage][slot] += 1
+
+    for action in ordered(schedule):
+        stage, micro, what = action.stage, action.micro, action.what
+        piece = action.chunk * schedule.num_stages + (action.lower if what else stage)
+        first = piece * len(_SLOTS)
+        if not what:
+            work(stage, first + _SLOTS.index(action.kind), micro)  # type: ignore[arg-type]
+            continue
+        slot = first + _SLOTS.index("hand" if what == "activation" else "return")
+        key = transfers.setdefault((what, micro, action.chunk, action.lower), len(transfers))
+        if action.kind in ("take", "sent"):
+            rows.append((_WAIT, stage, key, 0, 0, micro))
+            continue
+        if action.kind == "send" and not overlaps:
+            work(stage, slot, micro)
+        link = links.setdefault((what, action.lower), len(links))
+        rows.append((_BEGIN if key in issued else _ISSUE, stage, key, link, slot, micro))
+        issued.add(key)
+    return Events(tuple(rows), len(transfers), len(links), tuple(tuple(own.items()) for own in counts))
+
+
 class _Run:
     """Keeps the clocks of all stages and links while actions are simulated."""
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageSeconds], overlaps: bool, keep_spans: bool) -> None:
         self.stages, self.overlaps, self.keep_spans = stages, overlaps, keep_spans
-        self.splits_backward = schedule.splits_backward
         self.num = num = schedule.num_stages
+        splits = schedule.splits_backward
+        self.seconds = [
+            seconds
+            for piece in stages
+            for seconds in (
+                piece.forward_s,
+                piece.backward_s - (piece.weight_s if splits else 0.0),
+                piece.weight_s,
+                piece.hand_s,
+                piece.return_s,
+            )
+        ]
         self.now = [0.0] * num
         self.busy = [0.0] * num
         self.spans: list[Span] = []
-        self.posted: dict[_Transfer, float] = {}
-        """The time at which each receive was posted."""
-        self.sending: dict[_Transfer, float] = {}
-        self.arrived: dict[_Transfer, float] = {}
-        self.free: dict[tuple[str, int], float] = {}
-        """The time at which each link is free again, by what it carries and the stage before it."""
         for stage in range(num):
-            self._work(stage, "begin", -1, self._once(stage, "begin_s"))
+            self._work(stage, "begin", self._once(stage, "begin_s"))
 
     def _once(self, stage: int, what: str) -> float:
         """Return the seconds `what` that a stage takes once a step, summed over its pieces."""
         return sum(getattr(piece, what) for piece in self.stages[stage :: self.num])
 
-    def carry_out(self, action: Action) -> None:
-        stage, micro = action.stage, action.micro
-        piece = self.stages[action.chunk * self.num + (action.lower if action.what else stage)]
-        key = action.what, micro, action.chunk, action.lower
-        match action.kind:
-            case "forward":
-                self._work(stage, "forward", micro, piece.forward_s)
-            case "backward":
-                self._work(
-                    stage, "backward", micro, piece.backward_s - (piece.weight_s if self.splits_backward else 0.0)
-                )
-            case "weight":
-                self._work(stage, "weight", micro, piece.weight_s)
-            case "post":
-                self.posted[key] = self.now[stage]
-                self._begin(key, piece)
-            case "send":
-                if not self.overlaps:
-                    self._work(stage, "send", micro, _transfer_s(action.what, piece))
-                self.sending[key] = self.now[stage]
-                self._begin(key, piece)
-            case "take" | "sent":
-                self.now[stage] = max(self.now[stage], self.arrived[key])
+    def carry_out(self, events: Events) -> None:
+        """Simulate all actions.
 
-    def _begin(self, key: _Transfer, piece: StageSeconds) -> None:
-        """Start a transfer if both sides have issued it, and compute its arrival."""
-        if key not in self.posted or key not in self.sending:
-            return
-        what, link = key[0], (key[0], key[-1])
-        start = max(self.posted[key], self.sending[key], self.free.get(link, 0.0))
-        self.arrived[key] = start + (_transfer_s(what, piece) if self.overlaps else 0.0)
-        self.free[link] = self.arrived[key]
+        A transfer begins when both sides have issued it and its link is free; the later side is known from the order.
+        """
+        now, seconds = self.now, self.seconds
+        at = [0.0] * events.num_transfers  # when the first side issued it, then when it arrives
+        free = [0.0] * events.num_links
+        for code, stage, key, link, slot, micro in events.rows:
+            if code == _WORK:
+                start = now[stage]
+                now[stage] = start + seconds[slot]
+                if self.keep_spans:
+                    self._keep(stage, _kind_of(slot), micro, start)
+            elif code == _WAIT:
+                if at[key] > now[stage]:
+                    now[stage] = at[key]
+            elif code == _ISSUE:
+                at[key] = now[stage]
+            else:
+                start = max(at[key], now[stage], free[link])
+                at[key] = free[link] = start + seconds[slot] if self.overlaps else start
+        for stage, counts in enumerate(events.counts):
+            self.busy[stage] += sum(num * seconds[slot] for slot, num in counts)
 
-    def _work(self, stage: int, kind: Kind, micro: int, seconds: float) -> None:
+    def _keep(self, stage: int, kind: Kind, micro: int, start: float) -> None:
+        if self.keep_spans and self.now[stage] > start:
+            self.spans.append(Span(stage, kind, micro, start, self.now[stage]))
+
+    def _work(self, stage: int, kind: Kind, seconds: float) -> None:
         start = self.now[stage]
         self.now[stage] = start + seconds
         self.busy[stage] += seconds
-        if self.keep_spans and seconds > 0:
-            self.spans.append(Span(stage, kind, micro, start, self.now[stage]))
+        self._keep(stage, kind, -1, start)
 
     def finished(self, tied: Sequence[Tied]) -> StepTimeline:
         """Simulate the work after the last backward, and return the step."""
         for stage in range(self.num):
-            self._work(stage, "reduce", -1, self._once(stage, "reduce_s"))
+            self._work(stage, "reduce", self._once(stage, "reduce_s"))
         for group in tied:
             together = max(self.now[stage] for stage in group.stages)
             for stage in group.stages:
                 self.now[stage] = together
-                self._work(stage, "tied", -1, group.seconds)
+                self._work(stage, "tied", group.seconds)
         for stage in range(self.num):
-            self._work(stage, "update", -1, self._once(stage, "update_s"))
+            self._work(stage, "update", self._once(stage, "update_s"))
         return StepTimeline(max(self.now), self.now, self.busy, self.spans)
 
 
@@ -257,6 +309,7 @@ _Transfer = tuple[str, int, int, int]
 """Identifies a transfer: what it carries, the micro-batch, and the chunk and stage that send the activation."""
 
 
-def _transfer_s(what: str, piece: StageSeconds) -> float:
-    """Return the seconds of a transfer: of an activation from `piece`, or of a gradient back to it."""
-    return piece.hand_s if what == "activation" else piece.return_s
+def _kind_of(slot: int) -> Kind:
+    """Return what a stage does in the seconds of a slot."""
+    kind = _SLOTS[slot % len(_SLOTS)]
+    return "send" if kind in ("hand", "return") else kind

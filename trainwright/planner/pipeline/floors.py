@@ -1,8 +1,9 @@
 """Bounds the seconds of a program's units on one stage's ranks from below, whatever the layouts, cuts and orders.
 
     f, b     the arithmetic of a unit for a micro-batch, each group under its best split
-    all_s    arithmetic, reshards and updates of all micro-batches: the relaxation of the sharding with the costs of the unit's
-             own columns alone, of which those of a class of regions are shared evenly by its members
+    both_s   arithmetic and reshards of a micro-batch: the relaxation of the sharding with the costs of the unit's own columns
+             alone, of which those of a class of regions are shared evenly by its members
+    all_s    the same of all micro-batches, with the sums of gradients and the updates, once a step
     whole_s  the same of the whole program: the relaxation as it is
 
 Reshards that some members of a class do and others do not are in `whole_s` alone, as are parameters that several units read, but
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...program.blocks import Region, RegionClass
+from ...program.layout import Layout
 from ...program.program import Tensor
-from ..problem.problem import Decision, Problem
+from ..model.milp import Vertex
+from ..problem.problem import Decision, Problem, Use, Want
 from ..search.solve import Solver
 from .measure import Outline, params_of
 from .program import Least
@@ -61,17 +64,19 @@ class Floors:
         launches = (decision.count * sum(self._launches_s(decision)) for decision in self.problem.groups)
         return self.solver.lower_bound_s() + more * sum(launches)
 
-    def units_s(self, num: int) -> list[float]:
-        """Return what each unit takes in a step of `num` micro-batches at least, all of it."""
+    def nearer(self, num: int) -> list[Least]:
+        """Return the least of each unit with what it communicates too."""
         more = num - self.problem.costs.num_runs
         launch: dict[RegionClass, float] = defaultdict(float)
         for decision in self.problem.groups:
             if decision.region_class is not None:
                 launch[decision.region_class] += sum(self._launches_s(decision))
-        return [
-            seconds + more * sum(launch[region.region_class] for region in own)
-            for seconds, own in zip(self._relaxed_s, self.outline.regions)
-        ]
+        found = []
+        for each, own in zip(self.least(num), self.outline.regions):
+            micro_s, all_s = self._relaxed_s[each.kind]
+            launches_s = more * sum(launch[region.region_class] for region in own)
+            found.append(replace(each, both_s=(micro_s + launches_s) / num, all_s=all_s + launches_s))
+        return found
 
     def _launches_s(self, decision: Decision) -> tuple[float, float]:
         """Return what of a micro-batch's forward and backward its launches take."""
@@ -81,35 +86,53 @@ class Floors:
         return sum(there for there, _ in found) / runs, sum(back for _, back in found) / runs
 
     @cached_property
-    def _relaxed_s(self) -> list[float]:
-        model, _ = self.solver.plain()
-        known: dict[int, float] = {}
+    def _relaxed_s(self) -> dict[int, tuple[float, float]]:
+        """Return, by kind of unit, the relaxations of what all micro-batches take, and of that with what is done once a step."""
+        relaxation = self.solver.plain()[0].relaxation({})
+        columns = range(self.solver.plain()[0].num_columns)
+        known: dict[int, tuple[float, float]] = {}
+        basis = None
         for kind, own in zip(self.outline.kinds, self.outline.regions):
             if kind not in known:
-                found = model.solve(relaxed=True, cost=self._costs(own))
-                known[kind] = max(0.0, found.objective) if found.values is not None else 0.0
-        return [known[kind] for kind in self.outline.kinds]
+                found = []
+                for costs in self._costs(own):
+                    relaxation.charge(dict.fromkeys(columns, 0.0) | costs)
+                    vertex = relaxation.solve(basis)
+                    found.append(max(0.0, vertex.objective) if isinstance(vertex, Vertex) else 0.0)
+                    basis = vertex.basis if isinstance(vertex, Vertex) else None
+                known[kind] = found[0], max(found)
+        return known
 
-    def _costs(self, regions: Sequence[Region]) -> dict[int, float]:
-        """Return the costs of what one unit does, by column."""
-        _, sharding = self.solver.plain()
+    def _costs(self, regions: Sequence[Region]) -> tuple[dict[int, float], dict[int, float]]:
+        """Return, by column, the costs of what one unit does with each micro-batch, and of that and what it does once a step."""
+        model, sharding = self.solver.plain()
         shares: dict[RegionClass, float] = defaultdict(float)
         for region in regions:
             shares[region.region_class] += 1 / region.region_class.multiplicity
         held = self._held(regions)
-        found: dict[int, float] = {}
+        micro: dict[int, float] = {}
+        once: dict[int, float] = {}
         for decision, columns in sharding.choice.items():
-            if decision.region_class is not None:
-                share = shares.get(decision.region_class, 0.0)
+            is_group = decision.region_class is not None
+            if is_group:
+                share = shares.get(decision.region_class, 0.0)  # type: ignore[arg-type]
             else:
                 share = sum(held.get(tensor, 0.0) for tensor in decision.tied) / decision.count
             if share:
-                found.update({column: share * decision.option_s(k) for k, column in enumerate(columns)})
-        model, _ = self.solver.plain()
-        for (use, _, _), column in sharding.flow.items():
+                own = {column: share * decision.option_s(k) for k, column in enumerate(columns)}
+                (micro if is_group else once).update(own)
+        for (use, native, want), column in sharding.flow.items():
             if use.count == use.region_class.multiplicity and (share := shares.get(use.region_class, 0.0)):
-                found[column] = share * model.cost[column]
-        return found
+                once[column] = share * model.cost[column]
+                micro[column] = once[column] - share * self._summed_s(use, native, want)
+        return micro, micro | once
+
+    def _summed_s(self, use: Use, native: Layout, want: Want) -> float:
+        """Return the seconds of the sum over ranks, once a step, of the gradient of a parameter that is read as it rests."""
+        if not use.source.is_param or native != want[0]:
+            return 0.0
+        times = self.problem.costs.edge_s(use.source.tensor, native, *want)
+        return 0.0 if times is None else use.count * times[1]
 
     def _held(self, regions: Sequence[Region]) -> dict[Tensor, float]:
         """Return the shares of parameters' costs that are sure to be a unit's: all, or a half where both ends read them."""

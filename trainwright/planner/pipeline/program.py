@@ -26,6 +26,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..model.milp import MIB, Model, Solution
 from .cuts import Cuts, depths
 from .table import Table
@@ -36,7 +38,9 @@ _MS = 1e3
 """Seconds are counted in milliseconds, so that coefficients stay near 1."""
 
 _BOUND_GAP, _BOUND_S = 1e-3, 0.2
-"""A bound is sought to so much of it, and no longer than so many seconds of work: of many units and stages it is less near."""
+"""A bound over any pieces is sought to so much of it, and no longer than so many seconds of work."""
+_EXACT = 1e-6
+"""The share of a bound to which it is found."""
 
 Terms = list[tuple[int, float]]
 
@@ -51,10 +55,17 @@ class Least:
     """The least of all micro-batches and of what it takes once a step, together."""
     kind: int = -1
     """Units of one kind take equally long."""
+    both_s: float = 0.0
+    """The least of forward and backward together, where that is more than the sum of the two."""
+
+    @property
+    def micro_s(self) -> float:
+        """Return what the unit takes of a micro-batch at least."""
+        return max(self.both_s, self.forward_s + self.backward_s)
 
     def total_s(self, num_micro_batches: int) -> float:
         """Return what the unit takes of a step at least."""
-        return max(self.all_s, num_micro_batches * (self.forward_s + self.backward_s))
+        return max(self.all_s, num_micro_batches * self.micro_s)
 
 
 def bound_s(
@@ -82,26 +93,49 @@ def bound_s(
 def _of_pieces_in_turn(
     least: Sequence[Least], whole_s: float, in_flight: Sequence[int], m: int, splits_backward: bool = False
 ) -> float:
-    """Return seconds that no step is below whose stages are one piece each, at one depth."""
-    num_stages = len(in_flight)
-    model = Model()
-    grid = _Grid(model, len(least), num_stages)
-    rows = _Rows(model, num_stages, m, in_flight)
-    beyond: Terms = []
-    for stage in range(num_stages):
-        more_f, more_b, once = model.column(), model.column(), model.column()
-        rows.forward[stage] = [*grid.terms(stage, [_MS * each.forward_s for each in least]), (more_f, 1.0)]
-        rows.backward[stage] = [*grid.terms(stage, [_MS * each.backward_s for each in least]), (more_b, 1.0)]
-        rows.behind[stage] = [(once, 1.0)]
-        own = [(more_f, float(m)), (more_b, float(m)), (once, 1.0)]
-        more = [each.total_s(m) - m * (each.forward_s + each.backward_s) for each in least]
-        model.row("units", [*own, *((column, -_MS * value) for column, value in grid.terms(stage, more))], lower=0.0)
-        beyond += own
-    sure_s = m * sum(each.forward_s + each.backward_s for each in least)
-    model.row("all stages together", beyond, lower=_MS * max(0.0, whole_s - sure_s))
-    rows.add(splits_backward)
-    found = model.solve(gap=_BOUND_GAP, time_limit_s=_BOUND_S)
-    return max(0.0, round(found.bound / _MS, 9)) if math.isfinite(found.bound) else 0.0
+    """Return seconds that no step is below whose stages are one piece each, at one depth: the least Z for which there are cuts.
+
+    Without transfers each row hangs on where a stage begins and ends alone. With f, b and t of all units before (t is at least
+    their sum), and A what a stage's units take at least in all, updates and reductions included, stage s of units c … d-1 needs
+
+        t(c) + m (t(d) - t(c)) ≤ Z,   t(U) + (m - 1) (t(d) - t(c)) - (w_s - w_P-1) (t(d) - t(c) - b(d) + b(c)) ≤ Z,
+        f(c) + A(c, d) ≤ Z
+
+    and can take Z - f(c) in all at most, of which the stages need `whole_s` together: dynamic programming over where stages end
+    finds whether some cuts meet these. Z is halved in on. What stage 0 takes beyond m t is in its t, which others wait for, or
+    behind its last backward.
+    """
+    num, m = len(in_flight), float(m)
+    forward = np.array([0.0, *itertools.accumulate(each.forward_s for each in least)])
+    backward = np.array([0.0, *itertools.accumulate(each.backward_s for each in least)])
+    taken = np.array([0.0, *itertools.accumulate(each.micro_s for each in least)])
+    total = np.array([0.0, *itertools.accumulate(each.total_s(int(m)) for each in least)])
+    needs = forward[:, None] + total[None, :] - total[:, None]
+    rows = np.repeat(needs[None], num, axis=0)
+    if not splits_backward:
+        own = taken[None, :] - taken[:, None]
+        own_f = own - backward[None, :] + backward[:, None]
+        early = np.array([min(depth, m) - min(in_flight[-1], m) for depth in in_flight])
+        more = np.repeat((total[1] - m * taken[1]) / m * np.ones_like(own)[None], num, axis=0)  # of the first unit
+        more[0] = (total - m * taken)[None, :] * (m - max(0.0, early[0])) / m
+        rows = np.maximum(rows, taken[:, None] + m * own + more)
+        rows = np.maximum(rows, taken[-1] + (m - 1) * own - early[:, None, None] * own_f + more)
+    is_empty = np.tri(len(forward), dtype=bool)
+    rows[:, is_empty] = np.inf
+
+    def is_possible(step_s: float) -> bool:
+        """Return true if some cuts meet all rows within `step_s`."""
+        held = np.where(rows <= step_s, step_s - forward[:, None], -np.inf)
+        most = held[0][0]
+        for stage in range(1, num):
+            most = (most[:, None] + held[stage]).max(axis=0)
+        return bool(most[-1] >= whole_s * (1 - _EXACT))
+
+    low, high = 0.0, whole_s + float(rows[np.isfinite(rows)].max())
+    while high - low > _EXACT * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_possible(middle) else (middle, high)
+    return low
 
 
 def _of_any_pieces(least: Sequence[Least], whole_s: float, num_stages: int, num_micro_batches: int) -> float:
@@ -133,7 +167,7 @@ def _of_any_pieces(least: Sequence[Least], whole_s: float, num_stages: int, num_
         model.row(STAGES, [(own[kind], 1.0) for own in counts], *[float(kinds.count(kind))] * 2)
     rest_s = whole_s - sum(total_s[kind] for kind in kinds)
     model.row("all stages together", [(column, 1.0) for column in beyond], lower=_MS * max(0.0, rest_s))
-    through_s = sum(each.forward_s + each.backward_s for each in least)
+    through_s = sum(each.micro_s for each in least)
     found = model.solve(gap=_BOUND_GAP, time_limit_s=_BOUND_S)
     return max(through_s, round(found.bound / _MS, 9) if math.isfinite(found.bound) else 0.0)
 

@@ -174,12 +174,11 @@ class Case:
         num: as many as the program's, or more, which compute as much together and launch each call once more. to_beat_s: a bound
         that is no less will do.
         """
-        least, whole_s = self.floors.least(num), self.floors.whole_s(num)
-        quick_s = self._bound_s(least, whole_s, num)
+        whole_s = self.floors.whole_s(num)
+        quick_s = self._bound_s(self.floors.least(num), whole_s, num)
         if quick_s >= to_beat_s:
             return quick_s
-        units = [replace(each, all_s=all_s) for each, all_s in zip(least, self.floors.units_s(num))]
-        return max(quick_s, self._bound_s(units, whole_s, num))
+        return max(quick_s, self._bound_s(self.floors.nearer(num), whole_s, num))
 
     def _bound_s(self, least: Sequence[Least], whole_s: float, num: int) -> float:
         names = [name for name in schedules(self.whole) if name != "interleaved" or self._numbers_of_pieces(num)]
