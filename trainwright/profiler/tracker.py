@@ -166,6 +166,12 @@ class MemoryTracker(PlainDispatchMode):
         self._changes, self._base = [], self._by_place()
         self._raise_peak(0, None)
 
+    def take_peak(self) -> int:
+        """Return the peak so far; the next one begins with what is alive now."""
+        found, self.peak_bytes = self.peak_bytes, 0
+        self._raise_peak(0, None)
+        return found
+
     def place(self, tensors: Iterable[Tensor], path: str) -> None:
         """Assign `tensors` to the module at `path` instead of the one that was running when they were allocated."""
         for storage in (storage for tensor in tensors for storage in _storages(tensor)):

@@ -116,12 +116,79 @@ def simulate_stage(
     micro-batches. pieces: the stage's pieces of the model. tied: the parameters that other stages read too. Transfers between
     stages do not count among the communicated bytes.
     """
-    of_stage = _OfStage(pieces, schedule, tied)
+    of_stage = _OfStage(pieces, schedule, tied, pieces[0].index)
     programs = [piece.program for piece in pieces]
     with threads(num_threads):
         return _simulate(
             programs, decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, of_stage
         )
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What each action of a stage adds to its memory, measured on few micro-batches: it is the same at any depth.
+
+    The first, the last and the other micro-batches differ: gradients are made by the first backward.
+    """
+
+    begins: int
+    """The bytes alive before the first action."""
+    added: dict[_ActionKey, tuple[int, int]]
+    """By action, the bytes that it leaves behind, and the most that it holds meanwhile beside those before it."""
+    behind: int
+    """The most that the end of the step holds beside what is alive behind the last action."""
+
+    def peak_bytes(self, schedule: Schedule, stage: int) -> int:
+        """Return the peak of a step of `schedule`, by adding up its actions in order."""
+        of_stage = _OfStage((), schedule, (), stage)
+        live = peak = self.begins
+        for action in of_stage.actions():
+            left, most = self.added[_key_of(action, of_stage.num_followed)]
+            peak, live = max(peak, live + most), live + left
+        return max(peak, live + self.behind)
+
+
+_ActionKey = tuple[str, str, int, bool, bool]
+"""Identifies actions that add the same bytes: kind, what they transfer, the chunk, whether of the first micro-batch, or of the last."""
+_FEW = 3
+"""The first micro-batch, the last, and one between them."""
+
+
+def _key_of(action: Action, num_micro_batches: int) -> _ActionKey:
+    return action.kind, action.what, action.chunk, action.micro == 0, action.micro == num_micro_batches - 1
+
+
+def stage_bytes(
+    pieces: Sequence[Stage],
+    decisions: Decisions,
+    make_optimizer: MakeOptimizer,
+    *,
+    schedule: Schedule,
+    tied: Sequence[str] = (),
+    target: Target = "cpu",
+    num_threads: int | None = None,
+    optimizer_cost: OptimizerCost | None = None,
+) -> StageBytes:
+    """Simulate one stage of a step with few micro-batches; return what each action adds, of which any depth's peak is made.
+
+    A deep stage holds as many micro-batches at once as its depth, which all run in `simulate_stage`; here three do. It is exact
+    where a tensor's memory ends with the same action at any depth. One that a stage hands on as it was given ends with its backward
+    or, in interleaved stages, with a send that is waited for late, so there the sum may be a tensor off.
+    """
+    is_plain = schedule.virtual == 1 and not schedule.splits_backward
+    in_flight = tuple(min(depth, _FEW - 1) for depth in schedule.in_flight) if is_plain else schedule.in_flight
+    short = replace(schedule, num_micro_batches=min(_FEW, schedule.num_micro_batches), in_flight=in_flight)
+    seen: list[tuple[Action, int, int]] = []
+    of_stage = _OfStage(pieces, short, tied, pieces[0].index, seen)
+    programs = [piece.program for piece in pieces]
+    with threads(num_threads):
+        found = _simulate(programs, decisions, make_optimizer, target, None, False, optimizer_cost, None, of_stage)
+    live = begins = of_stage.seen_before[0]
+    added = {}
+    for action, peak, after in seen:
+        added[_key_of(action, of_stage.num_followed)] = after - live, peak - live
+        live = after
+    return StageBytes(begins, added, found.peak_bytes - live)
 
 
 @dataclass(frozen=True)
@@ -131,11 +198,12 @@ class _OfStage:
     pieces: Sequence[Stage]
     schedule: Schedule
     tied: Sequence[str]
-
-    @property
-    def place(self) -> int:
-        """Return the index of the stage."""
-        return self.pieces[0].index
+    place: int
+    """The index of the stage."""
+    seen: list[tuple[Action, int, int]] | None = None
+    """Where each action is noted with its peak and with what is alive behind it; the simulation's own peak is that of the end."""
+    seen_before: list[int] = field(default_factory=list)
+    """The bytes alive before the first action, where actions are noted."""
 
     @property
     def num_followed(self) -> int:
@@ -349,6 +417,8 @@ def _stage_step(
     one: list[Counter[str]] = [Counter(), Counter()]
 
     def note(action: Action) -> None:
+        if of_stage.seen is not None:
+            of_stage.seen.append((action, tracker.take_peak(), tracker.live_bytes))
         for place, each in enumerate(counted):
             if action.micro == 0 and not action.what:
                 one[place].update({kind: each[kind] - before[place][kind] for kind in each})
@@ -359,6 +429,9 @@ def _stage_step(
     pieces = list(map(Piece, of_stage.pieces, executors))
     runner = PipelineRunner(pieces, of_stage.actions(), NoLink(), of_stage.tied)
     state = run_state(None, tracker.target)
+    if of_stage.seen is not None:
+        tracker.take_peak()
+        of_stage.seen_before.append(tracker.live_bytes)
     loss = runner.run(rest, [part] * of_stage.num_followed, state, tracker, note)
     left_out = of_stage.schedule.num_micro_batches - of_stage.num_followed
     for each, of_one in zip(counted, one):

@@ -29,7 +29,7 @@ from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...torch_internals.fakes import new_mode
 from ..costs.price import RegionSeconds, begin_seconds, price_regions
-from ..costs.simulate import Simulation, _fake_sources, _fuse_attention
+from ..costs.simulate import Simulation, StageBytes, _fake_sources, _fuse_attention
 from ..model.decode import Choice, decisions_from
 from ..problem.problem import Decision, Problem, Use, Want
 from .table import Hop, Level, Param, Table, Unit
@@ -90,6 +90,8 @@ class Measured:
     """The values that are rerun, by unit and level."""
     simulations: dict[Any, Simulation] = field(default_factory=dict)
     """The simulations of stages under these layouts, by a key that like stages share."""
+    added: dict[Any, StageBytes] = field(default_factory=dict)
+    """What the actions of stages add under these layouts, by a key that stages share which differ in depth alone."""
 
     def staged(self, levels: Sequence[int]) -> Decisions:
         """Return the decisions with the given level for each unit."""

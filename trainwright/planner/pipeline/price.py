@@ -13,7 +13,7 @@ from ...program.stages import Stage, stages_of, tied
 from ...rank.execute import Executor
 from ...rank.stage_actions import Schedule
 from ..costs.price import begin_seconds, price_regions
-from ..costs.simulate import Simulation, simulate_stage
+from ..costs.simulate import Simulation, StageBytes, simulate_stage, stage_bytes
 from .events import StageSeconds, StepTimeline, Tied, simulated_step
 from .measure import local_bytes
 from .table import Hop, hop_behind, tied_sums
@@ -97,6 +97,29 @@ def simulate_stages(
                 num_threads=place.task.num_threads, optimizer_cost=place.task.optimizer_cost,
             )  # fmt: skip
         found.append(known[key])
+    return found
+
+
+def stage_peaks(
+    place: Place, pieces: Sequence[Stage], decisions: Decisions, schedule: Schedule, known: dict[Any, StageBytes]
+) -> list[int]:
+    """Return the peak of every stage, put together of what its actions add; `known` is a cache of that.
+
+    Stages that differ in depth alone are run once, on few micro-batches, so it takes a small part of `simulate_stages`.
+    """
+    stages = [pieces[stage :: schedule.num_stages] for stage in range(schedule.num_stages)]
+    shared = shared_by(stages)
+    found = []
+    for at, stage in enumerate(stages):
+        looks = tuple(_looks_of_piece(place, piece, decisions, shared) for piece in stage)
+        key = schedule.virtual, schedule.splits_backward, looks
+        if key not in known:
+            known[key] = stage_bytes(
+                stage, decisions, place.task.make_optimizer, schedule=schedule, tied=tuple(shared),
+                target=place.task.cluster.device.kind,
+                num_threads=place.task.num_threads, optimizer_cost=place.task.optimizer_cost,
+            )  # fmt: skip
+        found.append(known[key].peak_bytes(schedule, at))
     return found
 
 

@@ -3,8 +3,8 @@
 For each case that its bound does not rule out, the solver gives layouts on one stage's ranks: the fastest ones, and those whose
 parameters take ever less of the budget. For each layout there are a table (`measure`), cuts to start from (`program`,
 `recipes`) and the fastest stages that moves reach (`cuts`), with one piece a stage, with several, and with a split backward.
-These stages are then simulated on fake tensors: if a peak differs from its estimate, the table learns the difference, and the
-levels are chosen anew, until all stages are within the budget.
+Actions of these stages are then run on fake tensors: if a peak differs from its estimate, the table learns the difference, and
+the levels are chosen anew, until all stages are within the budget. The fastest are simulated in full at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .ask import begin_pins, check_task, numbers_of_stages, schedules
 from .cuts import Cuts, Judge, Staged, depths_of, fastest, leanest, nothing_fits_bytes
 from .floors import Floors, add_tied
 from .measure import Measured, Outline, measure
-from .price import PricedStages, hops_of, price_stages
+from .price import PricedStages, hops_of, price_stages, stage_peaks
 from .program import Least, bound_s, propose
 from .recipes import PIPELINE_RECIPES, recipe_cuts
 from .table import Spans, Table
@@ -47,6 +47,20 @@ PIECES_A_STAGE = (2, 3, 4)
 """The numbers of pieces a stage that are tried with interleaved stages."""
 MICRO_BATCHES_A_STAGE = 8
 """The most micro-batches a stage that are tried if their number is to be chosen."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """Stages that fit by what their actions add, with all that it takes to simulate them."""
+
+    case: Case
+    measured: Measured
+    judge: Judge
+    staged: Staged
+
+    @property
+    def step_s(self) -> float:
+        return self.staged.step_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +248,8 @@ class _Search:
 
     def __init__(self, task: Task, solver: str, cutoff_s: float) -> None:
         self.task, self.solver, self.cutoff_s = task, solver, cutoff_s
-        self.best: tuple[Case, StagedAnswer] | None = None
+        self.candidates: list[_Candidate] = []
+        """Each is faster than those before it."""
         self.bound_s = math.inf
         self.unseen: list[str] = []
         self.least: list[tuple[float, int, Case]] = []
@@ -316,7 +331,7 @@ class _Search:
 
     @property
     def _to_beat(self) -> float:
-        return self.cutoff_s if self.best is None else min(self.cutoff_s, self.best[1].step_s)
+        return min(self.cutoff_s, self.candidates[-1].step_s) if self.candidates else self.cutoff_s
 
     def _proposals(self, case: Case, options: Mapping[Decision, int]) -> list[tuple[Measured, Judge, Staged]]:
         """Return the table of some layouts with the stages that are fastest by it, for each order in which they may work.
@@ -332,8 +347,7 @@ class _Search:
         if lean is None:
             return []
         if all(measured.table.held_bytes(spans) <= case.budget_bytes for spans in measured.table.stages(lean.cuts)):
-            answer = self._answer(case, measured, measured.table, lean)
-            _learn(measured.table, lean, [simulation.peak_bytes for simulation in answer.priced.simulations])
+            _learn(measured.table, lean, self._peaks(case, measured, measured.table, lean))
             found = self._by_table(case, measured)
         if not found:
             self.least.append((*nothing_fits_bytes(judge, starts), case))
@@ -363,7 +377,7 @@ class _Search:
         return [found for found in dict.fromkeys(cuts) if found is not None and judge.allows(found)]
 
     def _realise(self, case: Case, measured: Measured, judge: Judge, staged: Staged | None) -> None:
-        """Simulate stages, make the table learn their peaks, and choose again, until they fit and use up the budget."""
+        """Add up what the stages hold, make the table learn it, and choose again, until they fit and use up the budget."""
         seen: set[tuple[tuple[int, ...], ...]] = set()
         for _ in range(MAX_CORRECTIONS):
             if staged is None or staged.step_s >= self._to_beat:
@@ -372,43 +386,69 @@ class _Search:
             if key in seen:
                 return
             seen.add(key)
-            answer = self._answer(case, measured, judge.table, staged)
-            peaks = [simulation.peak_bytes for simulation in answer.priced.simulations]
+            peaks = self._peaks(case, measured, judge.table, staged)
             fits = max(peaks) <= case.budget_bytes
-            if not fits:
+            if fits:
+                self.candidates.append(_Candidate(case, measured, judge, staged))
+                self.task.best.seconds = min(self.task.best.seconds, staged.step_s)
+            else:
                 self.least.append((max(peaks), peaks.index(max(peaks)), case))
-            if fits and answer.step_s < self._to_beat:
-                self.best = case, answer
-                self._tell(answer)
             if fits and not any(
                 fit.rerun_s and peak < case.budget_bytes * (1 - CLOSE) for fit, peak in zip(staged.fits, peaks)
             ):
                 return
-            _learn(judge.table, staged, peaks)
-            judge = Judge(judge.table, judge.budget_bytes, judge.fixed)
-            staged = self._chosen(judge, [staged.cuts])
+            judge, staged = self._again(judge, staged, peaks)
+
+    def _again(self, judge: Judge, staged: Staged, peaks: Sequence[int]) -> tuple[Judge, Staged | None]:
+        """Make the table learn peaks, and choose anew."""
+        _learn(judge.table, staged, peaks)
+        judge = Judge(judge.table, judge.budget_bytes, judge.fixed)
+        return judge, self._chosen(judge, [staged.cuts])
+
+    def _simulated(self) -> tuple[Case, StagedAnswer] | None:
+        """Return the fastest candidate that fits when every stage of it is simulated in full; what does not is chosen anew."""
+        best: tuple[Case, StagedAnswer] | None = None
+        for found in reversed(self.candidates):
+            judge, staged = found.judge, found.staged
+            for _ in range(MAX_CORRECTIONS):
+                if staged is None or staged.step_s >= (self.cutoff_s if best is None else best[1].step_s):
+                    break
+                answer = self._answer(found.case, found.measured, judge.table, staged)
+                peaks = [simulation.peak_bytes for simulation in answer.priced.simulations]
+                if max(peaks) <= found.case.budget_bytes:
+                    best = found.case, answer
+                    break
+                self.least.append((max(peaks), peaks.index(max(peaks)), found.case))
+                judge, staged = self._again(judge, staged, peaks)
+        return best
+
+    def _peaks(self, case: Case, measured: Measured, table: Table, staged: Staged) -> list[int]:
+        decisions, begins = self._decided(measured, table, staged)
+        schedule, pieces = table.schedule(staged.in_flight), cut(case.task.program, begins)
+        return stage_peaks(case.place, pieces, decisions, schedule, measured.added)
+
+    def _decided(self, measured: Measured, table: Table, staged: Staged) -> tuple[Decisions, tuple[str, ...]]:
+        levels = [level for own in table.by_piece(staged.cuts, staged.fits) for level in own]
+        return measured.staged(levels), measured.begins(staged.cuts)
 
     def _answer(self, case: Case, measured: Measured, table: Table, staged: Staged) -> StagedAnswer:
-        levels = [level for own in table.by_piece(staged.cuts, staged.fits) for level in own]
-        decisions, begins = measured.staged(levels), measured.begins(staged.cuts)
+        decisions, begins = self._decided(measured, table, staged)
         stages = cut(case.task.program, begins)
         hops = hops_of(case.cluster, case.num_stages)
         schedule = table.schedule(staged.in_flight)
         priced = price_stages(case.place, stages, decisions, schedule, hops, measured.simulations)
         return StagedAnswer(case.cluster, begins, schedule, decisions, priced)
 
-    def _tell(self, answer: StagedAnswer) -> None:
-        self.task.best.seconds = min(self.task.best.seconds, answer.step_s)
-
     def found(self) -> Found | None:
         """Return the fastest stages with their proven gap; None if all are slower; raise `Refusal` if none fits."""
-        if self.best is None:
+        best = self._simulated()
+        if best is None:
             if self.unseen:
                 raise NotAllSeen(self.unseen)
             if self.was_slower:
                 return None
             raise self._refusal()
-        case, staged = self.best
+        case, staged = best
         simulation = staged.priced.simulations[staged.priced.fullest]
         gap = max(0.0, 1 - self.bound_s / staged.step_s)
         answer = Answer(None, staged.decisions, simulation, gap, staged.step_s, 0.0)  # type: ignore[arg-type]
