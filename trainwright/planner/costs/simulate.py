@@ -149,7 +149,7 @@ class StageBytes:
 
 
 _ActionKey = tuple[str, str, int, bool, bool]
-"""Identifies actions that add the same bytes: kind, what they transfer, the chunk, whether of the first micro-batch, or of the last."""
+"""Identifies actions that add equal bytes: kind, what they transfer, the chunk, if of the first micro-batch, if of the last."""
 _FEW = 3
 """The first micro-batch, the last, and one between them."""
 

@@ -1,39 +1,35 @@
-"""Chooses cuts by a small mixed-integer program, and gives a lower bound over all cuts, levels and layouts.
+"""Chooses cuts by dynamic programming, and gives a lower bound over all cuts, levels and layouts.
 
-    z[s, c] ∈ {0, 1}     stage s begins at unit c                    Σ_c z[s, c] = 1,  Σ_c c (z[s+1, c] - z[s, c]) ≥ 1
-    n[s, k]              units of kind k in stage s                  = Σ_c before_k(c) (z[s+1, c] - z[s, c])
-    x[s, k, l] ∈ 0..     of these, those at level l                  Σ_l x[s, k, l] = n[s, k]
-
-A stage's seconds are linear in these: its forward f, forward and backward t, and work once a step u (u' after the last
-backward). With m micro-batches of which w_s are in flight, transfers h and g (there and back), for every stage s
+A stage s of the units c … d-1 takes f forward and t forward and backward of a micro-batch, reruns that it needs to fit included,
+and u once a step (u' after the last backward). With m micro-batches of which w_s are in flight, transfers h and g (there and
+back), for every stage
 
     stages   Z ≥ Σ_{q<s} (t_q + h_q + g_q) + m t_s + u'_0
     warm-up  Z ≥ Σ_q t_q + Σ_q (h_q + g_q) + (m - 1) t_s - (w_s - w_P-1) f_s + u'_0
     update   Z ≥ Σ_{q<s} (f_q + h_q) + m t_s + u'_s
 
-    memory   fixed(s) + w_s Σ_{k, l} kept[k, l] x[s, k, l] ≤ budget
-
 The rows hold for every schedule in which w_s forwards of stage s precede its first backward, and w does not rise from a stage to
-the next: a first backward waits for the last stage's, behind the w_P-1-th micro-batch. min Z gives cuts to begin from, which the
-simulation judges. `bound_s` has the same rows over any layouts: every unit takes what `floors` finds at least, and all of them
-together what the best sharding of the whole program takes.
+the next: a first backward waits for the last stage's, behind the w_P-1-th micro-batch. What the other stages take but for their
+reruns is known from c and d alone: Σ_{q<s} t_q is what all units before c take. So with their reruns left out, each row is a number
+for (s, c, d), and cuts whose largest row is least are found stage by stage. They are cuts to begin from, which the simulation
+judges, and min Z is a bound under one table. `bound_s` has the same rows over any layouts: every unit takes what `floors` finds at
+least, and all of them together what the best sharding of the whole program takes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..model.milp import MIB, Model, Solution
+from ..model.milp import Model
 from .cuts import Cuts, depths
 from .table import Table
 
 STAGES = "stages one behind the other"
-MEMORY = "memory of a stage"
 _MS = 1e3
 """Seconds are counted in milliseconds, so that coefficients stay near 1."""
 
@@ -41,8 +37,6 @@ _BOUND_GAP, _BOUND_S = 1e-3, 0.2
 """A bound over any pieces is sought to so much of it, and no longer than so many seconds of work."""
 _EXACT = 1e-6
 """The share of a bound to which it is found."""
-
-Terms = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -183,44 +177,71 @@ class Proposal:
 def propose(
     table: Table, in_flight: Sequence[int], budget_bytes: float, fixed: Mapping[int, int] | None = None
 ) -> Proposal | None:
-    """Return the cuts that minimise Z; None if the program finds that none fit.
+    """Return the cuts that minimise Z; None if none fit.
 
     fixed: units at which stages have to begin.
     """
-    model = Model()
-    grid = _Grid(model, len(table.units), table.num_stages, fixed or {})
-    rows = _Rows(model, table.num_stages, table.num_micro_batches, in_flight)
-    own = _first_readers(table)
-    update_s = [sum(table.params[name].update_s for name in names) for names in own]
-    held = [sum(table.params[name].held_bytes for name in names) for names in own]
+    rows, num = _Rows(table, in_flight, budget_bytes), len(table.units)
+    best: dict[int, tuple[float, Cuts]] = {0: (0.0, ())}
     for stage, depth in enumerate(in_flight):
-        reruns, kept = _levels(model, grid, table, stage)
-        rows.forward[stage] += grid.terms(stage, [_MS * unit.forward_s for unit in table.units])
-        rows.backward[stage] += [*grid.terms(stage, [_MS * unit.backward_s for unit in table.units]), *reruns]
-        behind = [unit.reduce_s + each for unit, each in zip(table.units, update_s)]
-        rows.behind[stage] = grid.terms(stage, [_MS * seconds for seconds in behind])
-        if stage:
-            _add_hop(grid, rows, table, stage)
-        static = [(unit.other_bytes + each) / MIB for unit, each in zip(table.units, held)]
-        given = grid.at(stage, [depth * unit.given_bytes / MIB for unit in table.units]) if stage else []
-        room = budget_bytes - _least_work(table, stage)
-        terms = [*grid.terms(stage, static), *given, *((column, depth * size) for column, size in kept)]
-        model.row(MEMORY, terms, upper=room / MIB)
-    rows.add()
-    found = model.solve(gap=1e-4, time_limit_s=5.0)
-    return None if found.values is None else Proposal(grid.cuts(found), max(0.0, found.bound) / _MS)
+        left = table.num_stages - 1 - stage
+        own = (fixed or {}).get(stage + 1)
+        found: dict[int, tuple[float, Cuts]] = {}
+        for first, (most, cuts) in best.items():
+            stops = [num] if not left else range(first + 1, num - left + 1) if own is None else [own]
+            for stop in stops:
+                if stop <= first or (stop in found and found[stop] <= (most, (*cuts, stop))):
+                    continue
+                row = max(most, rows.most_s(stage, first, stop, depth)), (*cuts, stop)
+                if math.isfinite(row[0]) and (stop not in found or row < found[stop]):
+                    found[stop] = row
+        best = found
+    return Proposal(best[num][1][:-1], best[num][0]) if num in best else None
 
 
-def _add_hop(grid: _Grid, rows: _Rows, table: Table, stage: int) -> None:
-    """Add the transfers over a stage's first boundary; without overlap they take the sender's own time."""
-    hop = table.hops[stage - 1]
-    there = grid.at(stage, [_MS * hop.seconds(unit.given_bytes) for unit in table.units])
-    back = grid.at(stage, [_MS * hop.seconds(unit.returned_bytes) for unit in table.units])
-    if table.overlaps:
-        rows.there[stage - 1], rows.back[stage - 1] = there, back
-    else:
-        rows.forward[stage - 1] += there
-        rows.backward[stage] += back
+class _Rows:
+    """The rows of every stage, in seconds."""
+
+    def __init__(self, table: Table, in_flight: Sequence[int], budget_bytes: float) -> None:
+        self.table, self.m, self.budget_bytes = table, table.num_micro_batches, budget_bytes
+        self.early = [min(depth, self.m) - min(in_flight[-1], self.m) for depth in in_flight]
+        self.forward = _before(unit.forward_s for unit in table.units)
+        self.taken = _before(unit.forward_s + unit.backward_s for unit in table.units)
+        update_s = [sum(table.params[name].update_s for name in names) for names in _first_readers(table)]
+        self.behind = _before(unit.reduce_s + own for unit, own in zip(table.units, update_s))
+        self.there = [_least_hop(table, boundary, "given_bytes") for boundary in range(len(table.hops))]
+        self.back = [_least_hop(table, boundary, "returned_bytes") for boundary in range(len(table.hops))]
+
+    def most_s(self, stage: int, first: int, stop: int, depth: int) -> float:
+        """Return the largest row of a stage of these units; infinity if they do not fit."""
+        rerun_s = self.table.rerun_s(((first, stop),), (depth,), self.budget_bytes)
+        if math.isinf(rerun_s):
+            return rerun_s
+        forward_s, own_s = self.forward[stop] - self.forward[first], self.taken[stop] - self.taken[first] + rerun_s
+        all_s, there_s, crossing_s = self.taken[-1] + rerun_s, sum(self.there[:stage]), sum(self.there) + sum(self.back)
+        if self.table.overlaps:
+            ahead_s, all_s = there_s + sum(self.back[:stage]), all_s + crossing_s
+        else:  # transfers are their senders' own time
+            sends_s = sum(self.there[stage : stage + 1]) + sum(self.back[stage - 1 : stage] if stage else ())
+            forward_s, own_s = forward_s + sum(self.there[stage : stage + 1]), own_s + sends_s
+            ahead_s, all_s = there_s + sum(self.back[: max(0, stage - 1)]), all_s + crossing_s
+        behind_s = self.behind[stop] - self.behind[first]
+        first_s = behind_s if stage == 0 else self.behind[1]
+        return max(
+            self.taken[first] + ahead_s + self.m * own_s + first_s,
+            all_s + (self.m - 1) * own_s - self.early[stage] * forward_s + first_s,
+            self.forward[first] + there_s + self.m * own_s + behind_s,
+        )
+
+
+def _before(values: Iterable[float]) -> list[float]:
+    """Return the sum of the values before each, and of all of them."""
+    return list(itertools.accumulate(values, initial=0.0))
+
+
+def _least_hop(table: Table, boundary: int, what: str) -> float:
+    """Return the least seconds of a transfer behind one stage, wherever the next one begins."""
+    return min(table.hops[boundary].seconds(getattr(unit, what)) for unit in table.units[1:])
 
 
 def _first_readers(table: Table) -> list[list[str]]:
@@ -237,103 +258,3 @@ def _first_readers(table: Table) -> list[list[str]]:
         seen.update(own)
         found.append(own)
     return found
-
-
-def _least_work(table: Table, stage: int) -> float:
-    """Return the bytes that the memory rows reserve: the least working set, and the excess learned for stages of this kind."""
-    is_last = stage == table.num_stages - 1
-    work = table.units[-1].work_bytes if is_last else min(unit.work_bytes for unit in table.units)
-    return work + table.excess_bytes.get((stage == 0, is_last), 0.0)
-
-
-def _levels(model: Model, grid: _Grid, table: Table, stage: int) -> tuple[Terms, Terms]:
-    """Add the columns of a stage's levels; return the terms of its reruns in ms, and of its kept bytes in MiB."""
-    reruns: Terms = []
-    kept: Terms = []
-    for kind, levels in enumerate(table.levels):
-        members = [float(unit.kind == kind) for unit in table.units]
-        if not any(members):
-            continue
-        columns = [model.column(upper=sum(members), integer=True) for _ in levels]
-        model.row(
-            "levels of all units", [*grid.terms(stage, members), *((column, -1.0) for column in columns)], 0.0, 0.0
-        )
-        reruns += [(column, _MS * level.rerun_s) for column, level in zip(columns, levels)]
-        kept += [(column, level.kept_bytes / MIB) for column, level in zip(columns, levels)]
-    return reruns, kept
-
-
-class _Grid:
-    """The columns for where each stage begins; any sum over a stage's units is linear in them."""
-
-    def __init__(self, model: Model, num_units: int, num_stages: int, fixed: Mapping[int, int] | None = None) -> None:
-        self.num_units, self.num_stages = num_units, num_stages
-        self.one = model.column(lower=1.0, upper=1.0)
-        self.begins: list[dict[int, int]] = [{0: self.one}]
-        """For each stage, and for the end of the last one: the unit at which it may begin → the column."""
-        for stage in range(1, num_stages):
-            last = num_units - (num_stages - stage)
-            own = (fixed or {}).get(stage)
-            units = range(stage, last + 1) if own is None else [own]
-            columns = {unit: model.column(upper=1.0, integer=True) for unit in units}
-            model.row(STAGES, [(column, 1.0) for column in columns.values()], 1.0, 1.0)
-            self.begins.append(columns)
-        self.begins.append({num_units: self.one})
-        for stage in range(num_stages):
-            model.row(STAGES, self.terms(stage, [1.0] * num_units), lower=1.0)
-
-    def terms(self, stage: int, values: Sequence[float]) -> Terms:
-        """Return the terms of the sum of `values` over the units of a stage."""
-        before = [0.0, *itertools.accumulate(values)]
-        ahead = [(column, before[unit]) for unit, column in self.begins[stage + 1].items()]
-        return ahead + [(column, -before[unit]) for unit, column in self.begins[stage].items()]
-
-    def at(self, stage: int, values: Sequence[float]) -> Terms:
-        """Return the terms of the value of the unit at which a stage begins."""
-        return [(column, values[unit]) for unit, column in self.begins[stage].items()]
-
-    def cuts(self, found: Solution) -> Cuts:
-        assert found.values is not None
-        values = found.values
-        return tuple(max(columns, key=lambda unit: values[columns[unit]]) for columns in self.begins[1:-1])
-
-
-class _Rows:
-    """Collects the terms of each stage in ms, and adds the rows over them."""
-
-    def __init__(self, model: Model, num_stages: int, num_micro_batches: int, in_flight: Sequence[int]) -> None:
-        self.model, self.num, self.m, self.in_flight = model, num_stages, num_micro_batches, in_flight
-        self.forward: list[Terms] = [[] for _ in range(num_stages)]
-        self.backward: list[Terms] = [[] for _ in range(num_stages)]
-        self.behind: list[Terms] = [[] for _ in range(num_stages)]
-        self.there: list[Terms] = [[] for _ in range(num_stages)]
-        self.back: list[Terms] = [[] for _ in range(num_stages)]
-
-    def add(self, splits_backward: bool = False) -> None:
-        """Add the objective and the rows; with a split backward, only the rows that hold for it."""
-        model, m, num = self.model, float(self.m), self.num
-        step = model.column(cost=1.0)
-        forward = [self._column(terms) for terms in self.forward]
-        whole = [self._column([*there, *back]) for there, back in zip(self.forward, self.backward)]
-        behind = [self._column(terms) for terms in self.behind]
-        there = [self._column(terms) for terms in self.there]
-        back = [self._column(terms) for terms in self.back]
-        hops = [(column, 1.0) for q in range(num - 1) for column in (there[q], back[q])]
-        for s in range(num):
-            first = [(column, 1.0) for q in range(s) for column in (forward[q], there[q])]
-            model.row("update", [*first, (whole[s], m), (behind[s], 1.0), (step, -1.0)], upper=0.0)
-            if splits_backward:
-                continue
-            ahead = [(whole[q], 1.0) for q in range(s)]
-            model.row("stages", [*ahead, *hops[: 2 * s], (whole[s], m), (behind[0], 1.0), (step, -1.0)], upper=0.0)
-            early = (forward[s], float(min(self.in_flight[-1], self.m) - min(self.in_flight[s], self.m)))
-            all_once = [(column, 1.0) for column in whole]
-            model.row(
-                "warm-up", [*all_once, *hops, (whole[s], m - 1), early, (behind[0], 1.0), (step, -1.0)], upper=0.0
-            )
-
-    def _column(self, terms: Terms) -> int:
-        """Return a new column that equals the sum of the terms."""
-        column = self.model.column(lower=0.0)
-        self.model.row("sums", [*terms, (column, -1.0)], 0.0, 0.0)
-        return column

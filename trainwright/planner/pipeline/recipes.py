@@ -27,8 +27,7 @@ def recipe_cuts(name: str, judge: Judge) -> Cuts | None:
     depth = depths_of(judge.table)[0]
 
     def rerun_s(first: int, stop: int, stage: int) -> float:
-        fit = judge.table.fit(((first, stop),), (depth[stage],), judge.budget_bytes)
-        return math.inf if fit is None else fit.rerun_s
+        return judge.table.rerun_s(((first, stop),), (depth[stage],), judge.budget_bytes)
 
     return balanced(judge, rerun_s)
 

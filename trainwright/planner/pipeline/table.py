@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -104,8 +104,20 @@ class Fit:
 class _Point:
     num_bytes: float
     seconds: float
-    counts: tuple[tuple[tuple[int, int], int, int], ...]
-    """Entries ((kind, depth), level, number of units)."""
+    key: tuple[int, int] = (-1, 0)
+    """(kind, depth) of the last unit."""
+    level: int = 0
+    """Its level."""
+    before: _Point | None = None
+    """The point of the units before; None for no units."""
+
+    def levels(self) -> list[tuple[tuple[int, int], int]]:
+        """Return ((kind, depth), level) of every unit."""
+        point, found = self, []
+        while point.before is not None:
+            found.append((point.key, point.level))
+            point = point.before
+        return found
 
 
 @dataclass(eq=False)
@@ -188,15 +200,28 @@ class Table:
         static, crossing, work = self.held_bytes(spans), 0.0, 0.0
         for (first, stop), depth in zip(spans, depths):
             own, behind = self.units[first:stop], self.units[stop] if stop < len(self.units) else None
-            static += sum(unit.other_bytes for unit in own)
-            work = max(work, *(unit.work_bytes for unit in own))
+            for unit in own:
+                static += unit.other_bytes
+                work = max(work, unit.work_bytes)
             crossing += (depth + (1 if first else 0)) * own[0].given_bytes + own[0].returned_bytes
             crossing += 0.0 if behind is None else behind.given_bytes + behind.returned_bytes
         return static + crossing + work + self.excess_bytes.get(self.ends(spans), 0.0)
 
     def held_bytes(self, spans: Spans) -> float:
         """Return what a stage's parameters take, with their gradients and optimizer states."""
-        return sum(self.params[name].held_bytes for name in self.params_of(spans))
+        held = sum(self._alone_bytes[stop] - self._alone_bytes[first] for first, stop in spans)
+        return held + sum(
+            self.params[name].held_bytes
+            for name, readers in self.tied_params.items()
+            if any(first <= at < stop for first, stop in spans for at in readers)
+        )
+
+    @cached_property
+    def _alone_bytes(self) -> list[float]:
+        """Return, for each unit and the end, what the parameters take that one unit alone reads, of all units before it."""
+        tied = self.tied_params
+        own = (sum(self.params[name].held_bytes for name in unit.params if name not in tied) for unit in self.units)
+        return list(itertools.accumulate(own, initial=0.0))
 
     def ends(self, spans: Spans) -> tuple[bool, bool]:
         """Return whether a stage has the first unit, and whether it has the last one."""
@@ -229,46 +254,72 @@ class Table:
         return self._fits[key]
 
     def _fitted(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> Fit | None:
-        fixed, own = self.fixed_bytes(spans, depths), self._own(spans)
+        found = self._least_reruns(spans, depths, budget_bytes)
+        if found is None:
+            return None
+        rerun_s, peak_bytes, level, point = found
         weights = [depth for (first, stop), depth in zip(spans, depths) for _ in range(first, stop)]
-        kinds = Counter((unit.kind, depth) for unit, depth in zip(own[:-1], weights))
-        rest = self._frontier(tuple(sorted(kinds.items())))
+        return Fit(self._levels_of(self._own(spans), weights, level, point), rerun_s, peak_bytes)
+
+    def rerun_s(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> float:
+        """Return the seconds of the reruns of `fit`; infinity if no levels fit."""
+        found = self._least_reruns(spans, depths, budget_bytes)
+        return math.inf if found is None else found[0]
+
+    def _least_reruns(
+        self, spans: Spans, depths: Sequence[int], budget_bytes: float
+    ) -> tuple[float, float, int, _Point] | None:
+        """Return the fewest seconds of reruns within the budget, the bytes, the last unit's level and the others' point."""
+        fixed, last_kind = self.fixed_bytes(spans, depths), self.units[spans[-1][1] - 1].kind
+        kinds: dict[tuple[int, int], int] = {}
+        for (first, stop), depth in zip(spans, depths):
+            for kind, (before, after) in enumerate(zip(self._kinds_before[first], self._kinds_before[stop])):
+                if after > before:
+                    kinds[kind, depth] = kinds.get((kind, depth), 0) + after - before
+        last = last_kind, depths[-1]
+        kinds[last] -= 1
+        rest = self._frontier(tuple(sorted((key, num) for key, num in kinds.items() if num)))
         best: tuple[float, float, int, _Point] | None = None
-        for number, level in enumerate(self.levels[own[-1].kind]):
-            least = fixed + weights[-1] * level.kept_bytes + level.rederived_bytes
+        for number, level in enumerate(self.levels[last_kind]):
+            least = fixed + depths[-1] * level.kept_bytes + level.rederived_bytes
             at = bisect.bisect_right(rest, budget_bytes - least, key=lambda point: point.num_bytes) - 1
             if at >= 0:
                 found = (rest[at].seconds + level.rerun_s, least + rest[at].num_bytes, number, rest[at])
                 best = found if best is None or found[:2] < best[:2] else best
-        if best is None:
-            return None
-        return Fit(self._levels_of(own, weights, best[2], best[3]), best[0], best[1])
+        return best
+
+    @cached_property
+    def _kinds_before(self) -> list[tuple[int, ...]]:
+        """Return, for each unit and the end, how many units of each kind are before it."""
+        found = [(0,) * len(self.levels)]
+        for unit in self.units:
+            found.append(tuple(num + (kind == unit.kind) for kind, num in enumerate(found[-1])))
+        return found
 
     def _levels_of(self, own: Sequence[Unit], weights: Sequence[int], last: int, point: _Point) -> tuple[int, ...]:
         """Return each unit's level: the levels with most reruns go to the first units, whose backward comes last."""
         left: dict[tuple[int, int], list[int]] = {}
-        for key, level, num in sorted(point.counts, reverse=True):
-            left.setdefault(key, []).extend([level] * num)
+        for key, level in sorted(point.levels(), reverse=True):
+            left.setdefault(key, []).append(level)
         queues = {key: iter(levels) for key, levels in left.items()}
         return (*(next(queues[unit.kind, depth]) for unit, depth in zip(own[:-1], weights)), last)
 
     def _frontier(self, kinds: tuple[tuple[tuple[int, int], int], ...]) -> list[_Point]:
         """Return the Pareto frontier of bytes and seconds for the given numbers of units by (kind, depth), fewest bytes first."""
         if not kinds:
-            return [_Point(0.0, 0.0, ())]
+            return [_Point(0.0, 0.0)]
         if kinds not in self._frontiers:
             (kind, num), others = kinds[-1], kinds[:-1]
             fewer = self._frontier((*others, (kind, num - 1)) if num > 1 else others)
             found = [
-                _Point(
-                    point.num_bytes + kind[1] * level.kept_bytes,
-                    point.seconds + level.rerun_s,
-                    _more(point.counts, kind, number),
-                )
-                for point in fewer
+                (point.num_bytes + kind[1] * level.kept_bytes, point.seconds + level.rerun_s, number, place)
+                for place, point in enumerate(fewer)
                 for number, level in enumerate(self.levels[kind[0]])
             ]
-            self._frontiers[kinds] = _best(found)
+            self._frontiers[kinds] = [
+                _Point(num_bytes, seconds, kind, number, fewer[place])
+                for num_bytes, seconds, number, place in _best(found)
+            ]
         return self._frontiers[kinds]
 
     # Seconds
@@ -346,20 +397,11 @@ def tied_sums(stages: dict[str, tuple[int, ...]], grad_bytes: dict[str, float], 
     return [Tied(at, seconds) for at, seconds in sorted(found.items())]
 
 
-def _more(
-    counts: tuple[tuple[tuple[int, int], int, int], ...], kind: tuple[int, int], level: int
-) -> tuple[tuple[tuple[int, int], int, int], ...]:
-    """Return the counts with one more unit of `kind` at `level`."""
-    found = {(a, b): num for a, b, num in counts}
-    found[kind, level] = found.get((kind, level), 0) + 1
-    return tuple((a, b, num) for (a, b), num in sorted(found.items()))
-
-
-def _best(points: list[_Point]) -> list[_Point]:
-    """Return the points that no other beats in both bytes and seconds; if there are many, an even selection of them."""
-    found: list[_Point] = []
-    for point in sorted(points, key=lambda point: (point.num_bytes, point.seconds, point.counts)):
-        if not found or point.seconds < found[-1].seconds:
+def _best(points: list[tuple[float, float, int, int]]) -> list[tuple[float, float, int, int]]:
+    """Return the points (bytes, seconds, …) that no other beats in both; if there are many, an even selection of them."""
+    found: list[tuple[float, float, int, int]] = []
+    for point in sorted(points):
+        if not found or point[1] < found[-1][1]:
             found.append(point)
     if len(found) <= MAX_POINTS:
         return found
