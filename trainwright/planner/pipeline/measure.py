@@ -1,7 +1,8 @@
 """Measures the table of units between cuts for one choice of layouts: seconds by the cost model, kept bytes by fake runs.
 
 A unit's levels rerun more and more of its groups, first those that free most bytes a second. One fake forward of a
-micro-batch measures several levels at once: the units of a kind take them in turn.
+micro-batch measures several levels at once: the units of a kind take them in turn. Only as many units are run as there are
+levels and surroundings to see; each with the unit before it, whose results it may let go.
 """
 
 from __future__ import annotations
@@ -64,6 +65,21 @@ class Outline:
         return [
             known.setdefault(tuple(region.region_class.index for region in own), len(known)) for own in self.regions
         ]
+
+    @cached_property
+    def surroundings(self) -> list[tuple[Any, ...]]:
+        """Return, for each unit, its kind and which ops of what kinds of units it reads; equal ones take equally long."""
+        unit_of = {region.index: unit for unit, own in enumerate(self.regions) for region in own}
+        found = []
+        for own in self.regions:
+            read = [tensor.producer for region in own for tensor in region.externals if tensor.producer is not None]
+            found.append(
+                (
+                    self.kinds[len(found)],
+                    *((op.position, self.kinds[unit_of[op.region.index]]) for op in read if op.region is not None),
+                )
+            )
+        return found
 
     @cached_property
     def crossing(self) -> list[list[Tensor]]:
@@ -138,21 +154,50 @@ class _Measuring:
 
     def measured(self) -> Measured:
         keys = self._keys()
-        executor, runs = None, []
-        most = max(math.ceil(len(own) / self._num_alike(unit)) for unit, own in enumerate(keys))
-        for turn in range(most):
-            levels = self._turn(keys, turn)
+        kept: dict[tuple[int, int], float] = {}
+        rerun: dict[tuple[int, int], float] = {}
+        seconds: dict[tuple[Any, ...], RegionSeconds] = {}
+        begin_s = 0.0
+        for levels, units in self._turns(keys):
             decisions = replace(self.plain, recomputed=set().union(*(own[k] for own, k in zip(keys, levels))))
-            executor = Executor(build_local(self.problem.program, decisions, SimulatedCommunicator(decisions.mesh)))
-            kept = self._kept(executor)
-            seconds = price_regions(executor, self.problem.costs)
-            runs.append((levels, kept, self._by_unit(seconds)))
-        assert executor is not None
-        table = self._table(runs, begin_seconds(executor, self.problem.costs))
-        order = self._levels_in_order(runs)
+            for first, program in self._windows(units):
+                executor = Executor(build_local(program, decisions, SimulatedCommunicator(decisions.mesh)))
+                sizes, taken = self._kept(executor), price_regions(executor, self.problem.costs)
+                begin_s = max(begin_s, begin_seconds(executor, self.problem.costs))
+                for unit in units:
+                    if first <= unit and self.outline.regions[unit][-1] in program.regions:
+                        own = self._of_unit(taken, unit)
+                        seconds.setdefault(self.outline.surroundings[unit], own)
+                        key = self.outline.kinds[unit], levels[unit]
+                        kept[key] = max(kept.get(key, 0.0), sizes[unit])
+                        rerun[key] = max(rerun.get(key, 0.0), own.rerun_s)
+        order = _levels_in_order(kept, rerun)
+        table = self._table([seconds[around] for around in self.outline.surroundings], begin_s)
         table.levels = tuple(tuple(level for level, _ in order[kind]) for kind in range(len(set(self.outline.kinds))))
         mapped = [[keys[u][at] for _, at in order[kind]] for u, kind in enumerate(self.outline.kinds)]
         return Measured(table, self.outline, self.plain, mapped)
+
+    def _turns(self, keys: list[list[set[str]]]) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield each run's level of every unit, and the units that show a level or surroundings which no other one has shown."""
+        most = max(math.ceil(len(own) / self._num_alike(unit)) for unit, own in enumerate(keys))
+        seen: set[tuple[Any, ...]] = set()
+        for turn in range(most):
+            levels, units = self._turn(keys, turn), []
+            for unit, (kind, level) in enumerate(zip(self.outline.kinds, levels)):
+                shown = {("level", kind, level), ("around", *self.outline.surroundings[unit])}
+                if not shown <= seen:
+                    seen |= shown
+                    units.append(unit)
+            yield levels, units
+
+    def _windows(self, units: Sequence[int]) -> list[tuple[int, Program]]:
+        """Return the programs of consecutive units that have `units`, each behind the one before it, with their first units."""
+        wanted = sorted({at for unit in units for at in (unit - 1, unit) if at >= 0})
+        edges = sorted({edge for at in wanted for edge in (at, at + 1)})
+        inner = [edge for edge in edges if 0 < edge < len(self.outline.regions)]
+        inner = [edge for edge in inner if not (edge - 1 in wanted and edge in wanted)]
+        stages = cut(self.problem.program, [self.outline.names[edge - 1] for edge in inner])
+        return [(first, stage.program) for first, stage in zip([0, *inner], stages) if first in wanted]
 
     # Levels
 
@@ -224,12 +269,14 @@ class _Measuring:
 
     # Measuring
 
-    def _kept(self, executor: Executor) -> list[float]:
-        """Return the bytes that each unit keeps for the backward of one micro-batch."""
+    def _kept(self, executor: Executor) -> dict[int, float]:
+        """Return the bytes that each unit of a program keeps for the backward of one micro-batch."""
         _fuse_attention(executor, self.target)
-        mode = new_mode()
+        program, mode = executor.local.program, new_mode()
         with mode:
             sources = _fake_sources(executor.local)
+        for tensor in program.given:
+            sources[tensor].requires_grad_(tensor.requires_grad)
         tracker = MemoryTracker(self.target)
         live: dict[int, int] = {}
         with KnownValues(mode, fills_memory=False), tracker, torch.enable_grad():
@@ -241,45 +288,20 @@ class _Measuring:
                 live[region] = tracker.live_bytes
             outputs = executor.end(run)
             del run, outputs
-        found = []
-        for own in self.outline.regions:
-            after = max((live[region.index] for region in own if region.index in live), default=before)
-            found.append(float(after - before))
-            before = after
+        found = {}
+        for unit, own in enumerate(self.outline.regions):
+            if own[-1] in program.regions:
+                after = max((live[region.index] for region in own if region.index in live), default=before)
+                found[unit] = float(after - before)
+                before = after
         return found
 
-    def _by_unit(self, seconds: Mapping[int, RegionSeconds]) -> list[RegionSeconds]:
-        found = []
-        for own in self.outline.regions:
-            parts = [seconds[region.index] for region in own if region.index in seconds]
-            found.append(
-                RegionSeconds(
-                    *(sum(getattr(part, name) for part in parts) for name in RegionSeconds.__dataclass_fields__)
-                )
-            )
-        return found
+    def _of_unit(self, seconds: Mapping[int, RegionSeconds], unit: int) -> RegionSeconds:
+        parts = [seconds[region.index] for region in self.outline.regions[unit] if region.index in seconds]
+        names = RegionSeconds.__dataclass_fields__
+        return RegionSeconds(*(sum(getattr(part, name) for part in parts) for name in names))
 
-    def _levels_in_order(
-        self, runs: list[tuple[list[int], list[float], list[RegionSeconds]]]
-    ) -> dict[int, list[tuple[Level, int]]]:
-        """Return each kind's levels that no other level beats in both seconds and bytes, with their numbers."""
-        kept: dict[tuple[int, int], float] = {}
-        rerun: dict[tuple[int, int], float] = {}
-        for levels, sizes, seconds in runs:
-            for unit, level in enumerate(levels):
-                key = self.outline.kinds[unit], level
-                kept[key] = max(kept.get(key, 0.0), sizes[unit])
-                rerun[key] = max(rerun.get(key, 0.0), seconds[unit].rerun_s)
-        found: dict[int, list[tuple[Level, int]]] = defaultdict(list)
-        for kind, level in sorted(kept, key=lambda key: (key[0], rerun[key], kept[key])):
-            whole = kept[kind, 0]
-            size = max(0.0, kept[kind, level])
-            if not found[kind] or size < found[kind][-1][0].kept_bytes:
-                found[kind].append((Level(size, rerun[kind, level], max(0.0, whole - size)), level))
-        return found
-
-    def _table(self, runs: list[tuple[list[int], list[float], list[RegionSeconds]]], begin_s: float) -> Table:
-        seconds = runs[0][2]
+    def _table(self, seconds: Sequence[RegionSeconds], begin_s: float) -> Table:
         units = tuple(
             Unit(
                 begins="" if place == 0 else self.outline.names[place - 1],
@@ -316,6 +338,22 @@ class _Measuring:
         own = [decision for decision in self.problem.groups if decision.region_class in classes]
         held = [max(d.transient_bytes[self.options[d]], d.workspace_bytes[self.options[d]]) for d in own]
         return float(max(held, default=0))
+
+
+def _levels_in_order(
+    kept: Mapping[tuple[int, int], float], rerun: Mapping[tuple[int, int], float]
+) -> dict[int, list[tuple[Level, int]]]:
+    """Return each kind's levels that no other level beats in both seconds and bytes, with their numbers.
+
+    kept, rerun: bytes and seconds by kind and level.
+    """
+    found: dict[int, list[tuple[Level, int]]] = defaultdict(list)
+    for kind, level in sorted(kept, key=lambda key: (key[0], rerun[key], kept[key])):
+        whole = kept[kind, 0]
+        size = max(0.0, kept[kind, level])
+        if not found[kind] or size < found[kind][-1][0].kept_bytes:
+            found[kind].append((Level(size, rerun[kind, level], max(0.0, whole - size)), level))
+    return found
 
 
 def _first(items: list[tuple[float, float, Item]], share: float) -> list[Item]:
