@@ -59,24 +59,24 @@ class Variants:
         return self._tasks[num, task.offload]
 
 
-def fastest_number(task: Task, variants: Variants, search: Search) -> Found:
-    """Return the fastest answer over all numbers of micro-batches; `Refusal` where none fits."""
+def fastest_number(task: Task, variants: Variants, search: Search, cutoff_s: float = math.inf) -> Found | None:
+    """Return the fastest answer over all numbers of micro-batches; None if none beats `cutoff_s`; `Refusal` where none fits."""
     best: Found | None = None
     deadline = task.deadline
     refusals: dict[int, NothingFits] = {}
     unseen: list[int] = []
     for num in variants.numbers:
-        if best is not None and deadline.has_passed:
+        below_s = cutoff_s if best is None else min(cutoff_s, best.price.step_s)
+        if math.isfinite(below_s) and deadline.has_passed:
             unseen.append(num)
             continue
         if (variant := variants.task_of(task, num)) is None:
             continue
         variant.deadline = deadline.first_part()
-        cutoff_s = math.inf if best is None else best.price.step_s
-        if best is not None and min(place.solver.lower_bound_s() for place in variant.places) >= cutoff_s * (1 - GAP):
+        if math.isfinite(below_s) and min(p.solver.lower_bound_s() for p in variant.places) >= below_s * (1 - GAP):
             break
         try:
-            found = search(variant, cutoff_s)
+            found = search(variant, below_s)
         except NothingFits as refusal:
             refusals[num] = refusal
             continue
@@ -84,6 +84,8 @@ def fastest_number(task: Task, variants: Variants, search: Search) -> Found:
             best = found
         if best is not None and not best.answer.binds:
             break  # it fits as it is, and more of them would not be faster
+    if best is None and (math.isfinite(cutoff_s) or not refusals):
+        return None
     if best is None:
         raise _refused(refusals, variants)
     return replace(best, notes=(*best.notes, *_notes(best, refusals, variants, unseen)))

@@ -42,7 +42,7 @@ from .model.deadline import Deadline
 from .model.outcome import Outcome
 from .pipeline.price import hops_of, price_stages, shared_by
 from .pipeline.recipes import PIPELINE_RECIPES
-from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, fastest_stages
+from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, come_first, fastest_stages
 from .problem.problem import Problem
 from .problem.recipes import RECIPES
 from .refusals import NothingFits
@@ -247,11 +247,18 @@ def _search_in_form(task: Task, solver: str) -> Found:
         return whole_or_chunked(task, task.chunked, lambda variant: _search_in_form(variant, solver))
     if task.pipeline is not None:
         return _search_stages(task, solver)
-    if task.variants is not None:
-        return fastest_number(task, task.variants, lambda variant, limit_s: _search_meshes(variant, solver, limit_s))
-    found = _search_meshes(task, solver)
+    found = _search_without_stages(task, solver)
     assert found is not None
     return found
+
+
+def _search_without_stages(task: Task, solver: str, cutoff_s: float = math.inf) -> Found | None:
+    """Return the fastest plan of any mesh and number of micro-batches, None where none takes less than `cutoff_s`."""
+    if task.variants is None:
+        return _search_meshes(task, solver, cutoff_s)
+    return fastest_number(
+        task, task.variants, lambda variant, limit_s: _search_meshes(variant, solver, limit_s), cutoff_s
+    )
 
 
 def _search_stages(task: Task, solver: str) -> Found:
@@ -260,26 +267,55 @@ def _search_stages(task: Task, solver: str) -> Found:
         found = fastest_stages(task, solver)
         assert found is not None
         return found
-    plain, refusal = None, None
-    try:
-        plain = _search_in_form(replace(task, pipeline=None, deadline=task.deadline.first_part()), solver)
-    except NothingFits as refused:
-        refusal = refused
-    staged, said, unseen = None, "pipeline stages were looked at: none are faster than none", tuple[str, ...]()
-    try:
-        staged = fastest_stages(task, solver, math.inf if plain is None else plain.step_s)
-    except NotAllSeen as cut_short:
-        said, unseen = str(cut_short), cut_short.unseen
-    except (NoStagesFit, UserError) as refused_stages:
-        said = f"no pipeline stages: {refused_stages}"
-    if staged is not None and plain is not None:
+    return _Free(task, solver).found()
+
+
+class _Free:
+    """Plans with stages and plans without any: what is found first is what the others have to beat."""
+
+    def __init__(self, task: Task, solver: str) -> None:
+        self.task, self.solver = task, solver
+        self.plain: Found | None = None
+        self.staged: Found | None = None
+        self.refusal: NothingFits | None = None
+        self.said = "pipeline stages were looked at: none are faster than none"
+        self.unseen: tuple[str, ...] = ()
+
+    def found(self) -> Found:
+        """Return the faster of the two, with what is proven of both; raise `NothingFits` where there is neither."""
+        alone = replace(self.task, pipeline=None)
+        ways = [self._look_at_stages, lambda: self._look_without(alone)]
+        if not come_first(alone):
+            ways.reverse()
+        whole = self.task.deadline
+        alone.deadline = self.task.deadline = whole.first_part()
+        ways[0]()
+        alone.deadline = self.task.deadline = whole
+        ways[1]()
+        plain, staged = self.plain, self.staged
+        if plain is not None and (staged is None or plain.step_s <= staged.step_s):
+            return replace(plain, notes=(*plain.notes, self.said), unseen_meshes=(*plain.unseen_meshes, *self.unseen))
+        if staged is None:
+            assert self.refusal is not None
+            raise self.refusal
+        if plain is None:
+            return staged
         return replace(staged, answer=staged.answer.bounded(min(staged.answer.bound_s, plain.answer.bound_s)))
-    if staged is not None:
-        return staged
-    if plain is None:
-        assert refusal is not None
-        raise refusal
-    return replace(plain, notes=(*plain.notes, said), unseen_meshes=(*plain.unseen_meshes, *unseen))
+
+    def _look_without(self, task: Task) -> None:
+        cutoff_s = math.inf if self.staged is None else self.staged.step_s
+        try:
+            self.plain = _search_without_stages(task, self.solver, cutoff_s)
+        except NothingFits as refused:
+            self.refusal = refused
+
+    def _look_at_stages(self) -> None:
+        try:
+            self.staged = fastest_stages(self.task, self.solver, math.inf if self.plain is None else self.plain.step_s)
+        except NotAllSeen as cut_short:
+            self.said, self.unseen = str(cut_short), cut_short.unseen
+        except (NoStagesFit, UserError) as refused:
+            self.said = f"no pipeline stages: {refused}"
 
 
 def _search_meshes(task: Task, solver: str, cutoff_s: float = math.inf) -> Found | None:

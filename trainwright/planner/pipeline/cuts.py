@@ -17,6 +17,8 @@ from .table import Fit, Spans, Table
 
 Cuts = tuple[int, ...]
 """The units at which stages 1 … P-1 begin, in ascending order."""
+_EVENT_S, _UNIT_S = 1e-7, 2e-6
+"""The work of an action of a simulated step, and of a unit in a floor."""
 DEEPER = (0, 1, 2)
 """The numbers of forwards in flight beyond 1F1B's that are tried beside GPipe."""
 
@@ -42,6 +44,14 @@ class Judge:
     """The units at which stages are pinned to begin, by stage."""
     num_judged: int = 0
     _known: dict[tuple[Cuts, tuple[int, ...]], Staged | None] = field(default_factory=dict, init=False)
+    _floors: dict[tuple[Cuts, tuple[int, ...]], float] = field(default_factory=dict, init=False)
+
+    @property
+    def work_s(self) -> float:
+        """Return the work of all that was judged, counted in actions and units."""
+        table = self.table
+        actions = 8 * table.num_pieces * table.num_micro_batches
+        return _EVENT_S * actions * self.num_judged + _UNIT_S * len(table.units) * len(self._floors)
 
     def allows(self, cuts: Cuts) -> bool:
         """Tell whether every pinned stage begins at its unit."""
@@ -77,10 +87,15 @@ class Judge:
 
     def _floor_s(self, cuts: Cuts, in_flight: tuple[int, ...]) -> float:
         """Return what the step takes at least, where the cuts fit; the lower, the sooner a move is looked at."""
-        fits, table = self._fitted(cuts, in_flight), self.table
-        if fits is None:
-            return math.inf
-        return least_step_s(table.schedule(in_flight), table.seconds(cuts, fits), overlaps=table.overlaps)
+        key, table = (cuts, in_flight), self.table
+        if key not in self._floors:
+            fits = self._fitted(cuts, in_flight)
+            self._floors[key] = (
+                math.inf
+                if fits is None
+                else least_step_s(table.schedule(in_flight), table.seconds(cuts, fits), overlaps=table.overlaps)
+            )
+        return self._floors[key]
 
     def near(self, cuts: Cuts) -> Iterator[Cuts]:
         """Yield the neighbours of `cuts`; if stages have several pieces, only those by a move to an adjacent piece."""

@@ -45,6 +45,10 @@ CLOSE = 0.01
 """The share of the budget that a stage with reruns may leave unused; if it leaves more, levels are chosen again."""
 PIECES_A_STAGE = (2, 3, 4)
 """The numbers of pieces a stage that are tried with interleaved stages."""
+_CAPTURED_OP_S, _RUN_OP_S, _CELL_S = 6e-4, 5e-4, 5e-6
+"""The work of capturing an op, of running one on fake tensors, and of a stage that begins and ends with some units, in a bound."""
+_RUNS_OF_STAGE = 6
+"""The forwards and backwards of the micro-batches of a stage on which its actions are measured."""
 MICRO_BATCHES_A_STAGE = 8
 """The most micro-batches a stage that are tried if their number is to be chosen."""
 
@@ -115,6 +119,16 @@ def fastest_stages(task: Task, solver: str = "joint", cutoff_s: float = math.inf
         if (whole := search.variant(num)) is not None:
             search.look_at(Case(whole, task.cluster, num_stages, shape, begin_pins(task, num_stages)))
     return search.found()
+
+
+def come_first(alone: Task) -> bool:
+    """Return true if stages are looked at before plans without any, which `alone` asks for: where memory binds those.
+
+    The fastest plan without stages is soon found where it fits as it is, and rules most stages out. Where it does not, it gives
+    time for memory, and to find how much takes long without something to beat.
+    """
+    usable, place = alone.usable_bytes, alone.places[0]
+    return usable is not None and place.solver.kept_bytes(place.settings("joint")) > usable
 
 
 def _numbers(task: Task, num_stages: int) -> list[int]:
@@ -255,6 +269,7 @@ class _Search:
         self.least: list[tuple[float, int, Case]] = []
         self.was_slower = False
         self._wholes: dict[tuple[int, tuple[int, ...]], Case] = {}
+        self._captured: set[int] = set()
 
     def in_order(self) -> list[tuple[int, tuple[int, ...], int]]:
         """Return all numbers of stages, meshes of one and numbers of micro-batches, those first that even stages are fastest for.
@@ -287,6 +302,7 @@ class _Search:
         if self.task.variants is not None and math.isfinite(least_s):
             whole = self._whole(num_stages, shape)
             hopeless = self._share_s(num_stages, shape, num) >= least_s
+            self._count(_CELL_S * num_stages * len(whole.outline.regions) ** 2)
             if not hopeless and len(whole.outline.regions) >= num_stages:
                 hopeless = whole.bound_s(num, least_s) >= least_s
         self.was_slower |= hopeless
@@ -294,7 +310,14 @@ class _Search:
 
     def variant(self, num: int) -> Task | None:
         """Return the task of so many micro-batches, if that can be."""
-        return self.task if self.task.variants is None else self.task.variants.task_of(self.task, num)
+        task = self.task
+        if task.variants is None:
+            return task
+        found = task.variants.task_of(task, num)
+        if found is not None and num not in self._captured:
+            self._captured.add(num)
+            self._count(_CAPTURED_OP_S * len(found.program.ops))
+        return found
 
     def _share_s(self, num_stages: int, shape: tuple[int, ...], num: int) -> float:
         """Return what the busiest of the stages takes at least, by the whole batch."""
@@ -309,6 +332,7 @@ class _Search:
     def look_at(self, case: Case) -> None:
         """Find the fastest stages of a case, unless its bound or the time limit rules it out."""
         num_pieces = len(case.outline.regions)
+        self._count(_CELL_S * case.num_stages * num_pieces**2)
         if num_pieces < case.num_stages:
             if self.task.pipeline != "auto":
                 raise UserError(
@@ -339,6 +363,7 @@ class _Search:
         Where none fit by the table, it learns what those that hold least by it do hold.
         """
         measured = case.measured(options)
+        self._count(_RUN_OP_S * _ops_a_unit(case) * sum(map(len, measured.table.levels)))
         if found := self._by_table(case, measured):
             return found
         judge = case.judge(measured)
@@ -366,7 +391,13 @@ class _Search:
         if self.solver != "joint":
             cuts = recipe_cuts(self.solver, judge)
             return None if cuts is None else judge.judge(cuts, depths_of(judge.table)[0])
-        return fastest(judge, [*self._starts(judge), *(known if judge.table.virtual == 1 else [])])
+        found = fastest(judge, [*self._starts(judge), *(known if judge.table.virtual == 1 else [])])
+        self._count(judge.work_s)
+        return found
+
+    def _count(self, seconds: float) -> None:
+        """Count work, by which the search ends."""
+        self.task.deadline.count(seconds)
 
     def _starts(self, judge: Judge) -> list[Cuts]:
         table = judge.table
@@ -425,7 +456,11 @@ class _Search:
     def _peaks(self, case: Case, measured: Measured, table: Table, staged: Staged) -> list[int]:
         decisions, begins = self._decided(measured, table, staged)
         schedule, pieces = table.schedule(staged.in_flight), cut(case.task.program, begins)
-        return stage_peaks(case.place, pieces, decisions, schedule, measured.added)
+        num_known = len(measured.added)
+        found = stage_peaks(case.place, pieces, decisions, schedule, measured.added)
+        num_ops = _ops_a_unit(case) * len(case.outline.regions) / case.num_stages
+        self._count(_RUN_OP_S * _RUNS_OF_STAGE * num_ops * (len(measured.added) - num_known))
+        return found
 
     def _decided(self, measured: Measured, table: Table, staged: Staged) -> tuple[Decisions, tuple[str, ...]]:
         levels = [level for own in table.by_piece(staged.cuts, staged.fits) for level in own]
@@ -476,6 +511,10 @@ class _Search:
             f"{enough} would do (an estimate), or try more stages or smaller micro-batches",
             least,
         )
+
+
+def _ops_a_unit(case: Case) -> float:
+    return len(case.task.program.ops) / len(case.outline.regions)
 
 
 def _learn(table: Table, staged: Staged, peaks: Sequence[int]) -> None:

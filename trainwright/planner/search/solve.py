@@ -284,12 +284,12 @@ class Solver:
         cost, budget = {memory.peak: 1.0}, settings.budget_bytes
         floor_s = settings.floor_s or self.lower_bound_s()
         if model.num_columns > self.effort.few_columns and floor_s > 0:
-            scale = (self._kept_bytes(settings) / _KEPT_TO_LEAST if budget is None else budget) / MIB
+            scale = (self.kept_bytes(settings) / _KEPT_TO_LEAST if budget is None else budget) / MIB
             rate = TIME_WEIGHT * scale / floor_s
             cost.update({column: rate * seconds for column, seconds in enumerate(model.cost) if seconds})
         return cost
 
-    def _kept_bytes(self, settings: Settings) -> float:
+    def kept_bytes(self, settings: Settings) -> float:
         """Return what the rows count of the fastest sharding when everything is kept."""
         fastest = self.without_memory(settings)
         return 0.0 if fastest.values is None else self._rows_peak(read_choice(fastest.values, self.plain()[1], None))
