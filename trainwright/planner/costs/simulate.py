@@ -124,6 +124,19 @@ def simulate_stage(
         )
 
 
+_Sizes = Mapping[str, int]
+"""Bytes by category."""
+
+
+@dataclass(frozen=True)
+class _Added:
+    """What an action leaves behind, and what there is at its peak beside what was there before it."""
+
+    left: _Sizes
+    most: _Sizes
+    at: str
+
+
 @dataclass(frozen=True)
 class StageBytes:
     """What each action of a stage adds to its memory, measured on few micro-batches: it is the same at any depth.
@@ -131,21 +144,37 @@ class StageBytes:
     The first, the last and the other micro-batches differ: gradients are made by the first backward.
     """
 
-    begins: int
-    """The bytes alive before the first action."""
-    added: dict[_ActionKey, tuple[int, int]]
-    """By action, the bytes that it leaves behind, and the most that it holds meanwhile beside those before it."""
-    behind: int
-    """The most that the end of the step holds beside what is alive behind the last action."""
+    ran: Simulation
+    """The step of few micro-batches."""
+    num_ran: int
+    one: tuple[_Sizes, _Sizes]
+    """The bytes that one micro-batch sends, and its calls, by kind of collective."""
+    begins: _Sizes
+    """What is alive before the first action."""
+    added: dict[_ActionKey, _Added]
+    behind: _Added
+    """The end of the step, behind the last action."""
 
-    def peak_bytes(self, schedule: Schedule, stage: int) -> int:
-        """Return the peak of a step of `schedule`, by adding up its actions in order."""
+    def simulation(self, schedule: Schedule, stage: int) -> Simulation:
+        """Return the simulation of a step of `schedule`, whose memory is what its actions add in their order."""
         of_stage = _OfStage((), schedule, (), stage)
-        live = peak = self.begins
-        for action in of_stage.actions():
-            left, most = self.added[_key_of(action, of_stage.num_followed)]
-            peak, live = max(peak, live + most), live + left
-        return max(peak, live + self.behind)
+        live, most = Counter(self.begins), Counter(self.begins)
+        at = self.ran.peak_at
+        added = [self.added[_key_of(action, of_stage.num_followed)] for action in of_stage.actions()]
+        for each in (*added, self.behind):
+            if live.total() + sum(each.most.values()) > most.total():
+                most, at = Counter(live), each.at
+                most.update(each.most)
+            live.update(each.left)
+        more = schedule.num_micro_batches - self.num_ran
+        sent, calls = (
+            {kind: num + more * one[kind] for kind, num in found.items()}
+            for found, one in zip((self.ran.comm_bytes, self.ran.comm_calls), self.one)
+        )
+        breakdown = {category: size for category, size in most.items() if size}
+        return replace(
+            self.ran, peak_bytes=most.total(), peak_at=at, breakdown=breakdown, comm_bytes=sent, comm_calls=calls
+        )
 
 
 _ActionKey = tuple[str, str, int, bool, bool]
@@ -178,17 +207,38 @@ def stage_bytes(
     is_plain = schedule.virtual == 1 and not schedule.splits_backward
     in_flight = tuple(min(depth, _FEW - 1) for depth in schedule.in_flight) if is_plain else schedule.in_flight
     short = replace(schedule, num_micro_batches=min(_FEW, schedule.num_micro_batches), in_flight=in_flight)
-    seen: list[tuple[Action, int, int]] = []
-    of_stage = _OfStage(pieces, short, tied, pieces[0].index, seen)
+    notes = _Notes()
+    of_stage = _OfStage(pieces, short, tied, pieces[0].index, notes)
     programs = [piece.program for piece in pieces]
     with threads(num_threads):
         found = _simulate(programs, decisions, make_optimizer, target, None, False, optimizer_cost, None, of_stage)
-    live = begins = of_stage.seen_before[0]
-    added = {}
-    for action, peak, after in seen:
-        added[_key_of(action, of_stage.num_followed)] = after - live, peak - live
+    (begins, _, _), *rest = notes.seen
+    live, added = begins, {}
+    for action, (after, peak, at) in zip(notes.actions, rest, strict=True):
+        added[_key_of(action, of_stage.num_followed)] = _Added(_less(after, live), _less(peak, live), at)
         live = after
-    return StageBytes(begins, added, found.peak_bytes - live)
+    end = _Added({}, _less(found.breakdown, live), found.peak_at)
+    return StageBytes(found, short.num_micro_batches, notes.one, begins, added, end)
+
+
+def _less(sizes: _Sizes, before: _Sizes) -> dict[str, int]:
+    return {category: sizes.get(category, 0) - before.get(category, 0) for category in {**sizes, **before}}
+
+
+@dataclass
+class _Notes:
+    """What a simulated stage holds, action by action."""
+
+    actions: list[Action] = field(default_factory=list)
+    seen: list[tuple[_Sizes, _Sizes, str]] = field(default_factory=list)
+    """What is alive before the first action and behind each, what was at the peak since the entry before, and where that was."""
+    one: tuple[_Sizes, _Sizes] = ({}, {})
+
+    def note(self, tracker: MemoryTracker) -> None:
+        """Note what is alive, and the peak since the last time."""
+        peak, at = dict(tracker.peak_breakdown), tracker.peak_at
+        tracker.take_peak()
+        self.seen.append((tracker.live_breakdown, peak, at))
 
 
 @dataclass(frozen=True)
@@ -200,10 +250,8 @@ class _OfStage:
     tied: Sequence[str]
     place: int
     """The index of the stage."""
-    seen: list[tuple[Action, int, int]] | None = None
-    """Where each action is noted with its peak and with what is alive behind it; the simulation's own peak is that of the end."""
-    seen_before: list[int] = field(default_factory=list)
-    """The bytes alive before the first action, where actions are noted."""
+    notes: _Notes | None = None
+    """Where each action is noted; the simulation's own peak is then that of the end of the step."""
 
     @property
     def num_followed(self) -> int:
@@ -417,8 +465,9 @@ def _stage_step(
     one: list[Counter[str]] = [Counter(), Counter()]
 
     def note(action: Action) -> None:
-        if of_stage.seen is not None:
-            of_stage.seen.append((action, tracker.take_peak(), tracker.live_bytes))
+        if of_stage.notes is not None:
+            of_stage.notes.actions.append(action)
+            of_stage.notes.note(tracker)
         for place, each in enumerate(counted):
             if action.micro == 0 and not action.what:
                 one[place].update({kind: each[kind] - before[place][kind] for kind in each})
@@ -429,9 +478,9 @@ def _stage_step(
     pieces = list(map(Piece, of_stage.pieces, executors))
     runner = PipelineRunner(pieces, of_stage.actions(), NoLink(), of_stage.tied)
     state = run_state(None, tracker.target)
-    if of_stage.seen is not None:
-        tracker.take_peak()
-        of_stage.seen_before.append(tracker.live_bytes)
+    if of_stage.notes is not None:
+        of_stage.notes.note(tracker)
+        of_stage.notes.one = one[0], one[1]
     loss = runner.run(rest, [part] * of_stage.num_followed, state, tracker, note)
     left_out = of_stage.schedule.num_micro_batches - of_stage.num_followed
     for each, of_one in zip(counted, one):

@@ -53,14 +53,19 @@ def price_stages(
     schedule: Schedule,
     hops: Sequence[Hop],
     known: dict[Any, Simulation] | None = None,
+    added: dict[Any, StageBytes] | None = None,
 ) -> PricedStages:
     """Simulate every stage and price the step. `place` is the task on one stage's ranks.
 
-    pieces: those of all stages, in the order of the model. hops: the links between neighbouring stages. known: a cache of
-    simulations of stages under the same layouts.
+    pieces: those of all stages, in the order of the model. hops: the links between neighbouring stages. known, added: caches of
+    simulations of stages under the same layouts, in full and by action; where `added` is given, stages are put together of their
+    actions if that is exact.
     """
     stages = [pieces[stage :: schedule.num_stages] for stage in range(schedule.num_stages)]
-    simulations = simulate_stages(place, stages, decisions, schedule, {} if known is None else known)
+    if added is not None and adds_up(pieces, schedule):
+        simulations = stages_by_action(place, stages, decisions, schedule, added)
+    else:
+        simulations = simulate_stages(place, stages, decisions, schedule, {} if known is None else known)
     sums = _tied_sums(place, pieces, decisions, hops, schedule.num_stages)
     rows = [_piece_rows(place, own, simulation, decisions, hops) for own, simulation in zip(stages, simulations)]
     seconds = [rows[at % len(rows)][at // len(rows)][0] for at in range(len(pieces))]
@@ -100,14 +105,17 @@ def simulate_stages(
     return found
 
 
-def stage_peaks(
-    place: Place, pieces: Sequence[Stage], decisions: Decisions, schedule: Schedule, known: dict[Any, StageBytes]
-) -> list[int]:
-    """Return the peak of every stage, put together of what its actions add; `known` is a cache of that.
+def stages_by_action(
+    place: Place,
+    stages: Sequence[Sequence[Stage]],
+    decisions: Decisions,
+    schedule: Schedule,
+    known: dict[Any, StageBytes],
+) -> list[Simulation]:
+    """Return the simulation of every stage, put together of what its actions add; `known` is a cache of that.
 
     Stages that differ in depth alone are run once, on few micro-batches, so it takes a small part of `simulate_stages`.
     """
-    stages = [pieces[stage :: schedule.num_stages] for stage in range(schedule.num_stages)]
     shared = shared_by(stages)
     found = []
     for at, stage in enumerate(stages):
@@ -119,8 +127,13 @@ def stage_peaks(
                 target=place.task.cluster.device.kind,
                 num_threads=place.task.num_threads, optimizer_cost=place.task.optimizer_cost,
             )  # fmt: skip
-        found.append(known[key].peak_bytes(schedule, at))
+        found.append(known[key].simulation(schedule, at))
     return found
+
+
+def adds_up(pieces: Sequence[Stage], schedule: Schedule) -> bool:
+    """Return true if what actions add is the same at any depth: no interleaved piece hands on a tensor that it was given."""
+    return schedule.virtual == 1 or not any(set(piece.given) & set(piece.handed) for piece in pieces)
 
 
 def _looks(

@@ -4,7 +4,7 @@ For each case that its bound does not rule out, the solver gives layouts on one 
 parameters take ever less of the budget. For each layout there are a table (`measure`), cuts to start from (`program`,
 `recipes`) and the fastest stages that moves reach (`cuts`), with one piece a stage, with several, and with a split backward.
 Actions of these stages are then run on fake tensors: if a peak differs from its estimate, the table learns the difference, and
-the levels are chosen anew, until all stages are within the budget. The fastest are simulated in full at the end.
+the levels are chosen anew, until all stages are within the budget.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .ask import begin_pins, check_task, numbers_of_stages, schedules
 from .cuts import Cuts, Judge, Staged, depths_of, fastest, leanest, nothing_fits_bytes
 from .floors import Floors, add_tied
 from .measure import Measured, Outline, measure
-from .price import PricedStages, hops_of, price_stages, stage_peaks
+from .price import PricedStages, hops_of, price_stages, stages_by_action
 from .program import Least, bound_s, propose
 from .recipes import PIPELINE_RECIPES, recipe_cuts
 from .table import Spans, Table
@@ -437,7 +437,7 @@ class _Search:
         return judge, self._chosen(judge, [staged.cuts])
 
     def _simulated(self) -> tuple[Case, StagedAnswer] | None:
-        """Return the fastest candidate that fits when every stage of it is simulated in full; what does not is chosen anew."""
+        """Return the fastest candidate, priced; where what actions add is not exact and it does not fit, it is chosen anew."""
         best: tuple[Case, StagedAnswer] | None = None
         for found in reversed(self.candidates):
             judge, staged = found.judge, found.staged
@@ -457,10 +457,11 @@ class _Search:
         decisions, begins = self._decided(measured, table, staged)
         schedule, pieces = table.schedule(staged.in_flight), cut(case.task.program, begins)
         num_known = len(measured.added)
-        found = stage_peaks(case.place, pieces, decisions, schedule, measured.added)
+        stages = [pieces[stage :: case.num_stages] for stage in range(case.num_stages)]
+        found = stages_by_action(case.place, stages, decisions, schedule, measured.added)
         num_ops = _ops_a_unit(case) * len(case.outline.regions) / case.num_stages
         self._count(_RUN_OP_S * _RUNS_OF_STAGE * num_ops * (len(measured.added) - num_known))
-        return found
+        return [simulation.peak_bytes for simulation in found]
 
     def _decided(self, measured: Measured, table: Table, staged: Staged) -> tuple[Decisions, tuple[str, ...]]:
         levels = [level for own in table.by_piece(staged.cuts, staged.fits) for level in own]
@@ -471,7 +472,7 @@ class _Search:
         stages = cut(case.task.program, begins)
         hops = hops_of(case.cluster, case.num_stages)
         schedule = table.schedule(staged.in_flight)
-        priced = price_stages(case.place, stages, decisions, schedule, hops, measured.simulations)
+        priced = price_stages(case.place, stages, decisions, schedule, hops, measured.simulations, measured.added)
         return StagedAnswer(case.cluster, begins, schedule, decisions, priced)
 
     def found(self) -> Found | None:
