@@ -270,6 +270,9 @@ def _search_stages(task: Task, solver: str) -> Found:
     return _Free(task, solver).found()
 
 
+_NOT_WITHOUT = "the time limit ended the search for plans without stages; a larger --time-limit looks further"
+
+
 class _Free:
     """Plans with stages and plans without any: what is found first is what the others have to beat."""
 
@@ -298,6 +301,10 @@ class _Free:
         if staged is None:
             assert self.refusal is not None
             raise self.refusal
+        if plain is None and whole.has_passed:
+            return replace(
+                staged, notes=(*staged.notes, _NOT_WITHOUT), unseen_meshes=(*staged.unseen_meshes, "no stages")
+            )
         if plain is None:
             return staged
         return replace(staged, answer=staged.answer.bounded(min(staged.answer.bound_s, plain.answer.bound_s)))

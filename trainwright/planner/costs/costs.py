@@ -31,7 +31,7 @@ from ...program.transition import Step, gradient_layout, step_bytes, transition
 from ...rank.early_sums import said_by_the_batch
 from ...rank.local import consecutive_range, sampled_form
 from ...rank.offload import MIN_BYTES
-from ...torch_internals.fakes import new_mode
+from ...torch_internals.fakes import FakeMode, new_mode
 from .update import Updates
 
 LEAST_SHARE = 1 / 256
@@ -159,6 +159,11 @@ class CostModel:
         """Return, for each axis, the first axis over the same kind of link; collectives of both share that link."""
         rates = [(axis.bandwidth_bytes_per_s, axis.latency_s) for axis in self.axes]
         return tuple(rates.index(rate) for rate in rates)
+
+    @cached_property
+    def fakes(self) -> FakeMode:
+        """Return the mode in which ops run on fake tensors; one for all, since making one takes as long as an op."""
+        return new_mode()
 
     @property
     def _comm_factor(self) -> float:
@@ -478,7 +483,7 @@ class Inner:
 
 def inner_costs(costs: CostModel, group: Group, op: Op, split: Split) -> Inner:
     """Run the local form of `op` on fake tensors, if it asks for a group of ranks, and return what it takes."""
-    with new_mode():
+    with costs.fakes:
         return _inner_costs(_Probe(costs, group, op, split), op)
 
 
