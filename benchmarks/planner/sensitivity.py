@@ -118,7 +118,7 @@ def scaled(cluster: Cluster, compute: float, memory: float, links: float) -> Clu
 def _seconds(planned: Place, priced: Place, budget: int | None) -> float | None:
     """Return what a step of the plan made at one place takes at another."""
     planned.task.budget_bytes = budget
-    answer = planned.solve("joint")
+    answer = solve_on(planned, "joint")
     return priced.price(planned.overlapped(answer)[0].simulation).step_s if isinstance(answer, Answer) else None
 
 
