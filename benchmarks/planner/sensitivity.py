@@ -24,6 +24,7 @@ from trainwright.artifacts import Cluster
 from trainwright.capture.export import capture
 from trainwright.hardware import resolve
 from trainwright.models import zoo
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for
 from trainwright.planner.search.answer import Answer
 from trainwright.planner.task import Place

@@ -15,10 +15,11 @@ from trainwright.capture.export import capture
 from trainwright.hardware import resolve
 from trainwright.planner import make_plan
 from trainwright.planner.best_first import solve_on
+from trainwright.planner.forms import spaces_of
 from trainwright.planner.meshes import mesh_shapes
 from trainwright.planner.model.sharding import is_plain
 from trainwright.planner.search.effort import GAP
-from trainwright.planner.spaces import Ways, spaces_of
+from trainwright.planner.ways import Ways
 from trainwright.profiler.saved import whole_program
 from trainwright.program.program import build_program
 

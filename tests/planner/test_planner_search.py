@@ -19,7 +19,7 @@ from benchmarks.planner.places import place_of
 from tests.builders import deep_program, peaks, task
 from trainwright.capture.export import capture
 from trainwright.models import zoo
-from trainwright.planner import best_first, spaces
+from trainwright.planner import best_first, ways
 from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for
 from trainwright.planner.model.deadline import LEAST_S, Deadline
@@ -29,7 +29,7 @@ from trainwright.planner.search import fitting, guard, solve, stages
 from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.search.solve import Solver
-from trainwright.planner.spaces import Ways
+from trainwright.planner.ways import Ways
 from trainwright.program.program import build_program
 
 
@@ -173,7 +173,7 @@ def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_ag
 
 def test_a_deadline_that_ends_before_anything_is_found_is_refused_with_more_time(place, monkeypatch):
     monkeypatch.setattr(Ways, "_solve", lambda *_: Infeasible(Outcome.STOPPED))
-    monkeypatch.setattr(spaces, "first_that_fits", lambda *_: None)
+    monkeypatch.setattr(ways, "first_that_fits", lambda *_: None)
     monkeypatch.setattr(best_first, "last_resort", lambda *_: None)
     with pytest.raises(tw.Refusal, match=r"more time is needed: joint found no plan in 30 s.*--time-limit 120"):
         best_first.search(place.task, "joint")
@@ -220,7 +220,7 @@ def test_ctrl_c_interrupts_where_nothing_is_known_or_when_pressed_again(place, m
         return Infeasible(Outcome.STOPPED)
 
     monkeypatch.setattr(Ways, "_solve", pressed)
-    monkeypatch.setattr(spaces, "first_that_fits", lambda *_: None)
+    monkeypatch.setattr(ways, "first_that_fits", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         best_first.search(place.task, "joint")
     assert bool(went_on) is (num_presses == 1)

@@ -1,8 +1,8 @@
 """The search of one question: of all spaces that wait, the one with the least bound is searched next.
 
 One incumbent holds the fastest plan, what is proven, the clock and Ctrl-C (`incumbent`); a space says what may follow from its
-result (`spaces`). Each takes at most half of the time that is left, so that none starves those behind it, and so do all of one rank
-where others wait.
+result (`ways`, `forms`). Each takes at most half of the time that is left, so that none starves those behind it, and so do all
+spaces of one rank where others wait.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import math
 from dataclasses import replace
 
 from ..artifacts import Refusal
+from .forms import beginning, following
 from .incumbent import Found, Incumbent
 from .model.deadline import Deadline
 from .model.outcome import Outcome
 from .refusals import NothingFits
 from .search.answer import Answer, Infeasible
 from .search.proposals import last_resort
-from .spaces import Space, Ways, beginning
 from .task import Place, Task
+from .ways import Space, Ways
 
 STOPPED = "the search was stopped by Ctrl-C; this is the best plan found by then"
 
@@ -75,7 +76,7 @@ def _look_through(incumbent: Incumbent, spaces: list[Space], is_one_mesh: bool =
         space = heapq.heappop(queue)[-1]
         if not space.is_wanted(incumbent):
             continue
-        for new in space.search(incumbent, not queue):
+        for new in itertools.chain(space.search(incumbent, not queue), following(space, incumbent)):
             if isinstance(new, Ways) or not is_one_mesh:
                 heapq.heappush(queue, (max(rank, new.rank), new.bound_s, next(order), new))
     if incumbent.best is None and incumbent.proposal is None and incumbent.recipe == "joint":

@@ -109,11 +109,6 @@ class Incumbent:
             self.best = found
         return is_faster
 
-    def propose(self, place: Place, answer: Answer) -> None:
-        """Hold a plan that took no search, unless there is one."""
-        self.proposal = self.proposal or (place, answer)
-        place.task.best.seconds = min(place.task.best.seconds, answer.objective_s)
-
     def found(self) -> Found | None:
         """Return the fastest plan with what is proven of all spaces, and what was not searched; None where there is none."""
         self._judge_proposal()
@@ -170,7 +165,9 @@ class Incumbent:
         if not self.task.sampled or self.recipe != "joint":
             return
         is_sampled = best.place.task.sampled > 0
-        if is_sampled and self.best_exact is not None:
+        if is_sampled and self.best_exact is None:
+            yield "no plan was found with exact gradients"
+        elif is_sampled and self.best_exact is not None:
             yield f"with exact gradients the fastest step that was found takes {1e3 * self.best_exact.step_s:.4g} ms"
         elif not is_sampled:
             yield "no linear map is sampled, all gradients are exact: none was found to make a step faster"

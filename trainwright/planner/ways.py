@@ -1,28 +1,18 @@
-"""The spaces of a question: what may be searched by itself, what follows from the result, and when that is worth it.
+"""One mesh as a space of the search, looked through for each way in which parameters travel (`rank.travel`).
 
-`Ways`      a program on a mesh, its parameters travelling one way after the other (`rank.travel`)
-`Form`      the same question in a form that takes less memory or computes less: more micro-batches, a loss in chunks, no
-            offloading, sampled gradients; it is captured when its turn comes, and opens the meshes of that program
-`Stages`    all cuts into pipeline stages
-
-Each has a bound in seconds that none of its plans beats, a rank (forms that change what a step gives are looked at last), and
-says, when its turn comes, whether it is still wanted; `best_first` holds the queue.
+`Space` is what `best_first` holds in its queue; `forms` has the other kinds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
-from ..artifacts import UserError
 from .costs.price import Price
 from .incumbent import Found, Incumbent
-from .meshes import mesh_shapes
 from .model.hidden import EXPOSED
 from .model.outcome import Outcome
-from .pipeline.search import NoStagesFit, NotAllSeen, fastest_stages
 from .problem.recipes import restriction
 from .search.answer import Answer, Infeasible, Settings
 from .search.effort import GAP, NEAR
@@ -30,7 +20,7 @@ from .search.guard import no_slower_than_known, unproven
 from .search.proposals import first_that_fits
 from .search.solve import Solver, both
 from .search.two_stage import solve_two_stage
-from .task import Place, Task
+from .task import Place
 
 _AHEAD = ("ahead", "as seen", "buckets", "none")
 """Where computation hides what travels, the way that hides most comes first; what holds less follows."""
@@ -40,14 +30,13 @@ _KNOWN = "fsdp"
 """The recipe that `joint` is held against where that takes little: of those that hold little, it is solved soonest."""
 _GROWTH = 12.0
 """The factor by which one more axis lengthens a relaxation."""
-RANK_PLAIN, RANK_STAGES, RANK_CHUNKS, RANK_SAMPLED = range(4)
 
 
 class Space:
     """A part of what may be chosen."""
 
     bound_s: float = 0.0
-    rank: int = RANK_PLAIN
+    rank: int = 0
 
     def is_wanted(self, incumbent: Incumbent) -> bool:
         """Return true if it may hold something faster; what is left out for lack of time, the incumbent is told."""
@@ -59,45 +48,6 @@ class Space:
         is_last: nothing else waits, so all of the time may be taken.
         """
         raise NotImplementedError
-
-
-def spaces_of(task: Task, recipe: str, rank: int = RANK_PLAIN) -> list[Space]:
-    """Return the spaces that a question begins with."""
-    if task.pipeline is not None:
-        staged = Stages(task, recipe, max(rank, RANK_STAGES))
-        if task.pipeline != "auto" or recipe != "joint":
-            return [staged]
-        return [*spaces_of(_with(task, pipeline=None), recipe, rank), staged]
-    return [Ways(place, recipe, rank=rank) for place in _places(task, recipe)]
-
-
-def beginning(task: Task, recipe: str) -> list[Space]:
-    """Return the spaces of the form of a question that is looked at first, and the forms that are looked at in any case.
-
-    Where offloading is left to the planner, what fits without is among what is searched with it.
-    """
-    may_offload = task.offload == "auto" and recipe == "joint" and not task.goes_again
-    first, later = task, list[Space]()
-    if may_offload and task.has_host and task.budget_bytes is not None and task.pipeline != "auto":
-        first = _with(first, offload="host")
-    if task.sampled and recipe == "joint" and not any(pin.endswith("=sampled") for pin in task.pins):
-        later.append(Form(partial(_with, first), recipe, rank=RANK_SAMPLED))
-        first = _with(first, sampled=0.0)
-    if first.chunked is not None and first.chunked.is_free:
-        later.append(Form(partial(first.chunked.task, first), recipe, rank=RANK_CHUNKS, is_needed=_is_bound))
-    return [*spaces_of(first, recipe), *later]
-
-
-def _with(task: Task, **changes: object) -> Task:
-    found = replace(task, **changes)  # type: ignore[arg-type]
-    found.records = task.records
-    return found
-
-
-def _places(task: Task, recipe: str) -> Sequence[Place]:
-    if recipe == "megatron" and task.mesh is None and not task.pins:
-        return task.places_on(mesh_shapes(task.cluster, ordered=True))
-    return task.places
 
 
 @dataclass(eq=False)
@@ -118,12 +68,14 @@ class Ways(Space):
     refused: Infeasible | None = None
     """Why `joint` has none, of a recipe that it is held against."""
     bound_s: float = 0.0
-    rank: int = RANK_PLAIN
+    rank: int = 0
     is_beside: bool = False
     """True for a recipe that `joint` is held against, which no answer on this mesh cuts off."""
     is_again: bool = False
     """True if a part of the time has not been enough."""
     is_relaxed: bool = False
+    is_bound: bool = False
+    """True once memory is known to bind: nothing fits, or what does gives time for memory."""
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -193,9 +145,12 @@ class Ways(Space):
         )  # fmt: skip
 
     def _propose(self, incumbent: Incumbent, settings: Settings) -> None:
+        """Give the incumbent a plan that takes no search, unless it has one."""
         known = None if incumbent.proposal else first_that_fits(self.place, self.recipe, settings)
         if known is not None:
-            incumbent.propose(self.place, known)
+            incumbent.proposal = self.place, known
+            if settings.progress is not None:
+                settings.progress.fits(known.objective_s)
 
     def _solve(self, settings: Settings) -> Answer | Infeasible:
         if self.recipe == "two-stage":
@@ -218,28 +173,30 @@ class Ways(Space):
     def _after(self, incumbent: Incumbent, answer: Answer) -> Iterator[Space]:
         if self.refused is not None:
             answer = unproven(self.place.solver, answer)
+        if self.is_beside or (self.known is not None and self.known.answer.binds):
+            # memory binds, or this would not have been looked at
+            answer = replace(answer, row_budget=answer.row_budget or float(self.place.task.usable_bytes or 0))
         found = Found(self.place, *self.place.overlapped(answer))
         incumbent.offer(found)
         self.known = found if self.known is None or found.step_s < self.known.step_s else self.known
+        self.is_bound = self.known.answer.binds
         yield from self._next()
-        if answer.binds:
-            yield from _forms(self, incumbent)
 
     def _after_nothing(self, incumbent: Incumbent, refused: Infeasible, is_whole: bool) -> Iterator[Space]:
         is_slower = refused.outcome is Outcome.SLOWER
         incumbent.was_slower |= is_slower
-        if self.known is not None or self.is_beside:
+        if self.known is not None:
             yield from self._next()
         elif self.turn < self._last and is_slower != self.place.solver.hides:
             # GPUs try the way that holds most first, CPUs the one that holds least
             yield replace(self, turn=self._skip(self.turn + 1))
         elif refused.outcome is Outcome.STOPPED and not is_whole:
             yield replace(self, is_again=True)
-        elif not is_slower:
+        elif not is_slower and not self.is_beside:
             incumbent.failures.append((self.place, refused))
+            self.is_bound = True
             if refused.outcome is Outcome.STOPPED:
                 yield from self._beside(refused)
-            yield from _forms(self, incumbent)
 
     @property
     def _last(self) -> int:
@@ -257,7 +214,7 @@ class Ways(Space):
             if self._is_worth_it(self.ways[turn], self.known):
                 yield replace(self, turn=turn, is_again=False)
                 return
-        if self.known.answer.binds:
+        if self.known.answer.binds and not self.is_beside:
             yield from self._beside()
 
     def _beside(self, refused: Infeasible | None = None) -> Iterator[Space]:
@@ -292,126 +249,3 @@ def _delta(answer: Answer, price: Price) -> float:
     """Return the share of parameters on their way that a step exposes, by the price of an answer."""
     missed_s = price.step_s - answer.objective_s
     return EXPOSED + (1 - EXPOSED) * missed_s / (price.hidden_comm_s + missed_s)
-
-
-@dataclass(eq=False)
-class Form(Space):
-    """The question in another form; `make` captures it, and returns None where there is no such form."""
-
-    make: Callable[[], Task | None]
-    recipe: str
-    bound_s: float = 0.0
-    rank: int = RANK_PLAIN
-    is_needed: Callable[[Incumbent], bool] = lambda incumbent: True
-    task: Task | None = None
-    """The question, where the number of micro-batches makes the form."""
-    number: int = 0
-    """That number."""
-
-    def is_wanted(self, incumbent: Incumbent) -> bool:
-        if not self.is_needed(incumbent) or self.bound_s >= incumbent.step_s * (1 - GAP):
-            return False
-        if incumbent.is_late and self.number:
-            incumbent.unseen_numbers.add(self.number)
-        return not incumbent.is_late
-
-    def search(self, incumbent: Incumbent, is_last: bool) -> Iterator[Space]:
-        if self.rank == RANK_SAMPLED and incumbent.best_exact is None:
-            incumbent.best_exact = incumbent.best
-        task = self.make()
-        if task is None:
-            if self.task is not None:
-                yield from _more_micro_batches(self.task, self.number, self.recipe, self.bound_s, self.rank)
-            return
-        for space in spaces_of(task, self.recipe, self.rank):
-            space.bound_s = max(space.bound_s, self.bound_s)
-            yield space
-
-
-def _forms(space: Ways, incumbent: Incumbent) -> Iterator[Space]:
-    """Yield the forms that may be faster where memory binds the question of `space`, each once.
-
-    More micro-batches never make a step faster by themselves: they gather weights and start kernels once for each, and add
-    gradients up. A loss in chunks does not either: its products are smaller. A problem without offloading has half the columns,
-    so where the answer is far from what is proven, it may be solved better.
-    """
-    task, recipe = space.place.task, space.recipe
-    if space.is_beside:
-        return
-    if task.variants is not None and incumbent.opens(f"more than {task.program.num_runs}", task):
-        yield from _more_micro_batches(task, task.program.num_runs, recipe, space.bound_s, space.rank)
-    chunked = task.chunked
-    if chunked is not None and recipe == "joint" and not chunked.is_free and incumbent.opens("chunks", task):
-        yield Form(partial(chunked.task, task), recipe, rank=max(space.rank, RANK_CHUNKS), is_needed=_is_nothing)
-    if (
-        incumbent.task.offload != "auto"
-        or recipe != "joint"
-        or not task.has_host
-        or not incumbent.opens("offload", task)
-    ):
-        return
-    if task.offload == "host":
-        yield Form(partial(_with, task, offload="none"), recipe, space.bound_s, space.rank, _is_far)
-    elif (
-        task.offload == "auto" and incumbent.task.pipeline == "auto"
-    ):  # stages offload nothing, and were looked at first
-        yield Form(partial(_with, task, offload="host"), recipe, rank=RANK_CHUNKS, is_needed=_is_nothing)
-
-
-def _more_micro_batches(task: Task, num: int, recipe: str, bound_s: float, rank: int) -> Iterator[Form]:
-    """Yield the form of the next number of micro-batches, which computes no less than the one before."""
-    assert task.variants is not None
-    if more := [number for number in task.variants.numbers if number > num]:
-        yield Form(partial(task.variants.task_of, task, min(more)), recipe, bound_s, rank, _is_bound, task, min(more))
-
-
-def _is_nothing(incumbent: Incumbent) -> bool:
-    return incumbent.best is None
-
-
-def _is_bound(incumbent: Incumbent) -> bool:
-    """Return true unless the best plan fits as it is: then what takes less memory is not faster."""
-    return incumbent.best is None or incumbent.best.answer.binds
-
-
-def _is_far(incumbent: Incumbent) -> bool:
-    best = incumbent.best
-    if best is None:
-        return any(failure.outcome is Outcome.STOPPED for _, failure in incumbent.failures)
-    return best.staged is None and best.step_s > (1 + NEAR) * best.answer.floor_s
-
-
-@dataclass(eq=False)
-class Stages(Space):
-    """All cuts of the model into pipeline stages."""
-
-    task: Task
-    recipe: str
-    rank: int = RANK_STAGES
-
-    @property
-    def _is_free(self) -> bool:
-        """True if no stages may be better than any."""
-        return self.task.pipeline == "auto" and self.recipe == "joint"
-
-    def is_wanted(self, incumbent: Incumbent) -> bool:
-        return True
-
-    def search(self, incumbent: Incumbent, is_last: bool) -> Iterator[Space]:
-        self.task.deadline = incumbent.deadline
-        try:
-            found = fastest_stages(self.task, self.recipe, incumbent.step_s)
-        except NotAllSeen as cut_short:
-            incumbent.said.append(str(cut_short))
-            incumbent.unseen_stages = cut_short.unseen
-            return
-        except (NoStagesFit, UserError) as refused:
-            if not self._is_free:
-                raise
-            incumbent.said.append(f"no pipeline stages: {refused}")
-            return
-        if found is not None:
-            incumbent.offer(found)
-        elif self._is_free:
-            incumbent.said.append("pipeline stages were looked at: none are faster than none")
-        yield from ()
