@@ -174,7 +174,6 @@ def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_ag
 def test_a_deadline_that_ends_before_anything_is_found_is_refused_with_more_time(place, monkeypatch):
     monkeypatch.setattr(Ways, "_solve", lambda *_: Infeasible(Outcome.STOPPED))
     monkeypatch.setattr(ways, "first_that_fits", lambda *_: None)
-    monkeypatch.setattr(best_first, "last_resort", lambda *_: None)
     with pytest.raises(tw.Refusal, match=r"more time is needed: joint found no plan in 30 s.*--time-limit 120"):
         best_first.search(place.task, "joint")
     assert place.task.deadline.limited(1e9) <= 30

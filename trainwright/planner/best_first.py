@@ -19,7 +19,6 @@ from .model.deadline import Deadline
 from .model.outcome import Outcome
 from .refusals import NothingFits
 from .search.answer import Answer, Infeasible
-from .search.proposals import last_resort
 from .task import Place, Task
 from .ways import Space, Ways
 
@@ -79,18 +78,6 @@ def _look_through(incumbent: Incumbent, spaces: list[Space], is_one_mesh: bool =
         for new in itertools.chain(space.search(incumbent, not queue), following(space, incumbent)):
             if isinstance(new, Ways) or not is_one_mesh:
                 heapq.heappush(queue, (max(rank, new.rank), new.bound_s, next(order), new))
-    if incumbent.best is None and incumbent.proposal is None and incumbent.recipe == "joint":
-        _resort(incumbent)
-
-
-def _resort(incumbent: Incumbent) -> None:
-    """Offer what the recipe of few choices finds, where the time ended the search with nothing."""
-    for place, failure in incumbent.failures:
-        if failure.outcome is Outcome.STOPPED or incumbent.deadline.has_passed:
-            answer = last_resort(place, place.settings(incumbent.recipe))
-            if answer is not None:
-                incumbent.offer(Found(place, *place.overlapped(answer)))
-                return
 
 
 def _tried(incumbent: Incumbent) -> str:

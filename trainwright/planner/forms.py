@@ -2,7 +2,8 @@
 
 A form trains the same model on the same batch: in more micro-batches, with its loss in chunks, without offloading, with sampled
 gradients. None makes a step faster by itself, but for the last; they take less memory, or are solved sooner, and are looked at
-where memory binds. Ranks order what changes the results: whole logits before a loss in chunks, exact gradients before sampled.
+where memory binds. Ranks order what changes the results: whole logits before a loss in chunks, exact gradients before sampled
+(1 is that of `ways.Ways` where all else found nothing).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .search.effort import GAP, NEAR
 from .task import Place, Task
 from .ways import Space, Ways
 
-RANK_PLAIN, RANK_STAGES, RANK_CHUNKS, RANK_SAMPLED = range(4)
+RANK_PLAIN, RANK_STAGES, RANK_CHUNKS, RANK_SAMPLED = 0, 2, 3, 4
 
 
 def spaces_of(task: Task, recipe: str, rank: int = RANK_PLAIN) -> list[Space]:

@@ -28,6 +28,10 @@ _ONE_BY_ONE = ("none", "buckets")
 """Where nothing is hidden, one by one comes first, since it is soon proven; shared latencies follow."""
 _KNOWN = "fsdp"
 """The recipe that `joint` is held against where that takes little: of those that hold little, it is solved soonest."""
+RANK_OF_REFUSED = 1
+"""The rank of that recipe where the search of everything found nothing in its time."""
+_LEAST_S = 30.0
+"""The seconds that it then has at least: few choices take that long on a loaded machine only."""
 _GROWTH = 12.0
 """The factor by which one more axis lengthens a relaxation."""
 
@@ -70,7 +74,7 @@ class Ways(Space):
     bound_s: float = 0.0
     rank: int = 0
     is_beside: bool = False
-    """True for a recipe that `joint` is held against, which no answer on this mesh cuts off."""
+    """True for a recipe that `joint` is held against, which no answer on this mesh cuts off, or that is tried where it has none."""
     is_again: bool = False
     """True if a part of the time has not been enough."""
     is_relaxed: bool = False
@@ -87,6 +91,8 @@ class Ways(Space):
         return _AHEAD if self.recipe == "joint" else tuple(way for way in _AHEAD if way != "as seen")
 
     def is_wanted(self, incumbent: Incumbent) -> bool:
+        if self.refused is not None:
+            return incumbent.best is None and incumbent.proposal is None
         is_first = self.turn == 0 and not self.is_beside
         if incumbent.is_late or (is_first and incumbent.best is not None and self._is_dear(incumbent)):
             if is_first:
@@ -110,6 +116,8 @@ class Ways(Space):
             yield self
             return
         task = self.place.task
+        if self.refused is not None:
+            incumbent.deadline.extend(_LEAST_S)
         is_only = is_last and len(self.ways) == 1 and task.variants is None
         is_whole = is_only or self.is_again or self.turn == self._last or self.known is not None
         task.deadline = incumbent.deadline if is_whole else incumbent.deadline.first_part()
@@ -221,12 +229,14 @@ class Ways(Space):
         """Yield the space of the recipe that `joint` is held against.
 
         A search of its own lands on other plans that are as good by the objective, which is off by some tenths of a per cent.
+        refused: why there is no answer; then the recipe is tried for want of one.
         """
-        place = self.place
-        if self.recipe != "joint" or place.task.budget_bytes is None or not place.solver.effort.is_held_against_fsdp:
+        place, rank = self.place, self.rank if refused is None else max(self.rank, RANK_OF_REFUSED)
+        is_asked = refused is not None or place.solver.effort.is_held_against_fsdp
+        if self.recipe != "joint" or place.task.budget_bytes is None or not is_asked:
             return
         if all(both(place.restriction("joint").allowed, restriction(place.problem, _KNOWN).allowed).values()):
-            yield Ways(place, _KNOWN, 0, None, refused, self.bound_s, self.rank, is_beside=True, is_relaxed=True)
+            yield Ways(place, _KNOWN, 0, None, refused, self.bound_s, rank, is_beside=True, is_relaxed=True)
 
     def _is_worth_it(self, way: str, known: Found) -> bool:
         """Return true where the next way may gain more than the gap on what the ways before found."""
