@@ -41,7 +41,7 @@ def beginning(task: Task, recipe: str) -> list[Space]:
     """
     may_offload = task.offload == "auto" and recipe == "joint" and not task.goes_again
     first, later = task, list[Space]()
-    if may_offload and task.has_host and task.budget_bytes is not None and task.pipeline != "auto":
+    if may_offload and task.has_host and task.budget_bytes is not None and task.pipeline is None:
         first = _with(first, offload="host")
     if task.sampled and recipe == "joint" and not any(pin.endswith("=sampled") for pin in task.pins):
         later.append(Form(partial(_with, first), recipe, rank=RANK_SAMPLED))
