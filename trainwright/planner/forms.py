@@ -3,7 +3,7 @@
 A form trains the same model on the same batch: in more micro-batches, with its loss in chunks, without offloading, with sampled
 gradients. None makes a step faster by itself, but for the last; they take less memory, or are solved sooner, and are looked at
 where memory binds. Ranks order what changes the results: whole logits before a loss in chunks, exact gradients before sampled
-(1 is that of `ways.Ways` where all else found nothing). Stages come behind plans without any, or before them where memory binds those.
+(1 is that of `ways.Ways` where all else found nothing). Stages come behind plans without any; where memory binds those, before.
 """
 
 from __future__ import annotations
