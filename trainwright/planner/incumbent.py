@@ -148,7 +148,12 @@ class Incumbent:
 
     def _note_of_numbers(self, task: Task) -> Iterator[str]:
         variants = self.task.variants
-        if variants is None or self.best is None or self.best.staged is not None:
+        if variants is None or self.best is None:
+            return
+        if self.best.staged is not None:
+            if self.unseen_numbers:
+                numbers = ", ".join(map(str, sorted(self.unseen_numbers)))
+                yield f"the time limit left no time for plans without stages in {numbers} micro-batches; a larger --time-limit does"
             return
         num = task.program.num_runs
         if num > 1:

@@ -66,7 +66,7 @@ def _cuts(found: Explanation) -> list[str]:
                 if cut.extra_s == 0
                 else f"{format_s(abs(cut.extra_s))} {'longer' if cut.extra_s > 0 else 'shorter'}"
             )
-            why = f"next best {cut.other}: a step {more}, with what each stage reruns chosen anew"
+            why = f"next best {cut.other}: a simulated step {more}, with what each stage reruns chosen anew"
         lines.append(f"        stage {cut.stage} begins at {cut.begins}; {why}")
     return lines
 

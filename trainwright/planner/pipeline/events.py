@@ -312,4 +312,4 @@ _Transfer = tuple[str, int, int, int]
 def _kind_of(slot: int) -> Kind:
     """Return what a stage does in the seconds of a slot."""
     kind = _SLOTS[slot % len(_SLOTS)]
-    return "send" if kind in ("hand", "return") else kind
+    return "send" if kind == "hand" or kind == "return" else kind

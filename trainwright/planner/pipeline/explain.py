@@ -1,16 +1,22 @@
-"""Explains why a plan's stages begin where they do: the price of moving each cut while the others stay."""
+"""Explains why a plan's stages begin where they do: the price of moving each cut while the others stay.
+
+Places near a cut are ranked by the table; the next best is then run on fake tensors and priced as a plan is. Where it does not fit
+so, the one behind it is.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ...artifacts import ExplainedCut, Plan
 from ...program.decisions import Decisions
+from ...program.stages import cut
 from ..task import Place
-from .cuts import Judge, Staged
-from .measure import Outline, measure_as_decided
-from .price import hops_of
+from .cuts import Cuts, Judge, Staged
+from .measure import Measured, Outline, measure_as_decided
+from .price import hops_of, price_stages
 from .table import Spans, Table
 
 FURTHEST = 3
@@ -30,12 +36,8 @@ def explain_cuts(plan: Plan, place: Place, decisions: Decisions) -> tuple[Explai
     table = measured.table.scheduled(plan.pipeline.virtual, plan.pipeline.split_backward)
     _learn(plan, table, cuts, measured.levels_of(decisions))
     usable = place.task.usable_bytes
-    judge = Judge(table, math.inf if usable is None else usable)
-    own = judge.judge(cuts, plan.pipeline.in_flight)
-    now_s = plan.predicted.step_s if own is None else own.step_s
-    return tuple(
-        _explained(plan, judge, outline.names, cuts, stage, now_s) for stage in range(1, plan.pipeline.num_pieces)
-    )
+    around = _Around(plan, place, measured, Judge(table, math.inf if usable is None else usable), cuts)
+    return tuple(around.explained(stage) for stage in range(1, plan.pipeline.num_pieces))
 
 
 def _learn(plan: Plan, table: Table, cuts: tuple[int, ...], levels: Sequence[int]) -> None:
@@ -51,24 +53,47 @@ def _learn(plan: Plan, table: Table, cuts: tuple[int, ...], levels: Sequence[int
         table.learn(spans, excess)
 
 
-def _explained(
-    plan: Plan, judge: Judge, names: Sequence[str], cuts: tuple[int, ...], stage: int, now_s: float
-) -> ExplainedCut:
-    assert plan.pipeline is not None
-    edges = (0, *cuts, len(names) + 1)
-    low, high = edges[stage - 1] + 1, edges[stage + 1] - 1
-    own = cuts[stage - 1]
-    near = [unit for unit in range(max(low, own - FURTHEST), min(high, own + FURTHEST) + 1) if unit != own]
-    found: list[tuple[float, int, Staged]] = []
-    for unit in near:
-        other = judge.judge((*cuts[: stage - 1], unit, *cuts[stage:]), plan.pipeline.in_flight)
-        if other is not None:
-            found.append((other.step_s, unit, other))
-    best = min(found, key=lambda row: row[:2], default=None)
-    return ExplainedCut(
-        stage=stage,
-        begins=plan.pipeline.begins[stage - 1],
-        other=None if best is None else names[best[1] - 1],
-        extra_s=None if best is None else best[0] - now_s,
-        num_tried=len(near),
-    )
+@dataclass(frozen=True, eq=False)
+class _Around:
+    """A plan's cuts, and what it takes to price others near them."""
+
+    plan: Plan
+    place: Place
+    measured: Measured
+    judge: Judge
+    cuts: Cuts
+
+    def explained(self, stage: int) -> ExplainedCut:
+        """Return the fastest other unit near at which a stage could begin, as simulated."""
+        names, pipeline = self.measured.outline.names, self.plan.pipeline
+        assert pipeline is not None
+        edges = (0, *self.cuts, len(names) + 1)
+        low, high = edges[stage - 1] + 1, edges[stage + 1] - 1
+        own = self.cuts[stage - 1]
+        near = [unit for unit in range(max(low, own - FURTHEST), min(high, own + FURTHEST) + 1) if unit != own]
+        found: list[tuple[float, int, Staged]] = []
+        for unit in near:
+            other = self.judge.judge((*self.cuts[: stage - 1], unit, *self.cuts[stage:]), pipeline.in_flight)
+            if other is not None:
+                found.append((other.step_s, unit, other))
+        for _, unit, other in sorted(found, key=lambda row: row[:2]):
+            step_s = self._simulated_s(other)
+            if step_s is not None:
+                extra_s = step_s - self.plan.predicted.step_s
+                return ExplainedCut(stage, pipeline.begins[stage - 1], names[unit - 1], extra_s, len(near))
+        return ExplainedCut(stage, pipeline.begins[stage - 1], None, None, len(near))
+
+    def _simulated_s(self, other: Staged) -> float | None:
+        """Return the simulated seconds of a step of other cuts; None if a stage holds more than the budget."""
+        table, task = self.judge.table, self.place.task
+        levels = [level for own in table.by_piece(other.cuts, other.fits) for level in own]
+        priced = price_stages(
+            self.place,
+            cut(task.program, self.measured.begins(other.cuts)),
+            self.measured.staged(levels),
+            table.schedule(other.in_flight),
+            hops_of(self.plan.cluster, self.plan.num_stages),
+            self.measured.simulations,
+            self.measured.added,
+        )
+        return priced.predicted.step_s if priced.predicted.peak_bytes <= self.judge.budget_bytes else None

@@ -70,7 +70,7 @@ class Outline:
     def surroundings(self) -> list[tuple[Any, ...]]:
         """Return, for each unit, its kind and which ops of what kinds of units it reads; equal ones take equally long."""
         unit_of = {region.index: unit for unit, own in enumerate(self.regions) for region in own}
-        found = []
+        found: list[tuple[Any, ...]] = []
         for own in self.regions:
             read = [tensor.producer for region in own for tensor in region.externals if tensor.producer is not None]
             found.append(

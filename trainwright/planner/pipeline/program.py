@@ -99,11 +99,11 @@ def _of_pieces_in_turn(
     finds whether some cuts meet these. Z is halved in on. What stage 0 takes beyond m t is in its t, which others wait for, or
     behind its last backward.
     """
-    num, m = len(in_flight), float(m)
+    num = len(in_flight)
     forward = np.array([0.0, *itertools.accumulate(each.forward_s for each in least)])
     backward = np.array([0.0, *itertools.accumulate(each.backward_s for each in least)])
     taken = np.array([0.0, *itertools.accumulate(each.micro_s for each in least)])
-    total = np.array([0.0, *itertools.accumulate(each.total_s(int(m)) for each in least)])
+    total = np.array([0.0, *itertools.accumulate(each.total_s(m) for each in least)])
     needs = forward[:, None] + total[None, :] - total[:, None]
     rows = np.repeat(needs[None], num, axis=0)
     if not splits_backward:

@@ -440,7 +440,8 @@ class _Search:
         """Return the fastest candidate, priced; where what actions add is not exact and it does not fit, it is chosen anew."""
         best: tuple[Case, StagedAnswer] | None = None
         for found in reversed(self.candidates):
-            judge, staged = found.judge, found.staged
+            judge: Judge = found.judge
+            staged: Staged | None = found.staged
             for _ in range(MAX_CORRECTIONS):
                 if staged is None or staged.step_s >= (self.cutoff_s if best is None else best[1].step_s):
                     break
