@@ -265,7 +265,10 @@ def test_megatron_reduces_four_activations_a_layer():
 
 
 @pytest.mark.parametrize("name", ["bert-tiny", "vit-tiny", "resnet-tiny", "mixtral-tiny"])
-@pytest.mark.parametrize(("hardware", "mesh"), [("cpu:2", (2,)), ("cpu:4", (4,)), ("cpu:4", (2, 2))])
+@pytest.mark.parametrize(
+    ("hardware", "mesh"),
+    [("cpu:2", (2,)), pytest.param("cpu:4", (4,), marks=pytest.mark.slow), ("cpu:4", (2, 2))],
+)
 def test_megatron_always_has_a_plan(name, hardware, mesh):
     program = tiny_program(name)
     plan = make_plan(**question(program, hardware, mesh=mesh), solver="megatron")

@@ -21,7 +21,7 @@ from trainwright.runtime.batch import own_rows
 
 PEAK_BAR = 0.01
 MODELS = [("gpt2-tiny", 0.55), ("llama-tiny", 0.55), ("vit-tiny", 0.6), ("t5-tiny", 0.5)]
-IN_CI = {"gpt2-tiny"}
+IN_CI = {"vit-tiny"}
 GRID = [pytest.param(*case, id=case[0], marks=() if case[0] in IN_CI else pytest.mark.slow) for case in MODELS]
 OWN = "tests/models/micro.py"
 
