@@ -30,6 +30,7 @@ from ..program.sampling import share_of
 from ..program.stages import cut
 from ..rank.stage_actions import Schedule
 from .budget import budget_for
+from .compiled import check_compiled
 from .costs.costs import OptimizerCost
 from .costs.effects import NO_EFFECT, without_effect
 from .costs.price import Price
@@ -121,7 +122,7 @@ def check(
     """
     task = task_of(plan, program, optimizer_cost, make_optimizer)
     task.budget_bytes = budget_bytes
-    predicted, simulation, where = as_written(plan, task)
+    predicted, simulation, where = as_written(plan, task) if plan.compile is None else (*check_compiled(plan, task), "")
     budget, usable = task.budget_bytes, task.usable_bytes
     if budget is not None and usable is not None and simulation.peak_bytes > usable:
         more = budget_for(simulation.peak_bytes, task.divisor) - budget
@@ -132,7 +133,8 @@ def check(
         )
     notes = tuple(note for note in plan.notes if not note.startswith(NO_EFFECT))
     if plan.is_edited:
-        notes += without_effect(plan, program, simulation.executor)
+        if isinstance(simulation, Simulation):
+            notes += without_effect(plan, program, simulation.executor)
         solver = plan.solver.model_copy(update={"status": EDITED, "gap": None})
     elif budget != plan.budget_bytes:
         solver = plan.solver.model_copy(update={"status": "feasible", "gap": None})

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 
 from ..program.drawing import needs_state
-from .execute import Executor
 from .instructions import Compute, Instruction, Ref
+
+if TYPE_CHECKING:
+    from .execute import Executor
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Piece:
     outputs: tuple[int, ...]
     graph: fx.GraphModule
 
+    @cached_property
+    def text(self) -> str:
+        """Return the graph's code; pieces that compute the same have the same."""
+        return self.graph.code
+
 
 def pieces(executor: Executor) -> list[Piece | range]:
     """Return the program in order: graphs, and ranges of instructions that run one by one."""
@@ -37,14 +45,21 @@ def pieces(executor: Executor) -> list[Piece | range]:
         if region in executor.reruns or executor.last_offload >= 0:
             found.append(range(start, stop))
             continue
-        begin = start
-        for index in range(start, stop + 1):
-            if index == stop or not _computes(executor.local.instructions[index]):
-                if index > begin:
-                    found.append(_piece(executor, begin, index))
-                if index < stop:
-                    found.append(range(index, index + 1))
-                begin = index + 1
+        found += cut(executor, start, stop)
+    return found
+
+
+def cut(executor: Executor, start: int, stop: int) -> list[Piece | range]:
+    """Return the instructions `start` to `stop` as graphs and, where one does more than compute, as ranges of one."""
+    found: list[Piece | range] = []
+    begin = start
+    for index in range(start, stop + 1):
+        if index == stop or not _computes(executor.local.instructions[index]):
+            if index > begin:
+                found.append(_piece(executor, begin, index))
+            if index < stop:
+                found.append(range(index, index + 1))
+            begin = index + 1
     return found
 
 
@@ -67,7 +82,7 @@ def _piece(executor: Executor, start: int, stop: int) -> Piece:
 
 def _graph(instructions: Sequence[Compute], inputs: Sequence[int], outputs: Sequence[int]) -> fx.GraphModule:
     graph = fx.Graph()
-    nodes = {value: graph.placeholder(f"v{value}") for value in inputs}
+    nodes = {value: graph.placeholder(f"v{place}") for place, value in enumerate(inputs)}  # pieces alike read alike
 
     def filled(tree: Any) -> Any:
         if isinstance(tree, Ref):

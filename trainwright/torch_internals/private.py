@@ -60,6 +60,7 @@ __all__ = [
     "is_profiled",
     "is_random",
     "is_view",
+    "keeping",
     "laid_out_as_compiled",
     "local_part",
     "mode_of",
@@ -489,7 +490,8 @@ def compiled_by_script(take: Take) -> Iterator[None]:
     original, how = torch.compile, _up_to_kernels(take)  # one backend: pieces of one code share their graphs
 
     def compile(model: Any = None, *, fullgraph: bool = False, disable: bool = False, **_: Any) -> Any:
-        return original(model, fullgraph=fullgraph, disable=disable, **how)
+        # torch takes its own option out of the dict, so each compilation needs a dict of its own
+        return original(model, fullgraph=fullgraph, disable=disable, **{**how, "options": dict(how["options"])})
 
     with _compiling_anew():
         torch.compile = compile  # type: ignore[assignment]
@@ -497,6 +499,16 @@ def compiled_by_script(take: Take) -> Iterator[None]:
             yield
         finally:
             torch.compile = original  # type: ignore[assignment]
+
+
+def keeping(share: float) -> AbstractContextManager[Any]:
+    """Let graphs whose first call is inside keep for their backward that share of what the partitioner would keep by itself.
+
+    0: the graph's inputs alone; between, it decides by a knapsack of bytes and FLOPs. 1 is its own choice.
+    """
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(activation_memory_budget=share)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

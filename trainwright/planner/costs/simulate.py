@@ -177,7 +177,7 @@ def _simulate(
     for each in executors:
         _fuse_attention(each, target)
         with mode:
-            sources.update(_fake_sources(each.local, sources))
+            sources.update(fake_sources(each.local, sources))
         for tensor in each.local.program.given:
             del sources[tensor]  # it comes with each micro-batch
     params = [value for tensor, value in sources.items() if tensor.role == "param"]
@@ -271,7 +271,7 @@ def _under(call: Call, state: RunState) -> Call:
     return run
 
 
-def _fake_sources(local: LocalProgram, known: Mapping[Tensor, Any] | None = None) -> dict[Tensor, Any]:
+def fake_sources(local: LocalProgram, known: Mapping[Tensor, Any] | None = None) -> dict[Tensor, Any]:
     """Return the rank's part of every parameter, buffer, batch entry and constant, as a fake tensor; skip those in `known`."""
     mesh, coords = local.communicator.mesh, local.communicator.coords
     sources: dict[Tensor, Any] = {}

@@ -29,7 +29,7 @@ from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...torch_internals.fakes import new_mode
 from ..costs.price import RegionSeconds, begin_seconds, price_regions
-from ..costs.simulate import Simulation, _fake_sources, _fuse_attention
+from ..costs.simulate import Simulation, fake_sources, _fuse_attention
 from ..model.decode import Choice, decisions_from
 from ..problem.problem import Decision, Problem, Use, Want
 from .table import Hop, Level, Param, Table, Unit
@@ -227,7 +227,7 @@ class _Measuring:
         _fuse_attention(executor, self.target)
         mode = new_mode()
         with mode:
-            sources = _fake_sources(executor.local)
+            sources = fake_sources(executor.local)
         tracker = MemoryTracker(self.target)
         live: dict[int, int] = {}
         with KnownValues(mode, fills_memory=False), tracker, torch.enable_grad():
