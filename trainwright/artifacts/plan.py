@@ -346,6 +346,13 @@ class Plan(Artifact):
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
+    def _compiled_is_alone(self) -> Plan:
+        """Blocks are compiled on one device, in one run a step."""
+        if self.compile is not None and (self.num_ranks > 1 or self.micro_batches > 1 or self.pipeline is not None):
+            raise ValueError("a plan with `compile` is of one device, one micro-batch and no stages")
+        return self
+
+    @model_validator(mode="after")
     def _stages_are_whole(self) -> Plan:
         """The stages, their axis and the version belong together."""
         pipeline = self.pipeline

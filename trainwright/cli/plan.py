@@ -140,7 +140,8 @@ def plan(
     tokens: TokensOption = None,
     samples: SamplesOption = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="On one device: torch compiles the blocks; the plan says how much each keeps.")
+        bool,
+        typer.Option("--compile", help="On one device: torch compiles the blocks; the plan says how much each keeps."),
     ] = False,
     time_limit: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="Seconds for the search: what is best by then is taken.")

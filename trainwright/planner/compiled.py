@@ -10,13 +10,14 @@ kernels. How much each block keeps is chosen for all together. With x[r, a] ∈ 
                 Σ_{q < r, a} s[q, a] · x[q, a] + Σ_a v[r, a] · x[r, a]  ≤  M               for each r, its forward
                 Σ_{b ≤ a} x[r, b]  ≥  Σ_{b ≤ a} x[r', b]        where r' is the next of r's class, shares in rising order
 
-t, s, and the peaks from which w and v follow (what is alive then, less what earlier regions keep) are measured on a simulated step in
-which all regions keep share a. The last rows leave one of all orders of equal blocks: earlier ones keep less, since what the
-last ones keep is let go first. The simulation of the mixture has the last word: where it holds more than M, M falls by that.
+t, s, and the peaks from which w and v follow (what is alive then, less what earlier regions keep) are measured on a simulated
+step in which all regions keep share a. The last rows leave one of all orders of equal blocks: earlier ones keep less, since what
+the last ones keep is let go first. The simulation of the mixture has the last word: where it holds more than M, M falls by that.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -182,7 +183,7 @@ class _Search:
         return simulated(self.task, replace(self.decisions, compiled=dict(shares or {})))
 
     def _solved(self, budget: int | None) -> dict[int, float] | None:
-        """Return the shares that the rows allow within `budget`, None where there are none; without a budget, those of least peak."""
+        """Return the shares that the rows allow within `budget` (None: those of least peak), or None if there are none."""
         began = time.perf_counter()
         simulations = [self.uniform(share) for share in SHARES]
         found = choose([each.spans for each in simulations], self._next_alike(), budget)
@@ -198,15 +199,15 @@ class _Search:
         found = []
         for region_class in self.task.program.classes:
             own = [places[region.index] for region in region_class.members if region.index in places]
-            found += list(zip(own, own[1:]))
+            found += list(itertools.pairwise(own))
         return found
 
     def _refusal(self, usable: int, least: CompiledSimulation) -> Refusal:
         more = budget_for(least.peak_bytes, self.task.divisor)
         return Refusal(
             f"a peak of at most {size_text(usable)} is needed; compiled blocks that keep next to nothing take "
-            f"{size_text(least.peak_bytes)}, at {least.peak_at}; a budget of {size_text(more, up=True)} would do, or a smaller batch, "
-            "or plan without --compile, which also takes micro-batches"
+            f"{size_text(least.peak_bytes)}, at {least.peak_at}; a budget of {size_text(more, up=True)} would do, or a smaller "
+            "batch, or plan without --compile, which also takes micro-batches"
         )
 
     def _tell(self, text: str) -> None:

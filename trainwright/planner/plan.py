@@ -30,7 +30,7 @@ from ..program.sampling import share_of
 from ..program.stages import cut
 from ..rank.stage_actions import Schedule
 from .budget import budget_for
-from .compiled import check_compiled
+from .compiled import check_compiled, simulated
 from .costs.costs import OptimizerCost
 from .costs.effects import NO_EFFECT, without_effect
 from .costs.price import Price
@@ -122,7 +122,7 @@ def check(
     """
     task = task_of(plan, program, optimizer_cost, make_optimizer)
     task.budget_bytes = budget_bytes
-    predicted, simulation, where = as_written(plan, task) if plan.compile is None else (*check_compiled(plan, task), "")
+    predicted, simulation, where = as_written(plan, task)
     budget, usable = task.budget_bytes, task.usable_bytes
     if budget is not None and usable is not None and simulation.peak_bytes > usable:
         more = budget_for(simulation.peak_bytes, task.divisor) - budget
@@ -133,8 +133,7 @@ def check(
         )
     notes = tuple(note for note in plan.notes if not note.startswith(NO_EFFECT))
     if plan.is_edited:
-        if isinstance(simulation, Simulation):
-            notes += without_effect(plan, program, simulation.executor)
+        notes += without_effect(plan, program, simulation.executor)
         solver = plan.solver.model_copy(update={"status": EDITED, "gap": None})
     elif budget != plan.budget_bytes:
         solver = plan.solver.model_copy(update={"status": "feasible", "gap": None})
@@ -146,6 +145,9 @@ def check(
 
 def as_written(plan: Plan, task: Task) -> tuple[Predicted, Simulation, str]:
     """Return what a plan takes as it stands, the simulation of the rank that holds most, and that rank's stage in words."""
+    if plan.compile is not None:
+        predicted, compiled = check_compiled(plan, task)
+        return predicted, compiled.plain, ""
     (place,) = task.places
     decisions = decisions_of(task.program, plan)
     if plan.pipeline is None:
@@ -162,6 +164,9 @@ def simulate_plan(
 ) -> Simulation:
     """Return the memory over a step of one rank, of the fullest stage where there are several."""
     decisions = decisions_of(program, plan)
+    if plan.compile is not None:
+        task = task_of(plan, program, optimizer_cost, make_optimizer)
+        return simulated(task, decisions).plain
     kind = plan.cluster.device.kind
     if plan.pipeline is None:
         return simulate(program, decisions, make_optimizer, target=kind, timeline=True, optimizer_cost=optimizer_cost)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..artifacts import BatchEntry, OpPlan, ParamPlan, Plan, UserError
@@ -77,6 +77,11 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
             "the plan's `offload` (tier, in_flight_bytes) is needed where values are offloaded; it has none; add it, or plan anew"
         )
     decisions.compiled = shares_of(program, plan)
+    if decisions.compiled is not None and (chosen := sorted(decisions.recomputed | decisions.offloaded)):
+        raise UserError(
+            f"what a compiled block keeps is said by its share in `compile`; {chosen[0]} is recomputed or offloaded by itself; "
+            "take that out, or `compile`"
+        )
     decisions.in_flight_bytes = plan.offload.in_flight_bytes if plan.offload is not None else 0
     return decisions
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...artifacts import Cluster, MemoryPoint
@@ -27,7 +26,7 @@ from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...rank.run_state import RunState
 from ...torch_internals.fakes import new_mode
-from .simulate import MakeOptimizer, fake_sources
+from .simulate import MakeOptimizer, Simulation, fake_sources
 
 
 @dataclass
@@ -54,8 +53,17 @@ class CompiledSimulation:
     update_s: float
     num_graphs: int
     num_kernels: int
+    num_calls: int
     spans: list[SpanCost] = field(repr=False)
     timeline: list[MemoryPoint] = field(repr=False)
+    executor: Executor = field(repr=False)
+
+    @property
+    def plain(self) -> Simulation:
+        """The same as the simulation of a plan that is not compiled has it."""
+        return Simulation(
+            self.peak_bytes, self.peak_at, self.breakdown, {}, {}, self.num_calls, [self.executor], self.timeline
+        )
 
 
 def simulate_compiled(
@@ -99,8 +107,10 @@ def _simulate(
         sum(tally.time_s for (phase, *_), tally in run.totals.tallies.items() if phase == "update"),
         found.num_graphs,
         found.num_kernels,
+        run.tracker.num_ops,
         marks.costs(),
         list(run.timed_timeline()),
+        executor,
     )
 
 
@@ -122,9 +132,7 @@ class _Step(nn.Module):
         self.inputs = {tensor.key: tensor for tensor in sources if tensor.role == "input"}
 
     def forward(self, **batch: Any) -> list[Any]:
-        return self.executor.run(
-            {**self.held, **{self.inputs[key]: value for key, value in batch.items()}}, RunState()
-        )
+        return self.executor.run({**self.held, **{self.inputs[key]: value for key, value in batch.items()}}, RunState())
 
 
 @dataclass

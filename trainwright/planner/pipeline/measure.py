@@ -29,7 +29,7 @@ from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...torch_internals.fakes import new_mode
 from ..costs.price import RegionSeconds, begin_seconds, price_regions
-from ..costs.simulate import Simulation, fake_sources, _fuse_attention
+from ..costs.simulate import Simulation, _fuse_attention, fake_sources
 from ..model.decode import Choice, decisions_from
 from ..problem.problem import Decision, Problem, Use, Want
 from .table import Hop, Level, Param, Table, Unit
