@@ -146,11 +146,6 @@ class WideLogits(nn.Module):
 
 def titan(row: Row) -> Program:
     data, num_layers, date = row.data["model"], row.data["model"]["layers"], row.data["source"]["date"]
-    if row.data["compile"].startswith("compile") and row.data["activation_checkpointing"].startswith("full"):
-        raise CannotExpress(
-            "compiled blocks that are recomputed whole, around whose attention torch keeps the state of random numbers by an op "
-            "that a profile does not follow yet"
-        )
     is_2d = row.data["parallelism"]["kind"] == "2d"
     shards, ways = _mesh_of(row)
     recent = date >= LOGITS_LET_GO

@@ -159,6 +159,7 @@ class _Graph:
 
     def __init__(self, module: fx.GraphModule, is_backward: bool, static: frozenset[int], step: CompiledStep) -> None:
         self.module, self.is_backward, self.static, self.step = module, is_backward, static, step
+        private.with_plain_random_ops(module, step.is_gpu)
         if not is_backward:
             private.laid_out_as_compiled(module, step.is_gpu)
         _lay_out_as_viewed(module.graph)
