@@ -219,7 +219,7 @@ def _wrapped(
                 "wrap the model in it and return that"
             )
         with mode:
-            model.to_empty(device="cpu")
+            _onto_the_cpu(model)
         with explained(model, batch):
             faked_batch = _fake_batch(as_batch(batch), mode)
             loss_fn = loss_fn if loss_fn is not None else question.loss_fn
@@ -236,6 +236,17 @@ def _wrapped(
         f"one of {processes} processes that exchange nothing in a step: the function does not wrap its model (fully_shard, "
         "DistributedDataParallel, parallelize_module)"
     ]
+
+
+def _onto_the_cpu(model: nn.Module) -> None:
+    """Give a model on the meta device tensors on the CPU; modules that shared a parameter still do, which `to_empty` ends."""
+    first: dict[int, str] = {}
+    names = [(name, id(param)) for name, param in model.named_parameters(remove_duplicate=False)]
+    model.to_empty(device="cpu")
+    for name, key in names:
+        if (shared := first.setdefault(key, name)) != name:
+            path, _, own = name.rpartition(".")
+            setattr(model.get_submodule(path), own, model.get_parameter(shared))
 
 
 def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:
