@@ -371,7 +371,10 @@ class Packed(nn.Module):
         if not self.num_chunks:
             logits = self.model(tokens, mask).float()
             return self.loss(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
-        parts = [self.model.output(part) for part in self.model.before_output(tokens, mask).tensor_split(self.num_chunks, dim=1)]
+        parts = [
+            self.model.output(part)
+            for part in self.model.before_output(tokens, mask).tensor_split(self.num_chunks, dim=1)
+        ]
         logits = [part.reshape(-1, part.shape[-1]) for part in parts]
         labels = [part.reshape(-1) for part in targets.tensor_split(self.num_chunks, dim=1)]
         del parts

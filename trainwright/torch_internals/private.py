@@ -569,7 +569,9 @@ def with_plain_random_ops(graph: torch.fx.GraphModule, is_gpu: bool) -> None:
                         plain.meta = dict(taken.meta)
                         taken.replace_all_uses_with(plain)
                         continue
-                    state = graph.graph.call_function(torch.ops.aten.empty.memory_format, ([size],), {"dtype": torch.uint8})
+                    state = graph.graph.call_function(
+                        torch.ops.aten.empty.memory_format, ([size],), {"dtype": torch.uint8}
+                    )
                     state.meta = {**taken.meta, "val": taken.meta["val"].new_empty(size)}
                     taken.replace_all_uses_with(state)
             for taken in list(node.users):

@@ -175,7 +175,7 @@ def _simulate(
     mode = new_mode()
     sources: dict[Tensor, Any] = {}
     for each in executors:
-        _fuse_attention(each, target)
+        fuse_attention(each, target)
         with mode:
             sources.update(fake_sources(each.local, sources))
         for tensor in each.local.program.given:
@@ -256,7 +256,7 @@ class _Gathered:
         return cls(max(0, state), max(0, step))
 
 
-def _fuse_attention(executor: Executor, target: Target) -> None:
+def fuse_attention(executor: Executor, target: Target) -> None:
     """Make attention run as the fused kernel that a GPU would run, if `target` is a GPU."""
     for instruction in executor.local.instructions:
         if isinstance(instruction, Compute) and find(instruction.op.name).fused_on_gpu:

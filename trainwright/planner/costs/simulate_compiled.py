@@ -26,7 +26,7 @@ from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...rank.run_state import RunState
 from ...torch_internals.fakes import new_mode
-from .simulate import MakeOptimizer, Simulation, fake_sources
+from .simulate import MakeOptimizer, Simulation, fake_sources, fuse_attention
 
 
 @dataclass
@@ -82,6 +82,7 @@ def _simulate(
     program: Program, decisions: Decisions, make_optimizer: MakeOptimizer, cluster: Cluster
 ) -> CompiledSimulation:
     executor = Executor(build_local(program, decisions, SimulatedCommunicator(decisions.mesh, None)))
+    fuse_attention(executor, cluster.device.kind)
     mode = new_mode()
     step = CompiledStep(cluster.device, mode)
     with step.of_script():

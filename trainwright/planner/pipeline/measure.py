@@ -29,7 +29,7 @@ from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...torch_internals.fakes import new_mode
 from ..costs.price import RegionSeconds, begin_seconds, price_regions
-from ..costs.simulate import Simulation, _fuse_attention, fake_sources
+from ..costs.simulate import Simulation, fake_sources, fuse_attention
 from ..model.decode import Choice, decisions_from
 from ..problem.problem import Decision, Problem, Use, Want
 from .table import Hop, Level, Param, Table, Unit
@@ -224,7 +224,7 @@ class _Measuring:
 
     def _kept(self, executor: Executor) -> list[float]:
         """Return the bytes that each unit keeps for the backward of one micro-batch."""
-        _fuse_attention(executor, self.target)
+        fuse_attention(executor, self.target)
         mode = new_mode()
         with mode:
             sources = fake_sources(executor.local)
