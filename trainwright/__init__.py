@@ -120,6 +120,7 @@ def profile(
     autocast: DtypeLike | None = None,
     accumulate: int = 1,
     keep_grads: bool = False,
+    clip_norm: float | None = None,
     processes: int = 1,
     tf32: bool = False,
     expandable_segments: bool = False,
@@ -141,6 +142,7 @@ def profile(
     autocast: the type of `torch.autocast` around forward and loss: `"bf16"` or `torch.bfloat16`, `"fp16"`.
     accumulate: micro-batches (each like `batch`) to a step.
     keep_grads: the loop zeroes gradients (`zero_grad(set_to_none=False)`, torch's default before 2.0) and keeps them.
+    clip_norm: the loop clips gradients to this norm before the update, by `torch.nn.utils.clip_grad_norm_`.
     hardware: as for `hardware()`; the step's time is predicted on one of its devices, and a GPU's differences modelled.
     processes: `model` is then a function that makes a model and wraps it (`fully_shard`, `parallelize_module`) as a script
         does in one of so many processes; it returns that, or `(model, batch)`, or `(model, batch, loss_fn)`, the batch this
@@ -178,6 +180,7 @@ def profile(
         autocast=as_dtype_name(autocast),
         accumulate=accumulate,
         keep_grads=keep_grads,
+        clip_norm=clip_norm,
         processes=processes,
         expandable_segments=expandable_segments,
         hardware=cluster,

@@ -178,7 +178,9 @@ def titan(row: Row) -> Program:
     return Program(
         make, (tokens, tokens), _hardware(row), read, None if recent else _fp32_loss,
         _fused_adamw if row.data["optimizer"].endswith("fused") else _foreach_adamw,
-        {"processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"])},
+        {
+            "processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"]), "clip_norm": row.clip_norm,
+        },
         loss_parallel if is_2d else nullcontext,
     )  # fmt: skip
 
@@ -351,7 +353,7 @@ def foundry(row: Row) -> Program:
 
     tokens = ids(row.data["micro_batch_per_gpu"], row.data["seq_len"])
     read = "FSDP1 stands as fully_shard, bf16 gather and reduction; attention is SDPA's flash kernel in place of flash-attn"
-    options = {"processes": row.num_gpus, "accumulate": row.data["accumulation"]}
+    options = {"processes": row.num_gpus, "accumulate": row.data["accumulation"], "clip_norm": row.clip_norm}
     return Program(make, (tokens, tokens), _hardware(row), read, _fp32_loss, _foreach_adamw, options)
 
 
