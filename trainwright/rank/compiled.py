@@ -1,8 +1,9 @@
 """Runs a local program with its blocks compiled by torch, each a graph that keeps its own share for the backward.
 
 A span is a block, or what stands between two: the instructions from the first of one region to the first of the next. It is
-compiled as one graph, or as several with what draws random numbers or writes buffers run uncompiled between them. Spans that
-read alike share their graphs, so that a model of many equal blocks is compiled as fast as one of few.
+compiled as one graph, or as several with what draws random numbers or writes buffers run uncompiled between them; masks of dropout
+are drawn before and are inputs of the graph. Spans that read alike share their graphs, so that a model of many equal blocks is
+compiled as fast as one of few.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..torch_internals import private
 from .instructions import Instruction
 from .pieces import Piece, cut
+from .randomness import mask_of
 
 if TYPE_CHECKING:
     from .execute import Executor, Run
@@ -50,7 +52,7 @@ class Compiled:
     def spans(self) -> list[Span]:
         """The program in order."""
         return [
-            Span(region, start, stop, tuple(cut(self.executor, start, stop)))
+            Span(region, start, stop, tuple(cut(self.executor, start, stop, takes_masks=True)))
             for region, start, stop in bounds(self.executor.local.instructions)
         ]
 
@@ -62,7 +64,9 @@ class Compiled:
             made: list[Any] = []
             for piece in span.pieces:
                 if isinstance(piece, Piece):
-                    found = self._graph(span, piece, run.env)(*[run.env[value] for value in piece.inputs])
+                    inputs = [*[run.env[value] for value in piece.inputs], *self._masks(piece, run)]
+                    found = self._graph(span, piece, inputs)(*inputs)
+                    del inputs
                     run.env.update(zip(piece.outputs, found))
                     made += found if self.ends is not None else ()
                     del found
@@ -77,10 +81,16 @@ class Compiled:
             for value in self.executor.frees[index]:
                 run.env.pop(value, None)
 
-    def _graph(self, span: Span, piece: Piece, env: dict[int, Any]) -> Graph:
+    def _masks(self, piece: Piece, run: Run) -> list[Tensor | None]:
+        """Draw the masks of a piece's dropout."""
+        tensors = (run.env[value] for value in piece.inputs)
+        device = next((value.device for value in tensors if isinstance(value, Tensor)), torch.device("cpu"))
+        return [mask_of(instruction, self.executor.coords, run.state, device) for instruction in piece.masks]
+
+    def _graph(self, span: Span, piece: Piece, inputs: Sequence[Any]) -> Graph:
         """Return what runs a piece, the same for all pieces that read alike and have inputs alike."""
         share = self.shares.get(span.region, 1.0)
-        key = (piece.text, share, *[_kind(env[value]) for value in piece.inputs])
+        key = (piece.text, share, *map(_kind, inputs))
         if key not in self._graphs:
             self._graphs[key] = _compiled(piece, share)
         return self._graphs[key]
