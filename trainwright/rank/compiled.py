@@ -44,8 +44,8 @@ class Compiled:
         self.executor, self.shares = executor, shares
         self.begins: Callable[[Span], None] | None = None
         """Told of each span before it runs; a simulation measures them."""
-        self.ends: Callable[[Span, list[Tensor]], None] | None = None
-        """Told of each span when it has run, with the tensors that it hands on."""
+        self.ends: Callable[[Span, set[Any]], None] | None = None
+        """Told of each span when it has run, with the autograd nodes that made what its graphs return."""
         self._graphs: dict[Any, Graph] = {}
 
     @cached_property
@@ -61,20 +61,24 @@ class Compiled:
         for span in self.spans:
             if self.begins is not None:
                 self.begins(span)
-            made: list[Any] = []
+            nodes: set[Any] = set()
             for piece in span.pieces:
                 if isinstance(piece, Piece):
                     inputs = [*[run.env[value] for value in piece.inputs], *self._masks(piece, run)]
                     found = self._graph(span, piece, inputs)(*inputs)
                     del inputs
                     run.env.update(zip(piece.outputs, found))
-                    made += found if self.ends is not None else ()
+                    if self.ends is not None:
+                        nodes |= {
+                            value.grad_fn for value in found if isinstance(value, Tensor) and value.grad_fn is not None
+                        }
                     del found
                     self._free(run, piece)
                 else:
                     self.executor.step(run, span.region, piece.start, piece.stop)
             if self.ends is not None:
-                self.ends(span, [value for value in made if isinstance(value, Tensor)])
+                self.ends(span, nodes)
+            del nodes
 
     def _free(self, run: Run, piece: Piece) -> None:
         for index in range(piece.start, piece.stop):

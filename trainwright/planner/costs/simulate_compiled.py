@@ -163,13 +163,13 @@ class _Marks:
         self.starts[span.start] = self._now()
         self.backs.pop(span.start, None)
 
-    def _end(self, span: Span, made: list[Tensor]) -> None:
+    def _end(self, span: Span, nodes: set[Any]) -> None:
         self.stops[span.start] = self._now()
 
         def back(_: Any) -> None:
             self.backs.setdefault(span.start, self._now())
 
-        for node in {value.grad_fn for value in made if value.grad_fn is not None}:
+        for node in nodes:
             node.register_prehook(back)
 
     def costs(self) -> list[SpanCost]:
