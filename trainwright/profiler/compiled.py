@@ -301,9 +301,10 @@ def _lay_out_as_viewed(graph: fx.Graph) -> None:
             isinstance(source := views[-1].args[0], fx.Node) and source.op == "call_function" and _is_plain_view(source)
         ):
             views.append(source)
-        value = source.meta.get("val") if isinstance(source, fx.Node) else None
-        is_made = isinstance(value, Tensor) and source.op == "call_function" and kind_of(source) == "elementwise"
-        if is_made and not value.is_contiguous() and not _can_be_viewed(value, views):
+        if not isinstance(source, fx.Node) or source.op != "call_function" or kind_of(source) != "elementwise":
+            continue
+        value = source.meta.get("val")
+        if isinstance(value, Tensor) and not value.is_contiguous() and not _can_be_viewed(value, views):
             source.meta["val"] = value.new_empty(value.shape)
 
 
