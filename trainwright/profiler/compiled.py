@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from .run import Question, Run
 
 GRAPH_POOL = "cuda graphs"
-_AS_ONE_PIECE = frozenset({"view", "_unsafe_view"})
 _MOST_STEPS = 4
 
 
@@ -294,7 +293,7 @@ def _lay_out_as_viewed(graph: fx.Graph) -> None:
     makes in rows wherever nobody asks for another order.
     """
     for node in graph.nodes:
-        if node.op != "call_function" or private.packet(node.target) not in _AS_ONE_PIECE:
+        if node.op != "call_function" or not _is_plain_view(node):
             continue
         views: list[Any] = [node]
         while (
