@@ -145,6 +145,11 @@ def make_optimizer(params):
 
 
 @functools.cache
+def blocks_program(num_blocks: int, batch: int = 8):
+    return build_program(capture(Blocks(num_blocks), (torch.ones(batch, 6),), lambda out, _: out))
+
+
+@functools.cache
 def tiny_program(name: str):
     model, batch = zoo.build(name)
     return build_program(capture(model, batch))
@@ -192,7 +197,7 @@ def whole_price_of(place, decisions, overlap=None):
     return price(executor, place.problem.costs, place.task.optimizer_cost)
 
 
-NUM_LAYERS = 12
+NUM_LAYERS = 6
 
 
 @functools.cache

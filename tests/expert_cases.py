@@ -11,7 +11,8 @@ import trainwright as tw
 from tests.models.experts import build
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Refusal
-from trainwright.capture.export import as_batch, capture
+from trainwright.capture.cached import cached_capture
+from trainwright.capture.export import as_batch
 from trainwright.models import zoo
 from trainwright.ops.expert_limits import Limit
 from trainwright.ops.expert_routes import Holders
@@ -35,7 +36,7 @@ def expert_groups(program: Program) -> list[Group]:
 def forced(family: str, mesh: list[int], split: list[str], seed: int, **settings: Any) -> dict[str, Any]:
     """Verify a plan drawn from the whole space but for the experts' split, in float64; an unknown loop is an error."""
     model, batch = build(family, device="meta", **settings)
-    program = build_program(capture(model, batch))
+    program = build_program(cached_capture(model, batch))
     decisions = random_decisions(program, tuple(mesh), seed)
     for group in expert_groups(program):
         names = [loop.name for loop in group.loops]
@@ -58,7 +59,7 @@ def peaks(model: str, plan: str) -> dict[str, Any]:
 
     with module.communicator.settling():
         measured = static + measure(step, num_steps=2).peak_delta_bytes
-    program = build_program(capture(*zoo.build(model, device="meta")))
+    program = build_program(cached_capture(*zoo.build(model, device="meta")))
     chosen, coords = decisions_of(program, parsed), module.communicator.coords
 
     def simulated(rows: dict[str, list[int]] | None) -> int:

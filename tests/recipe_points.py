@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
-
-from tests.plans import plan_of
-from trainwright import optim
-from trainwright.artifacts import ModelRef
-from trainwright.capture.export import capture
-from trainwright.hardware import resolve
-from trainwright.models import zoo
 from trainwright.planner.problem.problem import Decision
 from trainwright.planner.problem.recipes import Restriction
 from trainwright.planner.search.solve import Answer, Infeasible, Settings
-from trainwright.planner.task import Place, Task
-from trainwright.program.program import build_program
-from trainwright.runtime.verification.verify import verify
+from trainwright.planner.task import Place
 
 ANY: list[str] = []
 LLAMA_OPTIMUS = {
@@ -67,18 +56,3 @@ def optimus(place: Place) -> Answer | Infeasible:
             both = [option_name(decision, k) for k in range(len(decision.options))]
             names[decision.key] = [name for name in both if name == "d1/d0"] or [n for n in both if "R" not in n]
     return restricted(place, names)
-
-
-def verify_optimus(model: str) -> dict[str, Any]:
-    """Run it on the ranks that call this."""
-    meta_model, meta_batch = zoo.build(model, device="meta")
-    program = build_program(capture(meta_model, meta_batch))
-    place = Task(
-        program, ModelRef(name="test"), resolve("cpu:4"), None, "adamw", optim.record("adamw"),
-        lambda params: optim.create("adamw", params), mesh=(2, 2),
-    ).places[0]  # fmt: skip
-    answer = optimus(place)
-    assert isinstance(answer, Answer)
-    literals = {name: value for name, value in meta_batch.items() if not isinstance(value, torch.Tensor)}
-    plan = plan_of(program, answer.decisions, literals)
-    return verify(lambda: zoo.build(model, device="cpu"), plan, dtype="float64").model_dump()

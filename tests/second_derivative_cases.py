@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan
+from trainwright.capture.cached import cached_capture
 from trainwright.capture.call import find_loss
-from trainwright.capture.export import capture
 from trainwright.models import zoo
 from trainwright.numerics import hvp
 from trainwright.program.program import build_program
@@ -41,7 +41,7 @@ def build(model: str) -> tuple[nn.Module, Any, Any]:
 def drawn(model: str, mesh: list[int], seed: int) -> tuple[Plan, Any]:
     """A plan from the whole space of layouts in which everything is kept and every parameter travels by itself."""
     net, batch, loss_fn = build(model) if model == "normed" else (*zoo.build(model, device="meta"), None)
-    program = build_program(capture(net.to("meta"), batch, loss_fn))
+    program = build_program(cached_capture(net.to("meta"), batch, loss_fn))
     decisions = random_decisions(program, tuple(mesh), seed, recompute=0.0)
     decisions.overlap = "none"
     literals = {} if isinstance(batch, tuple) else {k: v for k, v in batch.items() if not isinstance(v, Tensor)}

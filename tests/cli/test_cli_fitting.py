@@ -61,7 +61,7 @@ def test_without_a_budget_each_device_has_its_own(capsys: pytest.CaptureFixture[
 
 
 def test_where_nothing_fits_the_answer_is_no(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found, err = answered(capsys, "--hardware", "a100,h100", "--fits", "1KiB")
+    status, found, err = answered(capsys, "--set", "num_hidden_layers=1", "--hardware", "a100,h100", "--fits", "1KiB")
     assert status == 1
     assert not found.fits
     assert "none of these has it" in err

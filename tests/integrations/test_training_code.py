@@ -253,6 +253,7 @@ def test_fabric_runs_a_planned_model(plan_path: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rest.pt", "step-00000000"]
 
 
+@pytest.mark.slow  # test_integrations.py trains by the Trainer and loads what it saved
 def test_the_trainer_runs_a_planned_model_and_its_weights_load_elsewhere(plan_path: Path, tmp_path: Path) -> None:
     import transformers
 

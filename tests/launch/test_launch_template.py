@@ -42,8 +42,9 @@ def is_fork() -> bool:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No template yet, and the session's one afterwards."""
+    """No template yet, one that imports no more than every rank needs, and the session's one afterwards."""
     monkeypatch.setattr(template, "_template", None)
+    monkeypatch.setattr(template, "PACKAGES", ())
 
 
 def test_a_rank_has_the_surroundings_of_the_moment_it_is_started(
@@ -86,7 +87,7 @@ def test_without_a_template_ranks_are_fresh_interpreters(own: None, monkeypatch:
     assert run_processes(HERE + ":is_fork", num_processes=2) == [False, False]
 
 
-def test_ranks_whose_template_is_killed_are_still_told_of_and_ended() -> None:
+def test_ranks_whose_template_is_killed_are_still_told_of_and_ended(own: None) -> None:
     with Workers(2) as workers:
         serving = template._template
         assert serving is not None

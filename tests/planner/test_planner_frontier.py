@@ -10,7 +10,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tests.builders import make_optimizer, question, tiny_program
+from tests.builders import blocks_program, make_optimizer, question, tiny_program
 from trainwright import optim
 from trainwright.artifacts import Plan, Refusal, UserError
 from trainwright.cli.app import app
@@ -23,14 +23,18 @@ def rising(points: list[Plan]) -> bool:
     return all(a[0] < b[0] and a[1] > b[1] for a, b in itertools.pairwise(found))
 
 
+def program_of(name: str):
+    return blocks_program(3, 2048) if name == "blocks" else tiny_program(name)
+
+
 @functools.cache
-def drawn() -> list[Plan]:
-    return frontier(**question(tiny_program("gpt2-tiny")), num_points=5)
+def drawn(name: str) -> list[Plan]:
+    return frontier(**question(program_of(name)), num_points=5)
 
 
-def test_every_point_is_a_plan_that_fits_and_time_never_rises_with_memory():
-    program = tiny_program("gpt2-tiny")
-    points = drawn()
+@pytest.mark.parametrize("name", ["blocks", pytest.param("gpt2-tiny", marks=pytest.mark.slow)])
+def test_every_point_is_a_plan_that_fits_and_time_never_rises_with_memory(name):
+    program, points = program_of(name), drawn(name)
     assert len(points) >= 4
     assert rising(points)
     for plan in points:
@@ -43,7 +47,7 @@ def test_every_point_is_a_plan_that_fits_and_time_never_rises_with_memory():
 
 
 def test_the_order_of_a_frontier_is_checked_on_a_fault():
-    assert not rising(drawn()[::-1])
+    assert not rising(drawn("blocks")[::-1])
 
 
 def test_a_frontier_ends_at_the_budget():

@@ -97,8 +97,13 @@ class Forward:
         return self.now
 
 
-@pytest.mark.parametrize("name", BUILDS)
-@pytest.mark.parametrize("share", [1.05, 0.8, 0.6])
+HURRIED = [(name, share) for name in BUILDS for share in (1.05, 0.8, 0.6)]
+IN_CI = {*(case for case in HURRIED if case[0] == "gnn"), ("gpt2-tiny", 0.6)}
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [pytest.param(*case, marks=() if case in IN_CI else pytest.mark.slow) for case in HURRIED]
+)
 def test_joint_has_a_plan_where_fsdp_has_one_however_little_time_there_is(name: str, share: float, monkeypatch) -> None:
     asked = question(program_of(name), budget_bytes=int(share * peak_of(name, "fsdp")))
     try:
@@ -123,6 +128,7 @@ def test_the_first_plan_is_told_of_before_the_search() -> None:
 # More memory is never slower
 
 
+@pytest.mark.slow  # test_planner_brute_force.py holds plans that may offload against all of them
 def test_a_step_is_no_slower_with_more_memory() -> None:
     """Tensors leave for the host where that is faster than to compute them again, not only where nothing fits without."""
     budgets = (1_043_456, 1_150_000)

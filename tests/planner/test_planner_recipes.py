@@ -5,11 +5,14 @@ Data parallelism, ZeRO-3 under a budget and Megatron stand in `test_planner.py`.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from tests.builders import task, tiny_program
+from tests.plans import plan_of
 from tests.recipe_points import ANY, optimus, restricted
 from trainwright.capture.export import capture
 from trainwright.models import zoo
@@ -17,6 +20,7 @@ from trainwright.planner.best_first import solve_on
 from trainwright.planner.model.decode import Choice, decisions_from
 from trainwright.planner.model.sharding import wants_of
 from trainwright.planner.search.solve import Answer
+from trainwright.planner.task import Place
 from trainwright.program.program import build_program
 
 FP32 = 4
@@ -145,12 +149,18 @@ def test_optimus_sends_blocks_of_activations_and_weights():
     assert dropped["all_gather"] // FP32 == 2 * forward, "gathered again: with the scatters, twice the forward"
 
 
-def test_optimus_holds_a_quarter_of_every_activation():
-    """The whole model: no weight and no activation between blocks is whole along either axis."""
-    program = tiny_program("llama-tiny")
-    (place,) = task(program, "cpu:4", mesh=(2, 2)).places
+@functools.cache
+def optimus_of(name: str) -> tuple[Place, Answer]:
+    (place,) = task(tiny_program(name), "cpu:4", mesh=(2, 2)).places
     answer = optimus(place)
     assert isinstance(answer, Answer)
+    return place, answer
+
+
+def test_optimus_holds_a_quarter_of_every_activation():
+    """The whole model: no weight and no activation between blocks is whole along either axis."""
+    place, answer = optimus_of("llama-tiny")
+    program = place.problem.program
     cut = [d for d in place.problem.groups if d.key.endswith(("}:add", "}:add#2")) or ":linear" in d.key]
     assert len(cut) >= 9
     assert all(min(d.options[answer.choice.options[d]]) >= 0 for d in cut)
@@ -160,5 +170,9 @@ def test_optimus_holds_a_quarter_of_every_activation():
 
 
 def test_optimus_computes_what_one_process_does(pool4):
-    report = pool4.run("tests.recipe_points:verify_optimus", timeout_s=280, model="llama-tiny")[0]
+    place, answer = optimus_of("llama-tiny")
+    plan = plan_of(place.problem.program, answer.decisions)
+    model = {"spec": "zoo:llama-tiny", "options": {}}
+    asked = {"model": model, "plan": plan.to_json(), "dtype": "float64"}
+    report = pool4.run("trainwright.cli.workers:verify", timeout_s=280, **asked)[0]
     assert report["passed"], report

@@ -35,7 +35,7 @@ from trainwright.program.program import build_program
 
 @pytest.fixture
 def place():
-    """A model of twelve layers under a budget that binds."""
+    """A model of many layers under a budget that binds."""
     low, high = peaks()
     (found,) = task(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
     return found

@@ -14,6 +14,7 @@ from tests.pool import Pool
 from trainwright.cli import main
 from trainwright.planner import Task
 from trainwright.planner.best_first import solve_on
+from trainwright.planner.search.effort import GAP
 from trainwright.planner.search.solve import Answer
 from trainwright.program.micro_batches import capture_step
 from trainwright.request import PlanRequest
@@ -21,7 +22,7 @@ from trainwright.runtime.batch import own_rows
 
 PEAK_BAR = 0.01
 MODELS = [("gpt2-tiny", 0.55), ("llama-tiny", 0.55), ("vit-tiny", 0.6), ("t5-tiny", 0.5)]
-IN_CI = {"gpt2-tiny"}
+IN_CI = {"vit-tiny"}
 GRID = [pytest.param(*case, id=case[0], marks=() if case[0] in IN_CI else pytest.mark.slow) for case in MODELS]
 OWN = "tests/models/micro.py"
 
@@ -203,17 +204,20 @@ def test_from_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 def test_a_frontier_is_better_with_more_to_choose_from(pool2: Pool) -> None:
-    model, batch = micro.uneven_labels()
-    points = tw.frontier(model, batch, hardware="cpu:2", micro_batches="auto", num_points=2)
-    one = tw.frontier(model, batch, hardware="cpu:2", num_points=2)
+    found = loaded("zoo:gpt2-tiny")
+    # the time is ample: on a loaded machine a search that the clock ends has looked at one micro-batch alone
+    asked = {"hardware": "cpu:2", "num_points": 2, "time_limit_s": 150.0}
+    points, one = (tw.frontier(found.model, found.batch, micro_batches=num, **asked) for num in ("auto", 1))
     assert {point.micro_batches for point in points} > {1}
-    assert points[0].predicted.peak_bytes <= one[0].predicted.peak_bytes
-    assert points[0].predicted.step_s < one[0].predicted.step_s
+    assert points[0].predicted.peak_bytes < one[0].predicted.peak_bytes
+    for each in one:
+        among = [point for point in points if point.predicted.peak_bytes <= each.predicted.peak_bytes]
+        assert min(point.predicted.step_s for point in among) <= each.predicted.step_s * (1 + GAP)
     peaks = [point.predicted.peak_bytes for point in points]
     steps = [point.predicted.step_s for point in points]
     assert peaks == sorted(peaks)
     assert steps == sorted(steps, reverse=True)
-    verified(pool2, f"{OWN}:uneven_labels", points[0])
+    verified(pool2, "zoo:gpt2-tiny", points[0])
 
 
 @pytest.mark.slow

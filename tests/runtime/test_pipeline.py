@@ -36,7 +36,7 @@ def check(pool: Pool, options: dict[str, Any], update: bool = False) -> None:
         case(depth="gpipe", seed=2),
         case(depth="zero-bubble", layers=4, num_micro=8, recompute=True, seed=1),
         case(depth="interleaved2", layers=4, recompute=True, seed=1),
-        case("t5-tiny", 2, seed=3),
+        pytest.param(case("t5-tiny", 2, seed=3), marks=pytest.mark.slow),
         pytest.param(case("llama-tiny", 2, depth="deeper"), marks=pytest.mark.slow),
         pytest.param(case("bert-tiny", 2), marks=pytest.mark.slow),
         pytest.param(case("vit-tiny", 2, num_micro=8), marks=pytest.mark.slow),
@@ -53,7 +53,7 @@ def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str
     "options",
     [
         case("gpt2-tiny", 4, 4, 2, recompute=True),
-        case("gpt2-tiny", 2, 2, 4, inner=[2], recompute=True, seed=5),
+        pytest.param(case("gpt2-tiny", 2, 2, 4, inner=[2], recompute=True, seed=5), marks=pytest.mark.slow),
         case("gpt2-tiny", 2, 2, 4, depth="zero-bubble", inner=[2], recompute=True, seed=5),
         *(
             pytest.param(case(name, 8 if depth == "interleaved2" else 4, 4, num_micro, depth=depth, seed=seed,

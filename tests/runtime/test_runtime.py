@@ -23,7 +23,7 @@ def planned(name: str, solver: str, num_ranks: int = 2) -> str:
 @pytest.mark.parametrize(
     ("name", "solver"),
     [
-        ("gpt2-tiny", "fsdp"),
+        pytest.param("gpt2-tiny", "fsdp", marks=pytest.mark.slow),
         ("gpt2-tiny", "joint"),
         ("resnet-tiny", "joint"),
         ("t5-tiny", "fsdp"),

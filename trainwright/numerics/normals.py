@@ -8,7 +8,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor
 
 _TABLE_BITS, _GRID = 16, 1 << 16
@@ -69,6 +68,8 @@ def _sixteen_bits(num: int, key: tuple[int, ...], start: int) -> np.ndarray:
 
 @cache
 def _quantiles() -> np.ndarray:
+    from scipy.special import ndtri  # every process that trains would take its time to import
+
     middles = (np.arange(1 << _TABLE_BITS) + 0.5) / (1 << _TABLE_BITS)
     values = np.round(ndtri(middles) * _GRID) / _GRID
     return values.astype(np.float32)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import minimize
 from torch import Tensor
 
 from ..artifacts import UserError
@@ -61,6 +60,8 @@ def bound_factors(
     >>> bool((factors[1:] < factors[:-1]).all())
     True
     """
+    from scipy.optimize import minimize  # every process that trains would take its time to import
+
     given = np.asarray(norms, dtype=np.float64)
     given = np.append(given, given[-1:])
     least = 1e-6 * given[given > 0].min() if (given > 0).any() else 1.0

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.ndimage import median_filter
 
 from ..artifacts import UserError
 from .gradient_norms import Order
@@ -121,6 +120,8 @@ def refined_weights(norms: Sequence[float], order: Order = 2, smoothing: float =
 
 
 def _median(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+    from scipy.ndimage import median_filter  # every process that trains would take its time to import
+
     padded = np.pad(values, (0, 2 * width), mode="reflect")
     return median_filter(padded, size=width, mode="nearest")[: len(values)]
 
