@@ -37,7 +37,7 @@ from .artifacts import (
     parse_bytes,
     parse_count,
 )
-from .request import PlanOptions, PlanRequest, by_size, program_of, refuse_stages
+from .request import PlanOptions, PlanRequest, by_size, program_of, refuse_compiled, refuse_stages
 from .training import Trained, train
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def profile(
     autocast: DtypeLike | None = None,
     accumulate: int = 1,
     keep_grads: bool = False,
+    clip_norm: float | None = None,
     processes: int = 1,
     tf32: bool = False,
     expandable_segments: bool = False,
@@ -141,6 +142,7 @@ def profile(
     autocast: the type of `torch.autocast` around forward and loss: `"bf16"` or `torch.bfloat16`, `"fp16"`.
     accumulate: micro-batches (each like `batch`) to a step.
     keep_grads: the loop zeroes gradients (`zero_grad(set_to_none=False)`, torch's default before 2.0) and keeps them.
+    clip_norm: the loop clips gradients to this norm before the update, by `torch.nn.utils.clip_grad_norm_`.
     hardware: as for `hardware()`; the step's time is predicted on one of its devices, and a GPU's differences modelled.
     processes: `model` is then a function that makes a model and wraps it (`fully_shard`, `parallelize_module`) as a script
         does in one of so many processes; it returns that, or `(model, batch)`, or `(model, batch, loss_fn)`, the batch this
@@ -178,6 +180,7 @@ def profile(
         autocast=as_dtype_name(autocast),
         accumulate=accumulate,
         keep_grads=keep_grads,
+        clip_norm=clip_norm,
         processes=processes,
         expandable_segments=expandable_segments,
         hardware=cluster,
@@ -251,6 +254,8 @@ def plan(
     loss_chunks: into how many chunks each rank cuts its rows to take a linear head and its cross-entropy together, so that
         logits never stand whole, and are no output of a step; `"none"`; `"free"`: where that is faster; `"auto"`: where nothing
         fits without.
+    compile: on one device, torch compiles each block, which keeps what its partitioner chooses; where that does not fit, the plan
+        says which blocks keep less and compute more anew (docs/planning.md#compiled-blocks).
     tier: a `tiers.Policy`, how disks are used on which parameters, gradients and states rest; the plan's `tier` says what they
         move then, a step and a day (docs/tiers.md).
     sampled: the share of its rows (tokens), above 0 and at most 1, that a linear map may keep for its weight's gradient, which is
@@ -327,9 +332,11 @@ def offers(
 
 
 def _planned(model: nn.Module, batch: Any, solver: str, shapes: Sequence[Any], options: Mapping[str, Any]) -> Plan:
-    from .planner import make_plan, make_plan_for
+    from .planner import make_compiled_plan, make_plan, make_plan_for
 
     request = PlanRequest.of("plan", model, batch, options)
+    if request.compile and not shapes:
+        return make_compiled_plan(make_plan, **request.question(), solver=solver)
     if not shapes:
         return make_plan(**request.question(), solver=solver)
     chunks = request.loss_chunks if isinstance(request.loss_chunks, int) else "none"
@@ -353,6 +360,7 @@ def compare(model: nn.Module, batch: Any, **options: Unpack[PlanOptions]) -> dic
     from .planner import compare as run
 
     request = PlanRequest.of("compare", model, batch, options)
+    refuse_compiled(request, "a comparison")
     question = request.question()
     if request.memory is None:
         question["budget_bytes"] = None
@@ -375,6 +383,7 @@ def frontier(model: nn.Module, batch: Any, *, num_points: int = 8, **options: Un
     from .planner import frontier as run
 
     request = PlanRequest.of("frontier", model, batch, options)
+    refuse_compiled(request, "a frontier")
     refuse_stages(request, "a frontier")
     return run(**request.question(), num_points=num_points)
 

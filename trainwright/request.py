@@ -52,6 +52,7 @@ class PlanOptions(TypedDict, total=False):
     time_limit_s: float
     autocast: DtypeLike | None
     micro_batches: int | str
+    compile: bool
     pipeline: int | str | None
     pipeline_schedule: str
     tier: Policy | None
@@ -81,6 +82,7 @@ class PlanRequest:
     time_limit_s: float = 30.0
     autocast: DtypeLike | None = None
     micro_batches: int | str = 1
+    compile: bool = False
     pipeline: int | str | None = None
     pipeline_schedule: str = "auto"
     tier: Policy | None = None
@@ -221,6 +223,7 @@ def by_size(request: PlanRequest, shapes: Sequence[Any]) -> tuple[Any, list[Shap
     from .program.micro_batches import shapes_of
 
     refuse_stages(request, "several shapes")
+    refuse_compiled(request, "several shapes")
     if request.micro_batches != 1:
         raise UserError(
             f"one micro-batch is needed to plan for several shapes; got {request.micro_batches}; plan for the largest "
@@ -233,6 +236,14 @@ def by_size(request: PlanRequest, shapes: Sequence[Any]) -> tuple[Any, list[Shap
     at = largest(seen)
     different = [k for k in range(len(seen)) if seen[k] not in (seen[at], *seen[:k])]
     return batches[at], [request.shaped(batches[k], seen[k]) for k in different]
+
+
+def refuse_compiled(request: PlanRequest, what: str) -> None:
+    """Raise `UserError` where compiled blocks are asked for beside what they cannot be planned for yet."""
+    if request.compile:
+        raise UserError(
+            f"a plan that is not compiled is needed for {what}; got compile=True (--compile); leave one of them out"
+        )
 
 
 def refuse_stages(request: PlanRequest, what: str) -> None:

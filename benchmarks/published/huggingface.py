@@ -128,9 +128,9 @@ def _optimizer(row: Row) -> Any:
 
         return lambda params: Adafactor(params, lr=1e-3, scale_parameter=False, relative_step=False)
     if "adam8bit" in row.id:
-        from trainwright import optim
+        from trainwright.arguments import as_maker
 
-        return lambda params: optim.create("adamw8bit", params, lr=1e-3)
+        return as_maker("adamw8bit", "gpu")[0]  # on a GPU the one kernel a parameter that bitsandbytes has
     return lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=False, fused=False)
 
 

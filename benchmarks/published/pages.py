@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .causes import FITTED_TO, cause_of
+from .causes import FITTED_TO, cause_of, cause_of_ratio
 from .rows import Pair, Row, load, pairs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -120,13 +120,13 @@ def _ratios(rows: list[Row], known: Known) -> list[str]:
         "## Ratios", "",
         "Each pair of rows of one table or log of which a single thing that was asked differs (`rows.pairs`): the second's step "
         "over the first's. Rows of other dates are no pairs: their software differs as well.", "",
-        "| source | asked otherwise | first | second | published | error |", "|---|---|---|---|--:|--:|",
+        "| source | asked otherwise | first | second | published | error | cause of a miss |", "|---|---|---|---|--:|--:|---|",
     ]  # fmt: skip
     for pair, error in ratio_errors(rows, known):
         fitted = " (fitted)" if pair.first.source in FITTED_TO else ""
         lines.append(
             f"| {pair.first.source}{fitted} | {pair.changed} | {pair.first.id} | {pair.second.id} | {pair.published:.3f} | "
-            f"{_percent(error)} |"
+            f"{_percent(error)} | {cause_of_ratio(pair.first, pair.second, error)} |"
         )
     return lines
 

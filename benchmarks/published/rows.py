@@ -94,6 +94,12 @@ class Row:
         }
 
     @property
+    def clip_norm(self) -> float | None:
+        """Return the norm to which the run clips its gradients, where the row says so."""
+        optimizer = str(self.data["optimizer"])
+        return float(optimizer.partition("clip ")[2].split()[0]) if "clip " in optimizer else None
+
+    @property
     def step_s(self) -> float | None:
         return (self.data["step_s"] or {}).get("value")
 

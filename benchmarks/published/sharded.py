@@ -111,10 +111,13 @@ class Titan(nn.Module):
         self.output = nn.Linear(data["hidden"], data["vocab"], bias=False)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.output(self.before_output(tokens, mask))
+
+    def before_output(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, self.turns) if mask is None else layer(x, self.turns, mask)
-        return self.output(self.norm(x))
+        return self.norm(x)
 
 
 class Trained(nn.Module):
@@ -146,11 +149,6 @@ class WideLogits(nn.Module):
 
 def titan(row: Row) -> Program:
     data, num_layers, date = row.data["model"], row.data["model"]["layers"], row.data["source"]["date"]
-    if row.data["compile"].startswith("compile") and row.data["activation_checkpointing"].startswith("full"):
-        raise CannotExpress(
-            "compiled blocks that are recomputed whole, around whose attention torch keeps the state of random numbers by an op "
-            "that a profile does not follow yet"
-        )
     is_2d = row.data["parallelism"]["kind"] == "2d"
     shards, ways = _mesh_of(row)
     recent = date >= LOGITS_LET_GO
@@ -180,7 +178,9 @@ def titan(row: Row) -> Program:
     return Program(
         make, (tokens, tokens), _hardware(row), read, None if recent else _fp32_loss,
         _fused_adamw if row.data["optimizer"].endswith("fused") else _foreach_adamw,
-        {"processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"])},
+        {
+            "processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"]), "clip_norm": row.clip_norm,
+        },
         loss_parallel if is_2d else nullcontext,
     )  # fmt: skip
 
@@ -353,20 +353,39 @@ def foundry(row: Row) -> Program:
 
     tokens = ids(row.data["micro_batch_per_gpu"], row.data["seq_len"])
     read = "FSDP1 stands as fully_shard, bf16 gather and reduction; attention is SDPA's flash kernel in place of flash-attn"
-    options = {"processes": row.num_gpus, "accumulate": row.data["accumulation"]}
+    options = {"processes": row.num_gpus, "accumulate": row.data["accumulation"], "clip_norm": row.clip_norm}
     return Program(make, (tokens, tokens), _hardware(row), read, _fp32_loss, _foreach_adamw, options)
 
 
 class Packed(nn.Module):
-    """torchtune's step on packed samples: a mask of blocks, logits in fp32, let go before the backward."""
+    """torchtune's step on packed samples: a mask of blocks, logits let go before the backward.
 
-    def __init__(self, model: Titan) -> None:
+    They are fp32 and whole, or in chunks of positions that the loss brings to fp32 one by one (ce_chunked_output_loss.py).
+    """
+
+    def __init__(self, model: Titan, num_chunks: int = 0, compiled: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.num_chunks = model, num_chunks
+        loss = _summed_loss if num_chunks else F.cross_entropy
+        self.loss = torch.compile(loss) if compiled else loss
 
     def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model(tokens, mask).float()
-        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+        if not self.num_chunks:
+            logits = self.model(tokens, mask).float()
+            return self.loss(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+        parts = [
+            self.model.output(part)
+            for part in self.model.before_output(tokens, mask).tensor_split(self.num_chunks, dim=1)
+        ]
+        logits = [part.reshape(-1, part.shape[-1]) for part in parts]
+        labels = [part.reshape(-1) for part in targets.tensor_split(self.num_chunks, dim=1)]
+        del parts
+        losses = [self.loss(part, label) for part, label in zip(logits, labels)]
+        return sum(losses[1:], losses[0]) / targets.numel()
+
+
+def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def torchtune(row: Row) -> Program:
@@ -377,20 +396,30 @@ def torchtune(row: Row) -> Program:
         raise CannotExpress(
             "activations offloaded by hooks of the source's own, and a rank of LoRA that it does not state"
         )
-    if row.data["compile"].startswith("compile"):
-        raise CannotExpress("a loss that is compiled beside compiled blocks, which a profile does not follow yet")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            model = Titan(data, length, WideNorm)
-            model.output.weight = model.tok_embeddings.weight
-    finally:
-        torch.set_default_dtype(before)
+    is_compiled = row.data["compile"].startswith("compile")
+    num_chunks = _LOSS_CHUNKS if row.asked["loss"] else 0
+
+    def make() -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("meta"):
+                model = Titan(data, length, WideNorm)
+                model.output.weight = model.tok_embeddings.weight
+        finally:
+            torch.set_default_dtype(before)
+        if is_compiled:
+            _compile_blocks(model)
+        _checkpoint(model, row.data["activation_checkpointing"])
+        return Packed(model, num_chunks, is_compiled)
+
     tokens = ids(micro, length)
     mask = torch.zeros(micro, 1, length, length, dtype=torch.bool, device="meta")
-    read = "norms in fp32 by hand, rotation in fp32, fp32 logits let go; the mask as a boolean tensor for SDPA (all recalled)"
-    return Program(Packed(model), (tokens, mask, tokens), "a100", read, None, _fused_adamw)
+    read = (
+        "norms in fp32 by hand, rotation in fp32, fp32 logits let go, or in 8 chunks (ce_chunked_output_loss.py); the mask as a "
+        "boolean tensor for SDPA (recalled); each block compiled by itself, and the loss (training/_compile.py)"
+    )
+    return Program(make if is_compiled else make(), (tokens, mask, tokens), "a100", read, None, _fused_adamw)
 
 
 def _fused_adamw(params: Any) -> torch.optim.Optimizer:

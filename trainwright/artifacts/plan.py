@@ -37,6 +37,7 @@ _SINCE_FIRST = (
     "optimizer_groups",
     "optimizer_owned",
     "pipeline",
+    "compile",
 )
 _NOT_DECIDED = {"predicted", "tier", "notes", "solver", "format_version", "torch_version"}
 """The fields that a plan's digest leaves out."""
@@ -326,6 +327,8 @@ class Plan(Artifact):
     """Where anything is offloaded."""
     tier: TierPlan | None = None
     """The traffic of the disks on which parameters, gradients and optimizer states rest, where that was asked for."""
+    compile: dict[str, dict[str, str]] | None = None
+    """Where torch compiles the blocks: what share of its partitioner's choice they keep, by blocks, where that is below 1."""
     micro_batches: int = Field(default=1, ge=1)
     """Into how many parts a step cuts the batch, one forward and backward after the other."""
     corrections: dict[str, float | str] = {}
@@ -341,6 +344,13 @@ class Plan(Artifact):
     overlap: Literal["none", "buckets", "ahead"] = "none"
     """Whether gradients are reduced together, and parameters gathered ahead of their use."""
     notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _compiled_is_alone(self) -> Plan:
+        """Blocks are compiled on one device, in one run a step."""
+        if self.compile is not None and (self.num_ranks > 1 or self.micro_batches > 1 or self.pipeline is not None):
+            raise ValueError("a plan with `compile` is of one device, one micro-batch and no stages")
+        return self
 
     @model_validator(mode="after")
     def _stages_are_whole(self) -> Plan:
@@ -487,6 +497,8 @@ class Plan(Artifact):
         data = self.model_dump(mode="json", exclude_defaults=False)
         if self.pipeline is None:  # as the first version has it
             del data["pipeline"], data["predicted"]["stages"], data["predicted"]["bubble_s"]
+        if self.compile is None:
+            del data["compile"]
         lines = []
         for key, value in data.items():
             if key in ("params", "modules", "batch") and value:

@@ -140,7 +140,8 @@ def plan(
     tokens: TokensOption = None,
     samples: SamplesOption = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Refused: a plan decides itself what is kept; see `profile --compile`.")
+        bool,
+        typer.Option("--compile", help="On one device: torch compiles the blocks; the plan says how much each keeps."),
     ] = False,
     time_limit: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="Seconds for the search: what is best by then is taken.")
@@ -153,11 +154,6 @@ def plan(
     from ..optim.chosen import choose
     from ..optim.options import parse_options
 
-    if compile:
-        raise UserError(
-            "a step that runs op by op is needed to plan what it keeps; --compile asks for the compiler's own choice, and "
-            "recomputation beyond that is not priced; see what it keeps by `trainwright profile --compile`, or leave it out"
-        )
     model, auto = ask_for_batch(model, batch_size, global_batch)
     several = ask_for_offers(hardware, price, tokens, samples)
     asked, cluster = ask_for_sync(sync, sync_option, link, replicas, several.first)
@@ -177,6 +173,7 @@ def plan(
         "optimizer_options": parse_options(optimizer_option),
         "optimizer_form": optimizer_form,
         "keep_graph": keep_graph,
+        "compile": compile,
         "expert_imbalance": expert_imbalance,
         "tier": policy_of(tier_window, tier_keep, tier_update, tier_commit_every) if tier else None,
     }

@@ -37,6 +37,9 @@ def profile(
     keep_grads: Annotated[
         bool, typer.Option("--keep-grads", help="Gradients are zeroed, not dropped: set_to_none=False.")
     ] = False,
+    clip_norm: Annotated[
+        float | None, typer.Option("--clip-norm", metavar="X", help="Gradients are clipped to this norm.")
+    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="The model wraps itself (fully_shard …) as in one of N processes."),
@@ -94,6 +97,7 @@ def profile(
         }
         return _on_each(model, devices, fits, alone, {
             "optimizer": optimizer, "autocast": model.autocast, "accumulate": accumulate, "keep_grads": keep_grads,
+            "clip_norm": clip_norm,
             "tf32": tf32, "expandable_segments": expandable, "compile": compile, "cuda_graphs": cuda_graphs,
         }, json_path, html_path)  # fmt: skip
     budget_bytes = None if fits is None else budget_of(fits, hardware)
@@ -104,7 +108,7 @@ def profile(
     _check_sort(sort, hardware)
     asked_how: dict[str, Any] = {
         "optimizer": optimizer, "autocast": model.autocast, "hardware": hardware, "accumulate": accumulate,
-        "keep_grads": keep_grads, "tf32": tf32, "expandable_segments": expandable,
+        "keep_grads": keep_grads, "clip_norm": clip_norm, "tf32": tf32, "expandable_segments": expandable,
         "compile": compile, "cuda_graphs": cuda_graphs,
     }  # fmt: skip
     if processes is not None:

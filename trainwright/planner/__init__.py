@@ -1,5 +1,6 @@
 """Program + cluster + budget → `Plan`: layouts and recomputation chosen together, then simulated."""
 
+from .compiled import make_compiled_plan
 from .costs.simulate import Simulation, simulate
 from .explain import explain
 from .frontier import frontier
@@ -26,6 +27,7 @@ __all__ = [
     "explain",
     "frontier",
     "largest",
+    "make_compiled_plan",
     "make_plan",
     "make_plan_for",
     "schedule_of",

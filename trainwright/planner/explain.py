@@ -37,6 +37,11 @@ def explain(
     With `key` and `make_optimizer`, the best other option of the first few decisions is simulated and priced as `check` does
     an edited plan; without, it is estimated by the sum of its parts.
     """
+    if plan.compile is not None:
+        raise UserError(
+            "a plan that is not compiled is needed to explain its decisions one by one; in this one, torch's partitioner decides "
+            "what each block keeps; see the plan's `compile`, or plan without --compile"
+        )
     device = plan.cluster.device
     axes = plan.inner_cluster.mesh(tuple(plan.inner_mesh.values()))
     records, share = record(program, device.kind), max(plan.sampled.values(), default=0.0)

@@ -31,6 +31,7 @@ from ..program.stages import cut
 from ..rank.stage_actions import Schedule
 from .best_first import best_first, search
 from .budget import budget_for
+from .compiled import check_compiled, simulated
 from .costs.costs import OptimizerCost
 from .costs.effects import NO_EFFECT, without_effect
 from .costs.price import Price
@@ -140,6 +141,9 @@ def check(
 
 def as_written(plan: Plan, task: Task) -> tuple[Predicted, Simulation, str]:
     """Return what a plan takes as it stands, the simulation of the rank that holds most, and that rank's stage in words."""
+    if plan.compile is not None:
+        predicted, compiled = check_compiled(plan, task)
+        return predicted, compiled.plain, ""
     (place,) = task.places
     decisions = decisions_of(task.program, plan)
     if plan.pipeline is None:
@@ -156,6 +160,9 @@ def simulate_plan(
 ) -> Simulation:
     """Return the memory over a step of one rank, of the fullest stage where there are several."""
     decisions = decisions_of(program, plan)
+    if plan.compile is not None:
+        task = task_of(plan, program, optimizer_cost, make_optimizer)
+        return simulated(task, decisions).plain
     kind = plan.cluster.device.kind
     if plan.pipeline is None:
         return simulate(program, decisions, make_optimizer, target=kind, timeline=True, optimizer_cost=optimizer_cost)

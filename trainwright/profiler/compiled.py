@@ -30,7 +30,7 @@ from ..ops.kernels import moving
 from ..torch_internals import private
 from ..torch_internals.fakes import FakeMode
 from .gpu import GpuForms
-from .kernel_groups import KernelGroup, kernel_groups, num_bytes, num_elements, read_bytes, tensors_of
+from .kernel_groups import KernelGroup, kernel_groups, kind_of, num_bytes, num_elements, read_bytes, tensors_of
 from .step import reference_step
 from .time import dtype_name, op_seconds, table_of
 
@@ -158,8 +158,10 @@ class _Graph:
 
     def __init__(self, module: fx.GraphModule, is_backward: bool, static: frozenset[int], step: CompiledStep) -> None:
         self.module, self.is_backward, self.static, self.step = module, is_backward, static, step
+        private.with_plain_random_ops(module, step.is_gpu)
         if not is_backward:
             private.laid_out_as_compiled(module, step.is_gpu)
+        _lay_out_as_viewed(module.graph)
         self.inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         (self.output,) = (node for node in module.graph.nodes if node.op == "output")
         self.groups = kernel_groups(module.graph, is_cpu=not step.is_gpu)
@@ -230,19 +232,16 @@ class _Graph:
         self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: Run | None
     ) -> None:
         made: list[Tensor] = []
-        reusable = [node for node in group.dies if isinstance(env.get(node), Tensor) and _may_be_overwritten(node)]
         for node in group.nodes:
             if private.is_mutating(node.target):
                 env[node] = self._value(node.args[0], env)
             elif node in group.writes:
-                place = next(
-                    (old for old in reusable if num_bytes(old.meta.get("val")) == num_bytes(node.meta["val"])), None
-                )
-                if (
-                    place is not None
-                ):  # written in place of what is read for the last time, where nobody else holds that
-                    reusable.remove(place)
-                    del env[place]
+                # written in place of what is read for the last time, where nobody else holds that
+                for old in group.overwritable[node]:
+                    is_free = isinstance(env.get(old), Tensor) and _may_be_overwritten(old)
+                    if is_free and num_bytes(old.meta.get("val")) == num_bytes(node.meta["val"]):
+                        del env[old]
+                        break
                 env[node] = self._memory(node.meta["val"])
                 made += tensors_of(env[node])
         if run is not None:
@@ -285,6 +284,42 @@ class _Graph:
         if device.kernels and device.kind == "cpu":
             seconds += sum(_beyond_moving_s(device, node) for node in nodes)
         return ops, moved, seconds * device.factors.get("compute", 1.0)
+
+
+def _lay_out_as_viewed(graph: fx.Graph) -> None:
+    """Let elementwise results that a view reads as one piece lie so.
+
+    Inductor drops the copies that an eager step makes of transposed results before it views them, since it writes what a kernel
+    makes in rows wherever nobody asks for another order.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not _is_plain_view(node):
+            continue
+        views: list[Any] = [node]
+        while (
+            isinstance(source := views[-1].args[0], fx.Node) and source.op == "call_function" and _is_plain_view(source)
+        ):
+            views.append(source)
+        if not isinstance(source, fx.Node) or source.op != "call_function" or kind_of(source) != "elementwise":
+            continue
+        value = source.meta.get("val")
+        if isinstance(value, Tensor) and not value.is_contiguous() and not _can_be_viewed(value, views):
+            source.meta["val"] = value.new_empty(value.shape)
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    return kind_of(node) == "view" and node.target is not operator.getitem
+
+
+def _can_be_viewed(value: Tensor, views: list[Any]) -> bool:
+    """Tell whether a tensor that lies like `value` can be seen through `views`, the last of which reads it."""
+    found: Any = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    try:
+        for node in reversed(views):
+            found = node.target(found, *node.args[1:], **node.kwargs)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _may_be_overwritten(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -71,6 +71,9 @@ class KernelGroup:
     """Those of `nodes` that an op outside the kernel, or the caller, reads."""
     dies: list[fx.Node] = field(default_factory=list)
     """The tensors, the graph's inputs included, that nothing reads after this kernel."""
+    overwritable: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """For each of `writes`: the tensors among `dies` that it reads and no other op of the kernel does. Its result may take the
+    place of one of them; inductor decides that op by op, so that a tensor which two ops of one kernel read keeps its place."""
     number: int = 0
     """The index of the group in the order of creation."""
 
@@ -317,4 +320,7 @@ def _ordered(found: _Values, groups: list[KernelGroup], graph: fx.Graph) -> list
         group.writes = [node for node in group.nodes if node in read_outside]
         group.dies = [source for source in (*group.reads, *group.nodes) if source not in seen]
         seen.update(group.dies)
+        num_readers = Counter(source for node in group.nodes for source in found.reads[node])
+        last_read = {source for source in group.dies if num_readers[source] == 1}
+        group.overwritable = {node: [s for s in found.reads[node] if s in last_read] for node in group.writes}
     return ordered

@@ -36,6 +36,7 @@ def profile(
     autocast: str | None = None,
     accumulate: int = 1,
     keep_grads: bool = False,
+    clip_norm: float | None = None,
     processes: int = 1,
     expandable_segments: bool = False,
     hardware: Cluster | None = None,
@@ -52,7 +53,7 @@ def profile(
     `reference_step` runs on fake CPU tensors, as the second of a training would. `model` (on any device, meta
     included) and `batch` are not touched. `make_optimizer(params)` defaults to AdamW; `optimizer` is its name in the
     report. `autocast` is a dtype name (`"bf16"`); `accumulate` micro-batches like `batch` make one step;
-    `keep_grads` zeroes gradients instead of dropping them. With
+    `keep_grads` zeroes gradients instead of dropping them, `clip_norm` clips them before the update. With
     `hardware` the step's time is predicted on one of its devices, and a GPU's differences from the CPU are modelled.
 
     `model` may be a function that makes and wraps a model (`fully_shard`, `parallelize_module`) as the script of one of
@@ -72,6 +73,8 @@ def profile(
     >>> costs.grad_bytes, costs.optimizer_bytes
     (2400, 4804)
     """
+    if clip_norm is not None and not clip_norm > 0:
+        raise UserError(f"a norm above 0 is needed to clip gradients to; got {clip_norm:g}; try 1.0")
     start = time.perf_counter()
     device = hardware.device if hardware is not None else None
     make = make_optimizer or _adamw
@@ -88,6 +91,7 @@ def profile(
         timeline,
         links,
         keep_grads,
+        clip_norm,
         expandable_segments,
         compile or cuda_graphs,
         cuda_graphs,
@@ -219,7 +223,7 @@ def _wrapped(
                 "wrap the model in it and return that"
             )
         with mode:
-            model.to_empty(device="cpu")
+            _onto_the_cpu(model)
         with explained(model, batch):
             faked_batch = _fake_batch(as_batch(batch), mode)
             loss_fn = loss_fn if loss_fn is not None else question.loss_fn
@@ -236,6 +240,17 @@ def _wrapped(
         f"one of {processes} processes that exchange nothing in a step: the function does not wrap its model (fully_shard, "
         "DistributedDataParallel, parallelize_module)"
     ]
+
+
+def _onto_the_cpu(model: nn.Module) -> None:
+    """Give a model on the meta device tensors on the CPU; modules that shared a parameter still do, which `to_empty` ends."""
+    first: dict[int, str] = {}
+    names = [(name, id(param)) for name, param in model.named_parameters(remove_duplicate=False)]
+    model.to_empty(device="cpu")
+    for name, key in names:
+        if (shared := first.setdefault(key, name)) != name:
+            path, _, own = name.rpartition(".")
+            setattr(model.get_submodule(path), own, model.get_parameter(shared))
 
 
 def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:

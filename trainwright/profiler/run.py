@@ -42,6 +42,8 @@ class Question:
     """The device's links to others, where the step is one of several processes."""
     keep_grads: bool = False
     """True where `zero_grad` writes zeros (`set_to_none=False`), so that gradients live from step to step."""
+    clip_norm: float | None = None
+    """The norm to which gradients are clipped before the update; None: they are not."""
     expandable_segments: bool = False
     """True where the GPU's caching allocator uses expandable segments."""
     compile: bool = False
@@ -175,6 +177,8 @@ class Run:
             autocast=asked.autocast,
             accumulate=asked.accumulate,
             keep_grads=asked.keep_grads,
+            clip_norm=asked.clip_norm,
+            clips_lists=self.is_gpu,
             observer=self,
         )
         alive = self.tracker.live_breakdown

@@ -25,6 +25,8 @@ from ..rank.local import LocalProgram, build_local
 from ..rank.reshard import SimulatedCommunicator
 from ..rank.run_state import RunState
 from ..torch_internals.fakes import new_mode
+from ..torch_internals.private import without_modes
+from .gpu_time import gpu_seconds
 from .time import dtype_name, rate, table_of
 from .tracker import MemoryTracker, Target
 
@@ -38,15 +40,35 @@ class CallCost:
     dtype: torch.dtype
     convolution: bool = False
     kernel: Kernel | None = None
+    call: tuple[Any, tuple[Any, ...], Any] | None = field(default=None, compare=False, repr=False)
+    """On a GPU: op, arguments and result, tensors without values; what a kernel takes there hangs on how they lie."""
+    _whole_s: dict[int, tuple[Device, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def seconds(self, device: Device, flop_share: float, byte_share: float) -> float:
-        """Return the seconds of a rank's share of the call: a share of the measured kernel, or a roofline's without one."""
+        """Return the seconds of a rank's share of the call, as a profile prices the whole.
+
+        It is a share of the measured kernel, of a GPU's kernel by its kind and shape (gpu_time.py), or a roofline's without either.
+        """
         if (whole_s := self._measured_s(device)) is not None:
             return whole_s * (flop_share if self.flops else byte_share)
+        if self.call is not None and self.kernel is not None and device.kind == "gpu" and device.num_units:
+            return self._on_gpu_s(device) * (flop_share if self.flops else byte_share) + device.launch_s
         rates = device.conv_flops_per_s if self.convolution and device.conv_flops_per_s else device.flops_per_s
         skipped = 0.5 if self.kernel is not None and skips_half(self.kernel) else 1.0
         compute_s = self.flops * skipped * flop_share / rate(rates, self.dtype) if self.flops else 0.0
         return max(compute_s, self.num_bytes * byte_share / device.bandwidth_bytes_per_s) + device.launch_s
+
+    def _on_gpu_s(self, device: Device) -> float:
+        """Return the seconds of the whole call's kernel on a GPU, without its launch."""
+        known = self._whole_s.get(id(device))
+        if known is None or known[0] is not device:
+            assert self.call is not None
+            assert self.kernel is not None
+            func, args, out = self.call
+            rates = device.conv_flops_per_s if self.convolution and device.conv_flops_per_s else device.flops_per_s
+            found = gpu_seconds(device, self.kernel, rate(rates, self.dtype), args, out, func)
+            known = self._whole_s[id(device)] = (device, found)
+        return known[1]
 
     def launch_s(self, device: Device) -> float:
         """Return what of `seconds` every share takes whole."""
@@ -222,7 +244,16 @@ class CallCounter:
         first = next((t for t in (out, *(out if isinstance(out, (tuple, list)) else ()), *args) if _is_float(t)), None)
         dtype = torch.float32 if first is None else first.dtype
         kernel = kernel_of(func, args, kwargs, out)
-        self.calls.append(CallCost(heavy, bytes_moved(func, args, out), dtype, is_convolution(func), kernel))
+        call = (func, *_without_values((args, out))) if self.tracker.target == "gpu" else None
+        self.calls.append(CallCost(heavy, bytes_moved(func, args, out), dtype, is_convolution(func), kernel, call))
+
+
+def _without_values(tree: Any) -> Any:
+    """Return a tree of arguments with tensors on the meta device in place of others, so that nothing is kept alive."""
+    if isinstance(tree, Array):
+        with without_modes():
+            return torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device="meta")
+    return type(tree)(map(_without_values, tree)) if type(tree) in (tuple, list) else tree
 
 
 def _is_float(value: Any) -> bool:

@@ -32,6 +32,8 @@ def reference_step(
     autocast: str | None = None,
     accumulate: int = 1,
     keep_grads: bool = False,
+    clip_norm: float | None = None,
+    clips_lists: bool = False,
     observer: Observer | None = None,
 ) -> Tensor:
     """Run one training step as an ordinary script would, and return the loss (its graph is spent).
@@ -41,6 +43,9 @@ def reference_step(
     tuple (`model(*batch)`); the loss is `loss_fn` of the output and what the forward does not take of the batch, or of the
     output and the whole batch where it takes all; without `loss_fn` it is `output.loss`, `output["loss"]`, or a scalar
     returned.
+
+    With `clip_norm`, gradients are clipped to that norm before the update, as `clip_grad_norm_` does: in one pass over lists of
+    them with `clips_lists`, its default on a GPU.
 
     With `accumulate` above 1, `batch` is one micro-batch, run that many times before the update, its loss divided by
     their number; what one of them put out lives until the next one's takes its name.
@@ -64,6 +69,9 @@ def reference_step(
                 observer.mark_forward_end()
         with _phase(observer, "backward"):
             loss.backward()
+    if clip_norm is not None:
+        with _phase(observer, "update"):
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm, foreach=clips_lists)
     with _phase(observer, "update"):
         optimizer.step()
     return loss

@@ -42,6 +42,8 @@ class Decisions:
     """The parameters of which one gathered copy serves the readers in all regions, each with the copy's layout. The
     readers' gradients are summed before they are resharded. A parameter that is read in its layout at rest always has
     one copy."""
+    compiled: dict[int, float] | None = None
+    """The share of what torch's partitioner would keep that each region keeps, see `compiled_shares`; None: nothing is compiled."""
 
 
 def wider(overlap: Overlap) -> Iterator[Overlap]:

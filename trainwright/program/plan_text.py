@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..artifacts import BatchEntry, OpPlan, ParamPlan, Plan, UserError
 from ..artifacts.plan import names_of_batch
 from .blocks import RegionClass
+from .compiled_shares import shares_of
 from .decisions import Decisions
 from .groups import Group
 from .layout import REPLICATE, layout_text, parse_layout_at_rest
 from .plan_entries import parse_ranges, refuse_other_batch, refuse_unknown_corrections, refuse_unknown_keys
 from .program import Op, Program, Tensor
 from .sampling import SampledSplit, can_sample, share_of
+from .span_text import ranges, span
 
 _STATE = "state"
 """The name, in a plan, of what an optimizer keeps for a parameter."""
@@ -74,6 +75,12 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
     if (decisions.offloaded or decisions.offloaded_states) and plan.offload is None:
         raise UserError(
             "the plan's `offload` (tier, in_flight_bytes) is needed where values are offloaded; it has none; add it, or plan anew"
+        )
+    decisions.compiled = shares_of(program, plan)
+    if decisions.compiled is not None and (chosen := sorted(decisions.recomputed | decisions.offloaded)):
+        raise UserError(
+            f"what a compiled block keeps is said by its share in `compile`; {chosen[0]} is recomputed or offloaded by itself; "
+            "take that out, or `compile`"
         )
     decisions.in_flight_bytes = plan.offload.in_flight_bytes if plan.offload is not None else 0
     return decisions
@@ -139,50 +146,6 @@ def param_classes(program: Program) -> list[list[Tensor]]:
             result.append(classes[tensor])
             seen.update(classes[tensor])
     return result
-
-
-def span(names: Sequence[str]) -> str:
-    """Write names that differ in one number as one.
-
-    >>> span(["h.0.attn", "h.1.attn", "h.2.attn", "h.5.attn"])
-    'h.{0-2,5}.attn'
-    """
-    if len(names) == 1:
-        return names[0]
-    rows = [re.split(r"(\d+)", name) for name in names]
-    differing = (
-        [k for k in range(len(rows[0])) if len({row[k] for row in rows}) > 1]
-        if len({len(r) for r in rows}) == 1
-        else []
-    )
-    if len(differing) == 1 and rows[0][differing[0]].isdigit():
-        at = differing[0]
-        return "".join(rows[0][:at]) + "{" + ranges(int(row[at]) for row in rows) + "}" + "".join(rows[0][at + 1 :])
-    head = _common_prefix(names)
-    tail = _common_prefix([name[len(head) :][::-1] for name in names])[::-1]
-    middles = [name[len(head) : len(name) - len(tail)] for name in names]
-    return f"{head}{{{','.join(middles)}}}{tail}"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Write numbers as runs.
-
-    >>> ranges([0, 1, 2, 5])
-    '0-2,5'
-    """
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-
-
-def _common_prefix(names: Sequence[str]) -> str:
-    first, last = min(names), max(names)
-    count = next((k for k, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
-    return first[:count]
 
 
 def _fates(group: Group) -> Iterator[tuple[str, Op, str]]:

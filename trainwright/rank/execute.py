@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..program.program import Tensor as ProgramTensor
+from .compiled import Compiled
 from .early_sums import early_sums, with_sum
 from .instructions import Borrow, Close, Compute, Instruction, Open, Ref, Reshard
 from .late_loss import late, summing_the_loss
@@ -62,12 +63,17 @@ class Executor:
         self.before = gathering_before(self.reruns, self.segments)
         self.pieces: list[Any] | None = None
         """The program in pieces (`pieces.pieces`), once it has been asked to run compiled."""
+        self.compiled = None if local.decisions.compiled is None else Compiled(self, local.decisions.compiled)
+        """The program's blocks as graphs that torch compiles, of a plan that says so."""
         self.elsewhere: Elsewhere | None = None
         """The parameters that rest off the device, where some do."""
 
     def run(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> list[Any]:
         """Return the flat outputs, given the rank's part of every parameter, buffer, batch entry and constant."""
         run = self.begin(sources, state)
+        if self.compiled is not None:
+            self.compiled.run(run)
+            return self.end(run)
         for region, start, stop in self.segments:
             self.step(run, region, start, stop)
         return self.end(run)

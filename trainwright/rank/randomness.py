@@ -67,12 +67,35 @@ def _dropout(place: tuple[Any, ...]) -> WithState:
     def dropout(state: RunState, x: Tensor, p: float, train: bool) -> Tensor:
         if not (state.training and state.dropout and train) or p == 0:
             return x
-        generator = torch.Generator(device=x.device)
-        generator.manual_seed(derived_seed(*state.draw, place))
-        mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+        mask = _drawn(torch.empty_like(x, dtype=torch.bool), state, place, p)
         return _Masked.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0)
 
     return dropout
+
+
+def mask_of(instruction: Compute, coords: Sequence[int], state: RunState, device: torch.device) -> Tensor | None:
+    """Return the mask by which an op that is dropout and nothing else (`masks_alone`) multiplies; None where it drops nothing."""
+    _, p, train = instruction.args
+    if not (state.training and state.dropout and train) or p == 0:
+        return None
+    place = (instruction.key, tuple(coords[axis] for axis in instruction.axes))
+    return _drawn(torch.empty(instruction.op.outputs[0].shape, dtype=torch.bool, device=device), state, place, p)
+
+
+def masks_alone(instruction: Compute) -> bool:
+    """Tell whether an op is `dropout(x, p, train)`, a multiplication by a mask that can be drawn before."""
+    return find(instruction.op.name).masks and not instruction.gives_several and len(instruction.args) == 3
+
+
+def masked(x: Tensor, mask: Tensor | None, p: float) -> Tensor:
+    """Return `x` where `mask` is true, scaled up by what is dropped; `x` itself without a mask."""
+    return x if mask is None else x * mask * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def _drawn(mask: Tensor, state: RunState, place: tuple[Any, ...], p: float) -> Tensor:
+    generator = torch.Generator(device=mask.device)
+    generator.manual_seed(derived_seed(*state.draw, place))
+    return mask.bernoulli_(1 - p, generator=generator)
 
 
 class _Masked(torch.autograd.Function):

@@ -30,7 +30,8 @@ def decision_rows(plan: Plan) -> list[DecisionRow]:
     rows = []
     for key, op in plan.modules.items():
         path = key.rpartition(":")[0]
-        rows.append(_row(key, split_text(plan, op), tuple(params.pop(path, ())), fate_text(op)))
+        fate = fate_text(op) if plan.compile is None else "the compiler's choice"
+        rows.append(_row(key, split_text(plan, op), tuple(params.pop(path, ())), fate))
     rows += [_row(path, "", tuple(texts), "") for path, texts in params.items()]
     first = {row.block: place for place, row in reversed(list(enumerate(rows))) if row.block}
     order = [first.get(row.block, place) for place, row in enumerate(rows)]
@@ -68,6 +69,22 @@ def disk_rows(plan: Plan) -> list[tuple[str, str, str]]:
             f"at most {format_bytes(tier.written_a_day)} a day, at {format_s(tier.step_s)} a step: drives wear out by it",
         ),
     ]  # fmt: skip
+
+
+def compiled_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return what blocks that torch compiles keep for the backward, a row for those alike; nothing for a plan without any."""
+    if plan.compile is None:
+        return []
+    alike = [
+        (key, "all" if blocks == "all" else f"blocks {blocks}", share)
+        for key, shares in plan.compile.items()
+        for share, blocks in shares.items()
+    ]
+    rows = [
+        ("compiled", f"keeps {float(share):.0%}", f"of what the compiler would: {key}, {blocks}")
+        for key, blocks, share in alike
+    ]
+    return rows or [("compiled", "keeps 100%", "of what the compiler chooses, in all blocks")]
 
 
 def layout_text(plan: Plan, param: ParamPlan) -> str:

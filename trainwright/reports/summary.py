@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..artifacts import Cluster, Plan, Profile, Report
-from .decisions import disk_rows, micro_batches_text, offloaded_bytes
+from .decisions import compiled_rows, disk_rows, micro_batches_text, offloaded_bytes
 from .units import format_bytes, format_count, format_flops, format_ratio, format_s
 
 __all__ = ["as_html", "as_line", "as_text", "rows_of"]
@@ -60,7 +60,7 @@ def _of_plan(plan: Plan) -> Summary:
         ("mesh", ", ".join((mesh, *micro_batches_text(plan)))),
         ("trained in", f"{plan.dtype}{f', autocast {plan.autocast}' if plan.autocast else ''}, with {plan.optimizer}"),
         *((what, f"{format_bytes(size)} a step") for what, size in offloaded_bytes(plan)),
-        *((what, f"{size}; {meaning}") for what, size, meaning in disk_rows(plan)),
+        *((what, f"{size}; {meaning}") for what, size, meaning in (*disk_rows(plan), *compiled_rows(plan))),
         ("found by", f"{plan.solver.name}: {plan.solver.status}{gap}"),
         ("decisions", f"{len(plan.modules)} ops and {len(plan.params)} parameters; plan.table() lists them"),
     ]

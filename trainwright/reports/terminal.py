@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from ..artifacts import Cluster, Plan, Refusal, Report
-from .decisions import DecisionRow, decision_rows, disk_rows, micro_batches_text, offloaded_bytes
+from .decisions import DecisionRow, compiled_rows, decision_rows, disk_rows, micro_batches_text, offloaded_bytes
 from .splits import legend
 from .stages import STAGE_HEADERS, bubble_text, stage_rows
 from .text import Grid, note_lines, plain_table, rendered, title_line
@@ -153,7 +153,7 @@ def _prediction_of(plan: Plan) -> Grid:
         beside = f"to the {plan.offload.tier} and back; {format_s(predicted.transfer_s)} not overlapped by computation"
         for what, num_bytes in offloaded_bytes(plan):
             table.add_row(what, format_bytes(num_bytes), beside)
-    for row in disk_rows(plan):
+    for row in (*disk_rows(plan), *compiled_rows(plan)):
         table.add_row(*row)
     table.add_row("solver", solver.name, f"{plan.verdict}; planned in {format_s(solver.plan_s)}")
     return table

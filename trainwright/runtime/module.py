@@ -304,6 +304,11 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rank's part of the step on its part of the batch, and return the model's output."""
+        if torch.compiler.is_compiling() and self.plan.compile is not None:
+            raise UserError(
+                "a module that torch.compile has not taken is needed; this plan compiles its blocks itself; call "
+                "the module as it is"
+            )
         if torch.compiler.is_compiling() and self.plan.micro_batches == 1 and self.pipe is None:
             from . import compiled
 

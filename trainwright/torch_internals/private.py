@@ -60,6 +60,7 @@ __all__ = [
     "is_profiled",
     "is_random",
     "is_view",
+    "keeping",
     "laid_out_as_compiled",
     "local_part",
     "mode_of",
@@ -73,6 +74,7 @@ __all__ = [
     "returned_argument",
     "storage_of",
     "unflatten",
+    "with_plain_random_ops",
     "without_compiling",
     "without_modes",
     "without_switches",
@@ -489,7 +491,8 @@ def compiled_by_script(take: Take) -> Iterator[None]:
     original, how = torch.compile, _up_to_kernels(take)  # one backend: pieces of one code share their graphs
 
     def compile(model: Any = None, *, fullgraph: bool = False, disable: bool = False, **_: Any) -> Any:
-        return original(model, fullgraph=fullgraph, disable=disable, **how)
+        # torch takes its own option out of the dict, so each compilation needs a dict of its own
+        return original(model, fullgraph=fullgraph, disable=disable, **{**how, "options": dict(how["options"])})
 
     with _compiling_anew():
         torch.compile = compile  # type: ignore[assignment]
@@ -497,6 +500,16 @@ def compiled_by_script(take: Take) -> Iterator[None]:
             yield
         finally:
             torch.compile = original  # type: ignore[assignment]
+
+
+def keeping(share: float) -> AbstractContextManager[Any]:
+    """Let graphs whose first call is inside keep for their backward that share of what the partitioner would keep by itself.
+
+    0: the graph's inputs alone; between, it decides by a knapsack of bytes and FLOPs. 1 is its own choice.
+    """
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(activation_memory_budget=share)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -536,6 +549,42 @@ def _up_to_kernels(take: Take) -> dict[str, Any]:
         "guard_filter_fn": lambda guards: [guard.guard_type != "TENSOR_MATCH" for guard in guards]
     }
     return {"backend": backend, "dynamic": False, "options": without_tensors}
+
+
+def with_plain_random_ops(graph: torch.fx.GraphModule, is_gpu: bool) -> None:
+    """Let ops that are computed again with the random state of their first run stand as the ops that they are.
+
+    AOTAutograd wraps them, attention among them, where something else (a checkpoint inside the compiled piece) asks for a rerun:
+    the forward then keeps the state, 16 bytes on a GPU.
+    """
+    from torch._prims import rng_prims
+
+    size = 16 if is_gpu else torch.get_rng_state().numel()
+    for node in list(graph.graph.nodes):
+        if node.target is rng_prims.run_and_save_rng_state:
+            with graph.graph.inserting_before(node):
+                plain = graph.graph.call_function(node.args[0], node.args[1:], node.kwargs)
+                for taken in list(node.users):
+                    if taken.args[1] == 1:
+                        plain.meta = dict(taken.meta)
+                        taken.replace_all_uses_with(plain)
+                        continue
+                    state = graph.graph.call_function(
+                        torch.ops.aten.empty.memory_format, ([size],), {"dtype": torch.uint8}
+                    )
+                    state.meta = {**taken.meta, "val": taken.meta["val"].new_empty(size)}
+                    taken.replace_all_uses_with(state)
+            for taken in list(node.users):
+                graph.graph.erase_node(taken)
+            graph.graph.erase_node(node)
+        elif node.target is rng_prims.run_with_rng_state:
+            state = node.args[0]
+            state.meta["val"] = state.meta["val"].new_empty(size)
+            with graph.graph.inserting_before(node):
+                plain = graph.graph.call_function(node.args[1], node.args[2:], node.kwargs)
+            plain.meta = dict(node.meta)
+            node.replace_all_uses_with(plain)
+            graph.graph.erase_node(node)
 
 
 def laid_out_as_compiled(graph: torch.fx.GraphModule, is_gpu: bool) -> None:

@@ -291,9 +291,9 @@ def _simulate(
     mode = new_mode()
     sources: dict[Tensor, Any] = {}
     for each in executors:
-        _fuse_attention(each, target)
+        fuse_attention(each, target)
         with mode:
-            sources.update(_fake_sources(each.local, sources))
+            sources.update(fake_sources(each.local, sources))
         for tensor in each.local.program.given:
             del sources[tensor]  # it comes with each micro-batch
     params = [value for tensor, value in sources.items() if tensor.role == "param"]
@@ -372,7 +372,7 @@ class _Gathered:
         return cls(max(0, state), max(0, step))
 
 
-def _fuse_attention(executor: Executor, target: Target) -> None:
+def fuse_attention(executor: Executor, target: Target) -> None:
     """Make attention run as the fused kernel that a GPU would run, if `target` is a GPU."""
     for instruction in executor.local.instructions:
         if isinstance(instruction, Compute) and find(instruction.op.name).fused_on_gpu:
@@ -387,7 +387,7 @@ def _under(call: Call, state: RunState) -> Call:
     return run
 
 
-def _fake_sources(local: LocalProgram, known: Mapping[Tensor, Any] | None = None) -> dict[Tensor, Any]:
+def fake_sources(local: LocalProgram, known: Mapping[Tensor, Any] | None = None) -> dict[Tensor, Any]:
     """Return the rank's part of every parameter, buffer, batch entry and constant, as a fake tensor; skip those in `known`."""
     mesh, coords = local.communicator.mesh, local.communicator.coords
     sources: dict[Tensor, Any] = {}

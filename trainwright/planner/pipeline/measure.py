@@ -30,7 +30,7 @@ from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...torch_internals.fakes import new_mode
 from ..costs.price import RegionSeconds, begin_seconds, price_regions
-from ..costs.simulate import Simulation, StageBytes, _fake_sources, _fuse_attention
+from ..costs.simulate import Simulation, StageBytes, fake_sources, fuse_attention
 from ..model.decode import Choice, decisions_from
 from ..problem.problem import Decision, Problem, Use, Want
 from .table import Hop, Level, Param, Table, Unit
@@ -271,10 +271,10 @@ class _Measuring:
 
     def _kept(self, executor: Executor) -> dict[int, float]:
         """Return the bytes that each unit of a program keeps for the backward of one micro-batch."""
-        _fuse_attention(executor, self.target)
+        fuse_attention(executor, self.target)
         program, mode = executor.local.program, new_mode()
         with mode:
-            sources = _fake_sources(executor.local)
+            sources = fake_sources(executor.local)
         for tensor in program.given:
             sources[tensor].requires_grad_(tensor.requires_grad)
         tracker = MemoryTracker(self.target)
