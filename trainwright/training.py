@@ -132,6 +132,7 @@ def train(
     from .launch import emit, rank, world_size
     from .runtime.module import parallelize
     from .runtime.pipe import refuse_stages
+    from .runtime.tiered.tier import resting
     from .scheduling import ScheduleOptions
     from .syncing import SyncOptions, check_replicas
 
@@ -155,7 +156,7 @@ def train(
         None if grow_batch is None else GrowthOptions(grow_batch, grow_every, grow_eta),
     )
     extras.check(plan, steps, optimizer if isinstance(optimizer, str) else None, take)
-    _check_beside_tier(tier, checkpoint, grow_batch, sync, take, schedule, on_nan)
+    _check_beside_tier(resting(plan, tier), checkpoint, grow_batch, sync, take, schedule, on_nan)
     module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed, replicas=number, tier=tier)
     stepping = make(module, lr)
     return run(
@@ -398,7 +399,7 @@ def _check_beside_tier(
     beside = {
         "checkpoint": checkpoint is not None, "grow_batch": grow_batch is not None, "sync": sync is not None,
         "an optimizer that takes the loss": take is not None, "the schedule lanczos": schedule == "lanczos",
-        "on_nan='skip' beside commit_every": on_nan == "skip" and tier.commit_every > 1,
+        "on_nan='skip' beside commit_every": on_nan == "skip" and tier.policy().commit_every > 1,
     }  # fmt: skip
     for name, is_given in beside.items():
         if is_given:

@@ -122,10 +122,10 @@ def plan(
         ),
     ] = "auto",
     tier: PlannedTierOption = False,
-    tier_window: TierWindowOption = "1GiB",
+    tier_window: TierWindowOption = None,
     tier_keep: TierKeepOption = None,
-    tier_update: TierUpdateOption = "during",
-    tier_commit_every: TierCommitOption = 1,
+    tier_update: TierUpdateOption = None,
+    tier_commit_every: TierCommitOption = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(

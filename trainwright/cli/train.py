@@ -62,6 +62,7 @@ from .tiers import (
     TierUpdateOption,
     TierWindowOption,
     check_tier,
+    commits_every,
     tier_lines,
 )
 
@@ -128,10 +129,10 @@ def train(
     stream_memory: MemoryOption = None,
     stream_weights: WeightsOption = None,
     tier: TierOption = None,
-    tier_window: TierWindowOption = "1GiB",
+    tier_window: TierWindowOption = None,
     tier_keep: TierKeepOption = None,
-    tier_update: TierUpdateOption = "during",
-    tier_commit_every: TierCommitOption = 1,
+    tier_update: TierUpdateOption = None,
+    tier_commit_every: TierCommitOption = None,
     tier_rate: TierRateOption = None,
     tier_clip_previous_norm: TierClipOption = None,
     json_path: JsonOption = None,
@@ -199,7 +200,7 @@ def train(
             "--norms": norms is not None, "--schedule lanczos": schedule == "lanczos", "--select": select is not None,
             f"--optimizer {chosen.name}, which takes the loss": chosen.needs_loss,
             "--restarts: start it again with --resume": restarts > 0,
-            "--on-nan skip beside --tier-commit-every": on_nan == "skip" and tier_commit_every > 1,
+            "--on-nan skip beside --tier-commit-every": on_nan == "skip" and commits_every(tier_commit_every, plan) > 1,
         },
     )  # fmt: skip
     if is_first_rank():

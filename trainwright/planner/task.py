@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifacts import DEFAULT_IMBALANCE, Cluster, MeshAxis, ModelRef, UserError
@@ -17,6 +17,7 @@ from ..program.sampling import check_sampling
 from .budget import divisor_for, usable_bytes
 from .costs.costs import OptimizerCost, cost_model
 from .costs.price import Price, price
+from .costs.resting import room_of
 from .costs.simulate import MakeOptimizer, Simulation, simulate
 from .meshes import mesh_shapes
 from .model.deadline import Deadline
@@ -100,6 +101,7 @@ class Task:
             check_sampling(self.program, self.sampled)
         if self.tier is not None:
             self._check_tier()
+            self.cluster.tier("disk")  # whose rates price what moves
 
     def _check_tier(self) -> None:
         """Raise `UserError` for a question whose plan cannot rest on disks."""
@@ -127,7 +129,9 @@ class Task:
 
     @property
     def tier_name(self) -> Literal["host", "disk"] | None:
-        """The tier that may be offloaded to."""
+        """The tier that may be offloaded to; what rests on disks has activations beside it, unless they are to stay."""
+        if self.tier is not None and self.offload == "auto":
+            return "disk"
         return self.offload if self.offload in ("host", "disk") else None  # type: ignore[return-value]
 
     @property
@@ -230,7 +234,9 @@ class Place:
         costs = cost_model(
             task.program, task.cluster.device, self.axes, task.records, num_passes, task.imbalance, task.sampled
         )
-        if task.tier_name is not None:
+        if task.tier is not None:
+            costs.tier, costs.resting = task.cluster.tier("disk"), task.tier
+        elif task.tier_name is not None:
             costs.tier = task.cluster.tier(task.tier_name)
         return build_problem(task.program, costs, task.optimizer_cost)
 
@@ -243,10 +249,11 @@ class Place:
         """Run the fullest rank's step on fake tensors."""
         task = self.task
         task.deadline.count(_SIMULATED_OP_S * len(task.program.ops))
-        target = task.cluster.device.kind
+        target, costs = task.cluster.device.kind, self.problem.costs
+        room = partial(room_of, costs=costs, optimizer=task.optimizer_cost)
         return simulate(
             task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,
-            optimizer_cost=task.optimizer_cost,
+            optimizer_cost=task.optimizer_cost, room_of=None if costs.resting is None else room,
         )  # fmt: skip
 
     def price(self, simulation: Simulation) -> Price:
@@ -258,6 +265,7 @@ class Place:
         found = restriction(self.problem, solver)
         if self.task.goes_again:
             found.recompute = found.offload = False
+        found.leave = self.task.tier_name is not None
         apply_pins(self.problem, self.task.pins, found)
         return found
 
@@ -277,11 +285,13 @@ class Place:
         faster.
         """
         settings = self.settings(solver, time_limit_s, cutoff_s)
-        incumbent = first_that_fits(self, solver, settings) if math.isinf(cutoff_s) else None
+        may_keep_all = self.problem.costs.resting is None  # which is what these proposals do
+        incumbent = first_that_fits(self, solver, settings) if math.isinf(cutoff_s) and may_keep_all else None
         if incumbent is not None and settings.progress is not None:
             settings.progress.fits(incumbent.objective_s)
         found = search_ways(self.solver, solver, settings, self.overlapped)
-        if isinstance(found, Infeasible) and incumbent is None and solver == "joint" and math.isinf(cutoff_s):
+        is_open = solver == "joint" and math.isinf(cutoff_s) and may_keep_all
+        if isinstance(found, Infeasible) and incumbent is None and is_open:
             is_unknown = found.outcome is Outcome.STOPPED or settings.deadline.has_passed
             incumbent = last_resort(self, settings) if is_unknown else None
         return found if incumbent is None else self._faster(found, incumbent)

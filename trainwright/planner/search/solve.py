@@ -93,8 +93,9 @@ class Solver:
             fastest = self.without_memory(settings)
         if fastest.values is None:
             return refused(fastest.outcome)
-        if settings.restriction.fates:
-            # an objective without memory knows nothing of what pins make leave or rerun
+        rests = self.problem.costs.resting is not None and settings.restriction.offload
+        if settings.restriction.fates or rests:
+            # an objective without memory knows nothing of what pins make leave or rerun, nor of what disks move anyway
             settings = replace(settings, floor_s=0.0)
             budget = UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes
             found = self.within(settings, budget)
@@ -206,7 +207,7 @@ class Solver:
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
         again = [*recompute.rerun.values(), *recompute.convert.values(), *recompute.leaves.values()]
-        again += recompute.states.values()
+        again += [*recompute.states.values(), *recompute.params.values()]
         fixed = held_at(sharding, choice.options) | dict.fromkeys(again, 0.0) | _shared_at(sharding, choice)
         found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
         return 0.0 if found.values is None else memory.peak_bytes(found.values)

@@ -44,6 +44,8 @@ def search_ways(solver: Solver, recipe: str, settings: Settings, overlapped: Ove
     is_bound = best.binds if isinstance(best, Answer) else best.outcome is Outcome.STOPPED
     if recipe != "joint" or not is_bound or settings.budget_bytes is None or not solver.effort.is_held_against_fsdp:
         return best
+    if solver.problem.costs.resting is not None:
+        return best  # which lets rest on disks what the recipe keeps
     given = settings.restriction
     narrow = both(given.allowed, restriction(solver.problem, _KNOWN).allowed)
     if not all(narrow.values()):

@@ -42,7 +42,9 @@ class Parked:
     is_trained: bool = False
     """True if the optimizer updates it."""
     is_kept: bool = False
-    """True if it stays in memory for good."""
+    """True if its values stay in memory for good."""
+    keeps_states: bool = False
+    """True if its optimizer states do."""
     is_updating: bool = False
     """True from the arrival of its gradient until the end of the step: reading it then would give another step's values."""
     coming: Transfer | None = None
