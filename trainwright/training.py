@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,8 @@ def train(
     from .syncing import SyncOptions, check_replicas
 
     _check(steps, data, dataset, checkpoint, checkpoint_every, resume)
-    loaded = _loaded(model, plan, data, dataset)
+    with nullcontext() if tier is None else built_on(tier):
+        loaded = _loaded(model, plan, data, dataset)
     loss_fn = loss_fn or loaded.loss_fn
     make, notes, take = _maker(plan, optimizer, optimizer_options, optimizer_form, loaded, loss_fn)
     for note in notes if rank() == 0 else ():
@@ -406,6 +408,13 @@ def _check_beside_tier(
             raise UserError(
                 f"a run without {name} is needed with a tier, which has every step whole and keeps no gradient; leave it out"
             )
+
+
+def built_on(tier: TierOptions) -> AbstractContextManager[None]:
+    """Let parameters of a model that is built lie in files on the disks on which they rest later; memory need not hold them."""
+    from .tiers import check_folders, parameters_in_files
+
+    return parameters_in_files(check_folders(tier.folders)[0])
 
 
 def _loaded(model: Any, plan: Plan, data: Any, dataset: Any) -> Loaded:

@@ -100,7 +100,9 @@ def decisions_from(problem: Problem, choice: Choice) -> Decisions:
     decisions.inputs = input_layouts(problem.program, decisions)
     decisions.shared = {(source.tensor, want[0]) for source, want in choice.shared}
     for decision, num in choice.states.items():
-        decisions.offloaded_states.update(decision.tied[:num])
+        # Beside a backward those that are updated last wait for nobody: theirs stay.
+        away = decision.tied[:num] if problem.costs.resting is None else decision.tied[decision.count - num :]
+        decisions.offloaded_states.update(away)
     for decision, num in choice.params.items():
         decisions.offloaded_params.update(decision.tied[:num])
     for region_class in problem.program.classes:

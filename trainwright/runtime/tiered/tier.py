@@ -116,8 +116,9 @@ class Tier:
         if self.options.resume:
             return torch.empty(region.local_shape, dtype=dtype)
         local = read(name, region).to(dtype).contiguous()
-        alone = local.untyped_storage().nbytes() == local.numel() * local.element_size()
-        return local if alone else local.clone()
+        storage = local.untyped_storage()
+        is_own = storage.resizable() and storage.nbytes() == local.numel() * local.element_size()
+        return local if is_own else local.clone()
 
     def park(self, name: str, param: nn.Parameter) -> None:
         """Write a new parameter to the disk and free its memory, unless the plan keeps it; in a resumed run, read what is kept."""
@@ -247,7 +248,7 @@ class Tier:
         self.store.add(sizes)
 
     def _keep(self, trained: list[Parked]) -> None:
-        """Keep in memory what the plan says; without one the last parameters of the forward, which update first, with their states."""
+        """Keep in memory what the plan says; without one the last parameters of the forward with states, since they update first."""
         assert self.updates is not None
         if self.leaving is not None:
             for parked in trained:
