@@ -132,8 +132,8 @@ def check(
     if plan.tier is not None:
         (place,) = task.places
         decisions = decisions_of(program, plan)
-        found = tier_plan(place, decisions, place.price(simulation), simulation)
-        plan = plan.model_copy(update={"tier": found})
+        moved = tier_plan(place, decisions, place.price(simulation), simulation)
+        plan = plan.model_copy(update={"tier": moved})
     if budget is not None and usable is not None and simulation.peak_bytes > usable:
         more = budget_for(simulation.peak_bytes, task.divisor) - budget
         raise Refusal(

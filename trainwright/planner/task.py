@@ -27,6 +27,7 @@ from .problem.pins import apply_pins
 from .problem.problem import Problem
 from .problem.recipes import Restriction, restriction
 from .search.effort import NEAR
+from .search.placement import best_placed
 from .search.progress import Best, ProgressLine
 from .search.proposals import first_that_fits, last_resort
 from .search.solve import Answer, Infeasible, Settings, Solver
@@ -313,5 +314,11 @@ class Place:
         if self._overlapped is None or all(answer is not known for known in self._overlapped[:2]):
             task = self.task
             found = answer.overlapped(self.simulate, task.usable_bytes, task.furthest_overlap)
-            self._overlapped = answer, found, self.price(found.simulation)
+            price = self.price(found.simulation)
+            if self.problem.costs.resting is not None and not task.pins:
+                costs = self.problem.costs
+                placed = best_placed(found, price, costs, task.optimizer_cost, task.usable_bytes, self.simulate)
+                if placed is not None:
+                    found, price = placed[0], self.price(placed[1])
+            self._overlapped = answer, found, price
         return self._overlapped[1:]

@@ -39,7 +39,7 @@ def tier_plan(place: Place, decisions: Decisions, price: Price, simulation: Simu
         keep_bytes=kept_bytes(layers),
         held_bytes=room.backward_bytes,
         state_bytes=states,
-        update=policy.update,
+        update="after" if policy.update == "after" else "during",
         commit_every=policy.commit_every,
         read_bytes=moved.read_bytes,
         written_bytes=round(moved.written_bytes),

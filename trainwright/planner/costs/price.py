@@ -48,6 +48,8 @@ class Price:
     by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden_comm_s: float = 0.0
     """The part of `comm_s` that runs beside computation."""
+    seconds: StepSeconds | None = field(default=None, repr=False)
+    """The same by instruction, where parameters rest on disks."""
 
     @property
     def exposed_comm_s(self) -> float:
@@ -100,8 +102,9 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     total.compute_s += total.update_s
     if costs.resting is not None:
         moved_bytes = executor.store.num_bytes if isinstance(executor.store, CountingStore) else 0
-        seconds = StepSeconds(by_instruction, by_rerun, updates)
-        total.transfer_s = max(0.0, step_s(executor.local, seconds, moved_bytes, costs, optimizer) - total.step_s)
+        total.seconds, local = StepSeconds(by_instruction, by_rerun, updates), executor.local
+        whole_s = step_s(local, local.decisions, total.seconds, moved_bytes, costs, optimizer)
+        total.transfer_s = max(0.0, whole_s - total.step_s)
         return total
     if costs.tier is not None and isinstance(executor.store, CountingStore):
         total.transfer_s = _transfer_s(total, executor.store, costs.tier, costs.num_passes)

@@ -121,13 +121,17 @@ class StepSeconds:
 
 
 def step_s(
-    local: LocalProgram, seconds: StepSeconds, moved_bytes: int, costs: CostModel, optimizer: OptimizerCost
-) -> float:
-    """Return the seconds of a whole step, in which `moved_bytes` of activations leave and come back on the same disks."""
+    local: LocalProgram, decisions: Decisions, seconds: StepSeconds, moved_bytes: int, costs: CostModel,
+    optimizer: OptimizerCost,
+) -> float:  # fmt: skip
+    """Return the seconds of a whole step, in which `moved_bytes` of activations leave and come back on the same disks.
+
+    decisions: what rests there; all else of them is that of `local`.
+    """
     policy, tier = costs.resting, costs.tier
     assert policy is not None
     assert tier is not None
-    layers = layers_of(local.program, local.decisions, costs, optimizer)
+    layers = layers_of(local.program, decisions, costs, optimizer)
     rates = Rates(tier.read_bytes_per_s, tier.write_bytes_per_s)
     moved = replace(traffic(layers, policy), forward_written=moved_bytes)
     scheduled = simulate(_with_seconds(layers, local, seconds), policy, rates).step_s

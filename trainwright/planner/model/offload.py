@@ -8,8 +8,8 @@
     seconds   E ≥ (1 − ω) T  and  E ≥ T − ω · C     T = Σ (bytes / bandwidth + latency) · O,  C the phase's other seconds
 
 for the forward (out) and the backward (back), each E a term of the objective (where parameters rest on the same disks, one E
-a phase is at least what either direction exposes: `resting`); ω is the share of a transfer that a
-computation hides, 1 where the two do not meet. Of the instances that are kept the first leave, which wait longest.
+a phase is at least what either direction exposes, and ω is a little less than the tier's: `resting`); ω is the share of a
+transfer that a computation hides, 1 where the two do not meet. Of the instances that are kept the first leave, which wait longest.
 Optimizer states go to the same tier, between updates: `offload_states`.
 """
 
@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...artifacts import Tier
 from ...program.blocks import RegionClass
 from ..problem.problem import Decision, Problem, Stored, Use, Want
 from .milp import MIB, Model, Terms
@@ -35,6 +34,11 @@ IN_FLIGHT = 1
 """The number of transfers of the largest tensor in flight: the next transfer waits for it, the computation does not."""
 OFFLOAD_EPSILON_S = 1e-9
 """A small cost per offloaded instance, so that nothing is offloaded without need."""
+
+
+SHOWS = 0.02
+"""What of a phase's transfers or computation counts though the other hides it, where parameters rest on disks: among what takes
+as long, what moves and computes less is wanted, whose phases also begin and end sooner."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: R
         terms = [(recompute.leaves[kept.column], kept.num_bytes / MIB) for kept in found]
         terms += states if resting is None else taken_on_disks(problem, sharding)
         model.row(CAPACITY, terms, upper=tier.capacity_bytes / MIB)
-    exposed = _Exposed(model, tier, _unit_s(problem))
+    hidden = tier.overlap if resting is None else (1 - SHOWS) * tier.overlap
+    exposed = _Exposed(model, hidden, _unit_s(problem))
     forward, backward = _windows(problem, sharding, recompute, model)
     out, back = (
         [
@@ -79,7 +84,7 @@ def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: R
         for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
     )
     update = update_terms(problem, sharding)
-    if disks is None:
+    if disks is None or resting is None:
         exposed.add(forward, out)
         exposed.add(backward, back)
         if states:
@@ -174,12 +179,13 @@ class _Exposed:
     """Adds to the objective what transfers add to the computation beside them, one column a phase."""
 
     model: Model
-    tier: Tier
+    overlap: float
+    """The share of a transfer that a computation hides."""
     unit_s: float
 
     def add(self, compute: Terms, *directions: Terms) -> None:
         """Add a phase with its computation and the transfers of each direction, which do not wait for one another."""
-        overlap = self.tier.overlap
+        overlap = self.overlap
         window, exposed = self._sum(compute), self.model.column(cost=self.unit_s)
         for terms in directions:
             moved = [(column, seconds / self.unit_s) for column, seconds in terms]

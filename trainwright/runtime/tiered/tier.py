@@ -248,7 +248,7 @@ class Tier:
         self.store.add(sizes)
 
     def _keep(self, trained: list[Parked]) -> None:
-        """Keep in memory what the plan says; without one the last parameters of the forward with states, since they update first."""
+        """Keep in memory what the plan says; without one the last parameters of the forward with states, which update first."""
         assert self.updates is not None
         if self.leaving is not None:
             for parked in trained:
