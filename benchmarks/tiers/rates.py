@@ -138,19 +138,34 @@ def in_memory(num_steps: int) -> float:
     return statistics.median(steps_of(*module_of(plan_of(RATES[0], False), None), num_steps + 1)[1:])
 
 
-def measure(folder: Path, plan: tw.Plan, rate: float, options: dict[str, Any], num_steps: int) -> tuple[float, float]:
-    """Return the median seconds of a step, and of one block's update."""
+def measure(
+    folder: Path, plan: tw.Plan, rate: float, options: dict[str, Any], num_steps: int
+) -> tuple[float, float, float]:
+    """Return the median seconds of a step, and the mean ones of a block's update and of a step's commit."""
     folder.mkdir(parents=True)
     store = StoreOptions(chunk_bytes=2**18, buffer_bytes=2**22, read_rate=rate, write_rate=rate)
     tier = TierOptions([folder], store=store, **({} if plan.tier else {"window_bytes": WINDOW_BYTES}), **options)
     module, optimizer, batch = module_of(plan, tier)
     steps_of(module, optimizer, batch, 1)
-    busy_s = module.tier.updates.busy_s
+    busy_s, commits = module.tier.updates.busy_s, timed_commits(module.tier.store)
     taken = steps_of(module, optimizer, batch, num_steps)
     update_s = (module.tier.updates.busy_s - busy_s) / num_steps / NUM_BLOCKS
     module.tier.close()
     shutil.rmtree(folder)
-    return statistics.median(taken), update_s
+    return statistics.median(taken), update_s, statistics.mean(commits)
+
+
+def timed_commits(store: Any) -> list[float]:
+    """Return a list that gets the seconds of each commit: what the disk takes to have everything, and the small file replaced."""
+    commit, taken = store.commit, list[float]()
+
+    def timed(*args: Any) -> None:
+        began = time.perf_counter()
+        commit(*args)
+        taken.append(time.perf_counter() - began)
+
+    store.commit = timed
+    return taken
 
 
 def rows(folder: Path, num_steps: int) -> list[dict[str, Any]]:
@@ -159,14 +174,15 @@ def rows(folder: Path, num_steps: int) -> list[dict[str, Any]]:
         compute_s = in_memory(num_steps)
         for name, options in RULES.items():
             plan, rates = plan_of(rate, name == "planned"), Rates(rate, rate)
-            step_s, update_s = measure(folder / "cell", plan, rate, options, num_steps)
+            step_s, update_s, commit_s = measure(folder / "cell", plan, rate, options, num_steps)
             policy = Policy(WINDOW_BYTES, options.get("keep_bytes", 0), options.get("update", "during"))
             own = placed(layers(update_s), policy) if plan.tier is None else fates(layers(update_s), plan)
             predicted = simulate(own, policy, rates)
-            predicted_s = predicted.step_s if plan.tier is None else plan.predicted.step_s
+            predicted_s = commit_s + (predicted.step_s if plan.tier is None else plan.predicted.step_s)
             found.append(
                 {"rate": rate, "rule": name, "step_s": step_s, "in_memory_s": compute_s, "predicted_s": predicted_s,
                  "compute_s": predicted.compute_s, "bound_s": bound_s(own, policy, rates), "update_s": update_s,
+                    "commit_s": commit_s,
                  "stays": kept_text(plan, own)}
             )  # fmt: skip
             print(json.dumps(found[-1]), flush=True)
@@ -194,14 +210,16 @@ def table(found: list[dict[str, Any]]) -> str:
     lines = [
         "# Steps on a disk of declared rates", "", __doc__ or "", "",
         f"{NUM_BLOCKS} blocks, {BLOCK_BYTES / 2**20:g} MiB, forward {FORWARD_S * 1e3:g} ms, backward {2 * FORWARD_S * 1e3:g} ms;",
-        "*in memory* is the step without disks, measured beside the others: what of a step is exposed is what it takes longer.", "",
-        "rate | rule | stays | in memory | bound | step | step / bound | predicted | exposed, predicted | exposed | ratio",
-        "---|---|---|---|---|---|---|---|---|---|---",
+        "*in memory* is the step without disks, measured beside the others: what of a step is exposed is what it takes longer.",
+        "Seconds of updates and of commits (`fsync`, and a small file replaced) are measured and part of what is predicted.", "",
+        "rate | rule | stays | in memory | bound | commit | step | step / bound | predicted | exposed, predicted | exposed | ratio",
+        "---|---|---|---|---|---|---|---|---|---|---|---",
     ]  # fmt: skip
     for row in found:
         exposed, predicted = row["step_s"] - row["in_memory_s"], row["predicted_s"] - row["compute_s"]
         lines.append(
-            f"{row['rate'] / 1e6:g} MB/s | {row['rule']} | {row['stays']} | {row['in_memory_s']:.2f} s | {row['bound_s']:.2f} s | "
+            f"{row['rate'] / 1e6:g} MB/s | {row['rule']} | {row['stays']} | {row['in_memory_s']:.2f} s | "
+            f"{row['bound_s']:.2f} s | {row['commit_s']:.2f} s | "
             f"{row['step_s']:.2f} s | "
             f"{row['step_s'] / row['bound_s']:.3f} | {row['predicted_s']:.2f} s | {predicted:.2f} s | {exposed:.2f} s | "
             f"{exposed / predicted:.2f}"

@@ -32,6 +32,7 @@ from .pricing import (
     sync_as_json,
     sync_table,
 )
+from .streaming import BlocksOption, PlannedStreamOption, StorageOption, check_unstreamed, plan_streamed
 from .tiers import PlannedTierOption, TierCommitOption, TierKeepOption, TierUpdateOption, TierWindowOption, policy_of
 
 if TYPE_CHECKING:
@@ -121,6 +122,9 @@ def plan(
             help="The order in which stages work: 1f1b, interleaved (several pieces a stage), zero-bubble (split backward), auto.",
         ),
     ] = "auto",
+    stream: PlannedStreamOption = None,
+    stream_storage: StorageOption = None,
+    stream_blocks: BlocksOption = None,
     tier: PlannedTierOption = False,
     tier_window: TierWindowOption = None,
     tier_keep: TierKeepOption = None,
@@ -158,6 +162,13 @@ def plan(
             "a step that runs op by op is needed to plan what it keeps; --compile asks for the compiler's own choice, and "
             "recomputation beyond that is not priced; see what it keeps by `trainwright profile --compile`, or leave it out"
         )
+    if stream is not None:
+        return plan_streamed(
+            model if batch_size is None else replace(model, batch_size=int(batch_size)), stream=stream, hardware=hardware,
+            memory=memory, optimizer=optimizer, storage=stream_storage, blocks=stream_blocks, output=output, json_path=json_path,
+            options=parse_options(optimizer_option),
+        )  # fmt: skip
+    check_unstreamed(stream_storage, stream_blocks, None, None)
     model, auto = ask_for_batch(model, batch_size, global_batch)
     several = ask_for_offers(hardware, price, tokens, samples)
     asked, cluster = ask_for_sync(sync, sync_option, link, replicas, several.first)
