@@ -10,8 +10,6 @@ from pydantic import Field, ValidationError
 from .plan import ModelRef
 from .record import Artifact, Record, UserError
 
-STREAM_VERSION = 1
-
 
 class StreamPredicted(Record):
     """What a streamed step takes: two forwards with their directions, beside which blocks come in and go out."""
@@ -33,7 +31,7 @@ class StreamPlan(Artifact):
     Blocks that are not named, and all that is in no block, stay on the device.
     """
 
-    format_version: Literal[1] = STREAM_VERSION
+    format_version: Literal[1] = 1
     kind: Literal["stream"] = "stream"
     model: ModelRef
     fingerprint: str

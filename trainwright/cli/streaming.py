@@ -25,7 +25,7 @@ StreamOption = Annotated[
     list[str] | None,
     typer.Option(
         "--stream", metavar="host|DIR", rich_help_panel=PANEL,
-        help="Where blocks rest: host, or empty directories (repeatable, striped). With --optimizer mezo; all of them, or a --plan's.",
+        help="Where blocks rest: host, or empty directories (repeatable, striped). For --optimizer mezo; all, or a --plan's.",
     ),
 ]  # fmt: skip
 PlannedStreamOption = Annotated[
