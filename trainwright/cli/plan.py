@@ -271,7 +271,8 @@ def _next(plan: Plan | None, spec: str, written: str) -> str:
             check_runs(of_plan(plan), plan)
     except UserError as error:
         return f"train will not run it: {error}"
-    return f"next: trainwright train {spec} --plan {written}"
+    where = "" if plan is None or plan.tier is None else " --tier DIR"
+    return f"next: trainwright train {spec} --plan {written}{where}"
 
 
 def parse_mesh(text: str | None) -> tuple[int, ...] | None:

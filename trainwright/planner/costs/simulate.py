@@ -213,7 +213,7 @@ def _simulate(
             if room is not None:
                 _take_gradients(params)
             if room is not None:
-                tracker.hold(room.forward_bytes)
+                tracker.hold(room.forward_bytes, "param")
             tracker.reset_peak()
             states.num_bytes = 0
             tracker.keep_timeline = timeline
@@ -414,7 +414,7 @@ def _step(
             loss = outputs[executor.local.program.captured.loss_index]
             tracker.mark_forward_end()
             if room is not None:  # updates are under way from the backward on
-                tracker.hold(room.backward_bytes - room.forward_bytes)
+                tracker.hold(room.backward_bytes - room.forward_bytes, "optimizer")
         with tracker.phase("backward"):
             if cost is not None and has_curvature:
                 _backward_with_curvature(loss, sources, optimizer, cost)
