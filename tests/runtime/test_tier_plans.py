@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import trainwright as tw
-from tests.runtime.test_tiered import SMALL, gpt2, run, same, take_steps, weights_of
+from tests.pool import Pool
+from tests.runtime.test_tiered import SMALL, gpt2, module_of, run, same, take_steps, weights_of
 from trainwright.artifacts import Plan, Refusal, UserError
 from trainwright.profiler.kernels.allocator import measure
 from trainwright.runtime import TierOptions
@@ -154,9 +156,32 @@ def test_a_run_goes_on_with_what_its_plan_keeps(tmp_path: Path, tight: Plan) -> 
     _, _, module = run(tight, TierOptions([tmp_path], store=SMALL), 2)
     module.tier.close()
     expected = run(tight.in_memory(), None, 3)[1]
-    from tests.runtime.test_tiered import module_of
-
     module, optimizer = module_of(tight, TierOptions([tmp_path], resume=True, store=SMALL))
     take_steps(module, optimizer, range(2, 3))
     assert same(weights_of(module), expected)
     module.tier.close()
+
+
+def test_ranks_follow_one_plan(pool2: Pool, tmp_path: Path) -> None:
+    loaded = gpt2()
+    plan = tw.plan(loaded.model, loaded.batch, hardware="cpu:2", memory="700KiB", tier=Policy(WINDOW))
+    assert away(plan, "param") | away(plan, "state")
+    found = pool2.run("tests.runtime.test_tier_plans:on_a_rank", plan=plan.to_json(), folder=str(tmp_path))
+    assert found == [[True, True]] * 2
+
+
+def on_a_rank(plan: str, folder: str) -> list[bool]:
+    """Train with the plan on this rank's part; is it bit-equal to memory, are the bytes the plan's?"""
+    parsed = Plan.parse(plan)
+    assert parsed.tier is not None
+    module, optimizer = module_of(parsed, TierOptions([folder], store=SMALL))
+    take_steps(module, optimizer, range(2))
+    module.tier.told()
+    take_steps(module, optimizer, range(2, 3))
+    told = module.tier.told()
+    moved = told["tier_read_bytes"] == told["tier_planned_read_bytes"] <= parsed.tier.read_bytes
+    moved &= told["tier_write_bytes"] == told["tier_planned_write_bytes"] <= parsed.tier.written_bytes
+    equal = same(weights_of(module), run(parsed.in_memory(), None, 3)[1])
+    module.tier.close()
+    is_first = dist.get_rank() == 0  # which has the largest parts, of which the plan speaks
+    return [equal, moved or not is_first]

@@ -161,6 +161,10 @@ class Held:
     updates: int
 
 
+MOST_FROZEN = 4
+"""The number of frozen parameters that stay in memory in the backward, where no update tells when to let them go."""
+
+
 def held_beside(layers: Sequence[Layer], policy: Policy, read_at_once: int, reread_at_once: int = 0) -> Held:
     """Return the most bytes that a run holds beside what stays.
 
@@ -172,11 +176,12 @@ def held_beside(layers: Sequence[Layer], policy: Policy, read_at_once: int, rere
     """
     away = [layer.param_bytes for layer in layers if not layer.param_stays]
     updates = [layer.update_bytes for layer in layers]
-    ahead = policy.window_bytes // 2
+    frozen = sorted(layer.param_bytes for layer in layers if not (layer.is_trained or layer.param_stays))
+    ahead, standing = policy.window_bytes // 2, sum(frozen[-MOST_FROZEN:])
     waiting = max(ahead, max(away, default=0))  # values of one update may be more than what is read ahead
     return Held(
         min(ahead + read_at_once, sum(away)),
-        min(max(ahead + read_at_once, waiting + reread_at_once), sum(away)),
+        min(standing + max(ahead + read_at_once, waiting + reread_at_once), sum(away)),
         min(max(ahead, max(updates, default=0)), sum(updates)),
     )
 

@@ -68,9 +68,9 @@ def read_at_once(program: Program, sizes: Mapping[Tensor, int]) -> int:
 
 
 def reread_at_once(executor: Executor, sizes: Mapping[Tensor, int]) -> int:
-    """Return the most bytes of parameters of one region that runs again in the backward.
+    """Return the most bytes of parameters of one region, which stay in its backward until their gradients come.
 
-    Their gradients come when its backward is done, and they stay until then; those that other regions read too may be there anyway.
+    Those may come when all of it is done; parameters that other regions read too may be there anyway.
     """
     sources = executor.local.sources
     named = {sources[tensor]: tensor for tensor in sizes if tensor in sources}
@@ -78,7 +78,7 @@ def reread_at_once(executor: Executor, sizes: Mapping[Tensor, int]) -> int:
     for instruction in executor.local.instructions:
         read[instruction.region] |= {named[value] for value in instruction.inputs if value in named}
     shared = set(sizes) - set(single_region(executor.local.program, sizes))
-    return max((sum(sizes[tensor] for tensor in read[region] | shared) for region in executor.reruns), default=0)
+    return max((sum(sizes[tensor] for tensor in read[region] | shared) for region in read), default=0)
 
 
 def room_of(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Room:

@@ -24,9 +24,7 @@ from ...artifacts import UserError
 from ...rank.buckets import Plain
 from ...rank.execute import Executor
 from ...tiers import TierStore, Transfer
-
-MOST_FROZEN = 4
-"""The number of frozen parameters that stay in memory in the backward: no op reads more of them."""
+from ...tiers.schedule import MOST_FROZEN
 
 
 @dataclass(eq=False)
