@@ -24,6 +24,7 @@ from trainwright.artifacts import Cluster, ModelRef, Tier
 from trainwright.capture.export import capture
 from trainwright.hardware import resolve
 from trainwright.models import zoo
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.costs.price import price
 from trainwright.planner.plan import Task
 from trainwright.program.decisions import Decisions, Overlap
@@ -205,7 +206,7 @@ def peaks():
     """The smallest and the fastest plan's peak on one axis."""
     (place,) = task(deep_program(), "2xh100").places
     smallest = place.solver.smallest(place.settings("joint"))
-    return smallest.simulation.peak_bytes, place.solve("joint").simulation.peak_bytes
+    return smallest.simulation.peak_bytes, solve_on(place, "joint").simulation.peak_bytes
 
 
 PEAK_BAR = 0.02

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.planner.places import place_of
 from benchmarks.solvers import record
 from trainwright.artifacts import UserError
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for
 from trainwright.planner.problem.recipes import RECIPES
 from trainwright.planner.search.solve import Answer
@@ -80,13 +81,13 @@ def solved(model: str, cluster: str) -> Iterator[dict[str, Any]]:
     smallest = place.solver.smallest(place.settings("joint"))
     assert smallest is not None
     least = budget_for(smallest.simulation.peak_bytes, place.task.divisor)
-    free = place.solve("joint")
+    free = solve_on(place, "joint")
     assert isinstance(free, Answer)
     for times in TIMES:
         place.task.budget_bytes = int(least * times)
         for solver in RECIPES:
             began = time.process_time()
-            answer = place.solve(solver)
+            answer = solve_on(place, solver)
             row: dict[str, Any] = {"model": model, "cluster": cluster, "times": times, "solver": solver}
             row |= {"budget_bytes": place.task.budget_bytes, "cpu_s": 0.0, "binds": False}
             if isinstance(answer, Answer):

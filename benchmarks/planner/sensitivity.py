@@ -24,6 +24,7 @@ from trainwright.artifacts import Cluster
 from trainwright.capture.export import capture
 from trainwright.hardware import resolve
 from trainwright.models import zoo
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for
 from trainwright.planner.search.answer import Answer
 from trainwright.planner.task import Place
@@ -118,7 +119,7 @@ def scaled(cluster: Cluster, compute: float, memory: float, links: float) -> Clu
 def _seconds(planned: Place, priced: Place, budget: int | None) -> float | None:
     """Return what a step of the plan made at one place takes at another."""
     planned.task.budget_bytes = budget
-    answer = planned.solve("joint")
+    answer = solve_on(planned, "joint")
     return priced.price(planned.overlapped(answer)[0].simulation).step_s if isinstance(answer, Answer) else None
 
 

@@ -19,6 +19,7 @@ from trainwright.capture.export import capture
 from trainwright.hardware import resolve
 from trainwright.launch.cores import num_cores
 from trainwright.planner import RECIPES, check, compare, explain, make_plan
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for, usable_bytes
 from trainwright.planner.costs.price import price
 from trainwright.planner.costs.simulate import Simulation
@@ -54,7 +55,7 @@ def test_the_sharding_is_the_cheapest_of_all(num_blocks):
     (place,) = task(blocks_program(num_blocks)).places
     problem = place.problem
     assert any(decision.count == num_blocks for decision in problem.groups), "tied blocks are what is tested"
-    answer = place.solve("joint")
+    answer = solve_on(place, "joint")
     combinations = list(itertools.product(*(range(len(decision.options)) for decision in problem.decisions)))
     assert 100 < len(combinations) < 200_000
     # A spread of them, and the solver's own, each priced from its local program.
@@ -70,7 +71,7 @@ def test_the_sharding_is_the_cheapest_of_all(num_blocks):
 
 def test_changing_any_one_decision_gains_nothing():
     (place,) = task(tiny_program("gpt2-tiny")).places
-    answer = place.solve("joint")
+    answer = solve_on(place, "joint")
     best = price_of(place, answer.decisions)
     for decision in place.problem.decisions:
         for option in range(len(decision.options)):
@@ -85,7 +86,7 @@ def test_recomputation_comes_close_to_the_best_of_all():
     num_blocks = 3
     (place,) = task(blocks_program(num_blocks, 512), "cpu:1").places
     problem = place.problem
-    plain = place.solve("joint")
+    plain = solve_on(place, "joint")
     smallest = place.solver.smallest(place.settings("joint"))
     low, high = smallest.simulation.peak_bytes, plain.simulation.peak_bytes
     assert low < 0.9 * high
@@ -96,7 +97,7 @@ def test_recomputation_comes_close_to_the_best_of_all():
         found.append((place.simulate(decisions).peak_bytes, price_of(place, decisions)))
     for share in (0.3, 0.7):
         place.task.budget_bytes = int(low + share * (high - low))
-        answer = place.solve("joint")
+        answer = solve_on(place, "joint")
         best = min(step_s for peak, step_s in found if peak <= usable_bytes(place.task.budget_bytes))
         assert answer.simulation.peak_bytes <= usable_bytes(place.task.budget_bytes)
         assert price_of(place, answer.decisions) <= 1.05 * best
@@ -127,10 +128,10 @@ def test_every_plan_fits_and_joint_is_fastest_on_other_machines(num_cores, flags
 def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh, share):
     program = blocks_program(3, 2048) if name == "blocks" else tiny_program(name)
     (place,) = task(program, hardware, mesh=mesh).places
-    high = place.solve("joint").simulation.peak_bytes
+    high = solve_on(place, "joint").simulation.peak_bytes
     low = place.solver.smallest(place.settings("joint")).simulation.peak_bytes
     place.task.budget_bytes = budget = int(low + share * (high - low))
-    answers = {solver: place.solve(solver) for solver in RECIPES}
+    answers = {solver: solve_on(place, solver) for solver in RECIPES}
     assert isinstance(answers["joint"], Answer)
     found = {s: place.overlapped(a)[1].step_s for s, a in answers.items() if isinstance(a, Answer)}
     assert found["joint"] <= min(found.values()) * 1.002
@@ -160,7 +161,7 @@ def test_a_first_plan_that_the_search_does_not_beat_says_what_it_takes(monkeypat
     """It is taken with its parameters ahead, and its gap is that of this step."""
     (place,) = task(tiny_program("gpt2-tiny"), "cpu:2", mesh=(2,)).places
     first = first_that_fits(place, "joint", place.settings("joint"))
-    slower = replace(place.solve("fsdp"), gap=0.9)
+    slower = replace(solve_on(place, "fsdp"), gap=0.9)
     overlapped = place.overlapped
     monkeypatch.setattr(
         place,
@@ -191,7 +192,7 @@ def test_a_step_is_the_sum_of_its_parts(is_tight):
 def test_a_group_that_runs_again_takes_what_is_run(name):
     """Its last addition, which the next block reads, is kept: it is not run, and not charged."""
     (place,) = task(tiny_program(name)).places
-    plain = place.solve("ddp")
+    plain = solve_on(place, "ddp")
     is_partial = []
     for decision in place.problem.groups:
         option = plain.choice.options[decision]
@@ -210,7 +211,7 @@ def test_a_group_that_runs_again_takes_what_is_run(name):
 def test_sums_for_which_nothing_waits_are_free(name):
     """The count of labels is summed up from the step's begin on, the loss behind the backward: gradients alone are waited for."""
     (place,) = task(tiny_program(name)).places
-    answer = place.solve("ddp")
+    answer = solve_on(place, "ddp")
     found = place.price(answer.simulation)
     of_loss = [seconds for key, seconds in found.by_op.items() if "cross_entropy.out" in key]
     assert of_loss == [0.0]
@@ -225,7 +226,7 @@ def test_sums_for_which_nothing_waits_are_free(name):
 def test_data_parallelism_reduces_every_gradient_once():
     program = tiny_program("llama-tiny")
     (place,) = task(program).places
-    simulation = place.solve("ddp").simulation
+    simulation = solve_on(place, "ddp").simulation
     num_bytes = sum(tensor.num_bytes for tensor in program.params)
     extra = simulation.comm_bytes["all_reduce"] - num_bytes
     assert set(simulation.comm_bytes) == {"all_reduce"}
@@ -235,7 +236,7 @@ def test_data_parallelism_reduces_every_gradient_once():
 def test_fsdp_gathers_every_weight_and_scatters_every_gradient():
     program = tiny_program("llama-tiny")
     (place,) = task(program).places
-    answer = place.solve("fsdp")
+    answer = solve_on(place, "fsdp")
     num_bytes = sum(tensor.num_bytes for tensor in program.params)
     assert all(at >= 0 for layout in answer.decisions.params.values() for at in layout)
     sent = answer.simulation.comm_bytes
@@ -243,7 +244,7 @@ def test_fsdp_gathers_every_weight_and_scatters_every_gradient():
     assert num_bytes <= sent["all_gather"] <= 1.01 * num_bytes
     assert num_bytes <= sent["reduce_scatter"] <= 1.01 * num_bytes
     place.task.budget_bytes = int(0.9 * answer.simulation.peak_bytes)
-    tight = place.solve("fsdp")
+    tight = solve_on(place, "fsdp")
     assert isinstance(tight, Answer)
     assert tight.simulation.comm_bytes["reduce_scatter"] == sent["reduce_scatter"]
 
@@ -253,7 +254,7 @@ def test_megatron_reduces_four_activations_a_layer():
     num_layers = 2
     activation = 4 * 32 * 64 * 4
     (place,) = task(program).places
-    answer = place.solve("megatron")
+    answer = solve_on(place, "megatron")
     assert set(answer.simulation.comm_bytes) <= {"all_reduce", "all_gather"}
     large = answer.simulation.comm_bytes["all_reduce"] // activation
     # Two forward and two backward a layer, and at most one each for the embedding and the head.
@@ -301,7 +302,7 @@ def test_a_plan_fits_the_smallest_budget_for_its_peak_and_none_below():
 def test_the_peak_is_that_of_two_whole_steps(monkeypatch, name, optimizer):
     program = tiny_program(name)
     (place,) = task(program, make_optimizer=lambda params: optim.create(optimizer, params)).places
-    answer = place.solve("ddp")
+    answer = solve_on(place, "ddp")
     module, peaks = sys.modules[Simulation.__module__], []
     run_step = module._step
 
@@ -331,7 +332,7 @@ def test_the_simulation_knows_how_many_threads_a_rank_has():
     assert elsewhere.num_threads is None
     try:
         torch.set_num_threads(3)
-        found.places[0].solve("ddp")
+        solve_on(found.places[0], "ddp")
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -351,7 +352,7 @@ def test_a_refusal_says_what_binds_and_what_would_do():
 def test_the_smallest_budget_would_do():
     program = tiny_program("gpt2-tiny")
     (place,) = task(program, budget_bytes=400_000).places
-    failure = place.solve("joint")
+    failure = solve_on(place, "joint")
     assert isinstance(failure, Infeasible)
     smallest = failure.smallest.simulation.peak_bytes
     plan = make_plan(**question(program, budget_bytes=budget_for(smallest), time_limit_s=10.0))
@@ -433,7 +434,7 @@ def test_gradients_under_any_plan_are_those_of_one_process(hardware, mesh, num_b
     values = whole_values(program, model, {"0": batch[0]})
     loss, gradients = run_ranks(program, whole_program(program).decisions, values)
     (place,) = task(program, hardware, mesh=mesh).places
-    tried = [place.solve(solver) for solver in RECIPES] + [place.solver.smallest(place.settings("joint"))]
+    tried = [solve_on(place, solver) for solver in RECIPES] + [place.solver.smallest(place.settings("joint"))]
     assert tried[-1].decisions.recomputed
     for answer in tried:
         if isinstance(answer, Answer):
@@ -453,10 +454,10 @@ def test_where_no_memory_binds_latencies_are_shared_as_in_the_buckets_that_run(h
     (place,) = task(tiny_program("llama-tiny"), hardware, mesh=(resolve(hardware).num_devices,)).places
     prices = {}
     for solver in ("ddp", "fsdp", "megatron", "joint"):
-        answer = place.solve(solver)
+        answer = solve_on(place, solver)
         assert answer.decisions.overlap == place.task.furthest_overlap
         prices[solver] = price_of(place, answer.decisions)
         assert answer.objective_s == pytest.approx(prices[solver], rel=1e-6), solver
     assert prices["joint"] <= min(prices.values()) * (1 + 1e-3)
-    ddp = place.solve("ddp").decisions
+    ddp = solve_on(place, "ddp").decisions
     assert whole_price_of(place, ddp, "none").comm_s > 5 * whole_price_of(place, ddp).comm_s

@@ -14,10 +14,12 @@ from trainwright.artifacts import Refusal
 from trainwright.capture.export import capture
 from trainwright.hardware import resolve
 from trainwright.planner import make_plan
-from trainwright.planner.mesh_search import MeshSearch
+from trainwright.planner.best_first import solve_on
+from trainwright.planner.forms import spaces_of
 from trainwright.planner.meshes import mesh_shapes
-from trainwright.planner.model.deadline import Deadline
 from trainwright.planner.model.sharding import is_plain
+from trainwright.planner.search.effort import GAP
+from trainwright.planner.ways import Ways
 from trainwright.profiler.saved import whole_program
 from trainwright.program.program import build_program
 
@@ -55,52 +57,42 @@ def test_the_mesh_is_the_fastest_of_all_where_latencies_are_shared():
     assert found.predicted.step_s <= min(steps.values()) * 1.02
 
 
-def test_a_mesh_that_cannot_win_is_not_solved():
-    search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=240.0), "joint")
-    for place in search.places:
-        search.look_at(place)
-    assert search.best is not None
-    assert len(search.places) == 2
-    for place in search.places[1:]:
-        is_solved = place is search.best.place or place.solver.lower_bound_s() < search.best.price.step_s
-        assert is_solved or place.shape in search.slower
-    assert not search.unseen
+@pytest.fixture
+def searched(monkeypatch):
+    """The spaces that are searched, with the seconds that each may take."""
+    found, solve = [], Ways._solve
+
+    def noted(self, settings):
+        found.append((self, settings.deadline.limited(settings.time_limit_s)))
+        return solve(self, settings)
+
+    monkeypatch.setattr(Ways, "_solve", noted)
+    return found
 
 
-def test_others_are_looked_at_however_long_the_first_took():
-    search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=240.0), "joint")
-    first, *others = search.places
-    search.look_at(first)
-    search.task.deadline.count(1000.0)
-    for place in others:
-        search.look_at(place)
-    assert not search.unseen
-    search.task.deadline.count(1000.0)
-    search.look_at(others[0])
-    assert search.unseen == [others[0].shape], "what others took counts"
+def test_a_mesh_that_cannot_win_is_not_solved(searched):
+    plan = make_plan(**question(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=240.0))
+    shapes = {space.place.shape for space, _ in searched}
+    assert not plan.solver.unseen_meshes
+    first, other = searched[0][0].place, task(tiny_program("gpt2-tiny"), "4xh100", mesh=(2, 2)).places[0]
+    assert first.shape == "4"
+    assert ("2x2" in shapes) == (other.solver.lower_bound_s() < searched[0][0].known.step_s * (1 - GAP))
+
+
+def test_no_mesh_takes_more_than_half_of_the_time_that_is_left(searched):
+    limit_s = 240.0
+    make_plan(**question(tiny_program("gpt2-tiny"), "8xh100", mesh=None, time_limit_s=limit_s, budget_bytes=SMALL))
+    first_ways = [seconds for space, seconds in searched if space.turn == 0]
+    assert len(first_ways) > 1
+    assert all(seconds <= limit_s / 2 for seconds in first_ways)
 
 
 def test_a_small_model_is_looked_at_on_every_mesh_however_busy_the_machine_is(monkeypatch):
     """What one mesh takes is counted: neither a slow clock nor what the first use of a library takes makes the next one harder."""
-    search = MeshSearch(task(tiny_program("gpt2-tiny"), "8xh100", mesh=None, budget_bytes=None), "joint")
-    search.task.deadline = Deadline(30.0)
-    clock = itertools.count(0, 0.05)
+    clock = itertools.count(0, 0.01)
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    for place in search.places:
-        search.look_at(place)
-    assert len(search.places) == 3
-    assert not search.unseen
-
-
-def test_others_have_what_the_first_leaves_of_the_time():
-    """Two axes are expected to take twelve times as long as one: more than an eighth of the limit, less than what is left."""
-    search = MeshSearch(task(tiny_program("gpt2-tiny"), "4xh100", mesh=None, time_limit_s=960.0), "joint")
-    first, *others = search.places
-    search.look_at(first)
-    search._seconds = {1: 20.0}
-    for place in others:
-        search.look_at(place)
-    assert not search.unseen
+    plan = make_plan(**question(tiny_program("gpt2-tiny"), "8xh100", mesh=None, budget_bytes=None))
+    assert not plan.solver.unseen_meshes
 
 
 def test_meshes_that_nobody_looked_at_are_named():
@@ -116,8 +108,8 @@ def test_pins_name_the_axes_of_the_clusters_own_mesh():
 
 
 def test_megatron_tries_every_width_of_its_last_axis():
-    search = MeshSearch(task(tiny_program("gpt2-tiny"), "8xh100", mesh=None), "megatron")
-    assert [place.shape for place in search.places] == ["8", "2x4", "4x2"]
+    spaces = spaces_of(task(tiny_program("gpt2-tiny"), "8xh100", mesh=None), "megatron")
+    assert [space.place.shape for space in spaces] == ["8", "2x4", "4x2"]
 
 
 def test_changes_of_layout_on_three_axes_are_plain():
@@ -125,9 +117,9 @@ def test_changes_of_layout_on_three_axes_are_plain():
     _, sharding = place.solver.plain()
     assert sharding.flow
     assert all(is_plain(native, want[0]) for _, native, want in sharding.flow)
-    answer = place.solve("joint")
+    answer = solve_on(place, "joint")
     assert answer.gap <= 0.02
-    one_axis = task(tiny_program("gpt2-tiny"), "8xh100", mesh=(8,)).places[0].solve("ddp")
+    one_axis = solve_on(task(tiny_program("gpt2-tiny"), "8xh100", mesh=(8,)).places[0], "ddp")
     assert answer.objective_s <= one_axis.objective_s * 1.02, "data parallelism is there on any mesh"
 
 
@@ -138,7 +130,7 @@ def test_gradients_on_three_axes_are_those_of_one_process():
     values = whole_values(program, model, {"0": batch[0]})
     loss, gradients = run_ranks(program, whole_program(program).decisions, values)
     (place,) = task(program, "cpu:8", mesh=(2, 2, 2)).places
-    answers = [place.solve("joint"), place.solve("fsdp"), place.solver.smallest(place.settings("joint"))]
+    answers = [solve_on(place, "joint"), solve_on(place, "fsdp"), place.solver.smallest(place.settings("joint"))]
     assert len({str(sorted(map(str, answer.decisions.params.values()))) for answer in answers}) > 1
     for answer in answers:
         found_loss, found = run_ranks(program, answer.decisions, values)

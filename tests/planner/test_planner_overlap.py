@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import task, tiny_program
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.costs.overlap import Trip, _Clocks
 
 NODES, GPUS = 0, 1
@@ -96,7 +97,7 @@ def test_where_no_memory_binds_the_objective_is_what_the_clocks_say(
     """Of short programs, and of long ones, where what is hidden has a price in place of a column."""
     monkeypatch.setattr("trainwright.planner.problem.problem.MANY_OPS", max_num_ops)
     (place,) = task(tiny_program("llama-tiny"), hardware, mesh=mesh).places
-    answer = place.solve(recipe)
+    answer = solve_on(place, recipe)
     price = place.overlapped(answer)[1]
     assert answer.objective_s == pytest.approx(price.step_s, rel=within)
     if recipe == "fsdp":

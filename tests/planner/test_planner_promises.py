@@ -8,13 +8,16 @@ import time
 
 import pytest
 
-from tests.builders import question, task
+from tests.builders import question, task, tiny_program
 from tests.models import gnn, unet
 from trainwright.artifacts import Plan, Refusal, SolverInfo, parse_bytes
 from trainwright.capture.export import capture
 from trainwright.models import zoo
 from trainwright.planner import compare, make_plan
+from trainwright.planner.best_first import solve_on
+from trainwright.planner.budget import budget_for
 from trainwright.planner.refusals import batch_size
+from trainwright.planner.search.answer import Answer
 from trainwright.planner.search.effort import GAP
 from trainwright.program.program import build_program
 
@@ -130,6 +133,21 @@ def test_a_step_is_no_slower_with_more_memory() -> None:
     assert plans[1].predicted.step_s <= plans[0].predicted.step_s * (1 + GAP)
     assert plans[1].predicted.step_s < without.predicted.step_s
     assert all(plan.offload is not None and plan.predicted.peak_bytes <= plan.budget_bytes for plan in plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_at_the_smallest_budget_the_answer_is_proven_and_not_what_holds_least(name: str) -> None:
+    """The rows count too much there and reject every plan; the search goes on from the one that holds least."""
+    (place,) = task(tiny_program(name), "cpu:4", mesh=(4,), time_limit_s=120.0).places
+    smallest = place.solver.smallest(place.settings("joint"))
+    assert smallest is not None
+    place.task.budget_bytes = budget_for(smallest.simulation.peak_bytes, place.task.divisor)
+    answer = solve_on(place, "joint")
+    assert isinstance(answer, Answer)
+    assert answer.gap is not None
+    assert answer.gap <= 0.02
+    assert place.overlapped(answer)[1].step_s < 0.95 * place.overlapped(smallest)[1].step_s
 
 
 # The words are exact

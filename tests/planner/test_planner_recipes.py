@@ -13,6 +13,7 @@ from tests.builders import task, tiny_program
 from tests.recipe_points import ANY, optimus, restricted
 from trainwright.capture.export import capture
 from trainwright.models import zoo
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.model.decode import Choice, decisions_from
 from trainwright.planner.model.sharding import wants_of
 from trainwright.planner.search.solve import Answer
@@ -31,8 +32,8 @@ def test_zero_2_sends_what_data_parallelism_does_and_zero_3_half_as_much_again()
     program = tiny_program("llama-tiny")
     (place,) = task(program).places
     num_bytes = sum(tensor.num_bytes for tensor in program.params)
-    whole = place.solve("ddp").simulation
-    zero_2 = place.solve("fsdp")
+    whole = solve_on(place, "ddp").simulation
+    zero_2 = solve_on(place, "fsdp")
     zero_3 = gathered_again(place, zero_2)
     # On a ring an all-reduce is a reduce-scatter and an all-gather.
     assert whole.comm_bytes["all_reduce"] == pytest.approx(num_bytes, rel=1e-3)

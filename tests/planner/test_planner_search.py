@@ -19,7 +19,8 @@ from benchmarks.planner.places import place_of
 from tests.builders import deep_program, peaks, task
 from trainwright.capture.export import capture
 from trainwright.models import zoo
-from trainwright.planner import plan
+from trainwright.planner import best_first, ways
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for
 from trainwright.planner.model.deadline import LEAST_S, Deadline
 from trainwright.planner.model.milp import Model, Solution
@@ -28,7 +29,7 @@ from trainwright.planner.search import fitting, guard, solve, stages
 from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.search.solve import Solver
-from trainwright.planner.task import Place
+from trainwright.planner.ways import Ways
 from trainwright.program.program import build_program
 
 
@@ -43,13 +44,13 @@ def place():
 @pytest.mark.slow
 def test_what_the_relaxation_mixes_is_searched_and_loses_nothing(monkeypatch):
     (place,) = task(deep_program(), "2x2xh100").places
-    place.task.budget_bytes = place.solve("joint").simulation.peak_bytes // 2
-    known = place.solve("joint")
+    place.task.budget_bytes = solve_on(place, "joint").simulation.peak_bytes // 2
+    known = solve_on(place, "joint")
     asked = []
     narrow = stages._among_mixed
     place.solver.effort = replace(place.solver.effort, looks_among_mixed_after_s=-1.0, far_gap=-1.0, few_columns=0)
     monkeypatch.setattr(stages, "_among_mixed", lambda *args: asked.append(narrow(*args)) or asked[-1])
-    found = place.solve("joint")
+    found = solve_on(place, "joint")
     assert asked
     assert found.simulation.peak_bytes <= place.task.budget_bytes
     assert known.objective_s * (1 - known.gap) <= found.objective_s <= known.objective_s * (1 + stages.GAP)
@@ -66,12 +67,12 @@ def test_a_search_beside_an_answer_is_no_worse_than_the_answer(place):
 
 @pytest.mark.parametrize("near", [True, False])
 def test_a_recipe_answers_where_the_search_found_nothing_but_missed_by_little(place, monkeypatch, near):
-    fsdp = place.solve("fsdp")
+    fsdp = solve_on(place, "fsdp")
     if not near:
         place.task.budget_bytes = fsdp.simulation.peak_bytes // 2
     refused = Infeasible(Outcome.DOES_NOT_FIT, ("a row",), fsdp)
     monkeypatch.setattr(Solver, "solve", lambda *_: refused)
-    found = place.solve("joint")
+    found = solve_on(place, "joint")
     if near:
         assert isinstance(found, Answer)
         assert found.objective_s == pytest.approx(fsdp.objective_s, rel=2 * stages.GAP)
@@ -132,7 +133,7 @@ def test_an_encoder_with_a_decoder_on_two_axes_is_planned_no_slower_than_by_a_re
     (place,) = task(build_program(capture(*zoo.build("t5-tiny"))), "2x2xh100").places
     smallest = place.solver.smallest(place.settings("joint"))
     place.task.budget_bytes = int(budget_for(smallest.simulation.peak_bytes) * times)
-    joint, fsdp = place.solve("joint"), place.solve("fsdp")
+    joint, fsdp = solve_on(place, "joint"), solve_on(place, "fsdp")
     assert joint.simulation.peak_bytes <= place.task.budget_bytes
     assert place.overlapped(joint)[1].step_s <= place.overlapped(fsdp)[1].step_s * (1 + stages.GAP)
 
@@ -165,15 +166,16 @@ def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_sha
 def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_against_recipes(place, monkeypatch):
     late = replace(place.settings("joint"), deadline=Deadline(0))
     assert late.stages(*place.solver.plain()).time_limit_s == LEAST_S
-    answer = replace(place.solve("joint"), row_budget=float(late.budget_bytes))
+    answer = replace(solve_on(place, "joint"), row_budget=float(late.budget_bytes))
     monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("a known sharding was fitted past the deadline"))
     assert guard.no_slower_than_known(place.solver, late, answer, lambda answer: answer.objective_s) is answer
 
 
 def test_a_deadline_that_ends_before_anything_is_found_is_refused_with_more_time(place, monkeypatch):
-    monkeypatch.setattr(Place, "solve", lambda *_: Infeasible(Outcome.STOPPED))
+    monkeypatch.setattr(Ways, "_solve", lambda *_: Infeasible(Outcome.STOPPED))
+    monkeypatch.setattr(ways, "first_that_fits", lambda *_: None)
     with pytest.raises(tw.Refusal, match=r"more time is needed: joint found no plan in 30 s.*--time-limit 120"):
-        plan._search(place.task, "joint")
+        best_first.search(place.task, "joint")
     assert place.task.deadline.limited(1e9) <= 30
 
 
@@ -187,7 +189,7 @@ def ctrl_c():
 
 def test_ctrl_c_ends_the_search_with_the_best_plan_found(place, monkeypatch, ctrl_c):
     place.task.offload = "none"
-    expected = place.solve("joint")
+    expected = solve_on(place, "joint")
     real, presses = stages.solve_in_stages, []
 
     def pressed(*args):
@@ -198,11 +200,11 @@ def test_ctrl_c_ends_the_search_with_the_best_plan_found(place, monkeypatch, ctr
 
     monkeypatch.setattr(fitting, "solve_in_stages", pressed)
     monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("recipes were looked at after Ctrl-C"))
-    found = plan._search(place.task, "joint")
+    found = best_first.search(place.task, "joint")
     assert presses
     assert found.answer.simulation.peak_bytes <= place.task.budget_bytes
     assert found.price.step_s >= place.overlapped(expected)[1].step_s * (1 - stages.GAP)
-    assert plan._STOPPED in found.notes
+    assert best_first.STOPPED in found.notes
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -216,9 +218,10 @@ def test_ctrl_c_interrupts_where_nothing_is_known_or_when_pressed_again(place, m
         went_on.append(True)
         return Infeasible(Outcome.STOPPED)
 
-    monkeypatch.setattr(Place, "solve", pressed)
+    monkeypatch.setattr(Ways, "_solve", pressed)
+    monkeypatch.setattr(ways, "first_that_fits", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
-        plan._search(place.task, "joint")
+        best_first.search(place.task, "joint")
     assert bool(went_on) is (num_presses == 1)
 
 
@@ -283,7 +286,7 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
 def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_its_step(
     place, monkeypatch, times, asks
 ):
-    answer = replace(place.solve("joint"), gap=0.0, row_budget=float(place.task.budget_bytes))
+    answer = replace(solve_on(place, "joint"), gap=0.0, row_budget=float(place.task.budget_bytes))
     asked = []
     monkeypatch.setattr(guard, "_of_recipe", lambda *_: asked.append(_))
     monkeypatch.setattr(Fitting, "beside", lambda *_: None)

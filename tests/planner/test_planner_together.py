@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import price_of, task, tiny_program
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.model.deadline import LEAST_S, Deadline
 from trainwright.planner.model.decode import Choice, decisions_from
 from trainwright.planner.model.hidden import Hidden
 from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.milp import Solution
 from trainwright.planner.model.outcome import Outcome
-from trainwright.planner.search import together
 from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.solve import Solver
 from trainwright.planner.search.stages import held_at, solve_in_stages
@@ -23,7 +23,7 @@ from trainwright.planner.search.stages import held_at, solve_in_stages
 def bound(name: str, hardware: str, mesh: tuple[int, ...], share: float):
     """A place whose budget is so far between the least that a plan holds and what the fastest does."""
     (place,) = task(tiny_program(name), hardware, mesh=mesh, time_limit_s=12.0).places
-    high = place.solve("joint").simulation.peak_bytes
+    high = solve_on(place, "joint").simulation.peak_bytes
     low = place.solver.smallest(place.settings("joint")).simulation.peak_bytes
     place.task.budget_bytes = int(low + share * (high - low))
     return place
@@ -33,10 +33,8 @@ def bound(name: str, hardware: str, mesh: tuple[int, ...], share: float):
 @pytest.mark.parametrize(("name", "share"), [("llama-tiny", 0.7), pytest.param("t5-tiny", 0.7, marks=pytest.mark.slow)])
 def test_on_slow_links_a_plan_within_a_budget_is_found_for_the_buckets_that_run(name, share):
     place = bound(name, "cpu:2", (2,), share)
-    one_by_one = together._search(
-        place.solver, "joint", place.settings("joint"), lambda answer: place.overlapped(answer)[1].step_s
-    )
-    answer = place.solve("joint")
+    one_by_one = place.solver.solve(place.settings("joint"))
+    answer = solve_on(place, "joint")
     assert answer.decisions.overlap == "buckets"
     assert answer.simulation.peak_bytes <= place.task.usable_bytes
     assert answer.objective_s == pytest.approx(price_of(place, answer.decisions), rel=1e-4)
@@ -44,9 +42,9 @@ def test_on_slow_links_a_plan_within_a_budget_is_found_for_the_buckets_that_run(
     assert place.overlapped(answer)[1].step_s < 0.75 * place.overlapped(one_by_one)[1].step_s
     # where another mesh takes longer than the buckets, and less than one by one, the buckets are still looked at
     between = 1.05 * place.overlapped(answer)[1].step_s
-    assert isinstance(place.solve("joint", cutoff_s=between), Answer)
+    assert isinstance(solve_on(place, "joint", between), Answer)
     for recipe in ("ddp", "fsdp", "megatron", "two-stage"):
-        found = place.solve(recipe)
+        found = solve_on(place, recipe)
         if isinstance(found, Answer):
             assert place.overlapped(answer)[1].step_s <= place.overlapped(found)[1].step_s * 1.002, recipe
 
@@ -69,7 +67,7 @@ def test_what_reruns_gather_again_shares_latencies_too():
 def test_the_rows_know_what_buckets_hold(recipe, hardware):
     """Of a plan that keeps everything: neither far below the simulation, nor far above."""
     (place,) = task(tiny_program("llama-tiny"), hardware, mesh=(2,)).places
-    options = place.solve(recipe).choice.options
+    options = solve_on(place, recipe).choice.options
     ways = ("buckets",) if hardware == "cpu:2" else ("buckets", "ahead")
     for way in ways:
         solver = place.solver.travelling(way)
@@ -94,7 +92,7 @@ def test_where_computation_hides_what_travels_the_objective_is_near_what_runs():
     (place,) = task(tiny_program("llama-tiny"), "8xa100", mesh=(8,)).places
     steps = {}
     for recipe in ("ddp", "fsdp", "megatron", "joint"):
-        answer = place.solve(recipe)
+        answer = solve_on(place, recipe)
         steps[recipe] = place.overlapped(answer)[1]
         assert answer.decisions.overlap == "ahead"
         assert answer.objective_s == pytest.approx(steps[recipe].step_s, rel=0.03), recipe
@@ -106,14 +104,15 @@ def test_where_computation_hides_what_travels_the_objective_is_near_what_runs():
 def test_where_nothing_fits_what_holds_less_is_searched(monkeypatch, refused):
     (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_500_000).places
     nothing = Infeasible(Outcome.DOES_NOT_FIT, ("a row",))
-    solve = Solver.solve
+    solve, searched = Solver.solve, []
 
     def pretended(self, *arguments):
+        searched.append(self.travel_within)
         return nothing if self.travel_within in refused else solve(self, *arguments)
 
     monkeypatch.setattr(Solver, "solve", pretended)
-    answer = place.solve("joint")
-    assert answer.decisions.overlap == {1: "buckets", 2: "none"}[len(refused)]
+    answer = solve_on(place, "joint")
+    assert searched[: len(refused) + 1] == ["ahead", "buckets", "none"][: len(refused) + 1]
     assert answer.binds
     assert answer.simulation.peak_bytes <= place.task.usable_bytes
 
@@ -122,9 +121,9 @@ def test_that_memory_binds_is_not_forgotten_when_a_later_way_finds_nothing():
     """More micro-batches are looked at as long as it does."""
     (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_500_000).places
     place.solver.effort = replace(place.solver.effort, dear=0.0)
-    assert place.solve("joint").binds
+    assert solve_on(place, "joint").binds
     place.task.budget_bytes = None
-    assert not place.solve("joint").binds
+    assert not solve_on(place, "joint").binds
 
 
 def test_each_way_has_a_part_of_the_time_and_the_same_ctrl_c():
@@ -142,7 +141,7 @@ def test_each_way_has_a_part_of_the_time_and_the_same_ctrl_c():
 def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share):
     """What its search proves holds of the seconds with E, which that of a short program has in its rows."""
     place = bound("llama-tiny", "2xh100", (2,), share or 1.0)
-    settings = place.settings("joint", time_limit_s=10.0)
+    settings = replace(place.settings("joint"), time_limit_s=10.0)
 
     def solved(max_num_ops: int) -> tuple[Solution, Hidden | None]:
         monkeypatch.setattr("trainwright.planner.problem.problem.MANY_OPS", max_num_ops)
@@ -179,7 +178,7 @@ SHARES_HIDDEN = [
 def test_no_recipe_is_faster_within_a_budget_where_travel_is_hidden(monkeypatch, max_num_ops, share):
     monkeypatch.setattr("trainwright.planner.problem.problem.MANY_OPS", max_num_ops)
     place = bound("llama-tiny", "2xh100", (2,), share)
-    answers = {recipe: place.solve(recipe) for recipe in ("joint", "fsdp", "two-stage")}
+    answers = {recipe: solve_on(place, recipe) for recipe in ("joint", "fsdp", "two-stage")}
     steps = {name: place.overlapped(found)[1].step_s for name, found in answers.items() if isinstance(found, Answer)}
     assert len(steps) > 1
     assert steps["joint"] <= 1.002 * min(steps.values())
@@ -188,5 +187,7 @@ def test_no_recipe_is_faster_within_a_budget_where_travel_is_hidden(monkeypatch,
 def test_where_exchanges_wait_for_gathers_a_plan_without_them_is_found():
     """The objective knows nothing of that; the step of its first answer shows it."""
     (place,) = task(tiny_program("resnet-tiny"), "8xa100", mesh=(8,)).places
-    steps = {recipe: place.overlapped(place.solve(recipe))[1].step_s for recipe in ("joint", "megatron", "ddp", "fsdp")}
+    steps = {
+        recipe: place.overlapped(solve_on(place, recipe))[1].step_s for recipe in ("joint", "megatron", "ddp", "fsdp")
+    }
     assert steps["joint"] == min(steps.values())

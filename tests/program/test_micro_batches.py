@@ -13,6 +13,7 @@ from tests.models import micro
 from tests.pool import Pool
 from trainwright.cli import main
 from trainwright.planner import Task
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.search.solve import Answer
 from trainwright.program.micro_batches import capture_step
 from trainwright.request import PlanRequest
@@ -177,7 +178,7 @@ def test_what_the_solver_minimises_is_what_is_priced() -> None:
     for num in (1, 4):
         question = PlanRequest(model, batch, "cpu:2", mesh=(2,), offload="none", micro_batches=num).question()
         (place,) = Task(**question).places
-        answer = place.solve("joint")
+        answer = solve_on(place, "joint")
         assert isinstance(answer, Answer)
         assert answer.objective_s == pytest.approx(place.price(answer.simulation).step_s, rel=1e-6)
 

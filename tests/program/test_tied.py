@@ -10,6 +10,7 @@ import trainwright as tw
 from tests.builders import PEAK_BAR, check_on_ranks, price_of, task, tiny_program
 from tests.pool import Pool
 from trainwright.models import zoo
+from trainwright.planner.best_first import solve_on
 from trainwright.program.decisions import OVERLAPS, Overlap
 
 READERS = {"gpt2-tiny": ("transformer.wte.weight", 2), "t5-tiny": ("shared.weight", 3)}
@@ -66,7 +67,7 @@ def test_in_two_micro_batches(pool2: Pool) -> None:
 @pytest.mark.parametrize("model", READERS)
 def test_the_objective_is_the_price_of_what_runs(model: str, solver: str) -> None:
     (place,) = task(tiny_program(model)).places
-    answer = place.solve(solver)
+    answer = solve_on(place, solver)
     assert answer.objective_s == pytest.approx(price_of(place, answer.decisions), rel=1e-6)
 
 

@@ -3,14 +3,13 @@
 from .costs.simulate import Simulation, simulate
 from .explain import explain
 from .frontier import frontier
-from .loss_chunks import ChunkedLoss
-from .micro_batches import Variants
 from .pipeline.price import schedule_of
 from .pipeline.recipes import PIPELINE_RECIPES
 from .plan import check, compare, make_plan, simulate_plan
 from .problem.recipes import RECIPES
 from .shapes import Shaped, check_alike, check_shapes, largest, make_plan_for
 from .task import Task
+from .variants import ChunkedLoss, Variants
 
 __all__ = [
     "PIPELINE_RECIPES",

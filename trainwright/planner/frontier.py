@@ -15,7 +15,7 @@ from typing import Any
 from ..artifacts import Plan, Refusal, UserError
 from .budget import budget_for
 from .costs.units import size_text
-from .mesh_search import Found
+from .incumbent import Found
 from .plan import as_plan
 from .search.solve import Answer
 from .task import Place, Task

@@ -30,25 +30,21 @@ from ..program.sampling import share_of
 from ..program.stages import cut
 from ..rank.stage_actions import Schedule
 from ..tiers import Policy
+from .best_first import best_first, search
 from .budget import budget_for
 from .costs.costs import OptimizerCost
 from .costs.effects import NO_EFFECT, without_effect
 from .costs.price import Price
 from .costs.simulate import MakeOptimizer, Simulation, simulate, simulate_stage
 from .costs.units import size_text
-from .loss_chunks import whole_or_chunked
-from .mesh_search import Found, MeshSearch
-from .micro_batches import fastest_number
-from .model.deadline import Deadline
-from .model.outcome import Outcome
+from .incumbent import Found
 from .pipeline.price import hops_of, price_stages, shared_by
 from .pipeline.recipes import PIPELINE_RECIPES
-from .pipeline.search import NoStagesFit, NotAllSeen, StagedAnswer, fastest_stages
+from .pipeline.search import StagedAnswer
 from .problem.problem import Problem
 from .problem.recipes import RECIPES
 from .refusals import NothingFits
-from .sampled_maps import exact_or_sampled
-from .search.effort import GAP, NEAR
+from .search.effort import GAP
 from .task import Place, Task
 from .tiered import tier_plan
 
@@ -74,9 +70,9 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
             f"the solver joint is needed to choose what rests on disks; got {solver}, which lets nothing leave; leave --tier out"
         )
     try:
-        found = _search(task, solver)
+        found = search(task, solver)
     except NothingFits as refused:
-        raise refused.tried(lambda again: _search_as_asked(again, solver)) from None
+        raise refused.tried(lambda again: best_first(again, solver)) from None
     return as_plan(solver, found, time.perf_counter() - began)
 
 
@@ -92,7 +88,7 @@ def compare(*, solvers: Sequence[str] | None = None, **question: Any) -> dict[st
     for solver in solvers or (RECIPES if task.pipeline is None else PIPELINE_RECIPES):
         began = time.perf_counter()
         try:
-            found[solver] = _search(task if solver == "joint" else replace(task, tier=None), solver)
+            found[solver] = search(task if solver == "joint" else replace(task, tier=None), solver)
             if solver == "joint" and task.tier is None:
                 found[solver] = _fastest_of(found)
             results[solver] = as_plan(solver, found[solver], time.perf_counter() - began)
@@ -202,117 +198,6 @@ def _policy(plan: Plan) -> Policy | None:
     if plan.tier is None:
         return None
     return Policy(plan.tier.window_bytes, None, plan.tier.update, plan.tier.commit_every)
-
-
-def _search(task: Task, solver: str) -> Found:
-    """Return the fastest answer of all meshes and numbers of micro-batches; raise `NothingFits` where there is none.
-
-    Where offloading is left to us, it is one more thing that a tensor may do, and what fits without is among what is searched.
-    A problem without it has half the columns of what is kept, so where the answer is not near its lower bound, or the time ended
-    the search, that is searched in the rest of the time.
-    """
-    task.deadline = Deadline(task.time_limit_s)
-    is_free = task.offload == "auto" and solver == "joint" and not task.goes_again
-    may_offload = is_free and task.has_host and task.budget_bytes is not None and task.pipeline in (None, "auto")
-    if not may_offload:
-        return _until_deadline(task, solver)
-    if task.pipeline == "auto":  # stages offload nothing, and may hold what one stage cannot
-        try:
-            return _until_deadline(task, solver)
-        except NothingFits:
-            return _until_deadline(replace(task.offloading, deadline=Deadline(task.time_limit_s)), solver)
-    try:
-        best = _until_deadline(task.offloading, solver)
-    except NothingFits as refused:
-        if all(failure.outcome is not Outcome.STOPPED for _, failure in refused.failures):
-            raise
-        return _until_deadline(task, solver)
-    is_near = best.step_s <= (1 + NEAR) * best.answer.floor_s
-    if is_near or best.staged is not None or task.deadline.has_passed:
-        return best
-    try:
-        found = _until_deadline(task, solver)
-    except NothingFits:
-        return best
-    if found.step_s >= best.step_s:
-        return best
-    bound_s = min(found.answer.bound_s, best.answer.bound_s)  # offloading may be faster still
-    return replace(found, answer=found.answer.bounded(bound_s))
-
-
-def _until_deadline(task: Task, solver: str) -> Found:
-    """Search until the deadline, or Ctrl-C: that interrupts only where nothing is known yet."""
-    deadline = task.deadline
-    with deadline.at_ctrl_c():
-        try:
-            found = _search_as_asked(task, solver)
-        except Refusal:
-            if deadline.is_interrupted:
-                raise KeyboardInterrupt from None
-            raise
-    return replace(found, notes=(*found.notes, _STOPPED)) if deadline.is_interrupted else found
-
-
-_STOPPED = "the search was stopped by Ctrl-C; this is the best plan found by then"
-
-
-def _search_as_asked(task: Task, solver: str) -> Found:
-    if task.sampled and solver == "joint":
-        return exact_or_sampled(task, lambda variant: _search_in_form(variant, solver))
-    return _search_in_form(task, solver)
-
-
-def _search_in_form(task: Task, solver: str) -> Found:
-    """Search with gradients exact, or with estimates among the options."""
-    if task.chunked is not None and (solver == "joint" or task.chunked.is_free):  # recipes are what others run
-        return whole_or_chunked(task, task.chunked, lambda variant: _search_in_form(variant, solver))
-    if task.pipeline is not None:
-        return _search_stages(task, solver)
-    if task.variants is not None:
-        return fastest_number(task, task.variants, lambda variant, limit_s: _search_meshes(variant, solver, limit_s))
-    found = _search_meshes(task, solver)
-    assert found is not None
-    return found
-
-
-def _search_stages(task: Task, solver: str) -> Found:
-    """Return the fastest plan with stages; where their number is free, none may be better than any."""
-    if task.pipeline != "auto" or solver != "joint":
-        found = fastest_stages(task, solver)
-        assert found is not None
-        return found
-    plain, refusal = None, None
-    try:
-        plain = _search_in_form(replace(task, pipeline=None, deadline=task.deadline.first_part()), solver)
-    except NothingFits as refused:
-        refusal = refused
-    staged, said, unseen = None, "pipeline stages were looked at: none are faster than none", tuple[str, ...]()
-    try:
-        staged = fastest_stages(task, solver, math.inf if plain is None else plain.step_s)
-    except NotAllSeen as cut_short:
-        said, unseen = str(cut_short), cut_short.unseen
-    except (NoStagesFit, UserError) as refused_stages:
-        said = f"no pipeline stages: {refused_stages}"
-    if staged is not None and plain is not None:
-        return replace(staged, answer=staged.answer.bounded(min(staged.answer.bound_s, plain.answer.bound_s)))
-    if staged is not None:
-        return staged
-    if plain is None:
-        assert refusal is not None
-        raise refusal
-    return replace(plain, notes=(*plain.notes, said), unseen_meshes=(*plain.unseen_meshes, *unseen))
-
-
-def _search_meshes(task: Task, solver: str, cutoff_s: float = math.inf) -> Found | None:
-    """Return the fastest answer of all meshes, `None` where none takes less than `cutoff_s`; `Refusal` where none fits."""
-    search = MeshSearch(task, solver, cutoff_s)
-    for place in search.places:
-        search.look_at(place)
-    if (found := search.found()) is not None:
-        return found
-    if search.slower:
-        return None
-    raise NothingFits(task, solver, search.failures)
 
 
 def as_plan(solver: str, found: Found, plan_s: float) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,23 +21,18 @@ from .costs.resting import room_of
 from .costs.simulate import MakeOptimizer, Simulation, simulate
 from .meshes import mesh_shapes
 from .model.deadline import Deadline
-from .model.outcome import Outcome
 from .problem.build import build_problem
 from .problem.pins import apply_pins
 from .problem.problem import Problem
 from .problem.recipes import Restriction, restriction
-from .search.effort import NEAR
 from .search.placement import best_placed
 from .search.progress import Best, ProgressLine
-from .search.proposals import first_that_fits, last_resort
-from .search.solve import Answer, Infeasible, Settings, Solver
-from .search.together import search_ways
+from .search.solve import Answer, Settings, Solver
 
 if TYPE_CHECKING:
     from ..tiers import Policy
-    from .loss_chunks import ChunkedLoss
-    from .micro_batches import Variants
     from .pipeline.measure import Outline
+    from .variants import ChunkedLoss, Variants
 
 _SIMULATED_OP_S = 5e-4
 """The work of simulating one op."""
@@ -134,13 +129,6 @@ class Task:
         if self.tier is not None and self.offload == "auto":
             return "disk"
         return self.offload if self.offload in ("host", "disk") else None  # type: ignore[return-value]
-
-    @property
-    def offloading(self) -> Task:
-        """The same question with the host to offload to, in half of the time that is left."""
-        found = replace(self, offload="host", deadline=self.deadline.first_part())
-        found.records = self.records
-        return found
 
     @property
     def has_host(self) -> bool:
@@ -270,44 +258,13 @@ class Place:
         apply_pins(self.problem, self.task.pins, found)
         return found
 
-    def settings(self, solver: str, time_limit_s: float | None = None, cutoff_s: float = math.inf) -> Settings:
-        """Return what the solver is told."""
+    def settings(self, recipe: str, cutoff_s: float = math.inf) -> Settings:
+        """Return what a search by `recipe` is told; an answer that takes `cutoff_s` or more is not wanted."""
         task = self.task
-        limit = task.time_limit_s if time_limit_s is None else time_limit_s
-        listener = task.listener(solver, self.shape)
         return Settings(
-            task.usable_bytes, limit, self.restriction(solver), listener, cutoff_s, task.deadline, self.solver.effort
+            task.usable_bytes, task.time_limit_s, self.restriction(recipe), task.listener(recipe, self.shape), cutoff_s,
+            task.deadline, self.solver.effort,
         )  # fmt: skip
-
-    def solve(self, solver: str, time_limit_s: float | None = None, cutoff_s: float = math.inf) -> Answer | Infeasible:
-        """Solve the task on this mesh; an answer that takes `cutoff_s` or more is not wanted.
-
-        A plan that takes no search is the incumbent, where no mesh has one yet; what the search finds replaces it if it is
-        faster.
-        """
-        settings = self.settings(solver, time_limit_s, cutoff_s)
-        may_keep_all = self.problem.costs.resting is None  # which is what these proposals do
-        incumbent = first_that_fits(self, solver, settings) if math.isinf(cutoff_s) and may_keep_all else None
-        if incumbent is not None and settings.progress is not None:
-            settings.progress.fits(incumbent.objective_s)
-        found = search_ways(self.solver, solver, settings, self.overlapped)
-        is_open = solver == "joint" and math.isinf(cutoff_s) and may_keep_all
-        if isinstance(found, Infeasible) and incumbent is None and is_open:
-            is_unknown = found.outcome is Outcome.STOPPED or settings.deadline.has_passed
-            incumbent = last_resort(self, settings) if is_unknown else None
-        return found if incumbent is None else self._faster(found, incumbent)
-
-    def _faster(self, found: Answer | Infeasible, incumbent: Answer) -> Answer:
-        """Return the faster of what a search found and the incumbent, with what the search has proven."""
-        if isinstance(found, Infeasible):
-            return incumbent.bounded(max(0.0, found.floor_s))
-        if found.gap is not None and found.gap <= NEAR:
-            return found
-        ahead, price = self.overlapped(incumbent)
-        if self.overlapped(found)[1].step_s <= price.step_s:
-            return found
-        ahead = replace(ahead, objective_s=price.step_s).bounded(found.bound_s)
-        return replace(ahead, notes=found.notes, solve_s=found.solve_s, row_budget=found.row_budget)
 
     def overlapped(self, answer: Answer) -> tuple[Answer, Price]:
         """Return an answer with its parameters travelling as far ahead as the budget allows, and its price."""

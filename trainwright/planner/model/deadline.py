@@ -103,6 +103,12 @@ class Deadline:
         found._until_s = self.work_s + self.limited(seconds)
         return found
 
+    def extend(self, seconds: float) -> None:
+        """Give the question at least so many seconds more from now on, unless Ctrl-C ended it."""
+        if not self.is_interrupted:
+            self._until_s = max(self._until_s, self.work_s + seconds)
+            self._question.ends_at = max(self._question.ends_at, time.perf_counter() + seconds)
+
     def first_part(self) -> Deadline:
         """Return the deadline of one of several searches: half of the work that is left."""
         return self.part(max(0.0, self.left_s) / 2)

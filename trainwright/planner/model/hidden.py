@@ -16,7 +16,7 @@ There a price λ replaces E in each phase: the dual of the row in the relaxation
 For any λ that is no more than the seconds with E, so a bound of it bounds those; solutions are compared by the seconds with E.
 
 Collectives in flight also delay exchanges over the same link, which the objective ignores. Where the price of a plan shows such
-a delay, `together` searches once more, with the δ that the price showed.
+a delay, `ways` searches once more, with the δ that the price showed.
 """
 
 from __future__ import annotations

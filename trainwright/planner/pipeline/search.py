@@ -21,7 +21,7 @@ from ...rank.stage_actions import Schedule
 from ..budget import budget_for
 from ..costs.price import Price
 from ..costs.units import size_text
-from ..mesh_search import Found
+from ..incumbent import Found
 from ..meshes import MAX_AXES, mesh_shapes
 from ..model.decode import read_choice
 from ..problem.problem import Decision

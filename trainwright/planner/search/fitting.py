@@ -67,6 +67,8 @@ class Fitting:
                 continue
             elif (refused := self._begin_from_smallest()) is not None:
                 return refused
+            else:
+                continue  # under the row budget of that plan the rows let in others, and prove what they take
             if search.done or self._is_over(self._deadline):
                 break
         if search.best is None and math.isfinite(self.settings.cutoff_s):
@@ -128,6 +130,7 @@ class Fitting:
         self.search.aim = rows_peak
         self.search.note(smallest)
         self._refit(smallest, rows_peak, -math.inf)
+        self.search.done = False  # that it fits says nothing of what is fastest
         return None
 
     def _smallest_that_fits(self) -> Answer | Infeasible:

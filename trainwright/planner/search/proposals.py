@@ -7,14 +7,12 @@ How many are tried is counted, not timed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..model.deadline import Deadline
 from ..model.decode import Choice, decisions_from
 from ..problem.problem import Decision, Problem
 from ..problem.recipes import restriction
-from .answer import Answer, Infeasible, Settings
+from .answer import Answer, Settings
 from .solve import Solver, both
 
 if TYPE_CHECKING:
@@ -24,8 +22,6 @@ _RECIPES = ("fsdp", "ddp")
 """Those that every model has, the one that holds least first."""
 _SEARCHED = ("joint", *_RECIPES)
 """The solvers that may answer with one of these."""
-_LEAST_LIMIT_S = 30.0
-"""A limit that a search of so few choices meets on a loaded machine only."""
 
 
 def first_that_fits(place: Place, solver: str, settings: Settings) -> Answer | None:
@@ -37,16 +33,6 @@ def first_that_fits(place: Place, solver: str, settings: Settings) -> Answer | N
         if settings.budget_bytes is None or answer.simulation.peak_bytes <= settings.budget_bytes:
             return answer
     return None
-
-
-def last_resort(place: Place, settings: Settings) -> Answer | None:
-    """Return what `fsdp` alone finds: few choices, which have a time limit of their own behind a search that found nothing."""
-    allowed = both(settings.restriction.allowed, restriction(place.problem, "fsdp").allowed)
-    if settings.budget_bytes is None or not all(allowed.values()):
-        return None
-    narrow = replace(settings.restriction, allowed=allowed)
-    found = place.solver.solve(replace(settings, restriction=narrow, deadline=Deadline(), time_limit_s=_LEAST_LIMIT_S))
-    return None if isinstance(found, Infeasible) else replace(found, gap=1.0)  # in the whole space
 
 
 def _choices(solver: Solver, settings: Settings) -> Iterator[Choice]:

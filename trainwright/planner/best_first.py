@@ -1,0 +1,90 @@
+"""The search of one question: of all spaces that wait, the one with the least bound is searched next.
+
+One incumbent holds the fastest plan, what is proven, the clock and Ctrl-C (`incumbent`); a space says what may follow from its
+result (`ways`, `forms`). Each takes at most half of the time that is left, so that none starves those behind it, and so do all
+spaces of one rank where others wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from dataclasses import replace
+
+from ..artifacts import Refusal
+from .forms import beginning, following
+from .incumbent import Found, Incumbent
+from .model.deadline import Deadline
+from .model.outcome import Outcome
+from .refusals import NothingFits
+from .search.answer import Answer, Infeasible
+from .task import Place, Task
+from .ways import Space, Ways
+
+STOPPED = "the search was stopped by Ctrl-C; this is the best plan found by then"
+
+
+def search(task: Task, recipe: str) -> Found:
+    """Return the fastest plan found until the deadline, or Ctrl-C; `NothingFits` where there is none.
+
+    Ctrl-C interrupts only where nothing is known yet.
+    """
+    task.deadline = deadline = Deadline(task.time_limit_s)
+    with deadline.at_ctrl_c():
+        try:
+            found = best_first(task, recipe)
+        except Refusal:
+            if deadline.is_interrupted:
+                raise KeyboardInterrupt from None
+            raise
+    return replace(found, notes=(*found.notes, STOPPED)) if deadline.is_interrupted else found
+
+
+def best_first(task: Task, recipe: str) -> Found:
+    """Return the fastest plan of a question; `NothingFits` where there is none."""
+    incumbent = Incumbent(task, recipe, task.deadline)
+    _look_through(incumbent, beginning(task, recipe))
+    found = incumbent.found()
+    if found is None:
+        raise NothingFits(task, recipe, incumbent.failures, _tried(incumbent))
+    return found
+
+
+def solve_on(place: Place, recipe: str, below_s: float = math.inf) -> Answer | Infeasible:
+    """Return the fastest answer on one mesh that takes less than `below_s`, or why there is none."""
+    incumbent = Incumbent(place.task, recipe, place.task.deadline, below_s)
+    _look_through(incumbent, [Ways(place, recipe)], is_one_mesh=True)
+    found = incumbent.found()
+    if found is not None:
+        return found.answer
+    return incumbent.failures[-1][1] if incumbent.failures else Infeasible(Outcome.SLOWER)
+
+
+def _look_through(incumbent: Incumbent, spaces: list[Space], is_one_mesh: bool = False) -> None:
+    order = itertools.count()
+    queue = [(space.rank, space.bound_s, next(order), space) for space in spaces]
+    heapq.heapify(queue)
+    whole, rank = incumbent.deadline, -1
+    while queue:
+        if queue[0][0] > rank:
+            if rank >= 0 and incumbent.best is None:
+                whole.extend(incumbent.task.time_limit_s)  # nothing is known yet
+            rank = queue[0][0]
+            incumbent.deadline = whole if all(waits[0] == rank for waits in queue) else whole.first_part()
+        space = heapq.heappop(queue)[-1]
+        if not space.is_wanted(incumbent):
+            continue
+        for new in itertools.chain(space.search(incumbent, not queue), following(space, incumbent)):
+            if isinstance(new, Ways) or not is_one_mesh:
+                heapq.heappush(queue, (max(rank, new.rank), new.bound_s, next(order), new))
+
+
+def _tried(incumbent: Incumbent) -> str:
+    """Return the end of a refusal: which numbers of micro-batches were tried, and why others cannot be."""
+    variants = incumbent.task.variants
+    if variants is None or incumbent.task.pipeline is not None:
+        return ""
+    numbers = ", ".join(map(str, incumbent.numbers_that_do_not_fit))
+    why = "".join(f"; {text}" for text in list(variants.refused.values())[:1])
+    return f"; micro-batches that were tried: {numbers}{why}"

@@ -1,0 +1,188 @@
+"""The forms of a question, each captured when its turn comes, and pipeline stages, as spaces of the search.
+
+A form trains the same model on the same batch: in more micro-batches, with its loss in chunks, without offloading, with sampled
+gradients. None makes a step faster by itself, but for the last; they take less memory, or are solved sooner, and are looked at
+where memory binds. Ranks order what changes the results: whole logits before a loss in chunks, exact gradients before sampled
+(1 is that of `ways.Ways` where all else found nothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..artifacts import UserError
+from .incumbent import Incumbent
+from .meshes import mesh_shapes
+from .model.outcome import Outcome
+from .pipeline.search import NoStagesFit, NotAllSeen, fastest_stages
+from .search.effort import GAP, NEAR
+from .task import Place, Task
+from .ways import Space, Ways
+
+RANK_PLAIN, RANK_STAGES, RANK_CHUNKS, RANK_SAMPLED = 0, 2, 3, 4
+
+
+def spaces_of(task: Task, recipe: str, rank: int = RANK_PLAIN) -> list[Space]:
+    """Return the spaces that a question begins with."""
+    if task.pipeline is not None:
+        staged = Stages(task, recipe, max(rank, RANK_STAGES))
+        if task.pipeline != "auto" or recipe != "joint":
+            return [staged]
+        return [*spaces_of(_with(task, pipeline=None), recipe, rank), staged]
+    return [Ways(place, recipe, rank=rank) for place in _places(task, recipe)]
+
+
+def beginning(task: Task, recipe: str) -> list[Space]:
+    """Return the spaces of the form of a question that is looked at first, and the forms that are looked at in any case.
+
+    Where offloading is left to the planner, what fits without is among what is searched with it.
+    """
+    may_offload = task.offload == "auto" and recipe == "joint" and not task.goes_again
+    first, later = task, list[Space]()
+    if may_offload and task.has_host and task.budget_bytes is not None and task.pipeline is None:
+        first = _with(first, offload="host")
+    if task.sampled and recipe == "joint" and not any(pin.endswith("=sampled") for pin in task.pins):
+        later.append(Form(partial(_with, first), recipe, rank=RANK_SAMPLED))
+        first = _with(first, sampled=0.0)
+    if first.chunked is not None and first.chunked.is_free:
+        later.append(Form(partial(first.chunked.task, first), recipe, rank=RANK_CHUNKS, is_needed=_is_bound))
+    return [*spaces_of(first, recipe), *later]
+
+
+def _with(task: Task, **changes: object) -> Task:
+    found = replace(task, **changes)  # type: ignore[arg-type]
+    found.records = task.records
+    return found
+
+
+def _places(task: Task, recipe: str) -> Sequence[Place]:
+    if recipe == "megatron" and task.mesh is None and not task.pins:
+        return task.places_on(mesh_shapes(task.cluster, ordered=True))
+    return task.places
+
+
+@dataclass(eq=False)
+class Form(Space):
+    """The question in another form; `make` captures it, and returns None where there is no such form."""
+
+    make: Callable[[], Task | None]
+    recipe: str
+    bound_s: float = 0.0
+    rank: int = RANK_PLAIN
+    is_needed: Callable[[Incumbent], bool] = lambda incumbent: True
+    task: Task | None = None
+    """The question, where the number of micro-batches makes the form."""
+    number: int = 0
+    """That number."""
+
+    def is_wanted(self, incumbent: Incumbent) -> bool:
+        if not self.is_needed(incumbent) or self.bound_s >= incumbent.step_s * (1 - GAP):
+            return False
+        if incumbent.is_late and self.number:
+            incumbent.unseen_numbers.add(self.number)
+        return not incumbent.is_late
+
+    def search(self, incumbent: Incumbent, is_last: bool) -> Iterator[Space]:
+        if self.rank == RANK_SAMPLED and incumbent.best_exact is None:
+            incumbent.best_exact = incumbent.best
+        task = self.make()
+        if task is None:
+            if self.task is not None:
+                yield from _more_micro_batches(self.task, self.number, self.recipe, self.bound_s, self.rank)
+            return
+        for space in spaces_of(task, self.recipe, self.rank):
+            space.bound_s = max(space.bound_s, self.bound_s)
+            yield space
+
+
+def following(space: Space, incumbent: Incumbent) -> Iterator[Space]:
+    """Yield the forms that may be faster where memory binds the question of `space`, each once.
+
+    More micro-batches never make a step faster by themselves: they gather weights and start kernels once for each, and add
+    gradients up. A loss in chunks does not either: its products are smaller. A problem without offloading has half the columns,
+    so where the answer is far from what is proven, it may be solved better.
+    """
+    if not isinstance(space, Ways):
+        return
+    task, recipe = space.place.task, space.recipe
+    if space.is_beside or not space.is_bound:
+        return
+    if task.variants is not None and incumbent.opens(f"more than {task.program.num_runs}", task):
+        yield from _more_micro_batches(task, task.program.num_runs, recipe, space.bound_s, space.rank)
+    chunked = task.chunked
+    if chunked is not None and recipe == "joint" and not chunked.is_free and incumbent.opens("chunks", task):
+        yield Form(partial(chunked.task, task), recipe, rank=max(space.rank, RANK_CHUNKS), is_needed=_is_nothing)
+    if (
+        incumbent.task.offload != "auto"
+        or recipe != "joint"
+        or not task.has_host
+        or not incumbent.opens("offload", task)
+    ):
+        return
+    if task.offload == "host":
+        yield Form(partial(_with, task, offload="none"), recipe, space.bound_s, space.rank, _is_far)
+    elif (
+        task.offload == "auto" and incumbent.task.pipeline == "auto"
+    ):  # stages offload nothing, and were looked at first
+        yield Form(partial(_with, task, offload="host"), recipe, rank=RANK_CHUNKS, is_needed=_is_nothing)
+
+
+def _more_micro_batches(task: Task, num: int, recipe: str, bound_s: float, rank: int) -> Iterator[Form]:
+    """Yield the form of the next number of micro-batches, which computes no less than the one before."""
+    assert task.variants is not None
+    if more := [number for number in task.variants.numbers if number > num]:
+        yield Form(partial(task.variants.task_of, task, min(more)), recipe, bound_s, rank, _is_bound, task, min(more))
+
+
+def _is_nothing(incumbent: Incumbent) -> bool:
+    return incumbent.best is None
+
+
+def _is_bound(incumbent: Incumbent) -> bool:
+    """Return true unless the best plan fits as it is: then what takes less memory is not faster."""
+    return incumbent.best is None or incumbent.best.answer.binds
+
+
+def _is_far(incumbent: Incumbent) -> bool:
+    best = incumbent.best
+    if best is None:
+        return any(failure.outcome is Outcome.STOPPED for _, failure in incumbent.failures)
+    return best.staged is None and best.step_s > (1 + NEAR) * best.answer.floor_s
+
+
+@dataclass(eq=False)
+class Stages(Space):
+    """All cuts of the model into pipeline stages."""
+
+    task: Task
+    recipe: str
+    rank: int = RANK_STAGES
+
+    @property
+    def _is_free(self) -> bool:
+        """True if no stages may be better than any."""
+        return self.task.pipeline == "auto" and self.recipe == "joint"
+
+    def is_wanted(self, incumbent: Incumbent) -> bool:
+        return True
+
+    def search(self, incumbent: Incumbent, is_last: bool) -> Iterator[Space]:
+        self.task.deadline = incumbent.deadline
+        try:
+            found = fastest_stages(self.task, self.recipe, incumbent.step_s)
+        except NotAllSeen as cut_short:
+            incumbent.said.append(str(cut_short))
+            incumbent.unseen_stages = cut_short.unseen
+            return
+        except (NoStagesFit, UserError) as refused:
+            if not self._is_free:
+                raise
+            incumbent.said.append(f"no pipeline stages: {refused}")
+            return
+        if found is not None:
+            incumbent.offer(found)
+        elif self._is_free:
+            incumbent.said.append("pipeline stages were looked at: none are faster than none")
+        yield from ()

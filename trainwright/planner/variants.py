@@ -1,0 +1,65 @@
+"""The programs of one batch in other forms, each captured when it is first asked for: in micro-batches, with its loss in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..artifacts import UserError
+from ..program.program import Program
+from .task import Task
+
+
+@dataclass(eq=False)
+class Variants:
+    """The programs of one batch, by the number of micro-batches that make a step of it."""
+
+    numbers: Sequence[int]
+    program_of: Callable[[int], Program]
+    refused: dict[int, str] = field(default_factory=dict)
+    """Why a number cannot be."""
+    _tasks: dict[tuple[int, str], Task] = field(default_factory=dict)
+    """By number and where it may offload to."""
+    _programs: dict[int, Program] = field(default_factory=dict)
+
+    def tasks(self, task: Task) -> Iterator[tuple[int, Task]]:
+        """Yield the task of each number that can be, beginning with `task` itself."""
+        for num in self.numbers:
+            if (found := self.task_of(task, num)) is not None:
+                yield num, found
+
+    def task_of(self, task: Task, num: int) -> Task | None:
+        """Return the task of one number, `task` itself where that is its own; None where that cannot be."""
+        if num == task.program.num_runs:
+            return task
+        return None if num in self.refused else self._task(task, num)
+
+    def _task(self, task: Task, num: int) -> Task | None:
+        if (num, task.offload) not in self._tasks:
+            try:
+                program = self._programs.get(num) or self.program_of(num)
+            except UserError as error:
+                self.refused[num] = str(error)
+                return None
+            self._programs[num] = program
+            self._tasks[num, task.offload] = replace(task, program=program)
+        return self._tasks[num, task.offload]
+
+
+@dataclass(eq=False)
+class ChunkedLoss:
+    """The same step with its loss in chunks, captured when it is first asked for."""
+
+    program_of: Callable[[], tuple[Program, Variants | None]]
+    is_free: bool
+    """True if the loss may be taken in chunks even where whole logits fit."""
+    _made: tuple[Program, Variants | None] | None = None
+
+    def task(self, task: Task) -> Task | None:
+        """Return `task` with its loss in chunks; None where the step has no loss that can be taken so."""
+        try:
+            self._made = self._made or self.program_of()
+        except UserError:
+            return None
+        program, variants = self._made
+        return replace(task, program=program, variants=variants, chunked=None)

@@ -1,0 +1,266 @@
+"""One mesh as a space of the search, looked through for each way in which parameters travel (`rank.travel`).
+
+`Space` is what `best_first` holds in its queue; `forms` has the other kinds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .costs.price import Price
+from .incumbent import Found, Incumbent
+from .model.hidden import EXPOSED
+from .model.outcome import Outcome
+from .problem.recipes import restriction
+from .search.answer import Answer, Infeasible, Settings
+from .search.effort import GAP, NEAR
+from .search.guard import no_slower_than_known, unproven
+from .search.proposals import first_that_fits
+from .search.solve import Solver, both
+from .search.two_stage import solve_two_stage
+from .task import Place
+
+_AHEAD = ("ahead", "as seen", "buckets", "none")
+"""Where computation hides what travels, the way that hides most comes first; what holds less follows."""
+_ONE_BY_ONE = ("none", "buckets")
+"""Where nothing is hidden, one by one comes first, since it is soon proven; shared latencies follow."""
+_KNOWN = "fsdp"
+"""The recipe that `joint` is held against where that takes little: of those that hold little, it is solved soonest."""
+RANK_OF_REFUSED = 1
+"""The rank of that recipe where the search of everything found nothing in its time."""
+_LEAST_S = 30.0
+"""The seconds that it then has at least: few choices take that long on a loaded machine only."""
+_GROWTH = 12.0
+"""The factor by which one more axis lengthens a relaxation."""
+
+
+class Space:
+    """A part of what may be chosen."""
+
+    bound_s: float = 0.0
+    rank: int = 0
+
+    def is_wanted(self, incumbent: Incumbent) -> bool:
+        """Return true if it may hold something faster; what is left out for lack of time, the incumbent is told."""
+        raise NotImplementedError
+
+    def search(self, incumbent: Incumbent, is_last: bool) -> Iterator[Space]:
+        """Look through the space, offer what is found, and yield what may be searched because of that.
+
+        is_last: nothing else waits, so all of the time may be taken.
+        """
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Ways(Space):
+    """A program on one mesh, searched for each way in which parameters travel, as long as the next may be worth it.
+
+    What travels together shares its latency, and holds more memory than what travels one by one. Each search has its own
+    objective (`joined`, `hidden`), its own rows (`bucket_memory`) and simulations of its own; a later one looks only for what
+    is faster than what is found already, tried as far ahead as it fits.
+    """
+
+    place: Place
+    recipe: str
+    turn: int = 0
+    """The place in the order of ways of the one that is next."""
+    known: Found | None = None
+    """The fastest answer of the ways before."""
+    refused: Infeasible | None = None
+    """Why `joint` has none, of a recipe that it is held against."""
+    bound_s: float = 0.0
+    rank: int = 0
+    is_beside: bool = False
+    """True for a recipe that `joint` is held against, which no answer on this mesh cuts off, or that is tried where it has none."""
+    is_again: bool = False
+    """True if a part of the time has not been enough."""
+    is_relaxed: bool = False
+    is_bound: bool = False
+    """True once memory is known to bind: nothing fits, or what does gives time for memory."""
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        solver = self.place.solver
+        if solver.travel == "none":
+            return ("none",)
+        if not solver.hides:
+            return _ONE_BY_ONE
+        return _AHEAD if self.recipe == "joint" else tuple(way for way in _AHEAD if way != "as seen")
+
+    def is_wanted(self, incumbent: Incumbent) -> bool:
+        if self.refused is not None:
+            return incumbent.best is None and incumbent.proposal is None
+        is_first = self.turn == 0 and not self.is_beside
+        if incumbent.is_late or (is_first and incumbent.best is not None and self._is_dear(incumbent)):
+            if is_first:
+                incumbent.leave_out(self.place)
+            return False
+        is_slower = self.bound_s >= incumbent.step_s * (1 - GAP)
+        incumbent.was_slower |= is_slower
+        return not is_slower
+
+    def _is_dear(self, incumbent: Incumbent) -> bool:
+        """Return true if relaxing this mesh is expected to take more than is left."""
+        known, num_axes = incumbent.relaxing_s, len(self.place.axes)
+        if not known or self.is_relaxed:
+            return False
+        near = max((num for num in known if num <= num_axes), default=min(known))
+        return known[near] * _GROWTH ** max(0, num_axes - near) > incumbent.deadline.left_s
+
+    def search(self, incumbent: Incumbent, is_last: bool) -> Iterator[Space]:
+        if not self.is_relaxed and math.isfinite(incumbent.step_s):  # there is something to hold its bound against
+            self._relax(incumbent)
+            yield self
+            return
+        task = self.place.task
+        if self.refused is not None:
+            incumbent.deadline.extend(_LEAST_S)
+        is_only = is_last and len(self.ways) == 1 and task.variants is None
+        is_whole = is_only or self.is_again or self.turn == self._last or self.known is not None
+        task.deadline = incumbent.deadline if is_whole else incumbent.deadline.first_part()
+        settings = self._settings(incumbent)
+        if self.turn == 0 and not self.is_again and math.isinf(settings.cutoff_s) and not self.is_beside:
+            self._propose(incumbent, settings)
+        found = self._solve(settings)
+        task.deadline = incumbent.deadline
+        if isinstance(found, Infeasible):
+            yield from self._after_nothing(incumbent, found, is_whole)
+        else:
+            yield from self._after(incumbent, found)
+
+    def _relax(self, incumbent: Incumbent) -> None:
+        bound_s, work_s = self.place.solver.relaxed
+        self.bound_s, self.is_relaxed = max(self.bound_s, bound_s), True
+        incumbent.relaxing_s[len(self.place.axes)] = work_s
+        incumbent.deadline.count(work_s)
+
+    def _settings(self, incumbent: Incumbent) -> Settings:
+        """Return what the way is asked: anything that fits, or what is faster than the ways before, in a part of the time."""
+        settings = self.place.settings(self.recipe, incumbent.cutoff_s(self.place))
+        if self.is_beside:
+            narrow = restriction(self.place.problem, _KNOWN).allowed
+            given = self.place.restriction("joint")
+            settings.restriction = replace(given, allowed=both(given.allowed, narrow), offload=False)
+        if self.known is None:
+            return settings
+        effort = self.place.solver.effort
+        return replace(
+            settings, cutoff_s=min(settings.cutoff_s, self.known.step_s * (1 - GAP)),
+            time_limit_s=settings.time_limit_s * effort.later_way_share, one_solve=effort.later_solve_share,
+        )  # fmt: skip
+
+    def _propose(self, incumbent: Incumbent, settings: Settings) -> None:
+        """Give the incumbent a plan that takes no search, unless it has one."""
+        keeps_all = (
+            self.place.problem.costs.resting is not None
+        )  # as what takes no search does, where disks are for what may leave
+        known = None if incumbent.proposal or keeps_all else first_that_fits(self.place, self.recipe, settings)
+        if known is not None:
+            incumbent.proposal = self.place, known
+            if settings.progress is not None:
+                settings.progress.fits(known.objective_s)
+
+    def _solve(self, settings: Settings) -> Answer | Infeasible:
+        if self.recipe == "two-stage":
+            return solve_two_stage(self._solver, settings)
+        answer = self._solver.solve(settings)
+        if self.recipe != "joint":
+            return answer
+        return no_slower_than_known(self._solver, settings, answer, lambda each: self.place.overlapped(each)[1].step_s)
+
+    @property
+    def _solver(self) -> Solver:
+        way, solver = self.ways[self.turn], self.place.solver
+        if way != "as seen":
+            return solver.travelling(way)  # type: ignore[arg-type]
+        assert self.known is not None
+        return solver.travelling("ahead").exposing(_delta(self.known.answer, self.known.price))
+
+    # What follows
+
+    def _after(self, incumbent: Incumbent, answer: Answer) -> Iterator[Space]:
+        if self.refused is not None:
+            answer = unproven(self.place.solver, answer)
+        if self.is_beside or (self.known is not None and self.known.answer.binds):
+            # memory binds, or this would not have been looked at
+            answer = replace(answer, row_budget=answer.row_budget or float(self.place.task.usable_bytes or 0))
+        found = Found(self.place, *self.place.overlapped(answer))
+        incumbent.offer(found)
+        self.known = found if self.known is None or found.step_s < self.known.step_s else self.known
+        self.is_bound = self.known.answer.binds
+        yield from self._next()
+
+    def _after_nothing(self, incumbent: Incumbent, refused: Infeasible, is_whole: bool) -> Iterator[Space]:
+        is_slower = refused.outcome is Outcome.SLOWER
+        incumbent.was_slower |= is_slower
+        if self.known is not None:
+            yield from self._next()
+        elif self.turn < self._last and is_slower != self.place.solver.hides:
+            # GPUs try the way that holds most first, CPUs the one that holds least
+            yield replace(self, turn=self._skip(self.turn + 1))
+        elif refused.outcome is Outcome.STOPPED and not is_whole:
+            yield replace(self, is_again=True)
+        elif not is_slower and not self.is_beside:
+            incumbent.failures.append((self.place, refused))
+            self.is_bound = True
+            if refused.outcome is Outcome.STOPPED:
+                yield from self._beside(refused)
+
+    @property
+    def _last(self) -> int:
+        return len(self.ways) - 1
+
+    def _skip(self, turn: int) -> int:
+        """Return the next way that needs no answer to begin from."""
+        return turn + 1 if self.ways[turn] == "as seen" else turn
+
+    def _next(self) -> Iterator[Space]:
+        """Yield what is worth it after the ways before have found an answer."""
+        if self.known is None:
+            return
+        for turn in range(self.turn + 1, len(self.ways)):
+            if self._is_worth_it(self.ways[turn], self.known):
+                yield replace(self, turn=turn, is_again=False)
+                return
+        if self.known.answer.binds and not self.is_beside:
+            yield from self._beside()
+
+    def _beside(self, refused: Infeasible | None = None) -> Iterator[Space]:
+        """Yield the space of the recipe that `joint` is held against.
+
+        A search of its own lands on other plans that are as good by the objective, which is off by some tenths of a per cent.
+        refused: why there is no answer; then the recipe is tried for want of one.
+        """
+        place, rank = self.place, self.rank if refused is None else max(self.rank, RANK_OF_REFUSED)
+        is_asked = refused is not None or place.solver.effort.is_held_against_fsdp
+        if self.recipe != "joint" or place.task.budget_bytes is None or not is_asked:
+            return
+        if place.problem.costs.resting is not None:
+            return  # the recipe keeps in memory what may rest on disks
+        if all(both(place.restriction("joint").allowed, restriction(place.problem, _KNOWN).allowed).values()):
+            yield Ways(place, _KNOWN, 0, None, refused, self.bound_s, rank, is_beside=True, is_relaxed=True)
+
+    def _is_worth_it(self, way: str, known: Found) -> bool:
+        """Return true where the next way may gain more than the gap on what the ways before found."""
+        answer, seconds, solver = known.answer, known.step_s, self.place.solver
+        if way == "as seen":
+            return seconds - answer.objective_s > NEAR * answer.objective_s and known.price.hidden_comm_s > 0
+        if not answer.binds or self.place.task.budget_bytes is None:
+            return False  # what holds less is not faster
+        first = solver.travelling(self.ways[0])  # type: ignore[arg-type]
+        if not solver.hides:
+            shareable_s = first.plain()[1].joined.shareable_s
+            return shareable_s > solver.effort.worth * answer.objective_s and seconds * (1 - GAP) > answer.floor_s
+        # the rows saw less than there is: what travels ahead holds what binds
+        is_tight = answer.row_budget is not None and answer.row_budget <= (self.place.task.usable_bytes or 0)
+        dear = solver.effort.dear_of_small if is_tight and first.is_small else solver.effort.dear
+        return answer.gap is None or answer.gap > NEAR or seconds > dear * answer.floor_s
+
+
+def _delta(answer: Answer, price: Price) -> float:
+    """Return the share of parameters on their way that a step exposes, by the price of an answer."""
+    missed_s = price.step_s - answer.objective_s
+    return EXPOSED + (1 - EXPOSED) * missed_s / (price.hidden_comm_s + missed_s)
