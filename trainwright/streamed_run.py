@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from .artifacts import Refusal, UserError
+from .artifacts import Refusal, StreamPlan, UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +51,8 @@ class StreamedRun:
     metrics: str | None = None
     tensorboard: str | None = None
     seed: int = 0
+    plan: str | None = None
+    """A `StreamPlan` in JSON, which `blocks` and `storage` are of."""
 
 
 def work(asked: dict[str, Any]) -> dict[str, Any]:
@@ -62,17 +64,19 @@ def work(asked: dict[str, Any]) -> dict[str, Any]:
     from .optim.mezo import MeZO
     from .optim.record import as_dtype
     from .scheduling import ScheduleOptions
-    from .streaming import ByteExchange, DiskStore, HostStore, Streamed
+    from .streaming import ByteExchange, DiskStore, HostStore, Streamed, check_plan
     from .streaming.saving import load, save
 
     run = StreamedRun(**asked)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     loaded, source = _loaded(run)
     model, is_first = loaded.model.train(), rank() == 0
+    if run.plan is not None:
+        check_plan(StreamPlan.parse(run.plan, where="the plan"), model)
     storage = None if run.storage is None else as_dtype(run.storage)
     options = _options(run)
     factors = ScheduleOptions(**(run.schedule or {})).factors(run.steps, "mezo")
-    loss_of = _loss(loaded)
+    loss_of = loss_for(loaded)
     predicted = _predicted(run, loaded, loss_of, storage, is_first)
     optimizer = MeZO(_groups(model, options), **options)
     base = [group["lr"] for group in optimizer.param_groups]
@@ -231,7 +235,8 @@ def _predicted(run: StreamedRun, loaded: Loaded, loss: Any, storage: Any, is_fir
     return predicted
 
 
-def _loss(loaded: Loaded) -> Callable[[Any, Any], Any]:
+def loss_for(loaded: Loaded) -> Callable[[Any, Any], Any]:
+    """Return the loss as a function of the model and a batch."""
     from .capture.call import call_model, loss_of
     from .capture.export import as_batch
 

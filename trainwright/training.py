@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -132,11 +133,13 @@ def train(
     from .launch import emit, rank, world_size
     from .runtime.module import parallelize
     from .runtime.pipe import refuse_stages
+    from .runtime.tiered.tier import resting
     from .scheduling import ScheduleOptions
     from .syncing import SyncOptions, check_replicas
 
     _check(steps, data, dataset, checkpoint, checkpoint_every, resume)
-    loaded = _loaded(model, plan, data, dataset)
+    with nullcontext() if tier is None else built_on(tier):
+        loaded = _loaded(model, plan, data, dataset)
     loss_fn = loss_fn or loaded.loss_fn
     make, notes, take = _maker(plan, optimizer, optimizer_options, optimizer_form, loaded, loss_fn)
     for note in notes if rank() == 0 else ():
@@ -155,7 +158,7 @@ def train(
         None if grow_batch is None else GrowthOptions(grow_batch, grow_every, grow_eta),
     )
     extras.check(plan, steps, optimizer if isinstance(optimizer, str) else None, take)
-    _check_beside_tier(tier, checkpoint, grow_batch, sync, take, schedule, on_nan)
+    _check_beside_tier(resting(plan, tier), checkpoint, grow_batch, sync, take, schedule, on_nan)
     module = parallelize(loaded.model, plan, weights, loss_fn=loss_fn, seed=seed, replicas=number, tier=tier)
     stepping = make(module, lr)
     return run(
@@ -398,13 +401,20 @@ def _check_beside_tier(
     beside = {
         "checkpoint": checkpoint is not None, "grow_batch": grow_batch is not None, "sync": sync is not None,
         "an optimizer that takes the loss": take is not None, "the schedule lanczos": schedule == "lanczos",
-        "on_nan='skip' beside commit_every": on_nan == "skip" and tier.commit_every > 1,
+        "on_nan='skip' beside commit_every": on_nan == "skip" and tier.policy().commit_every > 1,
     }  # fmt: skip
     for name, is_given in beside.items():
         if is_given:
             raise UserError(
                 f"a run without {name} is needed with a tier, which has every step whole and keeps no gradient; leave it out"
             )
+
+
+def built_on(tier: TierOptions) -> AbstractContextManager[None]:
+    """Let parameters of a model that is built lie in files on the disks on which they rest later; memory need not hold them."""
+    from .tiers import check_folders, parameters_in_files
+
+    return parameters_in_files(check_folders(tier.folders)[0])
 
 
 def _loaded(model: Any, plan: Plan, data: Any, dataset: Any) -> Loaded:

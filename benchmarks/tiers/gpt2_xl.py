@@ -1,7 +1,8 @@
 """GPT-2 XL, 25 GB of fp32 weights, gradients and AdamW states, on disks: `python -m benchmarks.tiers.gpt2_xl DIR`.
 
-A process of its own, whose memory is limited (RLIMIT_DATA: heap, stacks and private mappings, all that torch takes), plans,
-loads module by module, and trains. Its disk traffic is held against the plan by /proc/self/io, from the second step on.
+A process of its own, whose memory is limited (RLIMIT_DATA: heap, stacks and private mappings, all that torch takes), plans
+within what the limit leaves beside the interpreter, builds the model in files, and trains as the plan says. Its disk traffic is
+held against the plan by /proc/self/io, from the second step on.
 """
 
 from __future__ import annotations
@@ -46,21 +47,25 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     import trainwright as tw
     from trainwright.models import zoo
     from trainwright.runtime import TierOptions
-    from trainwright.training import made, optimizer_of
+    from trainwright.tiers import Policy
+    from trainwright.training import built_on, made, optimizer_of
 
     stages: dict[str, Any] = {}
     stage(stages, "imported")
     began = time.perf_counter()
     fewer: dict[str, Any] = {} if options.layers is None else {"num_hidden_layers": options.layers}
-    model, example = zoo.build(
-        options.model.removeprefix("zoo:"), batch_size=options.batch, seq_len=options.length, **fewer
-    )
-    num_params = sum(param.numel() for param in model.parameters())
-    budget = 16 * num_params + int(options.activations * GIB)
-    plan = tw.plan(model, example, hardware="cpu:1", memory=budget, time_limit_s=60.0)
+    name, shape = options.model.removeprefix("zoo:"), {"batch_size": options.batch, "seq_len": options.length, **fewer}
+    example_model, example = zoo.build(name, **shape)
+    num_params = sum(param.numel() for param in example_model.parameters())
+    budget = int((options.limit - options.beside) * GIB)
+    policy = Policy(int(options.window * GIB))
+    plan = tw.plan(example_model, example, hardware="cpu:1", memory=budget, time_limit_s=60.0, tier=policy)
     planned_s = time.perf_counter() - began
     stage(stages, "planned")
-    tier = TierOptions([options.folder], window_bytes=int(options.window * GIB))
+    tier = TierOptions([options.folder])
+    with built_on(tier):
+        model, _ = zoo.build(name, device="cpu", **shape)
+    stage(stages, "built")
     module = tw.parallelize(model, plan, seed=0, tier=tier).train()
     chosen, _ = optimizer_of(plan, model=model)
     optimizer = made(chosen, module, 1e-4)
@@ -98,7 +103,10 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model, "num_params": num_params, "limit_gib": options.limit, "peak_rss": memory_of("VmHWM"),
         "stages": stages, "planned_s": planned_s, "loaded_s": loaded_s,
         "planned_read": moved.read_bytes, "planned_written": moved.written_bytes,
+        "planned_peak": plan.predicted.peak_bytes, "kept": plan.tier.keep_bytes if plan.tier else 0,
+        "recompute_s": plan.predicted.recompute_s, "moved": plan.predicted.moved_bytes,
         "on_disk": module.tier.store.num_bytes, "direct": module.tier.store.is_direct, "window_gib": options.window,
+        "arguments": [each for each in sys.argv[2:] if each not in ("--inside", "--record")],
         "batch": options.batch, "length": options.length, "threads": torch.get_num_threads(), "steps": steps,
         "written_a_day": moved.written_a_day(steps[-1]["step_s"]),
     }  # fmt: skip
@@ -119,14 +127,16 @@ def table(found: dict[str, Any]) -> str:
         f"{name} | {each['VmData'] / GIB:.2f} | {each['RssAnon'] / GIB:.2f} | {each['VmHWM'] / GIB:.2f}"
         for name, each in found["stages"].items()
     ]
-    command = f"python -m benchmarks.tiers.gpt2_xl DIR --model {found['model']} --batch {found['batch']} --length {found['length']}"
+    command = " ".join(["python -m benchmarks.tiers.gpt2_xl DIR", *found["arguments"]])
     return "\n".join(
         [
             f"# {found['model']} on a disk", "",
-            f"`{command}`; {found['num_params'] / 1e9:.3f} B parameters, fp32 AdamW; RLIMIT_DATA {found['limit_gib']:g} GiB,",
+            f"`{command}`; batch {found['batch']} × {found['length']},",
+            f"{found['num_params'] / 1e9:.3f} B parameters, fp32 AdamW; RLIMIT_DATA {found['limit_gib']:g} GiB,",
             f"window {found['window_gib']:g} GiB, {found['threads']} threads, past the page cache: {found['direct']}. The",
             "machine's two cores were shared with other work: the seconds say that they passed, the bytes are exact.", "",
             f"Largest resident set: {found['peak_rss'] / GIB:.2f} GiB. On disk, both versions: {found['on_disk'] / 1e9:.1f} GB.",
+            f"Planned: a peak of {found['planned_peak'] / GIB:.2f} GiB, {found['kept'] / GIB:.2f} of which are what stays.",
             f"A step is planned to read {found['planned_read'] / 1e9:.3f} GB and to write {found['planned_written'] / 1e9:.3f} GB,",
             f"{found['written_a_day'] / 1e12:.2f} TB a day at this pace. The first step has no states to read.", "",
             "step | loss | step | waited for the disk | read, GB | against plan | written, GB | against plan",
@@ -144,7 +154,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer of them: with a smaller limit the same in minutes")
     parser.add_argument("--limit", type=float, default=6.0, help="GiB")
     parser.add_argument("--window", type=float, default=1.0, help="GiB")
-    parser.add_argument("--activations", type=float, default=2.0, help="GiB")
+    parser.add_argument("--beside", type=float, default=0.55, help="GiB of the limit for what is not the plan's")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=3)

@@ -11,7 +11,7 @@ from trainwright.artifacts import Plan, UserError
 from trainwright.cli import main
 from trainwright.cli.tiers import check_tier, tier_lines
 
-GIVEN = {"window": "1MiB", "keep": None, "update": "during", "commit_every": 1, "rate": None, "clip": None}
+GIVEN = {"window": "1MiB", "keep": None, "update": None, "commit_every": None, "rate": None, "clip": None}
 
 
 @pytest.fixture(scope="module")

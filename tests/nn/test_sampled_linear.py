@@ -6,9 +6,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -235,3 +239,64 @@ def test_data_parallel_ranks_agree_and_average_to_the_gradient(pool2: Pool) -> N
     F.mse_loss(plain(x), torch.ones(16, 2, dtype=torch.float64)).backward()
     assert plain.weight.grad is not None
     assert found[0] == pytest.approx(plain.weight.grad.flatten().tolist(), rel=0.05)
+
+
+class Ends(nn.Module):
+    """A layer that is cut by columns, and one that is cut by rows."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6, bias, dtype=torch.float64), nn.Linear(6, 2, bias, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def rows_of_x() -> torch.Tensor:
+    return torch.arange(128, dtype=torch.float64).reshape(4, 8, 4).cos().requires_grad_()
+
+
+def on_two_parts() -> list[list[float]]:
+    """The output and the input's gradient of a sampled step, and the mean of the weights' gradients over many draws."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    found = []
+    for bias in (True, False):
+        torch.manual_seed(0)
+        model = Ends(bias)
+        sample_activations(model, budget=0.5, modules=["up"], min_rows=1)
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        sample_activations(model, budget=0.5, modules=["down"], min_rows=1)  # after it was cut, too
+        totals = [torch.zeros_like(param) for param in model.parameters()]
+        for step in range(600):
+            torch.manual_seed(1000 * step + rank)
+            model.zero_grad()
+            x = rows_of_x()
+            out = model(x)
+            out.square().mean().backward()
+            for total, param in zip(totals, model.parameters(), strict=True):
+                total += param.grad / 600
+        assert x.grad is not None
+        grads = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
+        found += [value.flatten().tolist() for value in (out.detach(), x.grad, *grads)]
+    return found
+
+
+def test_layers_cut_by_columns_and_rows_are_exact_but_for_the_weights(pool2: Pool) -> None:
+    """The tensor-parallel form of torch: output, input gradient and biases to the bit of rounding, weights in the mean."""
+    ranks = pool2.run("tests.nn.test_sampled_linear:on_two_parts")
+    assert ranks[0] == ranks[1]
+    found = iter(ranks[0])
+    for bias in (True, False):
+        torch.manual_seed(0)
+        model, x = Ends(bias), rows_of_x()
+        out = model(x)
+        out.square().mean().backward()
+        for exact in (out.detach(), x.grad):
+            assert exact is not None
+            assert next(found) == pytest.approx(exact.flatten().tolist(), rel=1e-12, abs=1e-15)
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            rough = name.endswith("weight")
+            scale = float(param.grad.abs().max())
+            close = {"rel": 0.0, "abs": 0.08 * scale} if rough else {"rel": 1e-12, "abs": 1e-15}
+            assert next(found) == pytest.approx(param.grad.flatten().tolist(), **close), name

@@ -328,7 +328,9 @@ def test_plans_say_which_blocks_and_are_read_back() -> None:
 
     away = decisions_of(program, with_blocks({"state": "1"})).offloaded_states
     assert {tensor.key for tensor in away if "c_fc.weight" in tensor.key} == {"transformer.h.1.mlp.c_fc.weight"}
-    with pytest.raises(UserError, match=r"only state, what its optimizer keeps, can be offloaded; got 'grad'"):
+    with pytest.raises(
+        UserError, match=r"state, what its optimizer keeps, and param, its values, can be offloaded; got 'grad'"
+    ):
         decisions_of(program, with_blocks({"grad": "all"}))
     with pytest.raises(UserError, match="the plan's `offload`"):
         decisions_of(program, plan.model_copy(update={"offload": None}))

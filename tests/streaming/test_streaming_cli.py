@@ -93,7 +93,7 @@ def test_weights_come_from_files_and_two_processes_agree(model: str, tmp_path: P
         (["--optimizer", "mezo", "--stream", "host", "--stream-storage", "int8"], "--stream-storage is one of"),
         (["--optimizer", "mezo", "--stream", "host", "--stream-blocks", "layers.*"], "'layers.*'"),
         (["--optimizer", "mezo", "--stream", "host", "--stream-weights", "{tmp}/no.safetensors"], "has none"),
-        (["--optimizer", "mezo", "--stream", "host", "--plan", "plan.json"], "--plan is of planned training"),
+        (["--optimizer", "mezo", "--stream", "host", "--plan", "{tmp}/no.json"], "a streamplan file is needed"),
         (["--optimizer", "mezo", "--stream", "host", "--optimizer-option", "momentum=0.9"], "momentum"),
         (
             ["--optimizer", "mezo", "--stream", "host", "--resume", "--checkpoint", "{tmp}/run"],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.artifacts import UserError
-from trainwright.tiers import Layer, Policy, Rates, bound_s, simulate, traffic
-from trainwright.tiers.schedule import kept
+from trainwright.tiers import Layer, Policy, Rates, bound_s, held_beside, placed, simulate, traffic
 
 PAGE = 4096
 
@@ -20,11 +21,21 @@ def layer(
     return Layer(size, (size, size) if trained else (), size, forward_s, backward_s, update_s, trained)
 
 
-LAYERS = st.lists(st.builds(layer, st.integers(1, 6), st.booleans()), min_size=1, max_size=8)
+def with_fates(layers: list[Layer], fates: list[tuple[bool, bool]]) -> list[Layer]:
+    return [
+        replace(each, param_stays=param, states_stay=states)
+        for each, (param, states) in zip(layers, fates, strict=False)
+    ]
+
+
+PLAIN = st.lists(st.builds(layer, st.integers(1, 6), st.booleans()), min_size=1, max_size=8)
+FATES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=8, max_size=8)
+LAYERS = st.builds(with_fates, PLAIN, FATES)
 POLICIES = st.builds(
     Policy,
     window_bytes=st.integers(1, 60).map(lambda n: n * PAGE),
     keep_bytes=st.integers(0, 30).map(lambda n: n * PAGE),
+    commit_every=st.sampled_from([1, 3]),
     update=st.sampled_from(["during", "after"]),
 )
 RATES = st.builds(Rates, read=st.floats(1e3, 1e6), write=st.floats(1e3, 1e6))
@@ -43,20 +54,34 @@ def test_the_schedule_is_never_faster_than_the_bound(layers: list[Layer], policy
 
 @given(layers=LAYERS, policy=POLICIES)
 def test_a_disk_without_limits_costs_the_last_update_alone(layers: list[Layer], policy: Policy) -> None:
-    still = [Layer(each.param_bytes, each.states, each.grad_bytes, 1.0, 2.0, 0.0, each.is_trained) for each in layers]
+    still = [replace(each, update_s=0.0) for each in layers]
     assert simulate(still, policy, Rates(1e15, 1e15)).exposed_s == pytest.approx(0.0, abs=1e-6)
 
 
-@given(layers=LAYERS, policy=POLICIES)
+@given(layers=PLAIN, policy=POLICIES)
 def test_what_is_kept_fits_and_nothing_more_would(layers: list[Layer], policy: Policy) -> None:
-    held = kept(layers, policy)
-    used = sum(layers[index].held_bytes for index in held)
-    assert used <= policy.keep_bytes or not held
-    assert all(
-        layers[index].held_bytes > policy.keep_bytes - used
-        for index in range(len(layers))
-        if index not in held and layers[index].is_trained
-    )
+    assert policy.keep_bytes is not None
+    found = placed(layers, policy)
+    used = sum(each.held_bytes for each in found if each.param_stays)
+    assert used <= policy.keep_bytes
+    assert all(each.states_stay == each.param_stays for each in found)
+    assert all(each.held_bytes > policy.keep_bytes - used for each in found if each.is_trained and not each.param_stays)
+
+
+@given(layers=LAYERS, policy=POLICIES)
+def test_every_byte_has_one_fate(layers: list[Layer], policy: Policy) -> None:
+    """What stays is never read; what is trained is written with every step, or with those that are committed."""
+    moved = traffic(layers, policy)
+    held = held_beside(layers, policy, read_at_once=6 * PAGE, reread_at_once=9 * PAGE)
+    away = sum(each.param_bytes for each in layers if not each.param_stays)
+    states = sum(each.state_bytes for each in layers if each.is_trained and not each.states_stay)
+    trained = [each for each in layers if each.is_trained]
+    grads = sum(each.grad_bytes for each in trained) if policy.update == "after" else 0
+    assert moved.forward_read <= away
+    assert states + grads <= moved.backward_read <= 2 * away + states + grads
+    assert moved.written + moved.kept_bytes == sum(each.param_bytes + each.state_bytes for each in trained) + grads
+    assert held.forward_values <= held.backward_values <= away
+    assert held.updates <= sum(each.grad_bytes for each in trained) + states
 
 
 def test_two_layers_by_hand() -> None:
@@ -93,5 +118,6 @@ def test_of_all_amounts_that_stay_the_largest_takes_the_least(
     amounts = [0]
     for each in reversed(layers):
         amounts.append(amounts[-1] + each.held_bytes)
-    steps = [simulate(layers, Policy(window * PAGE, keep, commit_every=every), rates).step_s for keep in amounts]
+    policies = [Policy(window * PAGE, keep, commit_every=every) for keep in amounts]
+    steps = [simulate(placed(layers, policy), policy, rates).step_s for policy in policies]
     assert steps[-1] == pytest.approx(min(steps), rel=1e-9)

@@ -33,6 +33,7 @@ from .report import Report
 from .run import Compared, Run
 from .selfcheck import Checked, SelfCheck
 from .sizes import parse_bytes, parse_count
+from .stream_plan import StreamPlan, StreamPredicted
 
 __all__ = [
     "DEFAULT_IMBALANCE",
@@ -84,6 +85,8 @@ __all__ = [
     "ShapePlan",
     "SolverInfo",
     "StagePrediction",
+    "StreamPlan",
+    "StreamPredicted",
     "SweepPoint",
     "Tier",
     "TierPlan",

@@ -74,8 +74,9 @@ class ParamPlan(Record):
     """A parameter's layout at rest, per mesh axis.
 
     `offloaded` maps `state`, what the optimizer keeps for the parameter, to the blocks for which it is off the device: `0-5`,
-    or `all`. `shared` lists the layouts (`R`, or `R S0` on two axes) in which one gathered copy serves all readers, as a tied
-    embedding has several, and their gradients are summed before they are reduced; without, each reader gathers its own.
+    or `all`; where there are disks (`tier`), `param`, the parameter itself, too. `shared` lists the layouts (`R`, or `R S0` on
+    two axes) in which one gathered copy serves all readers, as a tied embedding has several, and their gradients are summed
+    before they are reduced; without, each reader gathers its own.
     """
 
     layout: tuple[str, ...]
@@ -121,14 +122,20 @@ class OffloadPlan(Record):
 
 
 class TierPlan(Record):
-    """The traffic of the disks of a run with these options of `train --tier`; drives wear out by what is written to them.
+    """How a plan uses the disks on which parameters, gradients and optimizer states rest, and what those move in a step.
 
-    Bytes are a rank's, of a step in the middle of a run. `step_s`: what a step takes at least, by the plan and by the rates that
-    the hardware file declares for its disk; `written_a_day`: what a day of such steps writes, so at most that.
+    Drives wear out by what is written to them. Which parameters and states rest there is said by `offloaded` of `params`.
+    Bytes are a rank's, of a step in the middle of a run, activations included. `step_s`: what a step takes, by the plan's
+    schedule and by the rates that the hardware file declares for its disk; `written_a_day`: what a day of such steps writes.
     """
 
     window_bytes: int
     keep_bytes: int
+    """The bytes of parameters and states that stay in memory."""
+    held_bytes: int
+    """The most bytes in memory, beside those, of what comes and goes; they are part of the peak."""
+    state_bytes: int
+    """The bytes of all optimizer states; the disks have those that stay in memory, too."""
     update: Literal["during", "after"]
     commit_every: int
     read_bytes: int
@@ -407,6 +414,16 @@ class Plan(Artifact):
     def sampled(self) -> dict[str, float]:
         """Return the linear maps whose weights' gradients are estimates, with the share of rows that each keeps."""
         return {key: op.sampled for key, op in self.modules.items() if op.sampled}
+
+    def in_memory(self) -> Plan:
+        """Return the plan with everything in memory that it lets rest on disks; its peak is not that of a run of this one.
+
+        What its activations do stays, so that loss and gradients are computed as on disks.
+        """
+        if self.tier is None:
+            return self
+        params = {key: param.model_copy(update={"offloaded": {}}) for key, param in self.params.items()}
+        return self.model_copy(update={"tier": None, "params": params})
 
     @property
     def offloads_states(self) -> bool:

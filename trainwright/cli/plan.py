@@ -32,6 +32,7 @@ from .pricing import (
     sync_as_json,
     sync_table,
 )
+from .streaming import BlocksOption, PlannedStreamOption, StorageOption, check_unstreamed, plan_streamed
 from .tiers import PlannedTierOption, TierCommitOption, TierKeepOption, TierUpdateOption, TierWindowOption, policy_of
 
 if TYPE_CHECKING:
@@ -121,11 +122,14 @@ def plan(
             help="The order in which stages work: 1f1b, interleaved (several pieces a stage), zero-bubble (split backward), auto.",
         ),
     ] = "auto",
+    stream: PlannedStreamOption = None,
+    stream_storage: StorageOption = None,
+    stream_blocks: BlocksOption = None,
     tier: PlannedTierOption = False,
-    tier_window: TierWindowOption = "1GiB",
+    tier_window: TierWindowOption = None,
     tier_keep: TierKeepOption = None,
-    tier_update: TierUpdateOption = "during",
-    tier_commit_every: TierCommitOption = 1,
+    tier_update: TierUpdateOption = None,
+    tier_commit_every: TierCommitOption = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -154,6 +158,13 @@ def plan(
     from ..optim.chosen import choose
     from ..optim.options import parse_options
 
+    if stream is not None:
+        return plan_streamed(
+            model if batch_size is None else replace(model, batch_size=int(batch_size)), stream=stream, hardware=hardware,
+            memory=memory, optimizer=optimizer, storage=stream_storage, blocks=stream_blocks, output=output, json_path=json_path,
+            options=parse_options(optimizer_option),
+        )  # fmt: skip
+    check_unstreamed(stream_storage, stream_blocks, None, None)
     model, auto = ask_for_batch(model, batch_size, global_batch)
     several = ask_for_offers(hardware, price, tokens, samples)
     asked, cluster = ask_for_sync(sync, sync_option, link, replicas, several.first)
@@ -257,7 +268,8 @@ def _next(plan: Plan | None, spec: str, written: str) -> str:
             check_runs(of_plan(plan), plan)
     except UserError as error:
         return f"train will not run it: {error}"
-    return f"next: trainwright train {spec} --plan {written}"
+    where = "" if plan is None or plan.tier is None else " --tier DIR"
+    return f"next: trainwright train {spec} --plan {written}{where}"
 
 
 def parse_mesh(text: str | None) -> tuple[int, ...] | None:

@@ -9,23 +9,30 @@ from typing import Annotated, Any
 
 import typer
 
-from ..artifacts import UserError
+from ..artifacts import StreamPlan, UserError
 from ..reports.units import format_bytes, format_s
 from .interruption import told_when_interrupted
 from .model import ModelOptions
-from .output import STDOUT, quiet_stdout, write_json
+from .output import STDOUT, answer, quiet_stdout, remark, status, write_json
 from .places import check_file, check_folder, check_readable, check_tensorboard
 from .progress import StepProgress
 from .ranks import is_first_rank, num_ranks_given, run_alone
 
-PANEL = "Streaming (MeZO without a plan)"
+PANEL = "Streaming (MeZO)"
 WORKER = "trainwright.streamed_run:work"
 
 StreamOption = Annotated[
     list[str] | None,
     typer.Option(
         "--stream", metavar="host|DIR", rich_help_panel=PANEL,
-        help="Where the model's blocks rest: host, or an empty directory; repeatable, striped. With --optimizer mezo, no --plan.",
+        help="Where blocks rest: host, or empty directories (repeatable, striped). For --optimizer mezo; all, or a --plan's.",
+    ),
+]  # fmt: skip
+PlannedStreamOption = Annotated[
+    str | None,
+    typer.Option(
+        "--stream", metavar="host|disk", rich_help_panel=PANEL,
+        help="With --optimizer mezo: which blocks rest there, the fewest for which a step fits --memory, and what it takes.",
     ),
 ]  # fmt: skip
 StorageOption = Annotated[
@@ -67,6 +74,67 @@ def check_alone(given: Mapping[str, tuple[Any, Any]]) -> None:
             )
 
 
+def plan_streamed(
+    model: ModelOptions, *, stream: str, hardware: str, memory: str | None, optimizer: str, storage: str | None,
+    blocks: Sequence[str] | None, output: str | None, json_path: str | None, options: Mapping[str, Any],
+) -> int:  # fmt: skip
+    """Plan which blocks stream, and answer with what a step takes; exit status 1 where not even all of them streamed fit."""
+    from ..artifacts.sizes import parse_bytes
+    from ..hardware import resolve
+    from ..optim.mezo import RECORD
+    from ..optim.options import checked_options
+    from ..optim.record import as_dtype
+    from ..streamed_run import loss_for
+    from ..streaming import plan_stream
+
+    if stream not in ("host", "disk"):
+        raise UserError(f"--stream of a plan is host or disk; got {stream!r}; train names the directories")
+    if optimizer.lower() != "mezo":
+        raise UserError(
+            f"MeZO is needed for --stream, whose blocks have no gradients; got {optimizer}; add --optimizer mezo"
+        )
+    _check_storage(storage)
+    check_file("--output", output)
+    exact = bool(checked_options(RECORD, options).get("exact", False))
+    with quiet_stdout(), status(f"planning {model.spec}"):
+        loaded = model.load()
+        plan = plan_stream(
+            loaded.model.train(), loaded.batch, loss_for(loaded), resolve(hardware), place="host" if stream == "host" else "disk",
+            memory_bytes=None if memory is None else parse_bytes(memory), storage=None if storage is None else as_dtype(storage),
+            blocks=blocks, exact=exact, ref=loaded.ref,
+        )  # fmt: skip
+    answer(plan.table(), lambda: plan.model_dump(mode="json"), json_path)
+    if output is not None:
+        plan.to_json(output)
+        place = "host" if stream == "host" else "DIR"
+        remark(
+            f"wrote {output}; next: trainwright train {model.spec} --optimizer mezo --plan {output} --stream {place}"
+        )
+    return 0
+
+
+def _followed(
+    path: str, stream: Sequence[str], options: dict[str, Any], memory: str | None
+) -> tuple[StreamPlan, str | None]:
+    """Put what a plan says in place of the options of a run; `UserError` where the two disagree."""
+    from ..optim.record import as_dtype
+
+    plan = StreamPlan.from_json(path)
+    place = "host" if tuple(stream) == ("host",) else "disk"
+    if place != plan.place:
+        raise UserError(
+            f"--stream as planned is needed, to {plan.place}; got {', '.join(stream)}; change it, or plan anew"
+        )
+    for option, value in (("--stream-storage", options["storage"]), ("--stream-blocks", options["blocks"])):
+        if value is not None:
+            raise UserError(f"{option} is the plan's to say; got {option} beside --plan; leave it out, or plan anew")
+    options["blocks"] = list(plan.blocks)
+    options["storage"] = None if plan.storage is None else plan.storage
+    if options["storage"] is not None:
+        as_dtype(options["storage"])
+    return plan, memory if memory is not None or plan.budget_bytes is None else f"{plan.budget_bytes}B"
+
+
 def check_unstreamed(storage: str | None, blocks: Any, memory: str | None, weights: str | None) -> None:
     """Raise `UserError` for options of streaming where nothing is streamed."""
     given = {"storage": storage, "blocks": blocks, "memory": memory, "weights": weights}
@@ -79,7 +147,7 @@ def check_unstreamed(storage: str | None, blocks: Any, memory: str | None, weigh
 
 def train_streamed(
     model: ModelOptions, *, stream: Sequence[str], optimizer: str | None, memory: str | None, nproc: int | None,
-    steps: int, schedule: Mapping[str, Any], json_path: str | None, **options: Any,
+    steps: int, schedule: Mapping[str, Any], json_path: str | None, plan_path: str | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Train with MeZO and streamed blocks, on one rank or, each on batches of its own, on several."""
     from ..artifacts.sizes import parse_bytes
@@ -94,11 +162,14 @@ def train_streamed(
             f"MeZO is needed for --stream, whose blocks have no gradients; got {optimizer or 'no --optimizer'}; add --optimizer "
             "mezo, or plan with --offload"
         )
-    _check(stream, options)
+    plan = None
+    if plan_path is not None:
+        plan, memory = _followed(plan_path, stream, options, memory)
+    _check(stream, options, plan)
     ScheduleOptions(**schedule).check(steps, "mezo")
     run = StreamedRun(
         model.payload(), tuple(stream), steps, schedule=dict(schedule), seed=model.seed or 0,
-        memory_bytes=None if memory is None else parse_bytes(memory), **options,
+        memory_bytes=None if memory is None else parse_bytes(memory), plan=None if plan is None else plan.to_json(), **options,
     )  # fmt: skip
     progress = StepProgress(steps, None)
     found: dict[str, Any] = {}
@@ -119,7 +190,12 @@ def train_streamed(
         write_json(lambda: {"steps": progress.steps, **found}, json_path)
 
 
-def _check(stream: Sequence[str], options: Mapping[str, Any]) -> None:
+def _check_storage(storage: str | None) -> None:
+    if storage is not None and storage not in _STORAGES:
+        raise UserError(f"--stream-storage is one of {', '.join(_STORAGES)}; got {storage!r}; choose one")
+
+
+def _check(stream: Sequence[str], options: Mapping[str, Any], plan: StreamPlan | None = None) -> None:
     if "host" in stream and len(stream) > 1:
         raise UserError(
             f"--stream host or directories are needed; got {', '.join(stream)}; leave host out, or them (./host is a directory)"
@@ -128,8 +204,8 @@ def _check(stream: Sequence[str], options: Mapping[str, Any]) -> None:
         from ..tiers.places import check_empty, check_folders
 
         check_empty(check_folders(list(stream)))
-    if options["storage"] is not None and options["storage"] not in _STORAGES:
-        raise UserError(f"--stream-storage is one of {', '.join(_STORAGES)}; got {options['storage']!r}; choose one")
+    if options["storage"] is not None and plan is None:
+        _check_storage(options["storage"])
     if options["on_nan"] not in _POLICIES:
         raise UserError(
             f"--on-nan beside --stream is one of {', '.join(_POLICIES)}; got {options['on_nan']!r}; choose one"

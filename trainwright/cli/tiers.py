@@ -24,20 +24,27 @@ PlannedTierOption = Annotated[
     bool,
     typer.Option(
         "--tier", rich_help_panel=PANEL,
-        help="Say what disks move, and how fast they wear, where `train --tier` lets everything rest there.",
+        help="Let parameters, states and activations rest on disks where --memory is short; say what disks move, and wear.",
     ),
 ]  # fmt: skip
 TierWindowOption = Annotated[
-    str, typer.Option(metavar="M", rich_help_panel=PANEL, help="Memory for what comes and goes.")
+    str | None,
+    typer.Option(metavar="M", rich_help_panel=PANEL, help="Memory for what comes and goes; without a plan's 1GiB."),
 ]
 TierKeepOption = Annotated[
-    str | None, typer.Option(metavar="M", rich_help_panel=PANEL, help="Memory for parameters and states that stay.")
-]
+    str | None,
+    typer.Option(
+        metavar="M", rich_help_panel=PANEL,
+        help="Most memory for parameters and states that stay. A plan takes what --memory has room for by default.",
+    ),
+]  # fmt: skip
 TierUpdateOption = Annotated[
-    str, typer.Option(metavar="during|after", rich_help_panel=PANEL, help="The update, against the backward.")
+    str | None,
+    typer.Option(metavar="during|after", rich_help_panel=PANEL, help="The update, against the backward: during."),
 ]
 TierCommitOption = Annotated[
-    int, typer.Option(metavar="N", min=1, rich_help_panel=PANEL, help="Steps between two that can be gone on from.")
+    int | None,
+    typer.Option(metavar="N", min=1, rich_help_panel=PANEL, help="Steps between two that can be gone on from: 1."),
 ]
 TierRateOption = Annotated[
     str | None,
@@ -55,11 +62,14 @@ TierClipOption = Annotated[
 
 
 def check_tier(
-    tier: str | None, window: str, keep: str | None, update: str, commit_every: int, rate: str | None, clip: float | None,
-    resume: bool, plan: Plan, beside: dict[str, bool],
+    tier: str | None, window: str | None, keep: str | None, update: str | None, commit_every: int | None, rate: str | None,
+    clip: float | None, resume: bool, plan: Plan, beside: dict[str, bool],
 ) -> dict[str, Any] | None:  # fmt: skip
     """Return what `tier_of` takes, checked before a rank starts; `UserError` for what cannot be or cannot go together."""
+    from ..runtime.tiered.tier import resting
+
     if tier is None:
+        resting(plan, None)
         return None
     given = [option for option, is_given in beside.items() if is_given]
     if given:
@@ -68,17 +78,16 @@ def check_tier(
         )
     read, write = _rates(rate)
     found = {
-        "folders": [each for each in tier.split(",") if each], "window_bytes": parse_bytes(window),
-        "keep_bytes": 0 if keep is None else parse_bytes(keep), "update": update, "commit_every": commit_every, "resume": resume,
-        "clip_previous_norm": clip, "read_rate": read, "write_rate": write,
+        "folders": [each for each in tier.split(",") if each], "window_bytes": _bytes(window), "keep_bytes": _bytes(keep),
+        "update": update, "commit_every": commit_every, "resume": resume, "clip_previous_norm": clip, "read_rate": read,
+        "write_rate": write,
     }  # fmt: skip
-    from ..runtime.tiered.tier import check_plan
     from ..tiers import check_folders
     from ..tiers.places import check_empty
     from ..tiers.store import check_options
 
     options = tier_of(found)
-    check_plan(plan, options)
+    resting(plan, options)
     check_options(options.store)
     paths = check_folders(options.folders)
     if not resume:
@@ -86,15 +95,22 @@ def check_tier(
     return found
 
 
-def policy_of(window: str, keep: str | None, update: str, commit_every: int) -> Policy:
+def policy_of(window: str | None, keep: str | None, update: str | None, commit_every: int | None) -> Policy:
     """Return how `plan --tier` is to use its disks; `UserError` for what cannot be."""
     from ..runtime import TierOptions
-    from ..tiers import Policy
 
-    options = TierOptions(
-        (), parse_bytes(window), 0 if keep is None else parse_bytes(keep), update, commit_every=commit_every
-    )
-    return Policy(options.window_bytes, options.keep_bytes, options.update, options.commit_every)
+    return TierOptions(
+        (), _bytes(window or "1GiB"), _bytes(keep), update or "during", commit_every=commit_every or 1
+    ).policy()
+
+
+def _bytes(text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text)
+
+
+def commits_every(given: int | None, plan: Plan) -> int:
+    """Return the number of steps between two that can be gone on from: as given, else the plan's."""
+    return given or (1 if plan.tier is None else plan.tier.commit_every)
 
 
 def tier_of(given: dict[str, Any]) -> Any:

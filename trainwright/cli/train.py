@@ -62,6 +62,7 @@ from .tiers import (
     TierUpdateOption,
     TierWindowOption,
     check_tier,
+    commits_every,
     tier_lines,
 )
 
@@ -128,18 +129,18 @@ def train(
     stream_memory: MemoryOption = None,
     stream_weights: WeightsOption = None,
     tier: TierOption = None,
-    tier_window: TierWindowOption = "1GiB",
+    tier_window: TierWindowOption = None,
     tier_keep: TierKeepOption = None,
-    tier_update: TierUpdateOption = "during",
-    tier_commit_every: TierCommitOption = 1,
+    tier_update: TierUpdateOption = None,
+    tier_commit_every: TierCommitOption = None,
     tier_rate: TierRateOption = None,
     tier_clip_previous_norm: TierClipOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Train the model as planned, on processes started here or on the ranks that torchrun started.
 
-    --optimizer mezo --stream host (or a directory) trains without a plan, by forwards alone, a model of which three blocks at a
-    time are on the device.
+    --optimizer mezo --stream host (or a directory) trains by forwards alone a model of which three blocks at a time are on the
+    device, by a plan of which blocks stream, or with every one.
     """
     from ..optim.options import parse_options
     from ..runtime.training.imbalance import check_policy as check_imbalance
@@ -148,7 +149,7 @@ def train(
 
     if stream:
         check_alone({
-            "--plan": (plan_path, None), "--optimizer-form": (optimizer_form, None), "--norms": (norms, None),
+            "--optimizer-form": (optimizer_form, None), "--norms": (norms, None),
             "--eval-data": (eval_data, None), "--grow-batch": (grow_batch, None), "--sync": (sync, None),
             "--sync-option": (sync_option, None), "--replicas": (replicas, None), "--sync-checkpoints": (sync_checkpoints, False),
             "--restarts": (restarts, 0), "--on-imbalance": (on_imbalance, "warn"), "--trace": (trace, None),
@@ -158,6 +159,7 @@ def train(
         train_streamed(
             model, stream=stream, optimizer=optimizer, memory=stream_memory, nproc=nproc, steps=100 if steps is None else steps,
             schedule={"name": schedule, "warmup_steps": warmup_steps, "decay_steps": decay_steps}, json_path=json_path,
+            plan_path=plan_path,
             storage=stream_storage, blocks=stream_blocks, weights=stream_weights, options=parse_options(optimizer_option), lr=lr,
             data=data or [], eval_every=eval_every, checkpoint=checkpoint, checkpoint_every=checkpoint_every, keep=keep,
             resume=resume, on_nan=on_nan, metrics=metrics, tensorboard=tensorboard,
@@ -199,7 +201,7 @@ def train(
             "--norms": norms is not None, "--schedule lanczos": schedule == "lanczos", "--select": select is not None,
             f"--optimizer {chosen.name}, which takes the loss": chosen.needs_loss,
             "--restarts: start it again with --resume": restarts > 0,
-            "--on-nan skip beside --tier-commit-every": on_nan == "skip" and tier_commit_every > 1,
+            "--on-nan skip beside --tier-commit-every": on_nan == "skip" and commits_every(tier_commit_every, plan) > 1,
         },
     )  # fmt: skip
     if is_first_rank():

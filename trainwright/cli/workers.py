@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from ..artifacts import Plan
@@ -60,12 +61,13 @@ def train(
     from ..syncing import SyncOptions
 
     parsed = Plan.parse(plan, where="the plan")
-    loaded = _load(model)
+    resting = None if tier is None else tier_of(tier)
+    with nullcontext() if resting is None else training.built_on(resting):
+        loaded = _load(model)
     asked = optimizer or {}
     extras = None if learning is None else extras_of(learning, loaded, parsed)
     if extras is not None:
         extras.check(parsed, steps, asked.get("name"))
-    resting = None if tier is None else tier_of(tier)
     module = parallelize(loaded.model, parsed, loss_fn=loaded.loss_fn, seed=seed, replicas=replicas, tier=resting)
     module.train()
     if rank() == 0:

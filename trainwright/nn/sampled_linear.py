@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from ..artifacts import UserError, check_range
@@ -32,7 +33,8 @@ class SampledLinear(nn.Linear):
     in_features, out_features, bias, device, dtype: as `nn.Linear`. budget: k / n, in (0, 1). min_rows: k at least; where
     k ≥ n, in evaluation, and where the weight needs no gradient, it is a linear layer. Rows are counted over all dims but
     the last. Draws come from torch's generator, so under `torch.utils.checkpoint`, which restores it, the rerun draws
-    the same; each rank of a data-parallel run draws its own. Raises `UserError` for a budget out of range.
+    the same; each rank of a data-parallel run draws its own. A weight that `parallelize_module` has cut by rows or by columns is
+    sampled on each rank among the rows of its own part. Raises `UserError` for a budget out of range.
 
     Pays where inputs of linear layers fill the memory and few rows hold most of the norm: of rows of equal norm the
     variance is that of uniform sampling, (n − k) / k of the gradient's square and more. Not for small batches, nor behind
@@ -56,14 +58,45 @@ class SampledLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x Wᵀ + b."""
+        if isinstance(self.weight, DTensor):
+            return self._on_parts(self.weight, input)
+        return self._product(input, self.weight, self.bias)
+
+    def _on_parts(self, weight: DTensor, input: Tensor) -> Tensor:
+        """Return the product of this rank's part of the weight; each rank chooses among the rows of its own columns.
+
+        A sum of unbiased estimates is unbiased, so no rank asks another.
+        """
+        mesh, last = weight.device_mesh, input.dim() - 1
+        if not isinstance(input, DTensor):
+            input = DTensor.from_local(input, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        given, given_back, weight_back, out = zip(
+            *(_around(place, own, last) for place, own in zip(weight.placements, input.placements, strict=True)),
+            strict=True,
+        )
+        x = input.redistribute(placements=given).to_local(grad_placements=given_back)
+        adds_up = any(place.is_partial() for place in out)
+        bias = (
+            None
+            if self.bias is None or adds_up
+            else self.bias.to_local()
+            if isinstance(self.bias, DTensor)
+            else self.bias
+        )
+        local = self._product(x, weight.to_local(grad_placements=weight_back), bias)
+        shape = torch.Size([*input.shape[:-1], weight.shape[0]])
+        found = DTensor.from_local(local, mesh, out, run_check=False, shape=shape, stride=_strides(shape))
+        return found if self.bias is None or bias is not None else found + self.bias
+
+    def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num = input.shape[:-1].numel()
         k = rows_kept(num, self.budget, self.min_rows)
-        if not self.training or k >= num or not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return F.linear(input, self.weight, self.bias)
+        if not self.training or k >= num or not (torch.is_grad_enabled() and weight.requires_grad):
+            return F.linear(input, weight, bias)
         scores, noted = row_norms(input.detach().reshape(num, -1)), None
         if self.norms is not None:
             scores, noted = scores * self._known_norms(scores), self._note
-        return SampledProduct.apply(input, self.weight, self.bias, k, scores, F.linear, False, noted, None)  # type: ignore[no-any-return]
+        return SampledProduct.apply(input, weight, bias, k, scores, F.linear, False, noted, None)  # type: ignore[no-any-return]
 
     def _known_norms(self, scores: Tensor) -> Tensor:
         num = len(scores)
@@ -81,6 +114,24 @@ class SampledLinear(nn.Linear):
     def extra_repr(self) -> str:
         """Return the settings for the module's text."""
         return f"{super().extra_repr()}, budget={self.budget}"
+
+
+def _around(weight: Placement, input: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
+    """Return, along one mesh axis, how the input comes, its gradient and the weight's leave, and the output lies.
+
+    weight, input: as they lie; last: the input's last dim. Rows that are split stay so where the weight is whole.
+    """
+    if weight.is_shard(0):
+        return Replicate(), Partial(), Shard(0), Shard(last)
+    if weight.is_shard(1):
+        return Shard(last), Shard(last), Shard(1), Partial()
+    if isinstance(input, Shard) and input.dim < last:
+        return input, input, Partial(), input
+    return Replicate(), Replicate(), Replicate(), Replicate()
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(*shape, device="meta").stride()
 
 
 def check_budget(budget: float) -> float:

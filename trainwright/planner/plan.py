@@ -29,6 +29,7 @@ from ..program.program import Program
 from ..program.sampling import share_of
 from ..program.stages import cut
 from ..rank.stage_actions import Schedule
+from ..tiers import Policy
 from .best_first import best_first, search
 from .budget import budget_for
 from .compiled import check_compiled, simulated
@@ -65,6 +66,10 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
     if solver not in known:
         stages = " where there are stages" if task.pipeline is not None else ""
         raise UserError(f"a solver is one of {', '.join(known)}{stages}; got {solver!r}")
+    if task.tier is not None and solver != "joint":
+        raise UserError(
+            f"the solver joint is needed to choose what rests on disks; got {solver}, which lets nothing leave; leave --tier out"
+        )
     try:
         found = search(task, solver)
     except NothingFits as refused:
@@ -76,6 +81,7 @@ def compare(*, solvers: Sequence[str] | None = None, **question: Any) -> dict[st
     """Return each solver's plan, or why it has none; `joint`, the last, may take an answer of the others.
 
     The budget that a refusal names is an estimate here: to try one takes searches that only an answer for one solver is worth.
+    Of these solvers `joint` alone lets anything rest on disks; where that is asked for, the others are plans without.
     """
     task = Task(**question)
     results: dict[str, Plan | Refusal] = {}
@@ -83,13 +89,13 @@ def compare(*, solvers: Sequence[str] | None = None, **question: Any) -> dict[st
     for solver in solvers or (RECIPES if task.pipeline is None else PIPELINE_RECIPES):
         began = time.perf_counter()
         try:
-            found[solver] = search(task, solver)
-            if solver == "joint":
+            found[solver] = search(task if solver == "joint" else replace(task, tier=None), solver)
+            if solver == "joint" and task.tier is None:
                 found[solver] = _fastest_of(found)
             results[solver] = as_plan(solver, found[solver], time.perf_counter() - began)
         except Refusal as refusal:
             results[solver] = refusal
-            if solver == "joint" and found:
+            if solver == "joint" and found and task.tier is None:
                 results[solver] = as_plan(solver, _fastest_of(found), time.perf_counter() - began)
     return results
 
@@ -120,6 +126,11 @@ def check(
     task.budget_bytes = budget_bytes
     predicted, simulation, where = as_written(plan, task)
     budget, usable = task.budget_bytes, task.usable_bytes
+    if plan.tier is not None:
+        (place,) = task.places
+        decisions = decisions_of(program, plan)
+        moved = tier_plan(place, decisions, place.price(simulation), simulation)
+        plan = plan.model_copy(update={"tier": moved})
     if budget is not None and usable is not None and simulation.peak_bytes > usable:
         more = budget_for(simulation.peak_bytes, task.divisor) - budget
         raise Refusal(
@@ -164,6 +175,9 @@ def simulate_plan(
         task = task_of(plan, program, optimizer_cost, make_optimizer)
         return simulated(task, decisions).plain
     kind = plan.cluster.device.kind
+    if plan.tier is not None:
+        (place,) = task_of(plan, program, optimizer_cost, make_optimizer).places
+        return place.simulate(decisions, timeline=True)
     if plan.pipeline is None:
         return simulate(program, decisions, make_optimizer, target=kind, timeline=True, optimizer_cost=optimizer_cost)
     pieces = cut(program, plan.pipeline.begins)
@@ -182,8 +196,15 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
         program, plan.model, plan.inner_cluster, plan.budget_bytes, plan.optimizer, optimizer_cost, make_optimizer,
         mesh=tuple(plan.inner_mesh.values()), num_stages=plan.num_stages, dtype=plan.dtype, autocast=plan.autocast,
         literals=plan.literals, loss_fn=plan.loss_fn, offload=plan.offload.tier if plan.offload is not None else "none",
-        imbalance=plan.imbalance, sampled=max(plan.sampled.values(), default=0.0),
+        imbalance=plan.imbalance, sampled=max(plan.sampled.values(), default=0.0), tier=_policy(plan),
     )  # fmt: skip
+
+
+def _policy(plan: Plan) -> Policy | None:
+    """Return how the disks of a plan are used; what stays in memory stands with its parameters."""
+    if plan.tier is None:
+        return None
+    return Policy(plan.tier.window_bytes, None, plan.tier.update, plan.tier.commit_every)
 
 
 def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
@@ -207,7 +228,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         budget_bytes=task.budget_bytes,
         mesh={axis.name: axis.size for axis in place.axes},
         offload=_offload(task, answer.decisions),
-        tier=tier_plan(place, answer.decisions, found.price.step_s),
+        tier=tier_plan(place, answer.decisions, found.price, answer.simulation),
         micro_batches=task.program.num_runs,
         corrections=dict(task.program.corrections),
         loss_chunks=task.program.captured.loss_chunks,
@@ -271,7 +292,8 @@ def _owned(place: Place, decisions: Decisions) -> tuple[str, ...]:
 
 
 def _offload(task: Task, decisions: Decisions) -> OffloadPlan | None:
-    if not (decisions.offloaded or decisions.offloaded_states) or task.tier_name is None:
+    states = decisions.offloaded_states if task.tier is None else ()
+    if not (decisions.offloaded or states) or task.tier_name is None:
         return None
     return OffloadPlan(tier=task.tier_name, in_flight_bytes=decisions.in_flight_bytes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifacts import DEFAULT_IMBALANCE, Cluster, MeshAxis, ModelRef, UserError
@@ -17,6 +17,7 @@ from ..program.sampling import check_sampling
 from .budget import divisor_for, usable_bytes
 from .costs.costs import OptimizerCost, cost_model
 from .costs.price import Price, price
+from .costs.resting import room_of
 from .costs.simulate import MakeOptimizer, Simulation, simulate
 from .meshes import mesh_shapes
 from .model.deadline import Deadline
@@ -24,6 +25,7 @@ from .problem.build import build_problem
 from .problem.pins import apply_pins
 from .problem.problem import Problem
 from .problem.recipes import Restriction, restriction
+from .search.placement import best_placed
 from .search.progress import Best, ProgressLine
 from .search.solve import Answer, Settings, Solver
 
@@ -95,6 +97,7 @@ class Task:
             check_sampling(self.program, self.sampled)
         if self.tier is not None:
             self._check_tier()
+            self.cluster.tier("disk")  # whose rates price what moves
 
     def _check_tier(self) -> None:
         """Raise `UserError` for a question whose plan cannot rest on disks."""
@@ -122,7 +125,9 @@ class Task:
 
     @property
     def tier_name(self) -> Literal["host", "disk"] | None:
-        """The tier that may be offloaded to."""
+        """The tier that may be offloaded to; what rests on disks has activations beside it, unless they are to stay."""
+        if self.tier is not None and self.offload == "auto":
+            return "disk"
         return self.offload if self.offload in ("host", "disk") else None  # type: ignore[return-value]
 
     @property
@@ -218,7 +223,9 @@ class Place:
         costs = cost_model(
             task.program, task.cluster.device, self.axes, task.records, num_passes, task.imbalance, task.sampled
         )
-        if task.tier_name is not None:
+        if task.tier is not None:
+            costs.tier, costs.resting = task.cluster.tier("disk"), task.tier
+        elif task.tier_name is not None:
             costs.tier = task.cluster.tier(task.tier_name)
         return build_problem(task.program, costs, task.optimizer_cost)
 
@@ -231,10 +238,11 @@ class Place:
         """Run the fullest rank's step on fake tensors."""
         task = self.task
         task.deadline.count(_SIMULATED_OP_S * len(task.program.ops))
-        target = task.cluster.device.kind
+        target, costs = task.cluster.device.kind, self.problem.costs
+        room = partial(room_of, costs=costs, optimizer=task.optimizer_cost)
         return simulate(
             task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,
-            optimizer_cost=task.optimizer_cost,
+            optimizer_cost=task.optimizer_cost, room_of=None if costs.resting is None else room,
         )  # fmt: skip
 
     def price(self, simulation: Simulation) -> Price:
@@ -246,6 +254,7 @@ class Place:
         found = restriction(self.problem, solver)
         if self.task.goes_again:
             found.recompute = found.offload = False
+        found.leave = self.task.tier_name is not None
         apply_pins(self.problem, self.task.pins, found)
         return found
 
@@ -262,5 +271,11 @@ class Place:
         if self._overlapped is None or all(answer is not known for known in self._overlapped[:2]):
             task = self.task
             found = answer.overlapped(self.simulate, task.usable_bytes, task.furthest_overlap)
-            self._overlapped = answer, found, self.price(found.simulation)
+            price = self.price(found.simulation)
+            if self.problem.costs.resting is not None and not task.pins:
+                costs = self.problem.costs
+                placed = best_placed(found, price, costs, task.optimizer_cost, task.usable_bytes, self.simulate)
+                if placed is not None:
+                    found, price = placed[0], self.price(placed[1])
+            self._overlapped = answer, found, price
         return self._overlapped[1:]

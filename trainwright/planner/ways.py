@@ -154,7 +154,10 @@ class Ways(Space):
 
     def _propose(self, incumbent: Incumbent, settings: Settings) -> None:
         """Give the incumbent a plan that takes no search, unless it has one."""
-        known = None if incumbent.proposal else first_that_fits(self.place, self.recipe, settings)
+        keeps_all = (
+            self.place.problem.costs.resting is not None
+        )  # as what takes no search does, where disks are for what may leave
+        known = None if incumbent.proposal or keeps_all else first_that_fits(self.place, self.recipe, settings)
         if known is not None:
             incumbent.proposal = self.place, known
             if settings.progress is not None:
@@ -235,6 +238,8 @@ class Ways(Space):
         is_asked = refused is not None or place.solver.effort.is_held_against_fsdp
         if self.recipe != "joint" or place.task.budget_bytes is None or not is_asked:
             return
+        if place.problem.costs.resting is not None:
+            return  # the recipe keeps in memory what may rest on disks
         if all(both(place.restriction("joint").allowed, restriction(place.problem, _KNOWN).allowed).values()):
             yield Ways(place, _KNOWN, 0, None, refused, self.bound_s, rank, is_beside=True, is_relaxed=True)
 

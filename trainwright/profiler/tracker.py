@@ -130,14 +130,14 @@ class MemoryTracker(PlainDispatchMode):
                     self._count(storage, category)
         self._raise_peak(0, None)
 
-    def hold(self, num_bytes: int) -> None:
-        """Count bytes that a library allocates once and never frees, such as cuBLAS's workspace."""
+    def hold(self, num_bytes: int, category: str = "other") -> None:
+        """Count bytes that are never freed from now on, such as cuBLAS's workspace, which it allocates once."""
         key = -1 - len(self._storages)
         num_bytes = self._taken(key, num_bytes)
-        self._storages[key] = _Storage(num_bytes, "other", len(self._phases) - 1, self.num_ops, "", None)
+        self._storages[key] = _Storage(num_bytes, category, len(self._phases) - 1, self.num_ops, "", None)
         self.live_bytes += num_bytes
-        self._by_category["other"] += num_bytes
-        self._note("", "other", num_bytes)
+        self._by_category[category] += num_bytes
+        self._note("", category, num_bytes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -32,6 +32,9 @@ class Decisions:
     offloaded: set[str] = field(default_factory=set)
     offloaded_states: set[Tensor] = field(default_factory=set)
     """The parameters whose optimizer states are on the device during their update alone, see `offload_states`."""
+    offloaded_params: set[Tensor] = field(default_factory=set)
+    """The parameters whose values rest on disks and are in memory while something reads them; theirs are offloaded states too,
+    or not."""
     in_flight_bytes: int = 0
     """The bytes on their way out that may still be on the device, and the bytes that may be fetched ahead of their use."""
     overlap: Overlap = "none"

@@ -87,6 +87,7 @@ def decisions_at(
         recomputed=set(),
         offloaded=set(),
         offloaded_states=set(),
+        offloaded_params=set(),
         shared=set(),
     )
     for tensor in program.params:
@@ -99,6 +100,8 @@ def decisions_at(
         found.params[tensor] = _same_layout(decisions.params[twin], twin, tensor)
         if twin in decisions.offloaded_states:
             found.offloaded_states.add(tensor)
+        if twin in decisions.offloaded_params:
+            found.offloaded_params.add(tensor)
         found.shared |= {(tensor, _same_layout(own, twin, tensor)) for held, own in decisions.shared if held is twin}
     for tensor in program.inputs:
         found.inputs[tensor] = parse_layout(inputs[tensor.key], tensor.slots, tensor.key)

@@ -17,6 +17,8 @@ from .program import Op, Program, Tensor
 from .sampling import SampledSplit, can_sample, share_of
 from .span_text import ranges, span
 
+_PARAM = "param"
+"""The name, in a plan, of a parameter's own values."""
 _STATE = "state"
 """The name, in a plan, of what an optimizer keeps for a parameter."""
 
@@ -28,8 +30,10 @@ def plan_sections(
     params = {}
     for tied in param_classes(program):
         layout = layout_text(decisions.params[tied[0]], tied[0].slots)
-        members = [member for member, tensor in enumerate(tied) if tensor in decisions.offloaded_states]
-        offloaded = {_STATE: _blocks(members, len(tied))} if members else {}
+        offloaded = {}
+        for what, away in ((_PARAM, decisions.offloaded_params), (_STATE, decisions.offloaded_states)):
+            if members := [member for member, tensor in enumerate(tied) if tensor in away]:
+                offloaded[what] = _blocks(members, len(tied))
         shared = sorted(" ".join(layout_text(own, tied[0].slots)) for t, own in decisions.shared if t is tied[0])
         key = span([tensor.key for tensor in tied])
         params[key] = ParamPlan(layout=layout, offloaded=offloaded, shared=tuple(shared))
@@ -72,7 +76,8 @@ def decisions_of(program: Program, plan: Plan) -> Decisions:
         raise UserError(
             f"a value is recomputed or offloaded, not both; {twice[0]} is both recomputed and offloaded; take it out of one of them"
         )
-    if (decisions.offloaded or decisions.offloaded_states) and plan.offload is None:
+    states = decisions.offloaded_states if plan.tier is None else ()
+    if (decisions.offloaded or states) and plan.offload is None:
         raise UserError(
             "the plan's `offload` (tier, in_flight_bytes) is needed where values are offloaded; it has none; add it, or plan anew"
         )
@@ -95,7 +100,9 @@ def _read_params(program: Program, plan: Plan, decisions: Decisions) -> None:
         slots = tied[0].slots
         layout = parse_layout_at_rest(_per_axis(entry.layout, mesh, key), slots, key)
         decisions.params.update(dict.fromkeys(tied, layout))
-        decisions.offloaded_states |= _states_away(tied, entry.offloaded, key)
+        away = _away(tied, entry.offloaded, key, plan.tier is not None)
+        decisions.offloaded_params |= away[_PARAM]
+        decisions.offloaded_states |= away[_STATE]
         for text in entry.shared:
             wanted = parse_layout_at_rest(_per_axis(text.split(), mesh, key), slots, f"{key} (shared)")
             decisions.shared |= {(tensor, wanted) for tensor in tied}
@@ -183,16 +190,21 @@ def _blocks(members: Sequence[int], count: int) -> str:
     return "all" if len(members) == count else ranges(members)
 
 
-def _states_away(tied: Sequence[Tensor], chosen: Mapping[str, str], key: str) -> set[Tensor]:
-    """Return those of a parameter's instances whose optimizer states a plan keeps off the device."""
-    found: set[Tensor] = set()
+def _away(tied: Sequence[Tensor], chosen: Mapping[str, str], key: str, has_disks: bool) -> dict[str, set[Tensor]]:
+    """Return those of a parameter's instances whose values, and those whose optimizer states, a plan keeps off the device."""
+    found: dict[str, set[Tensor]] = {_PARAM: set(), _STATE: set()}
     for name, text in chosen.items():
-        if name != _STATE:
+        if name not in found:
             raise UserError(
-                f"of {key} only {_STATE}, what its optimizer keeps, can be offloaded; got {name!r}; take it out"
+                f"of {key} {_STATE}, what its optimizer keeps, and {_PARAM}, its values, can be offloaded; got {name!r}; take it "
+                "out"
             )
-        found |= {tied[member] for member in parse_ranges(text, len(tied), f"{key} {name}")}
-    if found and not tied[0].requires_grad:
+        if name == _PARAM and not has_disks:
+            raise UserError(
+                f"the plan's `tier` is needed where parameters rest on disks, as {key} does; it has none; plan with --tier"
+            )
+        found[name] |= {tied[member] for member in parse_ranges(text, len(tied), f"{key} {name}")}
+    if found[_STATE] and not tied[0].requires_grad:
         raise UserError(
             f"only parameters that are trained have optimizer states to offload; {key} is frozen; take `offloaded` out"
         )

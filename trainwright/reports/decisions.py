@@ -51,7 +51,10 @@ def micro_batches_text(plan: Plan) -> tuple[str, ...]:
 
 
 def offloaded_bytes(plan: Plan) -> list[tuple[str, int]]:
-    """Return what leaves the device in a step and comes back, with its bytes; that of which there is none is left out."""
+    """Return what leaves the device in a step and comes back, with its bytes; that of which there is none is left out.
+
+    States on disks are among what `disk_rows` says.
+    """
     found = [("offloaded", plan.predicted.moved_bytes), ("optimizer states", plan.predicted.moved_state_bytes)]
     return [(what, num_bytes) for what, num_bytes in found if num_bytes]
 
@@ -61,12 +64,12 @@ def disk_rows(plan: Plan) -> list[tuple[str, str, str]]:
     tier = plan.tier
     if tier is None:
         return []
-    window = f"a window of {format_bytes(tier.window_bytes)}, {format_bytes(tier.keep_bytes)} kept in memory"
+    window = f"{format_bytes(tier.keep_bytes)} stay in memory, {format_bytes(tier.held_bytes)} come and go at most"
     return [
         ("read from disks", f"{format_bytes(tier.read_bytes)} a step", f"{window}; {format_bytes(tier.disk_bytes)} on the disks"),
         (
             "written to disks", f"{format_bytes(tier.written_bytes)} a step",
-            f"at most {format_bytes(tier.written_a_day)} a day, at {format_s(tier.step_s)} a step: drives wear out by it",
+            f"{format_bytes(tier.written_a_day)} a day, at {format_s(tier.step_s)} a step: drives wear out by it",
         ),
     ]  # fmt: skip
 

@@ -45,7 +45,7 @@ from .regions import Region, region_of, whole_region
 from .sharding import AtRest, as_dtensor, as_parameter, storage_of
 from .steps import Capturing, ShapedStep, StepsByShape, batch_like
 from .tiered import Tier, TierOptions
-from .tiered.tier import check_plan
+from .tiered.tier import Leaving, resting
 from .weights import Reader, reader
 
 
@@ -89,8 +89,7 @@ def parallelize(
     Raises `UserError` when the plan is not this model's, or when the number of ranks is not the plan's.
     """
     check_stages(plan, replicas)
-    if tier is not None:
-        check_plan(plan, tier, replicas)
+    tier = resting(plan, tier, replicas)
     _check_ranks(plan, replicas)
     check_same_loss(plan, loss_fn)
     autocast = DTYPES[plan.autocast] if plan.autocast else None
@@ -136,6 +135,17 @@ def _shared_seed(seed: int | None) -> int:
     if dist.get_world_size() > 1:
         dist.broadcast(held, 0)
     return int(held.item())
+
+
+def _tier_of(options: TierOptions, plan: Plan, decisions: Decisions, replicas: Replicas) -> Tier:
+    """Return the disks of this rank, with what the plan lets rest there."""
+    leaving = None
+    if plan.tier is not None:
+        leaving = Leaving(
+            *(frozenset(t.key for t in own) for own in (decisions.offloaded_params, decisions.offloaded_states))
+        )
+    moved_bytes = 0 if plan.offload is None else plan.predicted.moved_bytes
+    return Tier(options, replicas.rank, replicas.size, leaving, moved_bytes)
 
 
 def plan_batch(plan: Plan) -> Any:
@@ -185,12 +195,12 @@ class ParallelModule(nn.Module):
         self.device_mesh: DeviceMesh = whole if self.pipe is None else whole[tuple(plan.inner_mesh)]
         """The mesh over which parameters are laid out: that of this rank's stage."""
         self.communicator = MeshCommunicator(self.device_mesh)
-        store = open_store(plan, self.device)
+        self.tier = None if tier is None else _tier_of(tier, plan, decisions, self.replicas)
+        """The disks on which this rank's parameters, gradients and optimizer states rest; None where they stay in memory."""
+        store = open_store(plan, self.device, None if self.tier is None else self.tier.store)
         planned = ShapedStep(planned_cut(plan), program, decisions, self.communicator, store, self.device, self.pipe)
         self.steps = StepsByShape(planned, store, self._complete)
         """The rank's step for each batch shape that it has met."""
-        self.tier = None if tier is None else Tier(tier, self.replicas.rank, self.replicas.size)
-        """The disks on which this rank's parameters, gradients and optimizer states rest; None where they stay in memory."""
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
@@ -203,7 +213,7 @@ class ParallelModule(nn.Module):
         if self.tier is not None:
             self._rest_on(self.tier)
         away = [self._params[tensor] for tensor in decisions.offloaded_states]
-        self.offloaded_states = StateOffload(store, away) if store is not None and away else None
+        self.offloaded_states = StateOffload(store, away) if store is not None and away and self.tier is None else None
         """Keeps optimizer states off the device; None if the plan offloads none."""
         if hasattr(model, "config"):
             self.config = model.config
@@ -286,7 +296,9 @@ class ParallelModule(nn.Module):
             * math.prod(region_of(known[name].shape, known[name].slots, params[known[name]], mesh, coords).local_shape)
             for name, dtype in dtypes.items()
         }
-        tier.make_room(sizes, self.plan.predicted.breakdown.get("optimizer", 0))
+        planned = self.plan.tier
+        states = self.plan.predicted.breakdown.get("optimizer", 0) if planned is None else planned.state_bytes
+        tier.make_room(sizes, states)
 
     def _adopt(self, tree: nn.Module) -> None:
         """Register the model's tensors and modules; where names collide (`steps`, `plan`), the attribute of this class is read."""

@@ -23,18 +23,22 @@ from torch import Tensor
 
 from ..artifacts import Plan, UserError
 from ..rank.offload import OffloadStore
+from ..tiers import TierStore, now
 
 _ALIGNMENT = 4096
 
 
-def open_store(plan: Plan, device: torch.device) -> OffloadStore | None:
+def open_store(plan: Plan, device: torch.device, beside: TierStore | None = None) -> OffloadStore | None:
     """Return the store for the tensors that this rank offloads by `plan`; None if it offloads nothing.
 
-    The disk's file lies in `tempfile`'s default folder, which `TMPDIR` sets; raises `UserError` if it cannot be written.
+    beside: the store of what rests on disks. The disk's file lies in its first folder then, and shares its rates; else in
+    `tempfile`'s default folder, which `TMPDIR` sets. Raises `UserError` if it cannot be written.
     """
     if plan.offload is None:
         return None
-    return HostStore(device) if plan.offload.tier == "host" else DiskStore()
+    if plan.offload.tier == "host":
+        return HostStore(device)
+    return DiskStore() if beside is None else DiskStore(beside.paths[0], beside.count)
 
 
 @dataclass(eq=False)
@@ -70,7 +74,11 @@ class DiskStore:
     full or unwritable disk raises `UserError` in the step that meets it, before any weight changes.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str] | None = None, count: Callable[[str, int, float], None] | None = None
+    ) -> None:
+        """`count` is told the direction, the bytes and the beginning of each transfer, on the thread that made it."""
+        self._count = count
         self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115, as long as the store lives
@@ -127,18 +135,22 @@ class DiskStore:
         return os.fstat(self._file.fileno()).st_size if hasattr(self, "_file") else 0
 
     def _write(self, offset: int, address: int, num_bytes: int) -> None:
-        data = _memory(address, num_bytes)
+        data, begun = _memory(address, num_bytes), now()
         while data:
             num = os.pwrite(self._file.fileno(), data, offset)
             offset, data = offset + num, data[num:]
+        if self._count is not None:
+            self._count("write", num_bytes, begun)
 
     def _read(self, offset: int, address: int, num_bytes: int) -> None:
-        into = _memory(address, num_bytes)
+        into, begun = _memory(address, num_bytes), now()
         while into:
             num = os.preadv(self._file.fileno(), [into], offset)
             if num == 0:
                 raise OSError(errno.EIO, "the file ended early")
             offset, into = offset + num, into[num:]
+        if self._count is not None:
+            self._count("read", num_bytes, begun)
 
 
 def _memory(address: int, num_bytes: int) -> memoryview:

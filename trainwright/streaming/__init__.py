@@ -2,7 +2,8 @@
 
 from .blocks import Part, Parts, block_names, find_parts
 from .exchange import ByteExchange
-from .predict import check_fits, peak_of_step, predicted_peak
+from .planning import check_plan, plan_stream
+from .predict import check_fits, cost_of_step, peak_of_step, predicted_peak
 from .store import BlockStore, DiskStore, HostStore
 from .streamed import Streamed
 from .weights import from_safetensors, without_values
@@ -17,9 +18,12 @@ __all__ = [
     "Streamed",
     "block_names",
     "check_fits",
+    "check_plan",
+    "cost_of_step",
     "find_parts",
     "from_safetensors",
     "peak_of_step",
+    "plan_stream",
     "predicted_peak",
     "without_values",
 ]

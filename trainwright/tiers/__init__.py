@@ -3,8 +3,9 @@
 from .buffers import ALIGNMENT, BufferPool, aligned_empty, padded
 from .counting import DIRECTIONS, Moved, Traffic, now
 from .faults import KINDS, Fault, TierFault
+from .mapped import parameters_in_files
 from .places import check_folders
-from .schedule import Layer, Policy, Rates, StepTime, StepTraffic, bound_s, simulate, traffic
+from .schedule import Layer, Policy, Rates, StepTime, StepTraffic, bound_s, held_beside, placed, simulate, traffic
 from .store import CHUNK_BYTES, StoreOptions, TierStore, Transfer
 from .throttle import TokenBucket
 
@@ -30,8 +31,11 @@ __all__ = [
     "aligned_empty",
     "bound_s",
     "check_folders",
+    "held_beside",
     "now",
     "padded",
+    "parameters_in_files",
+    "placed",
     "simulate",
     "traffic",
 ]

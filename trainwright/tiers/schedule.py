@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..artifacts import check_range
 from .buffers import padded
@@ -28,7 +28,8 @@ class Layer:
     """The sizes and seconds of one parameter, or of several that are used and updated together.
 
     param_bytes: the bytes of its values. states: those of each optimizer state. grad_bytes: those of its gradient. forward_s,
-    backward_s, update_s: the seconds of computation.
+    backward_s, update_s: the seconds of computation. param_stays, states_stay: its values or its states stay in memory: they are
+    written where a step is committed, and never read.
     """
 
     param_bytes: int
@@ -38,6 +39,8 @@ class Layer:
     backward_s: float = 0.0
     update_s: float = 0.0
     is_trained: bool = True
+    param_stays: bool = False
+    states_stay: bool = False
 
     @property
     def state_bytes(self) -> int:
@@ -53,6 +56,20 @@ class Layer:
     def held_bytes(self) -> int:
         """Return the bytes of the layer in memory if it is kept there."""
         return self.param_bytes + self.state_bytes
+
+    @property
+    def update_bytes(self) -> int:
+        """Return the bytes that its update holds beside its values: the gradient, and states that do not stay."""
+        if not self.is_trained:
+            return 0
+        return self.grad_bytes + (0 if self.states_stay else self.state_bytes)
+
+    def written(self, stays: bool) -> int:
+        """Return the bytes, in whole pages, that an update writes of what stays in memory, or of what does not."""
+        if not self.is_trained:
+            return 0
+        param = padded(self.param_bytes) if self.param_stays == stays else 0
+        return param + (self.state_pages if self.states_stay == stays else 0)
 
 
 @dataclass(frozen=True)
@@ -71,23 +88,31 @@ class Rates:
 
 @dataclass(frozen=True)
 class Policy:
-    """The settings that decide what stays in memory and when updates run; the fields are those of `TierOptions`."""
+    """The settings that decide what stays in memory and when updates run; the fields are those of `TierOptions`.
+
+    keep_bytes: the most that stays, for which a plan chooses what; without a plan it is the last layers of the forward, with
+    their states. None: as much as a plan finds room for; without a plan nothing.
+    """
 
     window_bytes: int
-    keep_bytes: int = 0
+    keep_bytes: int | None = None
     update: str = "during"
     commit_every: int = 1
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """The bytes that one step moves, in whole pages; `kept_bytes` are those that a commit adds for layers kept in memory."""
+    """The bytes that one step moves, in whole pages.
+
+    kept_bytes: those that a commit adds for what is kept in memory. forward_written: of activations, which the backward reads.
+    """
 
     forward_read: int
     backward_read: int
     written: int
     kept_bytes: int = 0
     commit_every: int = 1
+    forward_written: int = 0
 
     @property
     def read_bytes(self) -> int:
@@ -97,7 +122,7 @@ class StepTraffic:
     @property
     def written_bytes(self) -> float:
         """Return the bytes written in a step, with those of commits averaged over steps."""
-        return self.written + self.kept_bytes / self.commit_every
+        return self.forward_written + self.written + self.kept_bytes / self.commit_every
 
     def written_a_day(self, step_s: float) -> float:
         """Return the bytes written in a day of steps of `step_s` seconds, by which drives' endurance is rated."""
@@ -117,14 +142,48 @@ class StepTime:
         return self.step_s - self.compute_s
 
 
-def kept(layers: Sequence[Layer], policy: Policy) -> set[int]:
-    """Return the layers kept in memory: the last ones first, as long as they fit into `keep_bytes`."""
-    found, left = set(), policy.keep_bytes
+def placed(layers: Sequence[Layer], policy: Policy) -> list[Layer]:
+    """Return the layers of a run without a plan: the last ones stay in memory, as long as they fit into `keep_bytes`."""
+    found, left = list(layers), policy.keep_bytes or 0
     for index in reversed(range(len(layers))):
         if layers[index].is_trained and layers[index].held_bytes <= left:
-            found.add(index)
+            found[index] = replace(layers[index], param_stays=True, states_stay=True)
             left -= layers[index].held_bytes
     return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """The most bytes that a run holds beside what stays: values that were read, by phase, and updates under way."""
+
+    forward_values: int
+    backward_values: int
+    updates: int
+
+
+MOST_FROZEN = 4
+"""The number of frozen parameters that stay in memory in the backward, where no update tells when to let them go."""
+
+
+def held_beside(layers: Sequence[Layer], policy: Policy, read_at_once: int, reread_at_once: int = 0) -> Held:
+    """Return the most bytes that a run holds beside what stays.
+
+    read_at_once: the most bytes of values that have to be in memory at once, between their first and last reader.
+    reread_at_once: the same where the backward runs a part of the forward again, whose values stay until their updates.
+
+    >>> held_beside([Layer(4, (4, 4), 4)] * 3, Policy(window_bytes=8), read_at_once=4)
+    Held(forward_values=8, backward_values=8, updates=12)
+    """
+    away = [layer.param_bytes for layer in layers if not layer.param_stays]
+    updates = [layer.update_bytes for layer in layers]
+    frozen = sorted(layer.param_bytes for layer in layers if not (layer.is_trained or layer.param_stays))
+    ahead, standing = policy.window_bytes // 2, sum(frozen[-MOST_FROZEN:])
+    waiting = max(ahead, max(away, default=0))  # values of one update may be more than what is read ahead
+    return Held(
+        min(ahead + read_at_once, sum(away)),
+        min(standing + max(ahead + read_at_once, waiting + reread_at_once), sum(away)),
+        min(max(ahead, max(updates, default=0)), sum(updates)),
+    )
 
 
 def stays(layers: Sequence[Layer], policy: Policy, away: Sequence[int]) -> tuple[set[int], set[int]]:
@@ -150,18 +209,17 @@ def traffic(layers: Sequence[Layer], policy: Policy) -> StepTraffic:
 
     >>> layers = [Layer(param_bytes=4096, states=(4096, 4096), grad_bytes=4096)] * 4
     >>> traffic(layers, Policy(window_bytes=4096))
-    StepTraffic(forward_read=16384, backward_read=49152, written=49152, kept_bytes=0, commit_every=1)
-    >>> traffic(layers, Policy(window_bytes=16384, keep_bytes=12288))  # one is kept, one stays at each end
-    StepTraffic(forward_read=8192, backward_read=32768, written=36864, kept_bytes=12288, commit_every=1)
+    StepTraffic(forward_read=16384, backward_read=49152, written=49152, kept_bytes=0, commit_every=1, forward_written=0)
+    >>> policy = Policy(window_bytes=16384, keep_bytes=12288)
+    >>> traffic(placed(layers, policy), policy)  # one is kept, one stays at each end
+    StepTraffic(forward_read=8192, backward_read=32768, written=36864, kept_bytes=12288, commit_every=1, forward_written=0)
     """
-    held = kept(layers, policy)
-    away = [index for index in range(len(layers)) if index not in held]
+    away = [index for index, layer in enumerate(layers) if not layer.param_stays]
     after_update, after_forward = stays(layers, policy, away)
-    states = sum(layers[index].state_pages for index in away)
-    gives = [index for index in away if layers[index].is_trained and policy.update == "after"]
-    grads = sum(padded(layers[index].grad_bytes) for index in gives)
+    trained = [layer for layer in layers if layer.is_trained]
+    states = sum(layer.state_pages for layer in trained if not layer.states_stay)
+    grads = sum(padded(layer.grad_bytes) for layer in trained) if policy.update == "after" else 0
     params = {index: padded(layers[index].param_bytes) for index in away}
-    trained = sum(size for index, size in params.items() if layers[index].is_trained)
     backward = sum(size for index, size in params.items() if index not in after_forward)
     if policy.update == "after":  # once for the gradients, once more for the update
         backward += sum(
@@ -170,14 +228,16 @@ def traffic(layers: Sequence[Layer], policy: Policy) -> StepTraffic:
     return StepTraffic(
         forward_read=sum(size for index, size in params.items() if index not in after_update),
         backward_read=backward + states + grads,
-        written=trained + states + grads,
-        kept_bytes=sum(padded(layers[index].param_bytes) + layers[index].state_pages for index in held),
+        written=sum(layer.written(stays=False) for layer in trained) + grads,
+        kept_bytes=sum(layer.written(stays=True) for layer in trained),
         commit_every=policy.commit_every,
     )
 
 
-def bound_s(layers: Sequence[Layer], policy: Policy, rates: Rates) -> float:
+def bound_s(layers: Sequence[Layer], policy: Policy, rates: Rates, moved_bytes: int = 0) -> float:
     """Return a lower bound on a step's seconds: the busiest resource's in the forward plus those in the backward.
+
+    moved_bytes: of activations, which the forward writes and the backward reads.
 
     >>> layers = [Layer(4096, (4096, 4096), 4096, forward_s=1.0, backward_s=2.0)] * 4
     >>> bound_s(layers, Policy(window_bytes=4096), Rates(read=4096.0, write=40960.0))
@@ -186,8 +246,9 @@ def bound_s(layers: Sequence[Layer], policy: Policy, rates: Rates) -> float:
     moved = traffic(layers, policy)
     compute = (sum(each.forward_s for each in layers), sum(each.backward_s for each in layers))
     update = sum(each.update_s for each in layers)
-    forward = max(compute[0], moved.forward_read / rates.read)
-    backward = max(compute[1], moved.backward_read / rates.read, moved.written_bytes / rates.write, update)
+    forward = max(compute[0], moved.forward_read / rates.read, moved_bytes / rates.write)
+    read = moved.backward_read + moved_bytes
+    backward = max(compute[1], read / rates.read, moved.written_bytes / rates.write, update)
     return forward + backward
 
 
@@ -206,7 +267,7 @@ class _Run:
 
     def __init__(self, layers: Sequence[Layer], policy: Policy, rates: Rates) -> None:
         self.layers, self.policy, self.rates = layers, policy, rates
-        self.held = kept(layers, policy)
+        self.held = {index for index, layer in enumerate(layers) if layer.param_stays}
         self.away = [index for index in range(len(layers)) if index not in self.held]
         self.after_update, self.after_forward = stays(layers, policy, self.away)
         self.here = {*self.held, *self.after_update}
@@ -267,24 +328,24 @@ class _Run:
         elif self.policy.update == "during":
             self._update(index)
         else:
-            if index not in self.held:
-                self.writing = max(self.writing, self.now) + padded(self.layers[index].grad_bytes) / self.rates.write
-                self.now = self.writing
+            self.writing = max(self.writing, self.now) + padded(self.layers[index].grad_bytes) / self.rates.write
+            self.now = self.writing
             if index not in self.after_update:
                 self._let_go(index)
 
     def _update(self, index: int, from_disk: bool = False) -> None:
         layer = self.layers[index]
-        size = layer.grad_bytes + layer.state_bytes
+        size = layer.update_bytes
         while self.pending and self.pending_bytes + size > self.policy.window_bytes // 2:
             self._finish_oldest()
         ready = max(self.now, self.arrives[index])
-        if index not in self.held:
-            ready = max(ready, self._read(layer.state_pages + (padded(layer.grad_bytes) if from_disk else 0)))
+        read = (0 if layer.states_stay else layer.state_pages) + (padded(layer.grad_bytes) if from_disk else 0)
+        if read:
+            ready = max(ready, self._read(read))
         self.updating = max(self.updating, ready) + layer.update_s
         done = self.updating
-        written = padded(layer.param_bytes) + layer.state_pages
-        if index not in self.held or self.policy.commit_every == 1:
+        written = layer.written(stays=False) + (layer.written(stays=True) if self.policy.commit_every == 1 else 0)
+        if written:
             done = self.writing = max(self.writing, done) + written / self.rates.write
         self.pending.append((index, done, size))
         self.pending_bytes += size

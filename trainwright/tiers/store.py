@@ -226,6 +226,11 @@ class TierStore:
         self._reading[key] = [each for each in self._reading.get(key, []) if not each.is_done] + [transfer]
         return transfer
 
+    def count(self, direction: str, num_bytes: int, begun: float) -> None:
+        """Count bytes of a file of others on these disks that have moved since `begun` (`now`), under the same limit of rates."""
+        self._buckets[direction].take(num_bytes)
+        self.traffic.add(direction, num_bytes, begun, now())
+
     def settle(self) -> None:
         """Wait for every write; raise the fault of one that failed."""
         for transfer in list(self._writing.values()):
@@ -334,8 +339,7 @@ class TierStore:
             raise_for(
                 "slow", folder, doing, f"it took {now() - begun:.1f} s; {self.options.max_transfer_s:g} are allowed"
             )
-        self._buckets[direction].take(len(data))
-        self.traffic.add(direction, len(data), begun, now())
+        self.count(direction, len(data), begun)
 
     def _of(self, key: str, tensor: Tensor) -> Item:
         if key not in self.items:

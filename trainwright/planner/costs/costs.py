@@ -31,6 +31,7 @@ from ...program.transition import Step, gradient_layout, step_bytes, transition
 from ...rank.early_sums import said_by_the_batch
 from ...rank.local import consecutive_range, sampled_form
 from ...rank.offload import MIN_BYTES
+from ...tiers import Policy
 from ...torch_internals.fakes import FakeMode, new_mode
 from .update import Updates
 
@@ -138,6 +139,8 @@ class CostModel:
     """The number of micro-batches that each pass runs."""
     tier: Tier | None = None
     """The tier that tensors may be offloaded to; None if there is none."""
+    resting: Policy | None = None
+    """How disks are used on which parameters and states may rest; None where none may."""
     min_offload_bytes: int = MIN_BYTES
     """Tensors smaller than this are not offloaded."""
     updates: Updates = field(default_factory=Updates)

@@ -26,6 +26,7 @@ from ...rank.reruns import Rerun
 from ...rank.split_backward import waits
 from .costs import CostModel, OptimizerCost
 from .overlap import Timeline, bucket_s, gather
+from .resting import StepSeconds, step_s
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Price:
     by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden_comm_s: float = 0.0
     """The part of `comm_s` that runs beside computation."""
+    seconds: StepSeconds | None = field(default=None, repr=False)
+    """The same by instruction, where parameters rest on disks."""
 
     @property
     def exposed_comm_s(self) -> float:
@@ -69,6 +72,7 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     total = Price()
     shared = shared_conversions(executor.local) if costs.num_runs > 1 else {}
     timeline = Timeline(costs)
+    by_instruction = []
     for instruction in executor.local.instructions:
         if (
             isinstance(instruction, Reshard)
@@ -81,17 +85,27 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
         total.forward_s += compute[0] + comm[0]
         total.by_op[instruction.key] += sum(compute) + sum(comm)
         timeline.add(instruction, compute, comm)
+        by_instruction.append((instruction, compute[0] + comm[0], compute[1] + comm[1]))
     if costs.num_runs > 1:
         total.comm_s += _weights_s(executor.local, costs)
     if costs.device.kind == "gpu":
         # On CPUs the cores that compute are the ones that communicate: nothing counts as hidden there.
         total.hidden_comm_s = timeline.hidden_s()
-    for rerun in executor.reruns.values():
-        total.recompute_s += _rerun_s(executor, rerun, costs)
-    for tensor, layout in executor.local.decisions.params.items():
-        if tensor.requires_grad:
-            total.update_s += costs.optimizer_s(tensor, layout, optimizer)
+    by_rerun = {region: _rerun_s(executor, rerun, costs) for region, rerun in executor.reruns.items()}
+    total.recompute_s = sum(by_rerun.values())
+    updates = {
+        tensor: costs.optimizer_s(tensor, layout, optimizer)
+        for tensor, layout in executor.local.decisions.params.items()
+        if tensor.requires_grad
+    }
+    total.update_s = sum(updates.values())
     total.compute_s += total.update_s
+    if costs.resting is not None:
+        moved_bytes = executor.store.num_bytes if isinstance(executor.store, CountingStore) else 0
+        total.seconds, local = StepSeconds(by_instruction, by_rerun, updates), executor.local
+        whole_s = step_s(local, local.decisions, total.seconds, moved_bytes, costs, optimizer)
+        total.transfer_s = max(0.0, whole_s - total.step_s)
+        return total
     if costs.tier is not None and isinstance(executor.store, CountingStore):
         total.transfer_s = _transfer_s(total, executor.store, costs.tier, costs.num_passes)
     if costs.tier is not None:

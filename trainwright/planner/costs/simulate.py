@@ -42,6 +42,7 @@ from ...rank.stage_actions import Action, Schedule, stage_actions
 from ...torch_internals.fakes import new_mode
 from ...torch_internals.private import VALUE_NEEDED
 from .costs import OptimizerCost, whole_pieces
+from .resting import Room
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """A function from named parameters to their optimizer."""
@@ -85,15 +86,20 @@ def simulate(
     num_threads: int | None = None,
     optimizer_cost: OptimizerCost | None = None,
     counts: Mapping[str, list[int]] | None = None,
+    room_of: Callable[[Executor], Room] | None = None,
 ) -> Simulation:
     """Simulate the step of the rank at `coords` (by default the first, which holds most) and track its memory.
 
     num_threads: the number of threads of the rank's CPU kernels, if known; their workspaces depend on it. optimizer_cost: the
     optimizer's declaration, by which its gathers of sharded tensors are counted, since the simulated optimizer treats one
     rank's part as whole. counts: by op, the rows of experts in a real run (`runtime.routed`); by default, the planned rows.
+    room_of: tells what a run on disks holds at most of parameters that come and of updates under way, which depends on the
+    disks' pace: it is added to the peak, and those parameters, their states and all gradients are not counted elsewhere.
     """
     with threads(num_threads):
-        return _simulate([program], decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts)
+        return _simulate(
+            [program], decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, None, room_of
+        )
 
 
 def simulate_stage(
@@ -282,12 +288,14 @@ def _simulate(
     optimizer_cost: OptimizerCost | None,
     counts: Mapping[str, list[int]] | None,
     of_stage: _OfStage | None = None,
+    room_of: Callable[[Executor], Room] | None = None,
 ) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
     communicator.counts = counts or {}
     store = CountingStore()
     executors = [Executor(build_local(program, decisions, communicator), store) for program in programs]
     executor, program = executors[0], programs[0]
+    room = None if room_of is None else room_of(executor)
     mode = new_mode()
     sources: dict[Tensor, Any] = {}
     for each in executors:
@@ -304,7 +312,9 @@ def _simulate(
             [(tensor.key, value) for tensor, value in sources.items() if tensor.role == "param" and value.requires_grad]
         )
         with tracker:
-            tracker.watch(params, "param")
+            elsewhere = [] if room is None else [sources[tensor] for tensor in decisions.offloaded_params]
+            tracker.watch(elsewhere, "input")
+            tracker.watch([param for param in params if all(param is not away for away in elsewhere)], "param")
             tracker.watch([value for tensor, value in sources.items() if tensor.role == "buffer"], "buffer")
             tracker.watch([value for tensor, value in sources.items() if tensor.role in ("input", "const")], "input")
             gathered = _Gathered.of([each.local for each in executors], optimizer_cost)
@@ -313,8 +323,13 @@ def _simulate(
             _hold_while_stepping(optimizer, gathered.step_bytes)
             states = CountingStore()
             # Found by the optimizer's step, as at run time.
-            away = StateOffload(states, [sources[tensor] for tensor in decisions.offloaded_states])
-            _warm_up(optimizer, tracker)
+            leaving = [sources[tensor] for tensor in decisions.offloaded_states]
+            away = StateOffload(states, leaving if room is None else [])
+            _warm_up(optimizer, tracker, [] if room is None else leaving)
+            if room is not None:
+                _take_gradients(params)
+            if room is not None:
+                tracker.hold(room.forward_bytes, "param")
             tracker.reset_peak()
             states.num_bytes = 0
             tracker.keep_timeline = timeline
@@ -323,7 +338,7 @@ def _simulate(
             if of_stage is not None:
                 _stage_step(of_stage, executors, sources, optimizer, tracker, communicator)
             elif program.num_runs == 1:
-                _step(executor, sources, optimizer, tracker, optimizer_cost)
+                _step(executor, sources, optimizer, tracker, optimizer_cost, room)
             else:
                 _accumulated_step(executor, sources, optimizer, tracker, communicator)
                 store.num_bytes, store.num_transfers = store.num_bytes // 2, store.num_transfers // 2  # of one run
@@ -406,11 +421,18 @@ def _hold_while_stepping(optimizer: torch.optim.Optimizer, num_bytes: int) -> No
     optimizer.register_step_post_hook(lambda *_: held.clear())
 
 
-def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
-    """Run one update with empty gradients, so that the optimizer's states exist."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _take_gradients(params: Iterable[torch.Tensor]) -> None:
+    """Let each gradient go to its update as soon as it is there."""
     for param in params:
-        param.grad = torch.empty_like(param)
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+
+
+def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker, without: Sequence[torch.Tensor] = ()) -> None:
+    """Run one update with empty gradients, so that the optimizer's states exist, but those of `without`."""
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if all(param is not other for other in without):
+            param.grad = torch.empty_like(param)
     with tracker.phase("update"):
         try:
             optimizer.step()
@@ -499,6 +521,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     tracker: MemoryTracker,
     cost: OptimizerCost | None,
+    room: Room | None = None,
 ) -> None:
     """Run the step whose peak is predicted; the caller holds the outputs until the update is done.
 
@@ -512,6 +535,8 @@ def _step(
             outputs = executor.run(sources, state)
             loss = outputs[executor.local.program.captured.loss_index]
             tracker.mark_forward_end()
+            if room is not None:  # updates are under way from the backward on
+                tracker.hold(room.backward_bytes - room.forward_bytes, "optimizer")
         with tracker.phase("backward"):
             if cost is not None and has_curvature:
                 _backward_with_curvature(loss, sources, optimizer, cost)

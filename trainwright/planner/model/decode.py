@@ -34,6 +34,8 @@ class Choice:
     """The number of kept instances that are offloaded, of an output, of a group's internals or of a converted copy."""
     states: dict[Decision, int] = field(default_factory=dict)
     """The number of instances of a parameter whose optimizer states are offloaded."""
+    params: dict[Decision, int] = field(default_factory=dict)
+    """The number of instances of a parameter that rest on disks."""
     shared: frozenset[tuple[Source, Want]] = frozenset()
     """The parameters, with the want, of which one gathered copy serves the readers of several regions."""
 
@@ -52,9 +54,10 @@ def read_choice(values: np.ndarray, sharding: Sharding, recompute: Recompute | N
         choice.leaves = {
             key: num for key, kept in _kept(options, recompute) if (num := _leaving(values, recompute, kept))
         }
-        for (decision, option), column in recompute.states.items():
-            if options[decision] == option:
-                choice.states[decision] = round(values[column])
+        for into, columns in ((choice.states, recompute.states), (choice.params, recompute.params)):
+            for (decision, option), column in columns.items():
+                if options[decision] == option:
+                    into[decision] = round(values[column])
     return choice
 
 
@@ -97,7 +100,11 @@ def decisions_from(problem: Problem, choice: Choice) -> Decisions:
     decisions.inputs = input_layouts(problem.program, decisions)
     decisions.shared = {(source.tensor, want[0]) for source, want in choice.shared}
     for decision, num in choice.states.items():
-        decisions.offloaded_states.update(decision.tied[:num])
+        # Beside a backward those that are updated last wait for nobody: theirs stay.
+        away = decision.tied[:num] if problem.costs.resting is None else decision.tied[decision.count - num :]
+        decisions.offloaded_states.update(away)
+    for decision, num in choice.params.items():
+        decisions.offloaded_params.update(decision.tied[:num])
     for region_class in problem.program.classes:
         flags = _Flags(problem, choice, decisions, region_class)
         decisions.recomputed |= flags.keys()

@@ -1,10 +1,11 @@
 """The memory rows: what is alive while each group's backward runs, and at the update, against the budget.
 
-    static        buffers, parameters at rest, optimizer states that are not offloaded
+    static        buffers, parameters at rest, optimizer states that are not offloaded; what is read from disks (`resting`)
     kept          of every region not yet gone through backwards
     own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
     gradients     of the activations around the group, of the parameters of the regions already gone through; with
-                  micro-batches of all parameters, and those are static; sums that wait for another reader (`tied`)
+                  micro-batches of all parameters, and those are static; where parameters rest on disks, of updates under way;
+                  sums that wait for another reader (`tied`)
     in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
     changing      the most that bringing a gradient of the group's operands back holds
     rerunning     what a call that is run again reads and makes and nobody keeps, with what its kernels take: at the
@@ -84,7 +85,8 @@ class _Builder:
     def build(self) -> Memory:
         memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
         self._collect()
-        static = self._sum_column([*self._params(self._static_bytes), *self._states_away()])
+        static = self._sum_column([*self._params(self._static_bytes), *self._away(), *self.recompute.values_held])
+        beside = [*self.recompute.updates_held, *self._temporaries()] if self.recompute.updates_held else []
         for region_class in self.problem.program.classes:
             decisions = self.problem.of_class(region_class)
             for decision in decisions:
@@ -93,7 +95,9 @@ class _Builder:
                     momentary = self._rerunning(decisions, momentary)
                 for member in {0, region_class.multiplicity - 1}:
                     terms = self._row(region_class, member, decision)
-                    self._hold(memory, [(static, 1.0), *terms, *momentary], _row_name("backward", decision, member))
+                    self._hold(
+                        memory, [(static, 1.0), *beside, *terms, *momentary], _row_name("backward", decision, member)
+                    )
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
         for decision, terms in forward.rows():
             self._hold(memory, [(static, 1.0), *terms], _row_name("forward", decision, -1))
@@ -108,6 +112,11 @@ class _Builder:
     @property
     def adds_up(self) -> bool:
         return self.problem.program.num_runs > 1
+
+    @property
+    def gradients_add_up_to_all(self) -> bool:
+        """Whether gradients that are there stay until the optimizer's step, and are not static."""
+        return not self.adds_up and self.problem.costs.resting is None
 
     def _hold(self, memory: Memory, terms: Terms, name: str) -> None:
         row = self.model.row(name, [*terms, (memory.peak, -1.0)], upper=0.0)
@@ -240,7 +249,7 @@ class _Builder:
         """Return the terms of the gradients, at rest, of parameters that this region or a later one reads."""
         terms: Terms = []
         for decision in self.problem.params:
-            if decision.tied[0].requires_grad and not self.adds_up:
+            if decision.tied[0].requires_grad and self.gradients_add_up_to_all:
                 regions = self.gradient_regions[decision]
                 num = min(decision.count, sum(index >= region for index in regions))
                 if num:
@@ -254,28 +263,35 @@ class _Builder:
             for option, column in enumerate(self.sharding.choice[decision])
         ]
 
-    def _states_away(self) -> Terms:
-        """Return the (negative) terms of offloaded optimizer states, which the static bytes count."""
-        return [
+    def _away(self) -> Terms:
+        """Return the (negative) terms of optimizer states and parameters that are elsewhere, which the static bytes count."""
+        states = [
             (column, -decision.leaving_state_bytes[option] / MIB)
             for (decision, option), column in self.recompute.states.items()
+        ]
+        return states + [
+            (column, -decision.rest_bytes[option] / MIB) for (decision, option), column in self.recompute.params.items()
         ]
 
     def _update_terms(self) -> Terms:
         """All gradients, the held outputs, the largest of the optimizer's temporaries, and states that have come back."""
         terms: Terms = []
-        if not self.adds_up:
+        if self.gradients_add_up_to_all:
             terms = self._params(lambda d, k: d.rest_bytes[k] if d.tied[0].requires_grad else 0)
         for stored in self.problem.stored:
             if stored.held:
                 for native in self.sharding.yields(stored.source):
                     size = self.problem.costs.local_bytes(stored.source.tensor, native)
                     terms.append((self.recompute.keep[stored, native], size / MIB))
+        window = [(self.recompute.state_window, 1.0)] if self.recompute.state_window >= 0 else []
+        return [*terms, *self._vectors(), *self._temporaries(), *window, *self.recompute.updates_held]
+
+    def _temporaries(self) -> Terms:
+        """Return the most that the optimizer's step holds for a moment."""
         largest = self.model.column()
         for sizes in self._step_terms():
             self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
-        window = [(self.recompute.state_window, 1.0)] if self.recompute.states else []
-        return [*terms, *self._vectors(), (largest, 1.0), *window]
+        return [(largest, 1.0)]
 
     def _vectors(self) -> Terms:
         """Return the bytes that an optimizer holds of all parameters at once, in fp32 or wider."""
@@ -291,7 +307,7 @@ class _Builder:
     def _step_terms(self) -> list[Terms]:
         """Return what the optimizer holds at once: one parameter's temporaries, or those of all in its foreach form."""
         each = [self._option_terms(decision, decision.step_bytes) for decision in self.problem.params]
-        if self.problem.optimizer.form != "foreach":
+        if self.problem.optimizer.form != "foreach" or self.problem.costs.resting is not None:
             return [terms for terms in each if terms]
         counts = [decision.count for decision in self.problem.params]
         return [[(column, num * size) for num, terms in zip(counts, each) for column, size in terms]]

@@ -7,8 +7,9 @@
     capacity  Σ bytes · O ≤ the tier's
     seconds   E ≥ (1 − ω) T  and  E ≥ T − ω · C     T = Σ (bytes / bandwidth + latency) · O,  C the phase's other seconds
 
-for the forward (out) and the backward (back), each E a term of the objective; ω is the share of a transfer that a
-computation hides, 1 where the two do not meet. Of the instances that are kept the first leave, which wait longest.
+for the forward (out) and the backward (back), each E a term of the objective (where parameters rest on the same disks, one E
+a phase is at least what either direction exposes, and ω is a little less than the tier's: `resting`); ω is the share of a
+transfer that a computation hides, 1 where the two do not meet. Of the instances that are kept the first leave, which wait longest.
 Optimizer states go to the same tier, between updates: `offload_states`.
 """
 
@@ -18,12 +19,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...artifacts import Tier
 from ...program.blocks import RegionClass
 from ..problem.problem import Decision, Problem, Stored, Use, Want
 from .milp import MIB, Model, Terms
 from .offload_states import add_states, moved_terms, update_terms
 from .recompute import Recompute
+from .resting import add_resting, taken_on_disks
 from .sharding import Sharding, aligned
 
 LEAVES = "what is kept stays or leaves"
@@ -33,6 +34,11 @@ IN_FLIGHT = 1
 """The number of transfers of the largest tensor in flight: the next transfer waits for it, the computation does not."""
 OFFLOAD_EPSILON_S = 1e-9
 """A small cost per offloaded instance, so that nothing is offloaded without need."""
+
+
+SHOWS = 0.02
+"""What of a phase's transfers or computation counts though the other hides it, where parameters rest on disks: among what takes
+as long, what moves and computes less is wanted, whose phases also begin and end sooner."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +66,35 @@ def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: R
         model.row(LEAVES, [(leaves, 1.0), *((column, 1.0) for column in kept.rederived)], upper=float(kept.count))
         recompute.leaves[kept.column], recompute.resident[kept.column] = leaves, resident
     _add_in_flight(model, recompute, found)
-    states = add_states(model, problem, sharding, recompute)
+    resting = problem.costs.resting
+    states = add_states(model, problem, sharding, recompute, has_window=resting is None)
+    disks = None if resting is None else add_resting(model, problem, sharding, recompute, resting, tier)
     if tier.capacity_bytes is not None:
-        terms = [(recompute.leaves[kept.column], kept.num_bytes / MIB) for kept in found] + states
+        terms = [(recompute.leaves[kept.column], kept.num_bytes / MIB) for kept in found]
+        terms += states if resting is None else taken_on_disks(problem, sharding)
         model.row(CAPACITY, terms, upper=tier.capacity_bytes / MIB)
-    unit_s = _unit_s(problem)
-    out, back = _windows(model, problem, sharding, recompute, unit_s)
-    for window, rate in ((out, tier.write_bytes_per_s), (back, tier.read_bytes_per_s)):
-        moved = [
-            (
-                recompute.leaves[kept.column],
-                problem.costs.num_passes * (kept.num_bytes / rate + tier.latency_s) / unit_s,
-            )
+    hidden = tier.overlap if resting is None else (1 - SHOWS) * tier.overlap
+    exposed = _Exposed(model, hidden, _unit_s(problem))
+    forward, backward = _windows(problem, sharding, recompute, model)
+    out, back = (
+        [
+            (recompute.leaves[kept.column], problem.costs.num_passes * (kept.num_bytes / rate + tier.latency_s))
             for kept in found
         ]
-        _add_exposed(model, tier, moved, window, unit_s)
-    if states:
-        update = _sum(model, update_terms(problem, sharding), unit_s)
-        _add_exposed(model, tier, moved_terms(problem, recompute, tier, unit_s), update, unit_s)
+        for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
+    )
+    update = update_terms(problem, sharding)
+    if disks is None or resting is None:
+        exposed.add(forward, out)
+        exposed.add(backward, back)
+        if states:
+            exposed.add(update, moved_terms(problem, recompute, tier))
+        return
+    exposed.add(forward, disks.forward_read, out)
+    beside, after = ([*backward, *update], []) if resting.update == "during" else (backward, update)
+    exposed.add(beside, [*disks.backward_read, *back], disks.backward_written)
+    if after:
+        exposed.add(after, disks.after_read, disks.after_written)
 
 
 def spans(stored: Stored) -> list[tuple[int, int]]:
@@ -132,10 +149,8 @@ def _unit_s(problem: Problem) -> float:
     )
 
 
-def _windows(
-    model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, unit_s: float
-) -> tuple[int, int]:
-    """Columns of the time of the forward, and of the backward with what is rederived in it."""
+def _windows(problem: Problem, sharding: Sharding, recompute: Recompute, model: Model) -> tuple[Terms, Terms]:
+    """Return the seconds of the forward, and of the backward with what is rederived in it."""
     out: Terms = []
     back: Terms = []
     for decision in problem.groups:
@@ -156,16 +171,28 @@ def _windows(
         back.append((column, times[1]))
     for column in (*recompute.rerun.values(), *recompute.convert.values()):
         back.append((column, model.cost[column]))
-    return _sum(model, out, unit_s), _sum(model, back, unit_s)
+    return out, back
 
 
-def _sum(model: Model, terms: Terms, unit_s: float) -> int:
-    column = model.column()
-    model.row(TRANSFERS, [*((c, seconds / unit_s) for c, seconds in terms), (column, -1.0)], 0.0, 0.0)
-    return column
+@dataclass(frozen=True)
+class _Exposed:
+    """Adds to the objective what transfers add to the computation beside them, one column a phase."""
 
+    model: Model
+    overlap: float
+    """The share of a transfer that a computation hides."""
+    unit_s: float
 
-def _add_exposed(model: Model, tier: Tier, moved: Terms, window: int, unit_s: float) -> None:
-    exposed = model.column(cost=unit_s)
-    model.row(TRANSFERS, [*((c, (1 - tier.overlap) * s) for c, s in moved), (exposed, -1.0)], upper=0.0)
-    model.row(TRANSFERS, [*moved, (window, -tier.overlap), (exposed, -1.0)], upper=0.0)
+    def add(self, compute: Terms, *directions: Terms) -> None:
+        """Add a phase with its computation and the transfers of each direction, which do not wait for one another."""
+        overlap = self.overlap
+        window, exposed = self._sum(compute), self.model.column(cost=self.unit_s)
+        for terms in directions:
+            moved = [(column, seconds / self.unit_s) for column, seconds in terms]
+            self.model.row(TRANSFERS, [*((c, (1 - overlap) * s) for c, s in moved), (exposed, -1.0)], upper=0.0)
+            self.model.row(TRANSFERS, [*moved, (window, -overlap), (exposed, -1.0)], upper=0.0)
+
+    def _sum(self, terms: Terms) -> int:
+        column = self.model.column()
+        self.model.row(TRANSFERS, [*((c, seconds / self.unit_s) for c, seconds in terms), (column, -1.0)], 0.0, 0.0)
+        return column

@@ -28,35 +28,42 @@ STATE_EPSILON_S = 1e-9
 """So that nothing leaves for no reason."""
 
 
-def add_states(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> Terms:
-    """Add the columns of the states that may leave, and their window; return the MiB that they take of the tier."""
+def add_states(
+    model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, has_window: bool = True
+) -> Terms:
+    """Add the columns of the states that may leave; return the MiB that they take of the tier.
+
+    has_window: states come back at the optimizer's step, in a window of their own; else beside the backward (`resting`).
+    """
     taken: Terms = []
     for decision in problem.params:
         for option, chosen in enumerate(sharding.choice[decision]):
             size = decision.leaving_state_bytes[option] / MIB
             if size > 0:
-                away = _add_column(model, recompute, decision, option, chosen)
+                away, stays = add_away(model, decision, chosen, STATE_LEAVES)
+                recompute.states[decision, option], recompute.states_stay[decision, option] = away, stays
                 taken.append((away, size))
-    if taken:
-        recompute.state_window = model.column()
+    if not taken or not has_window:
+        return taken
+    recompute.state_window = model.column()
     for (decision, option), column in recompute.states.items():
         size = STATES_IN_WINDOW * decision.leaving_state_bytes[option] / MIB / decision.count
         model.row(WINDOW, [(column, size), (recompute.state_window, -1.0)], upper=0.0)
     return taken
 
 
-def _add_column(model: Model, recompute: Recompute, decision: Decision, option: int, chosen: int) -> int:
+def add_away(model: Model, decision: Decision, chosen: int, name: str) -> tuple[int, int]:
+    """Add the columns of the instances of a parameter of which something leaves, and of those of which it stays."""
     count = float(decision.count)
-    away = recompute.states[decision, option] = model.column(count, STATE_EPSILON_S, integer=True)
-    stays = recompute.states_stay[decision, option] = model.column(count)
-    model.row(STATE_LEAVES, [(stays, 1.0), (away, 1.0), (chosen, -count)], 0.0, 0.0)
-    return away
+    away, stays = model.column(count, STATE_EPSILON_S, integer=True), model.column(count)
+    model.row(name, [(stays, 1.0), (away, 1.0), (chosen, -count)], 0.0, 0.0)
+    return away, stays
 
 
-def moved_terms(problem: Problem, recompute: Recompute, tier: Tier, unit_s: float) -> Terms:
-    """Return the time that all states take to move, in units of `unit_s`."""
+def moved_terms(problem: Problem, recompute: Recompute, tier: Tier) -> Terms:
+    """Return the seconds that all states take to move."""
     return [
-        (column, state_transfer_s(tier, decision.leaving_state_bytes[option]) / unit_s)
+        (column, state_transfer_s(tier, decision.leaving_state_bytes[option]))
         for (decision, option), column in recompute.states.items()
     ]
 

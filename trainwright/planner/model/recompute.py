@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from ...program.blocks import RegionClass
 from ...program.layout import Layout
 from ..problem.problem import Decision, Demand, Problem, Stored, Use, Want
-from .milp import Model
+from .milp import Model, Terms
 from .sharding import Sharding, has_one_want, ones, wants_of
 
 NEED = "what the backward needs is kept or rederived"
@@ -33,8 +33,6 @@ SOURCE = "a conversion finds its source"
 EXISTS = "only what the chosen layouts make can be kept or rederived"
 RERUN_EPSILON_S = 1e-9
 """So that nothing is rerun for no reason."""
-
-Terms = list[tuple[int, float]]
 
 
 @dataclass(eq=False)
@@ -55,6 +53,13 @@ class Recompute:
     states_stay: dict[tuple[Decision, int], int] = field(default_factory=dict)
     state_window: int = -1
     """MiB of offloaded optimizer states that stand on the device at the optimizer's step; −1: none may leave."""
+    params: dict[tuple[Decision, int], int] = field(default_factory=dict)
+    """The column of the instances of a parameter that rest on disks, by parameter and option; see `resting`."""
+    params_stay: dict[tuple[Decision, int], int] = field(default_factory=dict)
+    values_held: Terms = field(default_factory=list)
+    """MiB of parameters that were read from disks, in every row."""
+    updates_held: Terms = field(default_factory=list)
+    """MiB of updates under way beside the backward."""
     in_flight: dict[RegionClass, int] = field(default_factory=dict)
     """MiB on their way out or back while a class runs."""
 

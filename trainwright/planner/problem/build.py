@@ -201,9 +201,11 @@ class _Builder:
         trained = tensor.requires_grad
         decision.rest_bytes.append(self.costs.local_bytes(tensor, layout))
         decision.state_bytes.append(self.costs.state_bytes(tensor, layout, self.optimizer) if trained else 0)
-        leaves = trained and tensor.num_bytes >= LEAST_SHARE * self.largest_bytes
+        rests = self.costs.resting is not None  # the smallest too, beside its parameter
+        leaves = trained and (rests or tensor.num_bytes >= LEAST_SHARE * self.largest_bytes)
         leaving_bytes = self.costs.leaving_state_bytes(tensor, layout, self.optimizer) if leaves else 0
-        decision.leaving_state_bytes.append(leaving_bytes if leaving_bytes >= self.costs.min_offload_bytes else 0)
+        least_bytes = 0 if rests else self.costs.min_offload_bytes
+        decision.leaving_state_bytes.append(leaving_bytes if leaving_bytes >= least_bytes else 0)
         decision.step_bytes.append(self.costs.step_bytes(tensor, layout, self.optimizer) if trained else 0)
         decision.forward_s.append(0.0)
         decision.backward_s.append(self.costs.optimizer_s(tensor, layout, self.optimizer) if trained else 0.0)

@@ -35,6 +35,8 @@ class Restriction:
     """True if one gathered copy of a parameter may serve several regions."""
     offload: bool = False
     """True if anything may be offloaded; only `joint` and pins allow it."""
+    leave: bool = True
+    """True if what the backward needs is among that."""
     fates: dict[Decision, str] = field(default_factory=dict)
     """The fate of pinned decisions. All instances of a group `keep`, `recompute` or `offload` what they leave for the
     backward; a parameter's optimizer states stay on the device (`state-keep`) or do not (`state-offload`)."""

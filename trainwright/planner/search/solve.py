@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...program.decisions import Overlap
+from ...tiers import Policy
 from ..model.deadline import Deadline
 from ..model.decode import Choice, decisions_from, read_choice
 from ..model.hidden import hide
@@ -93,8 +94,12 @@ class Solver:
             fastest = self.without_memory(settings)
         if fastest.values is None:
             return refused(fastest.outcome)
-        if settings.restriction.fates:
-            # an objective without memory knows nothing of what pins make leave or rerun
+        resting = self.problem.costs.resting if settings.restriction.offload else None
+        all_kept = self._kept_if_it_fits(fastest, settings, resting)
+        if all_kept is not None:
+            found: Answer | Infeasible = all_kept
+        elif settings.restriction.fates or resting is not None:
+            # an objective without memory knows nothing of what pins make leave or rerun, nor of what disks move anyway
             settings = replace(settings, floor_s=0.0)
             budget = UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes
             found = self.within(settings, budget)
@@ -106,6 +111,15 @@ class Solver:
             found.notes = settings.restriction.notes
             found.solve_s = settings.deadline.work_s - began_s
         return found
+
+    def _kept_if_it_fits(self, fastest: Solution, settings: Settings, resting: Policy | None) -> Answer | None:
+        """Return the answer that lets nothing rest on disks, if all may stay: they write what they do anyway, and read nothing."""
+        if resting is None or resting.keep_bytes is not None or settings.restriction.fates:
+            return None
+        choice = read_choice(values_of(fastest), self.plain()[1], None)
+        answer = self.answer(fastest, min(fastest.bound, fastest.objective), choice)
+        fits = settings.budget_bytes is None or answer.simulation.peak_bytes <= settings.budget_bytes
+        return answer if fits else None
 
     def _under_budget(self, fastest: Solution, settings: Settings) -> Answer | Infeasible:
         """Take the fastest answer, which no memory row has seen, if it fits; or look for one that does."""
@@ -206,7 +220,7 @@ class Solver:
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
         again = [*recompute.rerun.values(), *recompute.convert.values(), *recompute.leaves.values()]
-        again += recompute.states.values()
+        again += [*recompute.states.values(), *recompute.params.values()]
         fixed = held_at(sharding, choice.options) | dict.fromkeys(again, 0.0) | _shared_at(sharding, choice)
         found = model.solve(relaxed=True, fixed=fixed, cost={memory.peak: 1.0})
         return 0.0 if found.values is None else memory.peak_bytes(found.values)

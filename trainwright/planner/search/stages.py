@@ -245,7 +245,10 @@ def _fates(recompute: Recompute | None, restriction: Restriction) -> dict[int, f
     if recompute is None:
         return fixed
     if not restriction.offload:
-        fixed.update(dict.fromkeys((*recompute.leaves.values(), *recompute.states.values()), 0.0))
+        away = (*recompute.leaves.values(), *recompute.states.values(), *recompute.params.values())
+        fixed.update(dict.fromkeys(away, 0.0))
+    if not restriction.leave:
+        fixed.update(dict.fromkeys(recompute.leaves.values(), 0.0))
     for (decision, _), column in recompute.rerun.items():
         if restriction.fates.get(decision) in ("keep", "offload"):
             fixed[column] = 0.0

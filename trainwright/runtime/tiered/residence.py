@@ -24,9 +24,7 @@ from ...artifacts import UserError
 from ...rank.buckets import Plain
 from ...rank.execute import Executor
 from ...tiers import TierStore, Transfer
-
-MOST_FROZEN = 4
-"""The number of frozen parameters that stay in memory in the backward: no op reads more of them."""
+from ...tiers.schedule import MOST_FROZEN
 
 
 @dataclass(eq=False)
@@ -42,7 +40,9 @@ class Parked:
     is_trained: bool = False
     """True if the optimizer updates it."""
     is_kept: bool = False
-    """True if it stays in memory for good."""
+    """True if its values stay in memory for good."""
+    keeps_states: bool = False
+    """True if its optimizer states do."""
     is_updating: bool = False
     """True from the arrival of its gradient until the end of the step: reading it then would give another step's values."""
     coming: Transfer | None = None

@@ -14,6 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ...artifacts import Plan, UserError
 from ...rank.execute import Executor
 from ...rank.offload_states import check_updates_alone, with_groups
-from ...tiers import DIRECTIONS, Layer, Moved, Policy, StepTraffic, now, traffic
+from ...tiers import DIRECTIONS, Layer, Moved, StepTraffic, now, placed, traffic
 from ..regions import Region
 from .gone import gone_like
 from .options import TierOptions
@@ -33,6 +34,15 @@ from .places import check_room_for_all, open_store
 from .plain_states import as_notes, from_notes
 from .residence import Parked, Reads, Residence
 from .updates import Updates, local_of, state_key
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What a plan lets rest on disks: the names of the parameters whose values do, and of those whose states do."""
+
+    values: frozenset[str]
+    states: frozenset[str]
+
 
 SAID_EVERY_S = 20.0
 """The seconds between two progress messages of a long step."""
@@ -45,10 +55,19 @@ class Tier:
     remaining ones and commits the step.
     """
 
-    def __init__(self, options: TierOptions, rank: int = 0, num_ranks: int = 1) -> None:
-        self.options, self.num_ranks = options, num_ranks
+    def __init__(
+        self,
+        options: TierOptions,
+        rank: int = 0,
+        num_ranks: int = 1,
+        leaving: Leaving | None = None,
+        moved_bytes: int = 0,
+    ) -> None:
+        """`leaving` is what a plan says; None: everything but `keep_bytes` rests on disks. moved_bytes: of activations, a step."""
+        self.options, self.num_ranks, self.leaving, self.moved_bytes = options, num_ranks, leaving, moved_bytes
+        self.policy = options.policy()
         self.store = open_store(options, rank, num_ranks)
-        self.residence = Residence(self.store, options.window_bytes)
+        self.residence = Residence(self.store, self.policy.window_bytes)
         self.parked: dict[str, Parked] = {}
         self.updates: Updates | None = None
         self.commits = True
@@ -61,7 +80,6 @@ class Tier:
         self._on_disk: dict[str, Tensor] = {}
         """Gradients whose values wait on the disk for an update after the backward; their storages are empty."""
         self._scale = 1.0
-        self._kept_bytes = 0
         self.num_forwards: Callable[[], int] = lambda: 0
         """Returns the module's number of steps, on which its random numbers depend."""
         self.notice: Callable[[str], None] = lambda text: None
@@ -83,7 +101,7 @@ class Tier:
         if self.options.resume:
             return
         param_bytes = sum(sizes.values())
-        grad_bytes = param_bytes if self.options.update == "after" else 0
+        grad_bytes = param_bytes if self.policy.update == "after" else 0
         try:
             check_room_for_all(self.store.paths, param_bytes + state_bytes + grad_bytes, self.num_ranks)
         except UserError:
@@ -98,11 +116,12 @@ class Tier:
         if self.options.resume:
             return torch.empty(region.local_shape, dtype=dtype)
         local = read(name, region).to(dtype).contiguous()
-        alone = local.untyped_storage().nbytes() == local.numel() * local.element_size()
-        return local if alone else local.clone()
+        storage = local.untyped_storage()
+        is_own = storage.resizable() and storage.nbytes() == local.numel() * local.element_size()
+        return local if is_own else local.clone()
 
     def park(self, name: str, param: nn.Parameter) -> None:
-        """Write a new parameter to the disk and free its memory; in a resumed run, only free it."""
+        """Write a new parameter to the disk and free its memory, unless the plan keeps it; in a resumed run, read what is kept."""
         key, local = f"param.{name}", local_of(param.data)
         num_bytes = local.numel() * local.element_size()
         if num_bytes == 0:
@@ -112,7 +131,12 @@ class Tier:
         if not self.options.resume:
             self.store.write(key, local.detach()).wait()
         self.residence.add(parked)
-        self.residence.let_go(parked)
+        if self.leaving is None or name in self.leaving.values:
+            self.residence.let_go(parked)
+        else:
+            self.residence.keep(parked)
+            if self.options.resume:
+                self.store.read(key, local.detach()).wait()
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(self._taker(parked))
         self._say(f"{len(self.parked)} parameters are on the disk")
@@ -173,7 +197,7 @@ class Tier:
             )
         options = self.options
         self.updates = Updates(
-            self.store, optimizer, options.window_bytes // 2, options.num_workers, options.worker_cores
+            self.store, optimizer, self.policy.window_bytes // 2, options.num_workers, options.worker_cores
         )
         trained = [parked for parked in self.parked.values() if parked.param in self.updates.group_of]
         for parked in trained:
@@ -219,20 +243,21 @@ class Tier:
                 if isinstance(value, Tensor) and value.dim() > 0:
                     size = sizes[state_key(parked, name)] = value.numel() * value.element_size()
                     expected[parked.name] = expected.get(parked.name, 0) + size
-            if self.options.update == "after":
+            if self.policy.update == "after":
                 sizes[f"grad.{parked.name}"] = parked.num_bytes
         self.store.add(sizes)
 
     def _keep(self, trained: list[Parked]) -> None:
-        """Keep parameters and states in memory up to `keep_bytes`, the last ones of the forward first, since they update first."""
+        """Keep in memory what the plan says; without one the last parameters of the forward with states, which update first."""
         assert self.updates is not None
-        for parked in [each for each in reversed(self.residence.order) if each in trained]:
-            prefix = state_key(parked, "")
-            size = parked.num_bytes + sum(
-                item.num_bytes for key, item in self.store.items.items() if key.startswith(prefix)
-            )
-            if self._kept_bytes + size <= self.options.keep_bytes:
-                self._kept_bytes += size
+        if self.leaving is not None:
+            for parked in trained:
+                if parked.name not in self.leaving.states:
+                    self.updates.keep(parked)
+            return
+        order = self.residence.order
+        for parked, layer in zip(order, placed(self.layers(), self.policy), strict=True):
+            if layer.param_stays:
                 self.residence.need([parked])
                 self.residence.keep(parked)
                 self.updates.keep(parked)
@@ -274,7 +299,7 @@ class Tier:
             self._extremes += float(low.abs()) + float(high.abs())
         if self._scale != 1.0:
             local.mul_(self._scale)
-        if self.options.update == "during":
+        if self.policy.update == "during":
             updates.begin(parked, grad)
             return
         key = f"grad.{parked.name}"
@@ -298,15 +323,21 @@ class Tier:
             if key.startswith("state."):
                 states[key.removeprefix("state.").rpartition(".")[0]].append(item.num_bytes)
         return [
-            Layer(each.num_bytes, tuple(states[each.name]), each.num_bytes, is_trained=each.is_trained)
+            Layer(
+                each.num_bytes,
+                tuple(states[each.name]),
+                each.num_bytes,
+                is_trained=each.is_trained,
+                param_stays=each.is_kept,
+                states_stay=each.keeps_states,
+            )
             for each in self.residence.order
         ]
 
     def planned(self) -> StepTraffic:
         """Return the predicted bytes that a step after the first one reads and writes."""
-        options = self.options
-        policy = Policy(options.window_bytes, options.keep_bytes, options.update, options.commit_every)
-        return traffic(self.layers(), policy)
+        moved = traffic(self.layers(), self.policy)
+        return replace(moved, forward_written=self.moved_bytes, backward_read=moved.backward_read + self.moved_bytes)
 
     def told(self) -> dict[str, Any]:
         """Return the bytes moved, in all and a second, and the seconds waited since the last call, for the events of a run."""
@@ -372,7 +403,7 @@ class Tier:
             self.store.commit(self.step, {**own, **(notes or {})})
             if self.num_ranks > 1:
                 dist.barrier()  # no rank writes over the step before this one until all have this one
-        updates.is_committing = (self.step + 2) % self.options.commit_every == 0
+        updates.is_committing = (self.step + 2) % self.policy.commit_every == 0
 
     def take_back(self) -> None:
         """Roll back the step whose updates have begun: parameters and states become those of the last committed step."""
@@ -383,6 +414,7 @@ class Tier:
         for parked in self.parked.values():
             if parked.is_kept:
                 self.store.read(parked.key, parked.local.detach()).wait()
+            if parked.keeps_states:
                 updates.keep(parked)
             self.residence.let_go(parked)
         self._on_disk = {}
@@ -420,6 +452,19 @@ def _share(parked: Parked) -> float:
     return 1.0 / math.prod(sizes)
 
 
+def resting(plan: Plan, options: TierOptions | None, replicas: int = 1) -> TierOptions | None:
+    """Return the options of a run of `plan`, the plan's own included; `UserError` where the two do not go together."""
+    if options is None:
+        if plan.tier is not None:
+            raise UserError(
+                "folders on disks are needed, where parameters and states of this plan rest; got none; name some "
+                "(TierOptions([...]), --tier DIR), or plan without --tier"
+            )
+        return None
+    check_plan(plan, options, replicas)
+    return options.under(plan)
+
+
 def check_plan(plan: Plan, options: TierOptions, replicas: int = 1) -> None:
     """Raise `UserError` for a plan that a tier does not support."""
     if replicas > 1:
@@ -433,7 +478,7 @@ def check_plan(plan: Plan, options: TierOptions, replicas: int = 1) -> None:
         raise UserError(
             "a plan without pipeline stages is needed with a tier; this one has some; plan without --pipeline"
         )
-    if plan.offloads_states:
+    if plan.offloads_states and plan.tier is None:
         raise UserError(
             "a plan that leaves optimizer states to the tier is needed; this one offloads them; plan with --pin '*=state-keep'"
         )

@@ -78,17 +78,20 @@ class Updates:
         self._step(optimizer)
 
     def keep(self, parked: Parked) -> None:
-        """Keep the states of a kept parameter in memory too; those on the disk are read."""
-        self.kept[parked.name] = {}
+        """Keep the states of a parameter in memory; those on the disk are read."""
+        parked.keeps_states, self.kept[parked.name] = True, {}
         for name, form in self.forms.get(parked.name, {}).items():
             self.kept[parked.name][name] = torch.empty(form.shape, dtype=form.dtype)
             self.store.read(state_key(parked, name), self.kept[parked.name][name]).wait()
 
     def write_kept(self, parked: Iterable[Parked]) -> None:
         """Write the kept parameters and states, which steps without a commit do not write."""
-        writes = [
-            write for each in parked if each.is_kept for write in self._written(each, self.kept.get(each.name, {}))
-        ]
+        writes: list[Transfer] = []
+        for each in parked:
+            if each.is_trained and each.keeps_states:
+                writes += self._write_states(each, self.kept.get(each.name, {}))
+            if each.is_trained and each.is_kept:
+                writes.append(self._write_values(each))
         for write in writes:
             write.wait()
 
@@ -98,15 +101,18 @@ class Updates:
         from_store: the gradient's values are read from the store too.
         """
         forms = self.forms.get(parked.name, {})
-        states_bytes = sum(form.num_bytes for form in forms.values()) or self.expected_bytes.get(parked.name, 0)
-        size = local_of(grad).numel() * grad.element_size() + states_bytes
+        size = local_of(grad).numel() * grad.element_size()
+        if not parked.keeps_states:
+            size += sum(form.num_bytes for form in forms.values()) or self.expected_bytes.get(parked.name, 0)
         while self._pending and self.num_bytes + size > self.window_bytes:
             self._finish_oldest()
         self.num_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         parked.residence.send_for(parked)
         parked.is_updating = True
-        states = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items() if not parked.is_kept}
+        states = {
+            name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items() if not parked.keeps_states
+        }
         reads = [self.store.read(state_key(parked, name), state) for name, state in states.items()]
         if from_store:
             reads.append(self.store.read(f"grad.{parked.name}", local_of(grad)))
@@ -144,7 +150,7 @@ class Updates:
         parked.arrived()
         began = time.perf_counter()
         param, held = parked.param, self.optimizer.state
-        if parked.is_kept:
+        if parked.keeps_states:
             states = self.kept.get(parked.name, {})
         if states:
             held[param] = {
@@ -154,11 +160,16 @@ class Updates:
         leaving = {name: local_of(value) for name, value in held.get(param, {}).items() if _rests(value)}
         for name in leaving:
             held[param][name] = None  # its place in the order stays
-        if parked.is_kept:
+        if parked.keeps_states:
             self.kept[parked.name] = leaving
         with self._lock:
             self.busy_s += time.perf_counter() - began
-        return [] if parked.is_kept and not self.is_committing else self._written(parked, leaving)
+        writes: list[Transfer] = []
+        if self.is_committing or not parked.keeps_states:
+            writes += self._write_states(parked, leaving)
+        if self.is_committing or not parked.is_kept:
+            writes.append(self._write_values(parked))
+        return writes
 
     def _step_alone(self, param: nn.Parameter, grad: Tensor) -> None:
         """Step one parameter under a stand-in, which alone has its gradient: nothing that the loop does reaches it."""
@@ -172,14 +183,16 @@ class Updates:
         if stand_in in alone.state:
             held[param] = alone.state[stand_in]
 
-    def _written(self, parked: Parked, leaving: dict[str, Tensor]) -> list[Transfer]:
+    def _write_values(self, parked: Parked) -> Transfer:
+        return self.store.write(parked.key, parked.local.detach())
+
+    def _write_states(self, parked: Parked, leaving: dict[str, Tensor]) -> list[Transfer]:
         forms = {name: StateForm(value.dtype, value.shape) for name, value in leaving.items()}
         with self._lock:
             new = {state_key(parked, name): form.num_bytes for name, form in forms.items()}
             self.store.add({key: size for key, size in new.items() if key not in self.store})
             self.forms[parked.name] = forms
-        writes = [self.store.write(state_key(parked, name), value.contiguous()) for name, value in leaving.items()]
-        return [*writes, self.store.write(parked.key, parked.local.detach())]
+        return [self.store.write(state_key(parked, name), value.contiguous()) for name, value in leaving.items()]
 
 
 def state_key(parked: Parked, name: str) -> str:

@@ -74,8 +74,10 @@ def verify(
         raise UserError(f"verify runs in float64 or fp32; got {dtype!r}; choose one of these")
     check_stages(plan)
     _check_ranks(plan)
+    on_disks = plan.tier is not None  # whose peak is of a run there
+    plan = plan.in_memory()
     found = _Comparison(model_fn, plan, dtype == "float64", make_optimizer, seed).run()
-    measured = _measured(plan, model_fn, make_optimizer, seed, peak_of) if make_optimizer else {}
+    measured = _measured(plan, model_fn, make_optimizer, seed, peak_of) if make_optimizer and not on_disks else {}
     return Report(
         num_ranks=plan.num_ranks,
         dtype=dtype,

@@ -1,0 +1,175 @@
+"""What parameters and optimizer states that rest on disks take: memory beside what stays, and seconds beside computation.
+
+layers      every parameter in the order in which the program first reads it, a rank's part       `tiers.Layer`
+held        values that were read and updates under way, at most                                  `tiers.held_beside`
+step        max(the run's own schedule, phase by phase the busiest of compute and directions)     `tiers.simulate`, `step_s`
+
+Updates run beside the backward, on the cores that compute, so their seconds add to the backward's; transfers do not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...program.decisions import Decisions
+from ...program.program import Program, Tensor
+from ...rank.execute import Executor
+from ...rank.instructions import Instruction
+from ...rank.local import LocalProgram
+from ...tiers import Layer, Policy, Rates, StepTraffic, held_beside, simulate, traffic
+from .costs import CostModel, OptimizerCost
+
+NUM_VERSIONS = 2
+"""The versions of everything on the disks: the last whole step's, and the next one's."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The most bytes that a step holds beside what stays, by phase; in `forward_bytes` are no updates."""
+
+    forward_bytes: int
+    backward_bytes: int
+
+
+def params_in_order(program: Program) -> list[Tensor]:
+    """Return the parameters in the order in which the program first reads them."""
+    return list(dict.fromkeys(tensor for op in program.ops for tensor in op.inputs if tensor.role == "param"))
+
+
+def layers_of(program: Program, decisions: Decisions, costs: CostModel, optimizer: OptimizerCost) -> list[Layer]:
+    """Return the rank's part of every parameter with its fate, in the order of first use."""
+    return [_layer(tensor, decisions, costs, optimizer) for tensor in params_in_order(program)]
+
+
+def _layer(tensor: Tensor, decisions: Decisions, costs: CostModel, optimizer: OptimizerCost) -> Layer:
+    layout = decisions.params[tensor]
+    num_bytes, stays = costs.local_bytes(tensor, layout), tensor not in decisions.offloaded_params
+    if not tensor.requires_grad:
+        return Layer(num_bytes, is_trained=False, param_stays=stays)
+    states = costs.leaving_state_bytes(tensor, layout, optimizer)
+    number, rest = divmod(states, num_bytes)  # AdamW's are two of the parameter's own size
+    sizes = (num_bytes,) * number + ((rest,) if rest else ())
+    states_stay = tensor not in decisions.offloaded_states
+    return Layer(num_bytes, sizes, num_bytes, param_stays=stays, states_stay=states_stay)
+
+
+def read_at_once(program: Program, sizes: Mapping[Tensor, int]) -> int:
+    """Return the most bytes that have to be in memory at once: of parameters between their first and their last reader."""
+    last = {tensor: place for place, op in enumerate(program.ops) for tensor in op.inputs if tensor in sizes}
+    held: set[Tensor] = set()
+    most = 0
+    for place, op in enumerate(program.ops):
+        held |= {tensor for tensor in op.inputs if tensor in sizes}
+        most = max(most, sum(sizes[tensor] for tensor in held))
+        held = {tensor for tensor in held if last[tensor] > place}
+    return most
+
+
+def reread_at_once(executor: Executor, sizes: Mapping[Tensor, int]) -> int:
+    """Return the most bytes of parameters of one region, which stay in its backward until their gradients come.
+
+    Those may come when all of it is done; parameters that other regions read too may be there anyway.
+    """
+    sources = executor.local.sources
+    named = {sources[tensor]: tensor for tensor in sizes if tensor in sources}
+    read: dict[int, set[Tensor]] = defaultdict(set)
+    for instruction in executor.local.instructions:
+        read[instruction.region] |= {named[value] for value in instruction.inputs if value in named}
+    shared = set(sizes) - set(single_region(executor.local.program, sizes))
+    return max((sum(sizes[tensor] for tensor in read[region] | shared) for region in read), default=0)
+
+
+def room_of(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Room:
+    """Return what a step of a rank's program holds beside what stays in memory."""
+    program, decisions = executor.local.program, executor.local.decisions
+    assert costs.resting is not None
+    away = {tensor: costs.local_bytes(tensor, decisions.params[tensor]) for tensor in decisions.offloaded_params}
+    layers = layers_of(program, decisions, costs, optimizer)
+    held = held_beside(layers, costs.resting, read_at_once(program, away), reread_at_once(executor, away))
+    trained = [tensor for tensor in program.params if tensor.requires_grad]
+    steps = [costs.step_bytes(tensor, decisions.params[tensor], optimizer) for tensor in trained]
+    return Room(held.forward_values, held.backward_values + held.updates + max(steps, default=0))
+
+
+def kept_bytes(layers: Iterable[Layer]) -> int:
+    """Return the bytes of parameters and states that stay in memory."""
+    return sum(
+        each.param_bytes * each.param_stays + each.state_bytes * (each.states_stay and each.is_trained)
+        for each in layers
+    )
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The seconds of a step's computation and communication, by what takes them."""
+
+    by_instruction: Sequence[tuple[Instruction, float, float]]
+    """Of each, forward and backward."""
+    by_rerun: Mapping[int, float]
+    """Of each region that is run again."""
+    updates: Mapping[Tensor, float]
+
+    @property
+    def forward_s(self) -> float:
+        return sum(forward for _, forward, _ in self.by_instruction)
+
+    @property
+    def backward_s(self) -> float:
+        return sum(backward for _, _, backward in self.by_instruction) + sum(self.by_rerun.values())
+
+
+def step_s(
+    local: LocalProgram, decisions: Decisions, seconds: StepSeconds, moved_bytes: int, costs: CostModel,
+    optimizer: OptimizerCost,
+) -> float:  # fmt: skip
+    """Return the seconds of a whole step, in which `moved_bytes` of activations leave and come back on the same disks.
+
+    decisions: what rests there; all else of them is that of `local`.
+    """
+    policy, tier = costs.resting, costs.tier
+    assert policy is not None
+    assert tier is not None
+    layers = layers_of(local.program, decisions, costs, optimizer)
+    rates = Rates(tier.read_bytes_per_s, tier.write_bytes_per_s)
+    moved = replace(traffic(layers, policy), forward_written=moved_bytes)
+    scheduled = simulate(_with_seconds(layers, local, seconds), policy, rates).step_s
+    return max(scheduled, _least_s(moved, seconds, costs, policy))
+
+
+def _least_s(moved: StepTraffic, seconds: StepSeconds, costs: CostModel, policy: Policy) -> float:
+    """Return the seconds of the phases, each with its busiest direction beside its computation."""
+    tier = costs.tier
+    assert tier is not None
+    update_s = sum(seconds.updates.values())
+    forward = (moved.forward_read / tier.read_bytes_per_s, moved.forward_written / tier.write_bytes_per_s)
+    written = moved.written + moved.kept_bytes / policy.commit_every
+    read = moved.backward_read + moved.forward_written
+    backward = (read / tier.read_bytes_per_s, written / tier.write_bytes_per_s)
+    both = ((seconds.forward_s, forward), (seconds.backward_s + update_s, backward))
+    return sum(compute + max(tier.exposed_s(each, compute) for each in busy) for compute, busy in both)
+
+
+def _with_seconds(layers: Sequence[Layer], local: LocalProgram, seconds: StepSeconds) -> list[Layer]:
+    """Return the layers with the seconds of the instructions that run from a parameter's first use to the next one's."""
+    order = params_in_order(local.program)
+    place = {local.sources[tensor]: index for index, tensor in enumerate(order) if tensor in local.sources}
+    forward, backward = [0.0] * len(layers), [0.0] * len(layers)
+    current, last_of = 0, dict[int, int]()
+    for instruction, there, back in seconds.by_instruction:
+        current = max([current, *(place[value] for value in instruction.inputs if value in place)])
+        forward[current] += there
+        backward[current] += back
+        last_of[instruction.region] = current
+    for region, again_s in seconds.by_rerun.items():
+        backward[last_of.get(region, current)] += again_s
+    return [
+        replace(layer, forward_s=there, backward_s=back, update_s=seconds.updates.get(tensor, 0.0))
+        for layer, tensor, there, back in zip(layers, order, forward, backward, strict=True)
+    ]
+
+
+def single_region(program: Program, tensors: Iterable[Tensor]) -> Collection[Tensor]:
+    """Return those of the tensors that only one region reads."""
+    return [tensor for tensor in tensors if len({op.region for op in tensor.consumers}) < 2]
