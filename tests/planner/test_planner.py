@@ -32,6 +32,8 @@ from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for, usable_bytes
 from trainwright.planner.costs.price import price
 from trainwright.planner.costs.simulate import Simulation
+from trainwright.planner.incumbent import Found, Incumbent
+from trainwright.planner.model.deadline import Deadline
 from trainwright.planner.model.decode import Choice, decisions_from
 from trainwright.planner.search.proposals import first_that_fits
 from trainwright.planner.search.solve import Answer, Infeasible
@@ -142,10 +144,9 @@ def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh, share):
     for solver, answer in answers.items():
         if isinstance(answer, Answer):
             assert answer.simulation.peak_bytes <= usable_bytes(budget), solver
-            # A recipe that keeps everything is chosen in buckets, though it may fit without them only.
-            overlap = "buckets" if solver in ("ddp", "megatron") else None
-            price = price_of(place, answer.decisions, overlap)
-            assert answer.objective_s == pytest.approx(price, rel=1e-4), solver
+            # by the way to travel that it was searched for; it runs with parameters as far ahead as they fit
+            prices = [price_of(place, answer.decisions, way) for way in ("none", "buckets")]
+            assert any(answer.objective_s == pytest.approx(price, rel=1e-4) for price in prices), solver
         else:
             assert answer.smallest is None or answer.smallest.simulation.peak_bytes > usable_bytes(budget), solver
 
@@ -161,20 +162,14 @@ def test_comparing_joint_is_never_slower(budget):
     assert all(plan.predicted.peak_bytes <= usable_bytes(budget or 2**60) for plan in plans.values())
 
 
-def test_a_first_plan_that_the_search_does_not_beat_says_what_it_takes(monkeypatch):
+def test_a_first_plan_that_the_search_does_not_beat_says_what_it_takes():
     """It is taken with its parameters ahead, and its gap is that of this step."""
     (place,) = task(tiny_program("gpt2-tiny"), "cpu:2", mesh=(2,)).places
     first = first_that_fits(place, "joint", place.settings("joint"))
     slower = replace(solve_on(place, "fsdp"), gap=0.9)
-    overlapped = place.overlapped
-    monkeypatch.setattr(
-        place,
-        "overlapped",
-        lambda answer: (
-            (answer, replace(overlapped(answer)[1], compute_s=1e3)) if answer is slower else overlapped(answer)
-        ),
-    )
-    found = place._faster(slower, first)
+    incumbent = Incumbent(place.task, "joint", Deadline(), proposal=(place, first))
+    incumbent.offer(Found(place, slower, replace(place.overlapped(slower)[1], compute_s=1e3)))
+    found = incumbent.found().answer
     assert found.objective_s == pytest.approx(price_of(place, found.decisions))
     assert found.objective_s < first.objective_s
     assert found.bound_s == pytest.approx(min(slower.bound_s, found.objective_s))
@@ -313,13 +308,13 @@ def test_the_peak_is_that_of_two_whole_steps(monkeypatch, name, optimizer):
     module, peaks = sys.modules[Simulation.__module__], []
     run_step = module._step
 
-    def run_two_steps(executor, sources, optimizer, tracker, has_curvature):
+    def run_two_steps(executor, sources, optimizer, tracker, *others):
         for _ in range(2):
             optimizer.zero_grad(set_to_none=True)
-            run_step(executor, sources, optimizer, tracker, has_curvature)
+            run_step(executor, sources, optimizer, tracker, *others)
             peaks.append(tracker.peak_bytes)
 
-    monkeypatch.setattr(module, "_warm_up", lambda optimizer, tracker: None)
+    monkeypatch.setattr(module, "_warm_up", lambda *_: None)
     monkeypatch.setattr(module, "_step", run_two_steps)
     assert place.simulate(answer.decisions).peak_bytes == answer.simulation.peak_bytes
     assert peaks[0] < peaks[1], "the first step holds no states"

@@ -511,7 +511,8 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
         function = partial(function.function, function.total(args))
         sum_s, context.total = context.total, 0.0
     saved: list[torch.Tensor] = []
-    forward, backward = CallCounter("cpu"), CallCounter("cpu")
+    target = context.costs.device.kind
+    forward, backward = CallCounter(target), CallCounter(target)
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: _noted(tensor, saved), lambda tensor: tensor),
         forward.tracker,

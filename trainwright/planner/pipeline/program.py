@@ -73,7 +73,7 @@ def bound_s(
     least: each unit's least seconds. whole_s: the least seconds of all micro-batches of the whole program on one stage's ranks,
     work once a step included.
 
-    >>> bound_s([Least(1.0, 2.0)] * 4, 48.0, 2, 4)   # two stages of 6 s, three micro-batches behind the first
+    >>> round(bound_s([Least(1.0, 2.0)] * 4, 48.0, 2, 4), 3)   # two stages of 6 s, three micro-batches behind the first
     30.0
     """
     m = num_micro_batches
