@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import signal
-import threading
 import warnings
 from pathlib import Path
 
@@ -88,25 +87,29 @@ def test_slots_of_all_items_lie_apart(tmp_path: Path) -> None:
 
 def test_bytes_are_counted_as_the_system_counts_them(tmp_path: Path) -> None:
     """Against the kernel's counts of what reaches the disk, thread by thread."""
-    data = filled(3 * 2**20, 0)
+    data, others = filled(3 * 2**20, 0), threads_now()
     with TierStore.create(folders(tmp_path, 2), StoreOptions(chunk_bytes=2**18, buffer_bytes=2**20)) as store:
         if not store.is_direct or not Path("/proc/self/io").exists():
             pytest.skip("transfers past the page cache are needed")
         store.add({"a": data.numel()})
-        before = io_counts()
+        before = io_counts(others)
         store.write("a", data).wait()
         for _ in range(4):
             store.read("a", torch.empty_like(data)).wait()
-        read, written = (now - then for now, then in zip(io_counts(), before, strict=True))
+        read, written = (now - then for now, then in zip(io_counts(others), before, strict=True))
         assert store.traffic.total("write").num_bytes == data.numel() == written
         assert store.traffic.total("read").num_bytes == 4 * data.numel() == read
 
 
-def io_counts() -> tuple[int, int]:
-    """Return the bytes that other threads than this one have read from disks and written: this one loads code and writes logs."""
+def threads_now() -> set[str]:
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
+def io_counts(others: set[str]) -> tuple[int, int]:
+    """Return the bytes that threads have read from disks and written but for `others`, which load code and write logs."""
     read = written = 0
     for task in Path("/proc/self/task").iterdir():
-        if int(task.name) != threading.get_native_id():
+        if task.name not in others:
             found = dict(line.split(": ") for line in (task / "io").read_text().splitlines())
             read, written = read + int(found["read_bytes"]), written + int(found["write_bytes"])
     return read, written
