@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import trainwright as tw
 from tests.pool import Pool
@@ -171,7 +170,7 @@ def test_ranks_follow_one_plan(pool2: Pool, tmp_path: Path) -> None:
 
 
 def on_a_rank(plan: str, folder: str) -> list[bool]:
-    """Train with the plan on this rank's part; is it bit-equal to memory, are the bytes the plan's?"""
+    """Train with the plan on this rank's part; is it bit-equal to memory, are the bytes its own plan's, at most the fullest's?"""
     parsed = Plan.parse(plan)
     assert parsed.tier is not None
     module, optimizer = module_of(parsed, TierOptions([folder], store=SMALL))
@@ -183,5 +182,4 @@ def on_a_rank(plan: str, folder: str) -> list[bool]:
     moved &= told["tier_write_bytes"] == told["tier_planned_write_bytes"] <= parsed.tier.written_bytes
     equal = same(weights_of(module), run(parsed.in_memory(), None, 3)[1])
     module.tier.close()
-    is_first = dist.get_rank() == 0  # which has the largest parts, of which the plan speaks
-    return [equal, moved or not is_first]
+    return [equal, moved]
