@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from trainwright.planner.forms import spaces_of
 from trainwright.planner.meshes import mesh_shapes
 from trainwright.planner.model.sharding import is_plain
 from trainwright.planner.search.effort import GAP
+from trainwright.planner.variants import Variants
 from trainwright.planner.ways import Ways
 from trainwright.profiler.saved import whole_program
 from trainwright.program.program import build_program
@@ -140,3 +142,16 @@ def test_gradients_on_three_axes_are_those_of_one_process():
             for coords, part in found[tensor.key]:
                 wanted = shard(tensor, whole, answer.decisions.params[tensor], (2, 2, 2), coords)
                 torch.testing.assert_close(part, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_number_of_micro_batches_keeps_what_its_question_asks():
+    """Forms of one question share the programs: not the budget, the sampled share or the stages of whoever asked first."""
+    programs = {2: tiny_program("gpt2-tiny")}
+    variants = Variants((1, 2), programs.__getitem__)
+    asked = task(tiny_program("llama-tiny"), "cpu:2", budget_bytes=10**6, variants=variants)
+    others = [replace(asked, budget_bytes=2 * 10**6), replace(asked, offload="none"), replace(asked, pipeline="auto")]
+    found = [variants.task_of(each, 2) for each in (asked, *others)]
+    assert [each.budget_bytes for each in found] == [10**6, 2 * 10**6, 10**6, 10**6]
+    assert [each.pipeline for each in found] == [None, None, None, "auto"]
+    assert all(each.program is programs[2] and each.records is found[0].records for each in found)
+    assert variants.task_of(asked, 2) is found[0], "with what it has built"

@@ -118,18 +118,17 @@ def following(space: Space, incumbent: Incumbent) -> Iterator[Space]:
     chunked = task.chunked
     if chunked is not None and recipe == "joint" and not chunked.is_free and incumbent.opens("chunks", task):
         yield Form(partial(chunked.task, task), recipe, rank=max(space.rank, RANK_CHUNKS), is_needed=_is_nothing)
-    if (
-        incumbent.task.offload != "auto"
-        or recipe != "joint"
-        or not task.has_host
-        or not incumbent.opens("offload", task)
-    ):
+    yield from _offloading(task, space, incumbent)
+
+
+def _offloading(task: Task, space: Ways, incumbent: Incumbent) -> Iterator[Form]:
+    """Yield the question without offloading or, where pipeline stages were looked at first, which offload nothing, with it."""
+    recipe, asked = space.recipe, incumbent.task
+    if asked.offload != "auto" or recipe != "joint" or not task.has_host or not incumbent.opens("offload", task):
         return
     if task.offload == "host":
         yield Form(partial(_with, task, offload="none"), recipe, space.bound_s, space.rank, _is_far)
-    elif (
-        task.offload == "auto" and incumbent.task.pipeline == "auto"
-    ):  # stages offload nothing, and were looked at first
+    elif task.offload == "auto" and asked.pipeline == "auto":
         yield Form(partial(_with, task, offload="host"), recipe, rank=RANK_CHUNKS, is_needed=_is_nothing)
 
 

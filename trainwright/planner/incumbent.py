@@ -54,8 +54,6 @@ class Incumbent:
     bound_s: float = math.inf
     """The least bound of all answers: no plan in the spaces that have one is faster."""
     failures: list[tuple[Place, Infeasible]] = field(default_factory=list)
-    was_slower: bool = False
-    """True if some space was given up since all that it holds is slower than the best."""
     unseen: list[Place] = field(default_factory=list)
     """Meshes that may have a faster answer and were not searched for lack of time."""
     unseen_numbers: set[int] = field(default_factory=set)
@@ -65,7 +63,7 @@ class Incumbent:
     opened: set[tuple[object, ...]] = field(default_factory=set)
     """The forms of the question that wait, or were searched."""
     said: list[str] = field(default_factory=list)
-    """What spaces say of themselves in the plan's notes."""
+    """Sentences about spaces, for the plan's notes."""
     proposal: tuple[Place, Answer] | None = None
     """A plan that took no search; it is priced where the search ends far from what is proven."""
     relaxing_s: dict[int, float] = field(default_factory=dict)

@@ -18,8 +18,8 @@ class Variants:
     program_of: Callable[[int], Program]
     refused: dict[int, str] = field(default_factory=dict)
     """Why a number cannot be."""
-    _tasks: dict[tuple[int, str], Task] = field(default_factory=dict)
-    """By number and where it may offload to."""
+    _tasks: dict[tuple[int, Task], Task] = field(default_factory=dict)
+    """By number and the task that asked: others may have another budget, offload elsewhere, sample gradients or cut stages."""
     _programs: dict[int, Program] = field(default_factory=dict)
 
     def tasks(self, task: Task) -> Iterator[tuple[int, Task]]:
@@ -35,15 +35,20 @@ class Variants:
         return None if num in self.refused else self._task(task, num)
 
     def _task(self, task: Task, num: int) -> Task | None:
-        if (num, task.offload) not in self._tasks:
+        if (num, task) not in self._tasks:
             try:
                 program = self._programs.get(num) or self.program_of(num)
             except UserError as error:
                 self.refused[num] = str(error)
                 return None
             self._programs[num] = program
-            self._tasks[num, task.offload] = replace(task, program=program)
-        return self._tasks[num, task.offload]
+            found = replace(task, program=program)
+            for (other, _), known in self._tasks.items():
+                if other == num:
+                    found.records = known.records  # what ops save and cost hangs on the program alone
+                    break
+            self._tasks[num, task] = found
+        return self._tasks[num, task]
 
 
 @dataclass(eq=False)

@@ -98,9 +98,7 @@ class Ways(Space):
             if is_first:
                 incumbent.leave_out(self.place)
             return False
-        is_slower = self.bound_s >= incumbent.step_s * (1 - GAP)
-        incumbent.was_slower |= is_slower
-        return not is_slower
+        return self.bound_s < incumbent.step_s * (1 - GAP)
 
     def _is_dear(self, incumbent: Incumbent) -> bool:
         """Return true if relaxing this mesh is expected to take more than is left."""
@@ -154,10 +152,9 @@ class Ways(Space):
 
     def _propose(self, incumbent: Incumbent, settings: Settings) -> None:
         """Give the incumbent a plan that takes no search, unless it has one."""
-        keeps_all = (
-            self.place.problem.costs.resting is not None
-        )  # as what takes no search does, where disks are for what may leave
-        known = None if incumbent.proposal or keeps_all else first_that_fits(self.place, self.recipe, settings)
+        if incumbent.proposal or self.place.problem.costs.resting is not None:
+            return  # what takes no search keeps in memory what may rest on disks
+        known = first_that_fits(self.place, self.recipe, settings)
         if known is not None:
             incumbent.proposal = self.place, known
             if settings.progress is not None:
@@ -195,7 +192,6 @@ class Ways(Space):
 
     def _after_nothing(self, incumbent: Incumbent, refused: Infeasible, is_whole: bool) -> Iterator[Space]:
         is_slower = refused.outcome is Outcome.SLOWER
-        incumbent.was_slower |= is_slower
         if self.known is not None:
             yield from self._next()
         elif self.turn < self._last and is_slower != self.place.solver.hides:
