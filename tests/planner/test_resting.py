@@ -65,7 +65,7 @@ class Sheet:
     backward_read: float
     backward_written: float
     pieces: tuple[tuple[float, float], ...]
-    """What may be swapped, most seconds of recomputation a byte first: bytes, seconds."""
+    """The bytes and seconds of each activation that may be swapped, the dearest to recompute a byte first."""
 
     def recompute_s(self, swapped: float) -> float:
         """The seconds of recomputing what is not among the first `swapped` bytes."""
@@ -190,7 +190,7 @@ def every_plan(place: Place) -> list[tuple[int, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e8, 3e9])
 def test_no_plan_that_fits_is_faster(rate: float) -> None:
-    """Of all plans that recompute and swap nothing, which a plan of the search may do besides."""
+    """No plan is faster of all those that recompute and swap nothing; the search may do either besides."""
     tier = Tier(write_bytes_per_s=rate, read_bytes_per_s=rate)
     place = place_of(3, 64, tier, Policy(window_bytes=4 * WIDTH * INNER))
     plans = every_plan(place)

@@ -76,7 +76,7 @@ def test_what_is_kept_fits_and_nothing_more_would(layers: list[Layer], policy: P
 
 @given(layers=LAYERS, policy=POLICIES)
 def test_every_byte_has_one_fate(layers: list[Layer], policy: Policy) -> None:
-    """What stays is never read; what is trained is written with every step, or with those that are committed."""
+    """Tensors that stay are never read; trained ones are written with every step, or with those that are committed."""
     moved = traffic(layers, policy)
     held = held_beside(layers, policy, read_at_once=6 * PAGE, reread_at_once=9 * PAGE)
     away = sum(each.param_bytes for each in layers if not each.param_stays)

@@ -122,7 +122,7 @@ class OffloadPlan(Record):
 
 
 class TierPlan(Record):
-    """How a plan uses the disks on which parameters, gradients and optimizer states rest, and what those move in a step.
+    """The use of the disks on which parameters, gradients and optimizer states rest, and what they move in a step.
 
     Drives wear out by what is written to them. Which parameters and states rest there is said by `offloaded` of `params`.
     Bytes are a rank's, of a step in the middle of a run, activations included. `step_s`: what a step takes, by the plan's

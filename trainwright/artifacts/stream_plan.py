@@ -12,7 +12,7 @@ from .record import Artifact, Record, UserError
 
 
 class StreamPredicted(Record):
-    """What a streamed step takes: two forwards with their directions, beside which blocks come in and go out."""
+    """The seconds of a streamed step: two forwards with their directions, beside which blocks come in and go out."""
 
     step_s: float
     """The longest of the three below: no order of transfers is faster."""
@@ -22,7 +22,7 @@ class StreamPredicted(Record):
     read_bytes: int
     written_bytes: int
     peak_bytes: int
-    """Of the device: simulated on fakes, three blocks, what stays, and the activations of two forwards."""
+    """The device's peak, simulated on fakes: three blocks, what stays, and the activations of two forwards."""
 
 
 class StreamPlan(Artifact):
@@ -35,7 +35,7 @@ class StreamPlan(Artifact):
     kind: Literal["stream"] = "stream"
     model: ModelRef
     fingerprint: str
-    """Of the names, shapes and types of the parameters."""
+    """A digest of the names, shapes and types of the parameters."""
     hardware: str
     place: Literal["host", "disk"]
     storage: str | None = None

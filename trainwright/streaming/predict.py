@@ -29,7 +29,7 @@ different on the processors of the last years. They are NumPy's, on the CPU, wha
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a streamed step takes of the device, and moves."""
+    """The memory that a streamed step takes of the device, and the bytes that it moves."""
 
     peak_bytes: int
     compute_s: float

@@ -140,7 +140,7 @@ class CostModel:
     tier: Tier | None = None
     """The tier that tensors may be offloaded to; None if there is none."""
     resting: Policy | None = None
-    """How disks are used on which parameters and states may rest; None where none may."""
+    """The use of the disks on which parameters and states may rest; None where none may."""
     min_offload_bytes: int = MIN_BYTES
     """Tensors smaller than this are not offloaded."""
     updates: Updates = field(default_factory=Updates)

@@ -106,9 +106,9 @@ class StepSeconds:
     """The seconds of a step's computation and communication, by what takes them."""
 
     by_instruction: Sequence[tuple[Instruction, float, float]]
-    """Of each, forward and backward."""
+    """Each instruction with its seconds in the forward and in the backward."""
     by_rerun: Mapping[int, float]
-    """Of each region that is run again."""
+    """The seconds of each region that is run again."""
     updates: Mapping[Tensor, float]
 
     @property

@@ -136,7 +136,7 @@ _Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class _Added:
-    """What an action leaves behind, and what there is at its peak beside what was there before it."""
+    """The bytes that an action leaves behind, and those at its peak beyond what was there before it."""
 
     left: _Sizes
     most: _Sizes
@@ -145,7 +145,7 @@ class _Added:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What each action of a stage adds to its memory, measured on few micro-batches: it is the same at any depth.
+    """The bytes that each action of a stage adds, measured on few micro-batches: they are the same at any depth.
 
     The first, the last and the other micro-batches differ: gradients are made by the first backward.
     """
@@ -156,7 +156,7 @@ class StageBytes:
     one: tuple[_Sizes, _Sizes]
     """The bytes that one micro-batch sends, and its calls, by kind of collective."""
     begins: _Sizes
-    """What is alive before the first action."""
+    """The bytes alive before the first action."""
     added: dict[_ActionKey, _Added]
     behind: _Added
     """The end of the step, behind the last action."""
@@ -233,11 +233,11 @@ def _less(sizes: _Sizes, before: _Sizes) -> dict[str, int]:
 
 @dataclass
 class _Notes:
-    """What a simulated stage holds, action by action."""
+    """The memory of a simulated stage, action by action."""
 
     actions: list[Action] = field(default_factory=list)
     seen: list[tuple[_Sizes, _Sizes, str]] = field(default_factory=list)
-    """What is alive before the first action and behind each, what was at the peak since the entry before, and where that was."""
+    """The bytes alive before the first action and behind each, those at the peak since the entry before, and where that was."""
     one: tuple[_Sizes, _Sizes] = ({}, {})
 
     def note(self, tracker: MemoryTracker) -> None:

@@ -31,11 +31,11 @@ from .simulate import MakeOptimizer, Simulation, fake_sources, fuse_attention
 
 @dataclass
 class SpanCost:
-    """What one span holds and takes in a step."""
+    """The memory and seconds of one span in a step."""
 
     region: int
     saved_bytes: int = 0
-    """What its forward leaves alive beyond what it found."""
+    """The bytes that its forward leaves alive beyond those that it found."""
     forward_peak: int = 0
     backward_peak: int = 0
     """The most that is alive while its backward runs and until that of the span before it begins; 0 if it has none."""

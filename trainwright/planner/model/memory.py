@@ -115,7 +115,7 @@ class _Builder:
 
     @property
     def gradients_add_up_to_all(self) -> bool:
-        """Whether gradients that are there stay until the optimizer's step, and are not static."""
+        """True if gradients that are there stay until the optimizer's step, and are not static."""
         return not self.adds_up and self.problem.costs.resting is None
 
     def _hold(self, memory: Memory, terms: Terms, name: str) -> None:

@@ -107,7 +107,7 @@ class Measured:
     simulations: dict[Any, Simulation] = field(default_factory=dict)
     """The simulations of stages under these layouts, by a key that like stages share."""
     added: dict[Any, StageBytes] = field(default_factory=dict)
-    """What the actions of stages add under these layouts, by a key that stages share which differ in depth alone."""
+    """The bytes that the actions of stages add under these layouts; stages that differ in depth alone share a key."""
 
     def staged(self, levels: Sequence[int]) -> Decisions:
         """Return the decisions with the given level for each unit."""

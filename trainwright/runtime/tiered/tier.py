@@ -38,7 +38,7 @@ from .updates import Updates, local_of, state_key
 
 @dataclass(frozen=True)
 class Leaving:
-    """What a plan lets rest on disks: the names of the parameters whose values do, and of those whose states do."""
+    """The names of the parameters whose values a plan lets rest on disks, and of those whose states."""
 
     values: frozenset[str]
     states: frozenset[str]
