@@ -292,7 +292,8 @@ def _predicted(stages: Sequence[StagePrediction], timeline: StepTimeline, num_mi
     computing_s = (
         num_micro_batches * (busy.forward_s + busy.backward_s - busy.comm_s - busy.recompute_s) + busy.update_s
     )
-    comm_s = busy_s - computing_s - recompute_s
+    # a difference, which rounds to less than nothing where nothing is exchanged
+    comm_s = max(0.0, busy_s - computing_s - recompute_s)
     return Predicted(
         step_s=timeline.step_s,
         compute_s=computing_s,
