@@ -197,7 +197,8 @@ class Reads:
         self.direct = direct
         self.residence, self.frees = residence, executor.frees
         self.by_instruction = [
-            list(dict.fromkeys(names[value] for value in read if value in names)) for read in params_read(executor.local)
+            list(dict.fromkeys(names[value] for value in read if value in names))
+            for read in params_read(executor.local)
         ]
         self.inputs, self.outputs = [each.inputs for each in instructions], [each.outputs for each in instructions]
         self.counts = Counter(parked for each in self.by_instruction for parked in each)
