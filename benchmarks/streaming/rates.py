@@ -103,8 +103,9 @@ def cells(folder: Path, num_steps: int) -> list[dict[str, Any]]:
 def table(found: list[dict[str, Any]]) -> str:
     lines = [
         "# Streamed steps on a disk of declared rates", "", __doc__ or "",
-        f"{NUM_BLOCKS} blocks of 1 MiB, {FORWARD_S:g} s a forward. Medians of {len(found[0]['steps_s'])} steps. *Bound* is the longest of",
-        f"compute, reads and writes. The machine's load over five minutes was {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores.", "",
+        f"{NUM_BLOCKS} blocks of 1 MiB, {FORWARD_S:g} s a forward. Medians of {len(found[0]['steps_s'])} steps. *Bound* is the",
+        f"longest of compute, reads and writes. The machine's load over five minutes was {os.getloadavg()[1]:.1f} on",
+        f"{os.cpu_count()} cores.", "",
         "reads | writes | blocks that stream | bound | predicted | step | step / predicted", "---|---|---|---|---|---|---",
     ]  # fmt: skip
     for each in found:

@@ -116,7 +116,7 @@ def keeps_its_promise(pool: Pool, seed: int, plan: Plan, folder: Path) -> None:
 
 def forward_on_a_rank(seed: int, plan: str, folder: str) -> list[int]:
     """Return what a forward holds of parameters by this rank's counters, and by its instructions."""
-    parsed, module, step = parts_of(seed, plan, folder)
+    parsed, module, _ = parts_of(seed, plan, folder)
     executor, tier = module.steps.planned.executor, module.tier
     sizes = {
         tensor: tier.parked[tensor.key].num_bytes

@@ -552,8 +552,8 @@ class Plan(Artifact):
             problem = error.errors()[0]
             place = ".".join(str(part) for part in problem["loc"])
             raise UserError(
-                f"a valid plan is needed; {where} is not one: {place}: {problem['msg']}; mend that entry, or, where another version "
-                "of trainwright wrote it, make the plan again with `plan`"
+                f"a valid plan is needed; {where} is not one: {place}: {problem['msg']}; mend that entry, or, where another "
+                "version of trainwright wrote it, make the plan again with `plan`"
             ) from None
 
 

@@ -1,6 +1,6 @@
 """Finds where a local program reads the contents of its parameters, of which those that rest elsewhere must be in memory there.
 
-A bucket's `Open` reads the parameters that it gathers. One whose gradient alone travels is only handed on, and its `Close` reads it.
+A bucket's `Open` reads the parameters that it gathers. One whose gradient alone travels is only handed on; its `Close` reads it.
 """
 
 from __future__ import annotations
