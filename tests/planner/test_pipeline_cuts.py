@@ -75,7 +75,7 @@ def random_table(seed: int, offloads: bool = False) -> Table:
 def _offloaded(level: Level, rng: random.Random, tier: Tier) -> Level:
     moved = level.kept_bytes * rng.uniform(0.3, 0.95)
     out_s, back_s = moved / tier.write_bytes_per_s, moved / tier.read_bytes_per_s
-    return replace(level, kept_bytes=level.kept_bytes - moved, out_s=out_s, back_s=back_s)
+    return replace(level, kept_bytes=level.kept_bytes - moved, out_s=out_s, back_s=back_s, away_bytes=moved)
 
 
 def under_budget(seed: int, offloads: bool = False) -> Judge | None:
@@ -165,6 +165,23 @@ def test_levels_are_the_fastest_of_all_that_fit() -> None:
         assert table.fit(spans, (depth,), sizes[0] * (1 - 1e-6)) is None
         num += fit.extra_s > fit.rerun_s
     assert num > 5, "transfers show"
+
+
+def test_a_tier_takes_no_more_than_it_holds() -> None:
+    num = 0
+    for seed in range(10):
+        table = random_table(seed, offloads=True)
+        spans, depth = ((0, min(len(table.units), 4)),), (3,)
+        free = table.fit(spans, depth, table.peak_bytes(spans, depth, [0] * 4) * 0.5 + 40)
+        assert table.tier is not None
+        full = replace(table, tier=table.tier.model_copy(update={"capacity_bytes": 15}), _fits={}, _frontiers={})
+        tight = full.fit(spans, depth, table.peak_bytes(spans, depth, [0] * 4) * 0.5 + 40)
+        if tight is not None and free is not None:
+            chosen = [table.levels[unit.kind][at] for unit, at in zip(table.units, tight.levels)]
+            assert 3 * sum(level.away_bytes for level in chosen) <= 15
+            assert tight.extra_s >= free.extra_s - CLOSE
+            num += tight.extra_s > free.extra_s + CLOSE
+    assert num > 2, "it binds"
 
 
 def many_blocks(seed: int) -> Table:

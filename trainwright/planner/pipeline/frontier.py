@@ -1,8 +1,8 @@
 """Holds which levels of several units no other choice of levels beats, in bytes, seconds of reruns and seconds of transfers.
 
-Units are added one by one. Bytes and seconds add up; what of the transfers a stage shows does not, since they go on beside all that
-the stage computes, so they are carried along until a stage is whole (`Beside`). With transfers there are more choices than can be kept:
-one that is found for a stage is improved by moving a few units at a time to other levels (`improved`).
+Units are added one by one. Bytes and seconds add up. What of the transfers a stage shows does not, since they go on beside all that
+it computes, so they are carried along until a stage is whole (`Beside`). With transfers there are more choices than can be
+kept: one that is found for a stage is improved by moving a few units at a time to other levels (`improved`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Level:
     """The seconds in which it is read, beside the backward."""
     largest_bytes: float = 0.0
     """The bytes of the largest tensor that leaves."""
+    away_bytes: float = 0.0
+    """The bytes of all that leaves."""
 
     @property
     def moved_s(self) -> float:
@@ -75,6 +77,8 @@ class Frontier:
     """Choices of levels for some units, as columns of numbers."""
 
     num_bytes: np.ndarray
+    away_bytes: np.ndarray
+    """What is off the device, of all micro-batches in flight."""
     rerun_s: np.ndarray
     out_s: np.ndarray
     back_s: np.ndarray
@@ -89,26 +93,17 @@ class Frontier:
     @classmethod
     def of_no_units(cls) -> Frontier:
         """Return the one choice that there is for no units."""
-        return cls(*(np.zeros(1) for _ in range(4)))
+        none = np.zeros(1)
+        return cls(none, none, none, none, none)
 
     def with_unit(self, key: Key, levels: Sequence[Level]) -> Frontier:
         """Return the choices for one unit more."""
-        kept, rerun, out, back = (
-            np.array([getattr(level, name) for level in levels])
-            for name in ("kept_bytes", "rerun_s", "out_s", "back_s")
-        )
-        columns = [
-            (own[:, None] + more).ravel()
-            for own, more in (
-                (self.num_bytes, key[1] * kept),
-                (self.rerun_s, rerun),
-                (self.out_s, out),
-                (self.back_s, back),
-            )
-        ]
+        before = (self.num_bytes, self.away_bytes, self.rerun_s, self.out_s, self.back_s)
+        columns = [(own[:, None] + more).ravel() for own, more in zip(before, _columns(key, levels))]
         place, level = (each.ravel() for each in np.indices((len(self.num_bytes), len(levels))))
-        best = _best(columns[0], columns[1], columns[2] + columns[3], level, place)
-        return Frontier(*(column[best] for column in columns), key, level[best], place[best], self)
+        best = _best(columns[0], columns[2], columns[3] + columns[4], level, place)
+        kept, away, rerun, out, back = (column[best] for column in columns)
+        return Frontier(kept, away, rerun, out, back, key, level[best], place[best], self)
 
     def levels(self, row: int) -> list[tuple[Key, int]]:
         """Return the key and the level of every unit in one choice."""
@@ -119,6 +114,13 @@ class Frontier:
             found.append((here.key, int(here.level[row])))
             row, here = int(here.place[row]), here.before
         return found
+
+
+def _columns(key: Key, levels: Sequence[Level]) -> np.ndarray:
+    """Return what a unit adds at each level: rows of bytes kept and away, and of seconds of reruns and transfers out and back."""
+    return np.array(
+        [(key[1] * each.kept_bytes, key[1] * each.away_bytes, each.rerun_s, each.out_s, each.back_s) for each in levels]
+    ).T
 
 
 def _best(
@@ -140,7 +142,7 @@ def _best(
 
 
 def _one_of_each_cell(num_bytes: np.ndarray, rerun_s: np.ndarray, moved_s: np.ndarray) -> np.ndarray:
-    """Return of each cell of bytes and transfers the choice with the least reruns, and of each step of transfers that of least bytes."""
+    """Return the choice with the least reruns of each cell, and that of least bytes of each step of transfers."""
     steps = []
     for column, num in ((moved_s, _CELLS[0]), (num_bytes, _CELLS[1])):
         low, high = column.min(), column.max()
@@ -184,21 +186,22 @@ _LESS = 1e-12
 
 
 def improved(
-    chosen: Sequence[tuple[Key, int]], levels: Mapping[Key, Sequence[Level]], last: Level, most_bytes: float, beside: Beside
-) -> list[tuple[Key, int]]:  # fmt: skip
-    """Return levels of units that hold at most `most_bytes` and take no longer than those given.
+    chosen: Sequence[tuple[Key, int]],
+    levels: Mapping[Key, Sequence[Level]],
+    last: Level,
+    most: tuple[float, float],
+    beside: Beside,
+) -> list[tuple[Key, int]]:
+    """Return levels of units that hold at most so many bytes, and have at most so many away, and take no longer than those given.
 
     One or two moves of some units to other levels are made at a time, as long as that makes the stage faster. last: the level of
-    one more unit, which stays.
+    one more unit, which stays, and whose bytes are not among `most`.
     """
     if not chosen:
         return []
     known = [(key, at) for key in sorted({key for key, _ in chosen}) for at in range(len(levels[key]))]
     counts = np.array([Counter(chosen)[entry] for entry in known])
-    sizes = np.array([
-        [key[1] * levels[key][at].kept_bytes, levels[key][at].rerun_s, levels[key][at].out_s, levels[key][at].back_s]
-        for key, at in known
-    ])  # fmt: skip
+    sizes = np.concatenate([_columns(key, levels[key]).T for key in sorted({key for key, _ in chosen})])
     moves = np.array(
         [
             (a, b, num)
@@ -210,17 +213,17 @@ def improved(
         dtype=int,
     ).reshape(-1, 3)
     by = (sizes[moves[:, 1]] - sizes[moves[:, 0]]) * moves[:, 2:]
-    more = np.array([0.0, last.rerun_s, last.out_s, last.back_s])
+    more = np.array([0.0, 0.0, last.rerun_s, last.out_s, last.back_s])
     while len(moves):
         (can,) = np.nonzero(counts[moves[:, 0]] >= moves[:, 2])
         first, second = (each.ravel() for each in np.meshgrid(can, can, indexing="ij"))
         once = first == second  # stands for a move by itself
         taken = moves[first, 2] + moves[second, 2] * ((moves[first, 0] == moves[second, 0]) & ~once)
         after = counts @ sizes + more + by[first] + by[second] * ~once[:, None]
-        is_possible = (after[:, 0] <= most_bytes) & (taken <= counts[moves[first, 0]])
-        seconds = np.where(is_possible, beside.extra_s(*after[:, 1:].T), np.inf)
+        is_possible = (after[:, 0] <= most[0]) & (after[:, 1] <= most[1]) & (taken <= counts[moves[first, 0]])
+        seconds = np.where(is_possible, beside.extra_s(*after[:, 2:].T), np.inf)
         best = int(seconds.argmin()) if len(seconds) else -1
-        now = beside.extra_s(*(counts @ sizes + more)[1:])
+        now = beside.extra_s(*(counts @ sizes + more)[2:])
         if best < 0 or seconds[best] >= now * (1 - _LESS):
             break
         for move in {int(first[best]), int(second[best])}:

@@ -1,7 +1,7 @@
 """Measures the table of units between cuts for one choice of layouts: seconds by the cost model, kept bytes by fake runs.
 
-A unit's levels rerun more and more of its groups, first those that free most bytes a second. Where there is a place to offload to,
-each of these levels is also one in which half of what it keeps leaves the device, the largest first, and one in which all of it does.
+A unit's levels rerun more and more of its groups, first those that free most bytes a second. Where there is a place to offload
+to, each is also there with half of what it keeps off the device, the largest first, and with all of it.
 One fake forward of a micro-batch measures several levels at once: the units of a kind take them in turn. Only as many units are run
 as there are levels and surroundings to see; each with the unit before it, whose results it may let go, and to see what leaves with
 the unit behind it, which may be the first to save what it reads.
@@ -279,7 +279,7 @@ class _Measuring:
         return found
 
     def _fates_at(self, share: float, away: float) -> dict[int, Fate]:
-        """Return the fates by unit if every class of regions frees `share` of the bytes that it can, and `away` of what it keeps leaves."""
+        """Return the fates by unit if each class of regions frees `share` of what it can, and `away` of what it keeps leaves."""
         items = [item for own in self._items().values() for item in _first(own, share)]
         reruns = {item: item.count for item in items if isinstance(item, Decision)}
         converts = {item: item[0].count for item in items if not isinstance(item, Decision)}
@@ -501,7 +501,7 @@ def _offloading(level: Level, sizes: Sequence[int], tier: Tier) -> Level:
     )
     back = min(moved, (1 + IN_FLIGHT) * largest)
     return Level(
-        max(0.0, level.kept_bytes - moved), level.rerun_s, level.rederived_bytes + back, out_s, back_s, largest
+        max(0.0, level.kept_bytes - moved), level.rerun_s, level.rederived_bytes + back, out_s, back_s, largest, moved
     )
 
 

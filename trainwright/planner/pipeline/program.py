@@ -1,8 +1,8 @@
 """Chooses cuts by dynamic programming, and gives a lower bound over all cuts, levels and layouts.
 
-A stage s of the units c … d-1 takes f forward and t forward and backward of a micro-batch, with the reruns and transfers that it needs
-to fit, and u once a step (u' after the last backward). With m micro-batches of which w_s are in flight, transfers h and g (there and
-back), for every stage
+A stage s of the units c … d-1 takes f forward and t forward and backward of a micro-batch, with the reruns and transfers that it
+needs to fit, and u once a step (u' after the last backward). With m micro-batches of which w_s are in flight, transfers h and g
+(there and back), for every stage
 
     stages   Z ≥ Σ_{q<s} (t_q + h_q + g_q) + m t_s + u'_0
     warm-up  Z ≥ Σ_q t_q + Σ_q (h_q + g_q) + (m - 1) t_s - (w_s - w_P-1) f_s + u'_0

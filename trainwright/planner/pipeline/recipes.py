@@ -1,8 +1,8 @@
 """Gives the textbook ways to cut stages, as candidates of the search and rows of a comparison.
 
 even          equally many blocks on each stage; what stands before the first block and after the last is added to its stage
-balanced      min max_s t_s without reruns: it ignores memory, and these are chosen afterwards to fit the budget
-pipeline-dp   min max_s t_s with the reruns and transfers that the budget needs, by dynamic programming over where the last stage begins
+balanced      min max_s t_s without reruns: it ignores memory, and reruns are chosen afterwards to fit the budget
+pipeline-dp   min max_s t_s with the reruns that the budget needs, by dynamic programming over where the last stage begins
 """
 
 from __future__ import annotations

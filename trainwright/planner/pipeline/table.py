@@ -2,13 +2,14 @@
 
 A *unit* is the part of the program between two neighbouring boundaries: a block; the first and last units also have what stands
 before and after all blocks. Units of one kind have the same *levels*: each one says what a unit keeps for each micro-batch in
-flight, and what its backward reruns, or brings back to the device, instead. A stage is consecutive units; with w micro-batches in flight it holds
+flight, and what its backward reruns, or brings back to the device, instead. A stage is consecutive units; with w micro-batches in
+flight it holds
 
     static + w · (Σ kept + given) + transfers in flight + working set + what the last unit reruns or has come back
 
-`Table.fit` chooses the levels of a stage. Of those whose bytes are within the budget they add the fewest seconds to a micro-batch:
-what they rerun, and what of the transfers the computation beside them does not hide, as plans without stages count it. With reruns r,
-transfers o out and i back, forwards f and backwards b, all summed over the stage's units,
+`Table.fit` chooses the levels of a stage. Of those whose bytes are within the budget they add the fewest seconds to a
+micro-batch: what they rerun, and what of the transfers the computation beside them does not hide, as plans without stages count
+it. With reruns r, transfers o out and i back, forwards f and backwards b, all summed over the stage's units,
 
     r + (o - ω min(o, f)) + (i - ω min(i, b + r))          ω: the share of a transfer that computation hides (`Tier.overlap`)
 """
@@ -31,6 +32,7 @@ from .frontier import Beside, Frontier, Key, Level, improved
 
 Spans = tuple[tuple[int, int], ...]
 """The units of each piece of a stage, as (first, one past the last)."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -259,7 +261,8 @@ class Table:
         last = self.levels[own[-1].kind][found.level]
         least = self.fixed_bytes(spans, depths) + depths[-1] * last.kept_bytes + last.rederived_bytes
         by_key = {key: self.levels[key[0]] for key, _ in rest}
-        rest = improved(rest, by_key, last, (budget_bytes - least) / scale, self._beside(spans, self.tier))
+        most = (budget_bytes - least) / scale, self._most_away(last, depths[-1]) / scale
+        rest = improved(rest, by_key, last, most, self._beside(spans, self.tier))
         return self._fit_of(spans, depths, self._levels_of(own, weights, found.level, rest), self.tier)
 
     def _fit_of(self, spans: Spans, depths: Sequence[int], levels: tuple[int, ...], tier: Tier) -> Fit:
@@ -294,7 +297,8 @@ class Table:
         best: _Choice | None = None
         for number, level in enumerate(self.levels[last_kind]):
             least = fixed + depths[-1] * level.kept_bytes + level.rederived_bytes
-            found = self._chosen(rest, level, (budget_bytes - least) / scale, spans)
+            most = (budget_bytes - least) / scale, self._most_away(level, depths[-1]) / scale
+            found = self._chosen(rest, level, most, spans)
             if found is not None:
                 extra_s, row = found
                 moved_s = level.moved_s + float(rest.out_s[row] + rest.back_s[row])
@@ -304,17 +308,25 @@ class Table:
                     best = _Choice(extra_s, moved_s, taken, rerun_s, number, rest, row)
         return best
 
-    def _chosen(self, rest: Frontier, level: Level, most_bytes: float, spans: Spans) -> tuple[float, int] | None:
-        """Return the fewest seconds that units add within `most_bytes` beside a last unit at `level`, and their row."""
+    def _most_away(self, last: Level, depth: int) -> float:
+        """Return the room that the tier has for all micro-batches in flight, beside what a last unit has there."""
+        capacity = None if self.tier is None else self.tier.capacity_bytes
+        return math.inf if capacity is None else capacity - depth * last.away_bytes
+
+    def _chosen(
+        self, rest: Frontier, level: Level, most: tuple[float, float], spans: Spans
+    ) -> tuple[float, int] | None:
+        """Return the fewest seconds that units add beside a last unit at `level`, and their row.
+
+        most: the bytes that they may keep, and that they may have away.
+        """
         if self.tier is None:
-            row = int(np.searchsorted(rest.num_bytes, most_bytes, side="right")) - 1
+            row = int(np.searchsorted(rest.num_bytes, most[0], side="right")) - 1
             return None if row < 0 else (float(rest.rerun_s[row] + level.rerun_s), row)
-        (rows,) = np.nonzero(rest.num_bytes <= most_bytes)
+        (rows,) = np.nonzero((rest.num_bytes <= most[0]) & (rest.away_bytes <= most[1]))
         if not len(rows):
             return None
-        rerun, out, back = (
-            getattr(rest, name)[rows] + getattr(level, name) for name in ("rerun_s", "out_s", "back_s")
-        )
+        rerun, out, back = (getattr(rest, name)[rows] + getattr(level, name) for name in ("rerun_s", "out_s", "back_s"))
         extra = self._beside(spans, self.tier).extra_s(rerun, out, back)
         first = np.lexsort((rest.num_bytes[rows], out + back, extra))[0]
         return float(extra[first]), int(rows[first])
