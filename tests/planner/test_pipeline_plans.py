@@ -142,6 +142,21 @@ def test_stages_that_may_offload_are_never_slower(model: dict[str, Any]) -> None
                 assert steps[1] == steps[0]
 
 
+def test_the_last_stage_takes_its_loss_in_chunks_where_nothing_fits_without(pool2: Pool) -> None:
+    long = built(n_layer=4, seq_len=64)
+    with pytest.raises(Refusal, match="joint found none"):
+        tw.plan(**long, **ASKED, memory="1.95MiB", loss_chunks="none")
+    found = tw.plan(**long, **ASKED, memory="1.95MiB")
+    assert found.loss_chunks > 1
+    assert found.predicted.peak_bytes <= 1.95 * 2**20
+    assert tw.check(found, **long).predicted == found.predicted
+    for report in pool2.run("tests.pipeline_cases:verified_plan", timeout_s=280, text=found.to_json(), seq_len=64):
+        assert report["passed"], report
+        assert report["max_relative_error_gradient"] < 1e-12
+    with pytest.raises(Refusal, match="about"):
+        tw.plan(**long, **ASKED, memory="0.5MiB")
+
+
 def test_gpus_offload_to_their_hosts_unless_told_otherwise(model: dict[str, Any]) -> None:
     asked = {**ASKED, "hardware": "2xh100", "memory": "1.9MiB"}
     auto, host, none = (tw.plan(**model, **asked, offload=offload) for offload in ("auto", "host", "none"))
