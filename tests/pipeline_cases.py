@@ -127,10 +127,10 @@ def verified(options: dict[str, Any], update: bool = False) -> dict[str, Any]:
     return found.model_dump()
 
 
-def verified_plan(text: str, **options: Any) -> dict[str, Any]:
-    """Verify a plan of gpt2-tiny with four blocks against one process, and its peak by the allocator's records."""
+def verified_plan(text: str, layers: int = 4, **options: Any) -> dict[str, Any]:
+    """Verify a plan of gpt2-tiny against one process, and its peak by the allocator's records."""
     make = lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)  # noqa: E731
-    return verify(lambda: built("gpt2-tiny", 4, **options), Plan.parse(text), make_optimizer=make).model_dump()
+    return verify(lambda: built("gpt2-tiny", layers, **options), Plan.parse(text), make_optimizer=make).model_dump()
 
 
 def _trained(plan: Plan, options: dict[str, Any], steps: int, clip: float = 0.0, optimizer: str = "AdamW") -> Any:

@@ -10,8 +10,9 @@ import pytest
 import trainwright as tw
 from tests.builders import with_disk
 from tests.pool import Pool
-from trainwright.artifacts import Plan, Refusal, Tier, UserError
+from trainwright.artifacts import OffloadPlan, Plan, Refusal, Tier, UserError
 from trainwright.planner import schedule_of
+from trainwright.runtime.pipe import check_stages
 
 CLOSE = 1e-9
 
@@ -129,6 +130,7 @@ def test_what_stages_offload_fits_where_nothing_else_does_and_is_faster(model: d
         assert report["max_relative_error_gradient"] < 1e-12
 
 
+@pytest.mark.slow
 def test_stages_that_may_offload_are_never_slower(model: dict[str, Any]) -> None:
     """Slow disks and fast, budgets that bind and that do not; none offloads without need."""
     slow = with_disk(Tier(write_bytes_per_s=2e7, read_bytes_per_s=5e7, latency_s=1e-5, overlap=0.5), "cpu:2")
@@ -143,18 +145,21 @@ def test_stages_that_may_offload_are_never_slower(model: dict[str, Any]) -> None
 
 
 def test_the_last_stage_takes_its_loss_in_chunks_where_nothing_fits_without(pool2: Pool) -> None:
-    long = built(n_layer=4, seq_len=64)
+    options = {"n_layer": 2, "seq_len": 64, "vocab_size": 1024}
+    wide = built(**options)
+    asked = {**ASKED, "micro_batches": 2, "pipeline_schedule": "1f1b", "memory": "3.5MiB"}
     with pytest.raises(Refusal, match="joint found none"):
-        tw.plan(**long, **ASKED, memory="1.95MiB", loss_chunks="none")
-    found = tw.plan(**long, **ASKED, memory="1.95MiB")
+        tw.plan(**wide, **asked, loss_chunks="none")
+    found = tw.plan(**wide, **asked)
     assert found.loss_chunks > 1
-    assert found.predicted.peak_bytes <= 1.95 * 2**20
-    assert tw.check(found, **long).predicted == found.predicted
-    for report in pool2.run("tests.pipeline_cases:verified_plan", timeout_s=280, text=found.to_json(), seq_len=64):
+    assert found.predicted.peak_bytes <= 3.5 * 2**20
+    assert tw.check(found, **wide).predicted == found.predicted
+    ran = {"layers": options.pop("n_layer"), **options}
+    for report in pool2.run("tests.pipeline_cases:verified_plan", timeout_s=280, text=found.to_json(), **ran):
         assert report["passed"], report
         assert report["max_relative_error_gradient"] < 1e-12
     with pytest.raises(Refusal, match="about"):
-        tw.plan(**long, **ASKED, memory="0.5MiB")
+        tw.plan(**wide, **{**asked, "memory": "0.5MiB"})
 
 
 def test_gpus_offload_to_their_hosts_unless_told_otherwise(model: dict[str, Any]) -> None:
@@ -230,6 +235,28 @@ def test_what_stages_cannot_do_is_refused_with_what_can(
 ) -> None:
     with pytest.raises(UserError, match=words):
         tw.plan(**model, **{**ASKED, **options})
+
+
+def test_optimizer_states_stay_on_the_device(plan: Plan, model: dict[str, Any]) -> None:
+    away = {key: each.model_copy(update={"offloaded": {"state": "all"}}) for key, each in plan.params.items()}
+    edited = plan.model_copy(update={"params": away, "offload": OffloadPlan(tier="disk", in_flight_bytes=0)})
+    with pytest.raises(UserError, match="optimizer states that stay on the device"):
+        tw.check(edited, **model)
+    with pytest.raises(UserError, match="whose optimizer states stay on the device"):
+        check_stages(edited)
+
+
+def test_a_note_names_what_leaves_to_no_effect_on_any_stage(plan: Plan, model: dict[str, Any]) -> None:
+    def with_offloaded(key: str, fates: dict[str, str]) -> Plan:
+        changed = {name: each.model_copy(update={"offloaded": fates}) if name.endswith(key) else each
+                   for name, each in plan.modules.items()}  # fmt: skip
+        assert changed != plan.modules
+        return plan.model_copy(update={"modules": changed, "offload": OffloadPlan(tier="disk", in_flight_bytes=4096)})
+
+    found = tw.check(with_offloaded("mlp.c_fc:linear", {"out": "all"}), **model)
+    assert all(stage.moved_bytes > 0 for stage in found.predicted.stages)
+    assert found.predicted.peak_bytes < plan.predicted.peak_bytes
+    assert not any("no effect" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,11 @@ def as_written(plan: Plan, task: Task) -> tuple[Predicted, list[Simulation], str
     if plan.pipeline is None:
         simulation = place.simulate(decisions)
         return _predicted(place.price(simulation), simulation), [simulation], ""
+    if plan.offloads_states:
+        raise UserError(
+            "optimizer states that stay on the device are needed beside pipeline stages; `offloaded` of the plan's params says "
+            "otherwise; take it out, or plan without stages"
+        )
     stages = cut(task.program, plan.pipeline.begins)
     schedule = Schedule.of(plan.pipeline, plan.micro_batches)
     priced = price_stages(place, stages, decisions, schedule, hops_of(plan.cluster, plan.num_stages))
