@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,6 +48,7 @@ LEAVING = (0.5, 1.0)
 
 Item = Decision | tuple[Use, Want]
 """A group that is rerun, or an operand that is converted again."""
+AnItem = TypeVar("AnItem")
 
 
 @dataclass(eq=False)
@@ -523,7 +524,7 @@ def _levels_in_order(levels: Mapping[tuple[int, int], Level]) -> dict[int, list[
     return found
 
 
-def _first(items: list[tuple[float, float, Item]], share: float) -> list[Item]:
+def _first(items: list[tuple[float, float, AnItem]], share: float) -> list[AnItem]:
     """Return the first items that together free `share` of all bytes."""
     total, given, found = sum(size for size, _, _ in items), 0.0, []
     for size, _, item in items:

@@ -133,6 +133,7 @@ class Table:
     tier: Tier | None = None
     """Where units may offload to; None if their levels move nothing."""
     _fits: dict[tuple[Spans, Sequence[int], float], Fit | None] = field(default_factory=dict)
+    _extras: dict[tuple[Spans, Sequence[int], float], float] = field(default_factory=dict, init=False)
     _frontiers: dict[tuple[tuple[Key, int], ...], Frontier] = field(default_factory=dict)
 
     @property
@@ -227,6 +228,7 @@ class Table:
         ends = self.ends(spans)
         self.excess_bytes[ends] = self.excess_bytes.get(ends, 0.0) + num_bytes
         self._fits.clear()
+        self._extras.clear()
 
     def peak_bytes(self, spans: Spans, depths: Sequence[int], levels: Sequence[int]) -> float:
         """Return the estimated peak of a stage with the given levels of its units, piece by piece."""
@@ -276,8 +278,11 @@ class Table:
 
     def extra_s(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> float:
         """Return the seconds that the levels of `fit` add to a micro-batch; infinity if no levels fit."""
-        found = self._least(spans, depths, budget_bytes)
-        return math.inf if found is None else found.extra_s
+        key = spans, tuple(depths), budget_bytes
+        if key not in self._extras:
+            found = self._least(spans, depths, budget_bytes)
+            self._extras[key] = math.inf if found is None else found.extra_s
+        return self._extras[key]
 
     def _least(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> _Choice | None:
         """Return the choice of levels within the budget that adds the fewest seconds.
@@ -294,11 +299,12 @@ class Table:
                     kinds[key] = kinds.get(key, 0) + after - before
         kinds[last_kind, depths[-1] // scale] -= 1
         rest = self._frontier(tuple(sorted((key, num) for key, num in kinds.items() if num)))
+        beside = None if self.tier is None else self._beside(spans, self.tier)
         best: _Choice | None = None
         for number, level in enumerate(self.levels[last_kind]):
             least = fixed + depths[-1] * level.kept_bytes + level.rederived_bytes
             most = (budget_bytes - least) / scale, self._most_away(level, depths[-1]) / scale
-            found = self._chosen(rest, level, most, spans)
+            found = self._chosen(rest, level, most, beside)
             if found is not None:
                 extra_s, row = found
                 moved_s = level.moved_s + float(rest.out_s[row] + rest.back_s[row])
@@ -313,22 +319,24 @@ class Table:
         capacity = None if self.tier is None else self.tier.capacity_bytes
         return math.inf if capacity is None else capacity - depth * last.away_bytes
 
+    @staticmethod
     def _chosen(
-        self, rest: Frontier, level: Level, most: tuple[float, float], spans: Spans
+        rest: Frontier, level: Level, most: tuple[float, float], beside: Beside | None
     ) -> tuple[float, int] | None:
         """Return the fewest seconds that units add beside a last unit at `level`, and their row.
 
         most: the bytes that they may keep, and that they may have away.
         """
-        if self.tier is None:
+        if beside is None:
             row = int(np.searchsorted(rest.num_bytes, most[0], side="right")) - 1
             return None if row < 0 else (float(rest.rerun_s[row] + level.rerun_s), row)
         (rows,) = np.nonzero((rest.num_bytes <= most[0]) & (rest.away_bytes <= most[1]))
         if not len(rows):
             return None
         rerun, out, back = (getattr(rest, name)[rows] + getattr(level, name) for name in ("rerun_s", "out_s", "back_s"))
-        extra = self._beside(spans, self.tier).extra_s(rerun, out, back)
-        first = np.lexsort((rest.num_bytes[rows], out + back, extra))[0]
+        extra = beside.extra_s(rerun, out, back)
+        (ties,) = np.nonzero(extra <= extra.min())
+        first = ties[np.argmin((out + back)[ties])]
         return float(extra[first]), int(rows[first])
 
     def _beside(self, spans: Spans, tier: Tier) -> Beside:
