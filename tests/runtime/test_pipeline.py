@@ -60,6 +60,12 @@ def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str
         pytest.param(case("gpt2-tiny", 2, 2, 4, inner=[2], recompute=True, seed=5), marks=pytest.mark.slow),
         case("gpt2-tiny", 2, 2, 4, depth="zero-bubble", inner=[2], recompute=True, seed=5),
         *(
+            pytest.param(case(name, 2, depth=depth, inner=[2], recompute=True, offload=0.6, seed=seed), marks=pytest.mark.slow)
+            for seed, (name, depth) in enumerate(
+                [("gpt2-tiny", "1f1b"), ("t5-tiny", "gpipe"), ("mixtral-tiny", "1f1b"), ("llama-tiny", "zero-bubble")]
+            )
+        ),
+        *(
             pytest.param(case(name, 8 if depth == "interleaved2" else 4, 4, num_micro, depth=depth, seed=seed,
                               recompute=bool(seed % 2)), marks=pytest.mark.slow)
             for seed, (name, num_micro, depth) in enumerate(
@@ -82,7 +88,8 @@ def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str
             for seed, name in enumerate(["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"])
         ),
     ],
-    ids=lambda o: f"{o['name']}-{o['num_stages']}x{o['inner'][0]}-{o['num_micro']}-{o['depth']}-{o['seed']}",
+    ids=lambda o: f"{o['name']}-{o['num_stages']}x{o['inner'][0]}-{o['num_micro']}-{o['depth']}-{o['seed']}"
+    f"{'-offload' if 'offload' in o else ''}",
 )  # fmt: skip
 def test_four_ranks_compute_what_one_process_does(pool4: Pool, options: dict[str, Any]) -> None:
     check(pool4, options)
