@@ -47,6 +47,8 @@ PIECES_A_STAGE = (2, 3, 4)
 """The numbers of pieces a stage that are tried with interleaved stages."""
 _CAPTURED_OP_S, _RUN_OP_S, _CELL_S = 6e-4, 5e-4, 5e-6
 """The work of capturing an op, of running one on fake tensors, and of a stage that begins and ends with some units, in a bound."""
+_FIT_S = 3e-4
+"""The work of choosing the levels of a stage that may offload."""
 _RUNS_OF_STAGE = 6
 """The forwards and backwards of the micro-batches of a stage on which its actions are measured."""
 MICRO_BATCHES_A_STAGE = 8
@@ -356,11 +358,19 @@ class _Search:
         self._count(_RUN_OP_S * _ops_a_unit(case) * sum(_num_levels(each) for each in measured))
         self._take_fastest(case, measured)
         tier = case.place.problem.costs.tier
-        if tier is not None and self.solver == "joint":
+        if tier is not None and self.solver == "joint" and not self._is_late_to_offload(case):
             bound = [each for each in measured if self._is_bound(case, each)]
             leaving = [each.offloading(tier) for each in bound]
             self._count(_RUN_OP_S * _ops_a_unit(case) * sum(_num_levels(each) for each in leaving))
+            self._count(_FIT_S * len(leaving) * case.num_stages * num_pieces**2)
             self._take_fastest(case, leaving)
+
+    def _is_late_to_offload(self, case: Case) -> bool:
+        """True if there is a plan, and no time to look at the same stages with offloading."""
+        late = math.isfinite(self._to_beat) and self.task.deadline.has_passed
+        if late and math.isfinite(case.budget_bytes):
+            self.unseen.append(_name(case.num_stages, case.shape, case.num_micro_batches) + " that offload")
+        return late
 
     def _take_fastest(self, case: Case, measured: Sequence[Measured]) -> None:
         """Take the fastest stages under any of the tables, if they are faster than those that are known, and fit."""
