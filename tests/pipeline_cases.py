@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import trainwright as tw
-from tests.plans import cluster, plan_of, random_decisions
+from tests.plans import cluster, draw_offloaded, plan_of, random_decisions
 from trainwright.artifacts import PIPE, STAGED_VERSION, Pipeline, Plan
 from trainwright.models import zoo
 from trainwright.program.decisions import Decisions
@@ -85,11 +85,11 @@ def recomputed_keys(program: Program) -> set[str]:
 
 def plan_with_stages(
     name: str, layers: int, num_stages: int, num_micro: int, depth: str, seed: int, recompute: bool, inner: Sequence[int],
-    begins: Sequence[str] = (), **options: Any,
+    begins: Sequence[str] = (), offload: float = 0.0, **options: Any,
 ) -> Plan:  # fmt: skip
     """A plan whose cuts are drawn; depth: `1f1b`, `deeper`, `gpipe`, `zero-bubble`, or `interleaved2` with 2 pieces a stage.
 
-    `inner` of more than one rank: layouts are drawn too."""
+    `inner` of more than one rank: layouts are drawn too. offload: the share of what is kept that leaves the device."""
     model, batch = built(name, layers, "meta", **options)
     program = capture_step(model, batch, None, None, num_micro)
     draw = random.Random(seed)
@@ -102,6 +102,8 @@ def plan_with_stages(
         decisions.overlap = "none"
     elif recompute:
         decisions.recomputed = recomputed_keys(program)
+    if offload:
+        draw_offloaded(program, decisions, draw, offload)
     depths = {
         "1f1b": [num_stages - s for s in range(num_stages)],
         "deeper": [num_stages - s + 1 for s in range(num_stages)],
@@ -123,6 +125,12 @@ def verified(options: dict[str, Any], update: bool = False) -> dict[str, Any]:
     make = (lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)) if update else None
     found = verify(lambda: built(options["name"], options["layers"]), plan, make_optimizer=make)
     return found.model_dump()
+
+
+def verified_plan(text: str, layers: int = 4, **options: Any) -> dict[str, Any]:
+    """Verify a plan of gpt2-tiny against one process, and its peak by the allocator's records."""
+    make = lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)  # noqa: E731
+    return verify(lambda: built("gpt2-tiny", layers, **options), Plan.parse(text), make_optimizer=make).model_dump()
 
 
 def _trained(plan: Plan, options: dict[str, Any], steps: int, clip: float = 0.0, optimizer: str = "AdamW") -> Any:

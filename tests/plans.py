@@ -83,7 +83,7 @@ def random_decisions(
             _draw_fates(program, region_class, group, decisions, draw, recompute)
     _draw_shared(program, decisions, random.Random(seed))
     if offload:
-        _draw_offloaded(program, decisions, random.Random(seed), offload)
+        draw_offloaded(program, decisions, random.Random(seed), offload)
     return decisions
 
 
@@ -102,7 +102,8 @@ def _layouts(program: Program, decisions: Decisions, op: Op, tensor: Tensor) -> 
     return [group.input_layout(twin, place, decisions.splits[group])[0] for place in places]
 
 
-def _draw_offloaded(program: Program, decisions: Decisions, draw: random.Random, share: float) -> None:
+def draw_offloaded(program: Program, decisions: Decisions, draw: random.Random, share: float) -> None:
+    """Let a share of the values that are kept leave the device, with as much in flight as is drawn."""
     decisions.in_flight_bytes = draw.choice([0, 4096, 2**16, 2**30])
     for op in program.ops:
         names = [tensor.key for tensor in op.outputs]

@@ -136,7 +136,7 @@ class PlanRequest:
             "variants": variants,
             "pipeline": pipeline,
             "pipeline_schedule": schedule,
-            "chunked": self._chunked(runs, is_free) if num_chunks is None and pipeline is None else None,
+            "chunked": self._chunked(runs, is_free) if num_chunks is None else None,
             "model_ref": self.model_ref or ModelRef(name=type(self.model).__name__),
             "cluster": cluster,
             "budget_bytes": self._budget_bytes(cluster),

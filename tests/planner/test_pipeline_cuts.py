@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainwright.artifacts import Tier
 from trainwright.planner.pipeline.cuts import (
     Judge,
     all_cuts,
@@ -22,16 +23,20 @@ from trainwright.planner.pipeline.cuts import (
     nothing_fits_bytes,
 )
 from trainwright.planner.pipeline.events import StageSeconds, Tied, least_step_s, one_f_one_b, simulated_step
+from trainwright.planner.pipeline.frontier import Level
 from trainwright.planner.pipeline.program import Least, bound_s, propose
 from trainwright.planner.pipeline.recipes import PIPELINE_RECIPES, recipe_cuts
-from trainwright.planner.pipeline.table import Hop, Level, Param, Table, Unit
+from trainwright.planner.pipeline.table import Hop, Param, Table, Unit
 from trainwright.rank.stage_actions import Schedule, interleaved_in_flight
 
 CLOSE = 1e-9
 
 
-def random_table(seed: int) -> Table:
-    """A model of up to nine units of up to four kinds, with uneven ends, tied ends now and then, links slow or fast."""
+def random_table(seed: int, offloads: bool = False) -> Table:
+    """A model of up to nine units of up to four kinds, with uneven ends, tied ends now and then, links slow or fast.
+
+    offloads: each level is also there with a part of what it keeps off the device.
+    """
     rng = random.Random(seed)
     num_stages = rng.choice([2, 3, 4])
     num_units, num_kinds = rng.randint(num_stages, 9), rng.choice([1, 2])
@@ -43,6 +48,9 @@ def random_table(seed: int) -> Table:
             kept = own[-1].kept_bytes * rng.uniform(0.1, 0.8)
             own.append(Level(kept, own[-1].rerun_s + rng.uniform(0.05, 0.4), whole - kept))
         levels.append(tuple(own))
+    tier = Tier(write_bytes_per_s=rng.choice([5, 20, 80]), read_bytes_per_s=20, overlap=rng.choice([0.5, 1]))
+    if offloads:
+        levels = [(*own, *(_offloaded(level, rng, tier) for level in own)) for own in levels]
     levels += [(Level(rng.uniform(1, 4)),), (Level(rng.uniform(1, 4)),)]
     units = []
     for place in range(num_units):
@@ -60,12 +68,19 @@ def random_table(seed: int) -> Table:
     params = {f"p{place}": Param(rng.uniform(1, 8), rng.uniform(0, 0.3), 1.0) for place in range(num_units)}
     hops = tuple(Hop(rng.choice([0, 0.01]), rng.choice([1e3, 10.0, 3.0])) for _ in range(num_stages - 1))
     num_micro = rng.choice([2, num_stages, 2 * num_stages, 4 * num_stages])
-    return Table(tuple(units), tuple(levels), params, hops, num_micro, overlaps=rng.random() < 0.7)
+    overlaps = rng.random() < 0.7
+    return Table(tuple(units), tuple(levels), params, hops, num_micro, overlaps, tier=tier if offloads else None)
 
 
-def under_budget(seed: int) -> Judge | None:
+def _offloaded(level: Level, rng: random.Random, tier: Tier) -> Level:
+    moved = level.kept_bytes * rng.uniform(0.3, 0.95)
+    out_s, back_s = moved / tier.write_bytes_per_s, moved / tier.read_bytes_per_s
+    return replace(level, kept_bytes=level.kept_bytes - moved, out_s=out_s, back_s=back_s, away_bytes=moved)
+
+
+def under_budget(seed: int, offloads: bool = False) -> Judge | None:
     """A judge with a budget between what must be held and what keeping everything takes."""
-    table = random_table(seed)
+    table = random_table(seed, offloads)
     free = brute_force(Judge(table, math.inf))
     assert free is not None
     most = max(fit.peak_bytes for fit in free.fits)
@@ -84,10 +99,10 @@ def starts_of(judge: Judge) -> list[tuple[int, ...]]:
     return cuts + [one for one in recipes if one is not None]
 
 
-def check_against_brute_force(seeds: range) -> int:
+def check_against_brute_force(seeds: range, offloads: bool = False) -> int:
     num = 0
     for seed in seeds:
-        judge = under_budget(seed)
+        judge = under_budget(seed, offloads)
         best = brute_force(judge)
         if best is None:
             continue
@@ -107,11 +122,126 @@ def test_the_search_finds_what_brute_force_finds_in_all_of_150_cases() -> None:
     assert check_against_brute_force(range(150)) >= 140
 
 
-def bound_faults(seeds: range) -> tuple[int, list[int]]:
+def test_the_search_finds_what_brute_force_finds_where_stages_may_offload() -> None:
+    assert check_against_brute_force(range(20), offloads=True) >= 15
+
+
+@pytest.mark.slow
+def test_the_search_finds_what_brute_force_finds_where_stages_may_offload_in_all_of_100_cases() -> None:
+    assert check_against_brute_force(range(20, 120), offloads=True) >= 90
+
+
+def every_choice(table: Table, spans: tuple[tuple[int, int], ...], depths: tuple[int, ...]) -> list[tuple[float, ...]]:
+    """What each choice of levels of a stage of one piece adds to a micro-batch, what it moves, and what it holds."""
+    units, tier = table.units[slice(*spans[0])], table.tier
+    assert tier is not None
+    found = []
+    for levels in itertools.product(*(range(len(table.levels[unit.kind])) for unit in units)):
+        chosen = [table.levels[unit.kind][level] for unit, level in zip(units, levels)]
+        rerun = sum(level.rerun_s for level in chosen)
+        shown = tier.exposed_s(sum(level.out_s for level in chosen), sum(unit.forward_s for unit in units))
+        shown += tier.exposed_s(sum(level.back_s for level in chosen), sum(unit.backward_s for unit in units) + rerun)
+        found.append((rerun + shown, table.peak_bytes(spans, depths, levels)))
+    return found
+
+
+def test_levels_are_the_fastest_of_all_that_fit() -> None:
+    """Every choice of every unit's level, under the seconds that transfers show beside the whole stage."""
+    num = 0
+    for seed in range(30):
+        table = random_table(seed, offloads=True)
+        rng = random.Random(seed)
+        first = rng.randrange(len(table.units))
+        spans = ((first, min(len(table.units), first + rng.randint(1, 4))),)
+        choices = every_choice(table, spans, (depth := rng.randint(1, 4),))
+        sizes = sorted(size for _, size in choices)
+        budget = sizes[0] + rng.random() * (sizes[-1] - sizes[0])
+        best = min(seconds for seconds, size in choices if size <= budget)
+        fit = table.fit(spans, (depth,), budget)
+        assert fit is not None
+        assert fit.extra_s == pytest.approx(best, rel=CLOSE, abs=1e-12), seed
+        assert fit.peak_bytes <= budget * (1 + CLOSE)
+        assert fit.peak_bytes == pytest.approx(table.peak_bytes(spans, (depth,), fit.levels))
+        assert table.fit(spans, (depth,), sizes[0] * (1 - 1e-6)) is None
+        num += fit.extra_s > fit.rerun_s
+    assert num > 5, "transfers show"
+
+
+def test_a_tier_takes_no_more_than_it_holds() -> None:
+    num = 0
+    for seed in range(10):
+        table = random_table(seed, offloads=True)
+        spans, depth = ((0, min(len(table.units), 4)),), (3,)
+        free = table.fit(spans, depth, table.peak_bytes(spans, depth, [0] * 4) * 0.5 + 40)
+        assert table.tier is not None
+        full = replace(table, tier=table.tier.model_copy(update={"capacity_bytes": 15}), _fits={}, _frontiers={})
+        tight = full.fit(spans, depth, table.peak_bytes(spans, depth, [0] * 4) * 0.5 + 40)
+        if tight is not None and free is not None:
+            chosen = [table.levels[unit.kind][at] for unit, at in zip(table.units, tight.levels)]
+            assert 3 * sum(level.away_bytes for level in chosen) <= 15
+            assert tight.extra_s >= free.extra_s - CLOSE
+            num += tight.extra_s > free.extra_s + CLOSE
+    assert num > 2, "it binds"
+
+
+def many_blocks(seed: int) -> Table:
+    """Forty equal blocks in one stage, with a dozen levels."""
+    rng = random.Random(seed)
+    own = [Level(10.0)]
+    for share, seconds in ((0.55, 0.02), (0.2, 0.25), (0.1, 0.4)):
+        own.append(Level(10 * share * rng.uniform(0.8, 1.2), seconds * rng.uniform(0.5, 1.5)))
+    rate = rng.uniform(5, 20)
+    tier = Tier(write_bytes_per_s=rate, read_bytes_per_s=rate)
+    away = [
+        replace(level, kept_bytes=level.kept_bytes - moved, out_s=moved / rate, back_s=moved / rate)
+        for level in own
+        for moved in (0.48 * level.kept_bytes, 0.95 * level.kept_bytes)
+    ]
+    blocks = tuple(Unit("" if at == 0 else f"b{at}", 0, 0.2, 0.4) for at in range(40))
+    return Table(blocks, ((*own, *away),), {}, (Hop(0.0, 1.0),), 8, tier=tier)
+
+
+def least_extra_s(table: Table, most_bytes: float) -> float:
+    """The least seconds that levels of all units in one stage add, by a mixed-integer program."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    levels, num = table.levels[0], len(table.units)
+    forward, backward = sum(unit.forward_s for unit in table.units), sum(unit.backward_s for unit in table.units)
+    rows = [
+        [*(level.kept_bytes for level in levels), 0.0, 0.0],
+        [*(level.out_s for level in levels), -1.0, 0.0],
+        [*(level.back_s - level.rerun_s for level in levels), 0.0, -1.0],
+        [*(1.0 for _ in levels), 0.0, 0.0],
+    ]
+    found = milp(
+        [*(level.rerun_s for level in levels), 1.0, 1.0],
+        constraints=LinearConstraint(rows, [-math.inf] * 3 + [num], [most_bytes, forward, backward, num]),
+        integrality=[1] * len(levels) + [0, 0],
+        bounds=Bounds(0, math.inf),
+    )
+    return float(found.fun)
+
+
+def test_levels_of_many_blocks_are_near_the_fastest() -> None:
+    over = []
+    for seed in range(2):
+        table = many_blocks(seed)
+        for share in (0.1, 0.2, 0.4, 0.6):
+            fit = table.fit(((0, 40),), (4,), 4 * 400 * share)
+            assert fit is not None
+            assert fit.peak_bytes <= 4 * 400 * share * (1 + CLOSE)
+            over.append(fit.extra_s - least_extra_s(table, 400 * share))
+    stage_s = 40 * 0.6
+    assert min(over) > -CLOSE
+    assert max(over) < 0.003 * stage_s
+    assert sum(over) / len(over) < 0.001 * stage_s
+
+
+def bound_faults(seeds: range, offloads: bool = False) -> tuple[int, list[int]]:
     """How often a proven bound was compared, and where it was above the fastest of all cuts at its depth."""
     num, faults = 0, []
     for seed in seeds:
-        judge = under_budget(seed)
+        judge = under_budget(seed, offloads)
         table = judge.table
         for depth in depths(table.num_stages, table.num_micro_batches):
             found = propose(table, depth, judge.budget_bytes)
@@ -126,9 +256,10 @@ def bound_faults(seeds: range) -> tuple[int, list[int]]:
 
 
 def test_what_the_program_proves_is_never_above_the_optimum() -> None:
-    num, faults = bound_faults(range(12))
-    assert num > 20
-    assert not faults
+    for offloads in (False, True):
+        num, faults = bound_faults(range(10), offloads)
+        assert num > 15
+        assert not faults
 
 
 @pytest.mark.slow

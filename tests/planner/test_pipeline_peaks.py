@@ -15,15 +15,19 @@ from trainwright.program.stages import cut
 from trainwright.request import PlanRequest
 
 
-def compare(name: str, hardware: str, num_stages: int, inner: int, num_micro: int) -> int:
+def compare(name: str, hardware: str, num_stages: int, inner: int, num_micro: int, offload: str = "none") -> int:
     """Hold both against each other at every depth and in every order, with random cuts and levels; return how often."""
     model, batch = tw.zoo.build(name)
     asked = PlanRequest(
-        model, batch, hardware=hardware, pipeline=num_stages, mesh=inner, micro_batches=num_micro
+        model, batch, hardware=hardware, pipeline=num_stages, mesh=inner, micro_batches=num_micro, offload=offload
     ).question()
     task = Task(**asked)
     case, rng, num = Case(task, task.cluster, num_stages, (inner,)), random.Random(0), 0
+    moved = 0
     measured = case.measured(case.layouts()[0])
+    tier = case.place.problem.costs.tier
+    if tier is not None:
+        measured = measured.offloading(tier)
     for judge in case.judges(measured):
         table = judge.table
         for in_flight in depths_of(table):
@@ -43,6 +47,9 @@ def compare(name: str, hardware: str, num_stages: int, inner: int, num_micro: in
                 else:
                     assert other.peak_bytes == pytest.approx(one.peak_bytes, rel=0.05)
                 assert one.comm_bytes == other.comm_bytes
+                assert one.moved_bytes == other.moved_bytes
+                moved += one.moved_bytes
+    assert (moved > 0) == (tier is not None)
     return num
 
 
@@ -50,12 +57,23 @@ def test_stages_hold_what_their_actions_add() -> None:
     assert compare("gpt2-tiny", "4xh100", 2, 2, 4) >= 16
 
 
+def test_stages_that_offload_hold_what_their_actions_add() -> None:
+    assert compare("gpt2-tiny", "2xh100", 2, 1, 4, "host") >= 16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "hardware", "num_stages", "inner"),
-    [("t5-tiny", "2x2xh100", 4, 1), ("llama-tiny", "cpu:4", 2, 2), ("gpt2-tiny", "cpu:4", 2, 2)],
+    ("name", "hardware", "num_stages", "inner", "offload"),
+    [
+        ("t5-tiny", "2x2xh100", 4, 1, "none"),
+        ("llama-tiny", "cpu:4", 2, 2, "none"),
+        ("gpt2-tiny", "cpu:4", 2, 2, "none"),
+        ("t5-tiny", "2x2xh100", 4, 1, "host"),
+        ("llama-tiny", "cpu:4", 2, 2, "disk"),
+        ("mixtral-tiny", "4xh100", 2, 2, "host"),
+    ],
 )
 def test_stages_hold_what_their_actions_add_in_more_models(
-    name: str, hardware: str, num_stages: int, inner: int
+    name: str, hardware: str, num_stages: int, inner: int, offload: str
 ) -> None:
-    assert compare(name, hardware, num_stages, inner, 4) >= 12
+    assert compare(name, hardware, num_stages, inner, 4, offload) >= 12

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from trainwright.artifacts import Plan, Refusal, UserError
+from tests.builders import with_disk
+from tests.pool import Pool
+from trainwright.artifacts import OffloadPlan, Plan, Refusal, Tier, UserError
 from trainwright.planner import schedule_of
+from trainwright.runtime.pipe import check_stages
+
+CLOSE = 1e-9
 
 
 def built(name: str = "gpt2-tiny", **config: Any) -> dict[str, Any]:
@@ -101,6 +106,71 @@ def test_another_order_is_taken_where_its_step_is_shorter(model: dict[str, Any],
     assert "interleaved" in found["interleaved"].table()
 
 
+FAST_DISK = with_disk(Tier(write_bytes_per_s=2e9, read_bytes_per_s=2e9, latency_s=1e-6), "cpu:2")
+
+
+def test_what_stages_offload_fits_where_nothing_else_does_and_is_faster(model: dict[str, Any], pool2: Pool) -> None:
+    asked = {**ASKED, "hardware": FAST_DISK}
+    with pytest.raises(Refusal, match="joint found none"):
+        tw.plan(**model, **asked, offload="none", memory="1.45MiB")
+    found = tw.plan(**model, **asked, offload="disk", memory="1.45MiB")
+    kept = tw.plan(**model, **asked, offload="none", memory="1.6MiB")
+    assert found.offload is not None
+    assert found.predicted.step_s < kept.predicted.step_s
+    assert found.predicted.peak_bytes <= 1.45 * 2**20
+    predicted = found.predicted
+    told = predicted.compute_s + predicted.exposed_comm_s + predicted.recompute_s + predicted.bubble_s
+    assert told + predicted.transfer_s == pytest.approx(predicted.step_s)
+    assert tw.check(found, **model).predicted == predicted
+    assert all(stage.moved_bytes > 0 for stage in predicted.stages)
+    assert "offloaded" in found.table()
+    assert "offloaded" in tw.explain(found, **model, key="transformer.h.0.mlp.c_fc").text()
+    for report in pool2.run("tests.pipeline_cases:verified_plan", timeout_s=280, text=found.to_json()):
+        assert report["passed"], report
+        assert report["max_relative_error_gradient"] < 1e-12
+
+
+@pytest.mark.slow
+def test_stages_that_may_offload_are_never_slower(model: dict[str, Any]) -> None:
+    """Slow disks and fast, budgets that bind and that do not; none offloads without need."""
+    slow = with_disk(Tier(write_bytes_per_s=2e7, read_bytes_per_s=5e7, latency_s=1e-5, overlap=0.5), "cpu:2")
+    free = tw.plan(**model, **ASKED)
+    for hardware in (slow, FAST_DISK):
+        for memory in (None, int(0.8 * free.predicted.peak_bytes), int(0.66 * free.predicted.peak_bytes)):
+            asked = {**ASKED, "hardware": hardware, "memory": memory}
+            steps = [tw.plan(**model, **asked, offload=offload).predicted.step_s for offload in ("none", "disk")]
+            assert steps[1] <= steps[0] * (1 + CLOSE)
+            if memory is None:
+                assert steps[1] == steps[0]
+
+
+def test_the_last_stage_takes_its_loss_in_chunks_where_nothing_fits_without(pool2: Pool) -> None:
+    options = {"n_layer": 2, "seq_len": 64, "vocab_size": 1024}
+    wide = built(**options)
+    asked = {**ASKED, "micro_batches": 2, "pipeline_schedule": "1f1b", "memory": "3.5MiB"}
+    with pytest.raises(Refusal, match="joint found none"):
+        tw.plan(**wide, **asked, loss_chunks="none")
+    found = tw.plan(**wide, **asked)
+    assert found.loss_chunks > 1
+    assert found.predicted.peak_bytes <= 3.5 * 2**20
+    assert tw.check(found, **wide).predicted == found.predicted
+    ran = {"layers": options.pop("n_layer"), **options}
+    for report in pool2.run("tests.pipeline_cases:verified_plan", timeout_s=280, text=found.to_json(), **ran):
+        assert report["passed"], report
+        assert report["max_relative_error_gradient"] < 1e-12
+    with pytest.raises(Refusal, match="about"):
+        tw.plan(**wide, **{**asked, "memory": "0.5MiB"})
+
+
+def test_gpus_offload_to_their_hosts_unless_told_otherwise(model: dict[str, Any]) -> None:
+    asked = {**ASKED, "hardware": "2xh100", "memory": "1.9MiB"}
+    auto, host, none = (tw.plan(**model, **asked, offload=offload) for offload in ("auto", "host", "none"))
+    assert auto.offload is not None
+    assert auto.offload.tier == "host"
+    assert auto.predicted.step_s == host.predicted.step_s < none.predicted.step_s
+    assert none.offload is None
+
+
 def test_pins_and_edits_say_where_stages_begin(plan: Plan, model: dict[str, Any]) -> None:
     pinned = tw.plan(**model, **ASKED, pins="transformer.h.1=begin(1)")
     assert pinned.pipeline is not None
@@ -149,7 +219,8 @@ def test_auto_takes_no_pipeline_where_none_is_better(model: dict[str, Any]) -> N
     [
         ({"pipeline": 3}, "cuts cpu:2 into equal parts"),
         ({"pipeline": 0}, "number of pipeline stages"),
-        ({"offload": "disk"}, "offload nothing yet"),
+        ({"offload": "host"}, "host is the memory of a CPU; try disk"),
+        ({"hardware": "2xh100", "offload": "disk"}, "hardware with a disk tier is needed"),
         ({"optimizer": "sophiah", "micro_batches": 1}, "one forward and backward"),
         ({"pins": "h.*=recompute"}, "pins of layouts"),
         ({"pins": "transformer.h.77=begin(1)"}, "names none"),
@@ -164,6 +235,28 @@ def test_what_stages_cannot_do_is_refused_with_what_can(
 ) -> None:
     with pytest.raises(UserError, match=words):
         tw.plan(**model, **{**ASKED, **options})
+
+
+def test_optimizer_states_stay_on_the_device(plan: Plan, model: dict[str, Any]) -> None:
+    away = {key: each.model_copy(update={"offloaded": {"state": "all"}}) for key, each in plan.params.items()}
+    edited = plan.model_copy(update={"params": away, "offload": OffloadPlan(tier="disk", in_flight_bytes=0)})
+    with pytest.raises(UserError, match="optimizer states that stay on the device"):
+        tw.check(edited, **model)
+    with pytest.raises(UserError, match="whose optimizer states stay on the device"):
+        check_stages(edited)
+
+
+def test_a_note_names_what_leaves_to_no_effect_on_any_stage(plan: Plan, model: dict[str, Any]) -> None:
+    def with_offloaded(key: str, fates: dict[str, str]) -> Plan:
+        changed = {name: each.model_copy(update={"offloaded": fates}) if name.endswith(key) else each
+                   for name, each in plan.modules.items()}  # fmt: skip
+        assert changed != plan.modules
+        return plan.model_copy(update={"modules": changed, "offload": OffloadPlan(tier="disk", in_flight_bytes=4096)})
+
+    found = tw.check(with_offloaded("mlp.c_fc:linear", {"out": "all"}), **model)
+    assert all(stage.moved_bytes > 0 for stage in found.predicted.stages)
+    assert found.predicted.peak_bytes < plan.predicted.peak_bytes
+    assert not any("no effect" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,10 @@ def check(pool: Pool, options: dict[str, Any], update: bool = False) -> None:
         case(depth="gpipe", seed=2),
         case(depth="zero-bubble", layers=4, num_micro=8, recompute=True, seed=1),
         case(depth="interleaved2", layers=4, recompute=True, seed=1),
+        case(num_micro=4, recompute=True, offload=0.7, seed=4),
+        pytest.param(case(depth="gpipe", offload=0.7, seed=5), marks=pytest.mark.slow),
+        pytest.param(case(depth="zero-bubble", layers=4, num_micro=8, offload=0.7, seed=6), marks=pytest.mark.slow),
+        pytest.param(case(depth="interleaved2", layers=4, recompute=True, offload=0.7, seed=7), marks=pytest.mark.slow),
         pytest.param(case("t5-tiny", 2, seed=3), marks=pytest.mark.slow),
         pytest.param(case("llama-tiny", 2, depth="deeper"), marks=pytest.mark.slow),
         pytest.param(case("bert-tiny", 2), marks=pytest.mark.slow),
@@ -43,7 +47,7 @@ def check(pool: Pool, options: dict[str, Any], update: bool = False) -> None:
         pytest.param(case("mixtral-tiny", 2, recompute=True), marks=pytest.mark.slow),
         pytest.param(case(num_micro=1), marks=pytest.mark.slow),
     ],
-    ids=lambda o: f"{o['name']}-{o['num_micro']}-{o['depth']}",
+    ids=lambda o: f"{o['name']}-{o['num_micro']}-{o['depth']}{'-offload' if 'offload' in o else ''}",
 )
 def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str, Any]) -> None:
     check(pool2, options)
@@ -55,6 +59,12 @@ def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str
         case("gpt2-tiny", 4, 4, 2, recompute=True),
         pytest.param(case("gpt2-tiny", 2, 2, 4, inner=[2], recompute=True, seed=5), marks=pytest.mark.slow),
         case("gpt2-tiny", 2, 2, 4, depth="zero-bubble", inner=[2], recompute=True, seed=5),
+        *(
+            pytest.param(case(name, 2, depth=depth, inner=[2], recompute=True, offload=0.6, seed=seed), marks=pytest.mark.slow)
+            for seed, (name, depth) in enumerate(
+                [("gpt2-tiny", "1f1b"), ("t5-tiny", "gpipe"), ("mixtral-tiny", "1f1b"), ("llama-tiny", "zero-bubble")]
+            )
+        ),
         *(
             pytest.param(case(name, 8 if depth == "interleaved2" else 4, 4, num_micro, depth=depth, seed=seed,
                               recompute=bool(seed % 2)), marks=pytest.mark.slow)
@@ -78,7 +88,8 @@ def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str
             for seed, name in enumerate(["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"])
         ),
     ],
-    ids=lambda o: f"{o['name']}-{o['num_stages']}x{o['inner'][0]}-{o['num_micro']}-{o['depth']}-{o['seed']}",
+    ids=lambda o: f"{o['name']}-{o['num_stages']}x{o['inner'][0]}-{o['num_micro']}-{o['depth']}-{o['seed']}"
+    f"{'-offload' if 'offload' in o else ''}",
 )  # fmt: skip
 def test_four_ranks_compute_what_one_process_does(pool4: Pool, options: dict[str, Any]) -> None:
     check(pool4, options)
@@ -90,11 +101,16 @@ def test_four_ranks_compute_what_one_process_does(pool4: Pool, options: dict[str
         case(num_micro=8, recompute=True),
         case(num_micro=8, recompute=True, layers=4, depth="zero-bubble"),
         case(num_micro=8, layers=4, depth="interleaved2", seed=1),
+        case(num_micro=8, recompute=True, offload=0.7, seed=1),
+        pytest.param(case(num_micro=8, layers=4, depth="zero-bubble", offload=0.9, seed=2), marks=pytest.mark.slow),
+        pytest.param(case(num_micro=8, layers=4, depth="interleaved2", offload=0.9, seed=1), marks=pytest.mark.slow),
+        pytest.param(case("llama-tiny", 4, depth="gpipe", recompute=True, offload=0.7, seed=3), marks=pytest.mark.slow),
+        pytest.param(case("t5-tiny", 2, offload=0.7, seed=4), marks=pytest.mark.slow),
         pytest.param(case(depth="gpipe", seed=1), marks=pytest.mark.slow),
         pytest.param(case("llama-tiny", 4, num_micro=8, depth="deeper"), marks=pytest.mark.slow),
         pytest.param(case("t5-tiny", 2, seed=4), marks=pytest.mark.slow),
     ],
-    ids=lambda o: f"{o['name']}-{o['depth']}",
+    ids=lambda o: f"{o['name']}-{o['depth']}{'-offload' if 'offload' in o else ''}",
 )
 def test_peaks_are_those_that_were_simulated(pool2: Pool, options: dict[str, Any]) -> None:
     for (found,) in pool2.run(CASES + "peaks", timeout_s=280, options=options):

@@ -240,7 +240,16 @@ def _plans(one: Plan, other: Plan, before: str, after: str) -> Difference:
     )
 
 
-_STAGE_NUMBERS = ("peak_bytes", "forward_s", "backward_s", "recompute_s", "update_s", "in_flight")
+_STAGE_NUMBERS = (
+    "peak_bytes",
+    "forward_s",
+    "backward_s",
+    "recompute_s",
+    "transfer_s",
+    "moved_bytes",
+    "update_s",
+    "in_flight",
+)
 
 
 def _stages(one: Plan, other: Plan) -> tuple[NumberChange, ...]:

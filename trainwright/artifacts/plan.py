@@ -221,9 +221,13 @@ class StagePrediction(Record):
     """Bytes alive at the stage's peak, by category."""
     forward_s: float
     backward_s: float
-    """Reruns included."""
+    """Reruns included, and in both what transfers add."""
     recompute_s: float = 0.0
     """What of `backward_s` is spent on reruns."""
+    transfer_s: float = 0.0
+    """What of `forward_s` and `backward_s` is waiting for transfers of offloaded values that no computation hides."""
+    moved_bytes: int = 0
+    """What each device of the stage offloads in a step; as much comes back."""
     comm_s: float = 0.0
     """What of `forward_s` and `backward_s` is spent on collectives within the stage."""
     begin_s: float = 0.0

@@ -51,7 +51,7 @@ def beginning(task: Task, recipe: str) -> list[Space]:
         later.append(Form(partial(_with, first), recipe, rank=RANK_SAMPLED))
         first = _with(first, sampled=0.0)
     if first.chunked is not None and first.chunked.is_free:
-        later.append(Form(partial(first.chunked.task, first), recipe, rank=RANK_CHUNKS, is_needed=_is_bound))
+        later.append(Form(partial(first.chunked.task, first), recipe, rank=RANK_CHUNKS, is_needed=_may_gain_by_chunks))
     return [*spaces_of(first, recipe), *later]
 
 
@@ -122,7 +122,7 @@ def following(space: Space, incumbent: Incumbent) -> Iterator[Space]:
 
 
 def _offloading(task: Task, space: Ways, incumbent: Incumbent) -> Iterator[Form]:
-    """Yield the question without offloading or, where pipeline stages were looked at first, which offload nothing, with it."""
+    """Yield the question without offloading or, where it was not looked at first since stages may be asked for, with it."""
     recipe, asked = space.recipe, incumbent.task
     if asked.offload != "auto" or recipe != "joint" or not task.has_host or not incumbent.opens("offload", task):
         return
@@ -146,6 +146,11 @@ def _is_nothing(incumbent: Incumbent) -> bool:
 def _is_bound(incumbent: Incumbent) -> bool:
     """Return true unless the best plan fits as it is: then what takes less memory is not faster."""
     return incumbent.best is None or incumbent.best.answer.binds
+
+
+def _may_gain_by_chunks(incumbent: Incumbent) -> bool:
+    """Return true unless the best plan fits as it is, which of stages is not known."""
+    return _is_bound(incumbent) or (incumbent.best is not None and incumbent.best.staged is not None)
 
 
 def _is_far(incumbent: Incumbent) -> bool:
@@ -180,12 +185,24 @@ class Stages(Space):
             incumbent.unseen_stages = cut_short.unseen
             return
         except (NoStagesFit, UserError) as refused:
-            if not self._is_free:
+            in_chunks = self._in_chunks() if isinstance(refused, NoStagesFit) else None
+            if in_chunks is not None:
+                yield in_chunks
+            elif not self._is_free:
                 raise
-            incumbent.said.append(f"no pipeline stages: {refused}")
+            if self._is_free:
+                incumbent.said.append(f"no pipeline stages: {refused}")
             return
         if found is not None:
             incumbent.offer(found)
         elif self._is_free:
             incumbent.said.append("pipeline stages were looked at: none are faster than none")
-        yield from ()
+
+    def _in_chunks(self) -> Form | None:
+        """Return the question with its loss in chunks, for where nothing fits without; None if there is no such loss."""
+        if self.task.chunked is None or self.recipe != "joint":
+            return None
+        chunked = self.task.chunked.task(self.task)
+        if chunked is None:
+            return None
+        return Form(lambda: chunked, self.recipe, rank=max(self.rank, RANK_CHUNKS), is_needed=_is_nothing)

@@ -124,7 +124,8 @@ def check(
     """
     task = task_of(plan, program, optimizer_cost, make_optimizer)
     task.budget_bytes = budget_bytes
-    predicted, simulation, where = as_written(plan, task)
+    predicted, simulations, where = as_written(plan, task)
+    simulation = max(simulations, key=lambda found: found.peak_bytes)
     budget, usable = task.budget_bytes, task.usable_bytes
     if plan.tier is not None:
         (place,) = task.places
@@ -140,7 +141,8 @@ def check(
         )
     notes = tuple(note for note in plan.notes if not note.startswith(NO_EFFECT))
     if plan.is_edited:
-        notes += without_effect(plan, program, simulation.executor)
+        executors = [executor for found in simulations for executor in found.executors]
+        notes += without_effect(plan, program, executors)
         solver = plan.solver.model_copy(update={"status": EDITED, "gap": None})
     elif budget != plan.budget_bytes:
         solver = plan.solver.model_copy(update={"status": "feasible", "gap": None})
@@ -150,20 +152,25 @@ def check(
     return found if plan.is_edited else found.signed()
 
 
-def as_written(plan: Plan, task: Task) -> tuple[Predicted, Simulation, str]:
-    """Return what a plan takes as it stands, the simulation of the rank that holds most, and that rank's stage in words."""
+def as_written(plan: Plan, task: Task) -> tuple[Predicted, list[Simulation], str]:
+    """Return what a plan takes as it stands, the simulations of its stages, and which of them holds most, in words."""
     if plan.compile is not None:
         predicted, compiled = check_compiled(plan, task)
-        return predicted, compiled.plain, ""
+        return predicted, [compiled.plain], ""
     (place,) = task.places
     decisions = decisions_of(task.program, plan)
     if plan.pipeline is None:
         simulation = place.simulate(decisions)
-        return _predicted(place.price(simulation), simulation), simulation, ""
+        return _predicted(place.price(simulation), simulation), [simulation], ""
+    if plan.offloads_states:
+        raise UserError(
+            "optimizer states that stay on the device are needed beside pipeline stages; `offloaded` of the plan's params says "
+            "otherwise; take it out, or plan without stages"
+        )
     stages = cut(task.program, plan.pipeline.begins)
     schedule = Schedule.of(plan.pipeline, plan.micro_batches)
     priced = price_stages(place, stages, decisions, schedule, hops_of(plan.cluster, plan.num_stages))
-    return priced.predicted, priced.simulations[priced.fullest], f", on stage {priced.fullest}"
+    return priced.predicted, priced.simulations, f", on stage {priced.fullest}"
 
 
 def simulate_plan(

@@ -93,7 +93,7 @@ class Executor:
     def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:
         """Return a new run, with the sums that begin early issued and nothing else carried out."""
         env = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
-        offload = self._offload_run() if torch.is_grad_enabled() else None
+        offload = self.new_offload() if torch.is_grad_enabled() else None
         uses = None if self.elsewhere is None else self.elsewhere.begin()
         run = Run(env, replace(state, flights={}, sums={}), offload, uses=uses)
         for taken_by, early in self.early.items():
@@ -123,7 +123,8 @@ class Executor:
                 run.memories[region].before = run.memories.get(before)
         return [run.env[found.value] if isinstance(found, Ref) else found for found in self.local.outputs]
 
-    def _offload_run(self) -> OffloadRun | None:
+    def new_offload(self) -> OffloadRun | None:
+        """Return what tracks the storages that one forward offloads; None if there are none."""
         if (self.store is None or self.last_offload < 0) and self.elsewhere is None:
             return None
         return OffloadRun(self.store, self.local.decisions.in_flight_bytes, self.elsewhere)

@@ -53,9 +53,11 @@ def micro_batches_text(plan: Plan) -> tuple[str, ...]:
 def offloaded_bytes(plan: Plan) -> list[tuple[str, int]]:
     """Return what leaves the device in a step and comes back, with its bytes; that of which there is none is left out.
 
-    States on disks are among what `disk_rows` says.
+    States on disks are among what `disk_rows` says. Of a plan with stages it is what a device of the stage offloads that does most.
     """
-    found = [("offloaded", plan.predicted.moved_bytes), ("optimizer states", plan.predicted.moved_state_bytes)]
+    predicted = plan.predicted
+    moved = max((stage.moved_bytes for stage in predicted.stages), default=predicted.moved_bytes)
+    found = [("offloaded", moved), ("optimizer states", predicted.moved_state_bytes)]
     return [(what, num_bytes) for what, num_bytes in found if num_bytes]
 
 

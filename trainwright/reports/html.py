@@ -21,10 +21,10 @@ from .recipe_figures import measured_figure, peaks_figure, step_times_figure
 from .sections import memory_section, notes_section
 from .splits import legend
 from .stages import (
-    STAGE_HEADERS,
     ShownSchedule,
     bubble_text,
     schedule_figure,
+    stage_headers,
     stage_memory_figure,
     stage_rows,
 )
@@ -125,7 +125,8 @@ def _stages_section(page: Page, plan: Plan, schedule: ShownSchedule | None) -> N
         return
     parts = [] if schedule is None else [page.chart(schedule_figure(schedule), "who does what when")]
     rows = [[escape(cell) for cell in row] for row in stage_rows(plan)]
-    parts.append(table(STAGE_HEADERS, rows, numbers=range(2, len(STAGE_HEADERS))))
+    headers = stage_headers(plan)
+    parts.append(table(headers, rows, numbers=range(2, len(headers))))
     parts.append(page.chart(stage_memory_figure(plan), "memory of each stage at its peak, and the budget"))
     lead = f"What each stage does when; numbers are micro-batches, and what is empty is waiting: {bubble_text(plan)}."
     page.section("Stages", *parts, lead=lead)

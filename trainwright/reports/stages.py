@@ -10,7 +10,9 @@ from ..artifacts import Plan
 from .figures import BUDGET, Figure, time_unit_of, unit_of
 from .units import format_bytes, format_s
 
-STAGE_HEADERS = ("stage", "begins at", "in flight", "forward", "backward", "reruns", "update", "busy", "peak")
+_HEADERS = ("stage", "begins at", "in flight", "forward", "backward", "reruns", "update", "busy", "peak")
+_OFFLOADED = "offloaded"
+"""The heading of what leaves the device in a step, which stands before the peak where anything does."""
 _COLORS = {
     "forward": "#4c78a8",
     "backward": "#f2a541",
@@ -53,8 +55,17 @@ class ShownSchedule(Protocol):
     def spans(self) -> Sequence[ShownSpan]: ...
 
 
+def stage_headers(plan: Plan) -> tuple[str, ...]:
+    """Return the headings of `stage_rows`."""
+    return (*_HEADERS[:-1], *((_OFFLOADED,) if _offloads(plan) else ()), _HEADERS[-1])
+
+
+def _offloads(plan: Plan) -> bool:
+    return any(stage.moved_bytes for stage in plan.predicted.stages)
+
+
 def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row a stage: seconds of a micro-batch, of the update, the share of the step that it is busy, and its peak."""
+    """Return a row a stage: seconds of a micro-batch, of the update, the share of the step that it is busy, and its bytes."""
     if plan.pipeline is None:
         return []
     begins, num = ("the first op", *plan.pipeline.begins), plan.num_stages
@@ -70,6 +81,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
             format_s(stage.recompute_s),
             format_s(stage.update_s),
             f"{100 * min(1.0, stage.busy_s(plan.micro_batches) / plan.predicted.step_s):.0f} %",
+            *((format_bytes(stage.moved_bytes),) if _offloads(plan) else ()),
             format_bytes(stage.peak_bytes),
         )
         for number, (begin, depth, stage) in enumerate(rows)

@@ -10,7 +10,7 @@ from rich.text import Text
 from ..artifacts import Cluster, Plan, Refusal, Report
 from .decisions import DecisionRow, compiled_rows, decision_rows, disk_rows, micro_batches_text, offloaded_bytes
 from .splits import legend
-from .stages import STAGE_HEADERS, bubble_text, stage_rows
+from .stages import bubble_text, stage_headers, stage_rows
 from .text import Grid, note_lines, plain_table, rendered, title_line
 from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
@@ -31,7 +31,7 @@ def _stage_table(plan: Plan) -> list[Grid | Text]:
     """The stages, of a plan that has some."""
     if plan.pipeline is None or not plan.predicted.stages:
         return []
-    table = plain_table(*STAGE_HEADERS, left=2, drop=("update", "reruns", "busy", "in flight"))
+    table = plain_table(*stage_headers(plan), left=2, drop=("update", "reruns", "busy", "in flight"))
     for row in stage_rows(plan):
         table.add_row(*row)
     return [Text(""), table, Text(bubble_text(plan), style="dim")]

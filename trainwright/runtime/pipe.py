@@ -34,7 +34,7 @@ def check_stages(plan: Plan, replicas: int = 1) -> None:
     needed = {
         "one replica of a plan with pipeline stages": replicas > 1,
         'overlap "none" in a plan with pipeline stages': plan.overlap != "none",
-        "a plan with pipeline stages that offloads nothing": plan.offload is not None,
+        "a plan with pipeline stages whose optimizer states stay on the device": plan.offloads_states,
     }
     for what, is_other in needed.items():
         if is_other:

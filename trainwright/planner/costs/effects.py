@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...artifacts import Plan
 from ...program.layout import Layout
@@ -16,10 +16,11 @@ NO_EFFECT = "these entries have no effect"
 _MOST_NAMED = 6
 
 
-def without_effect(plan: Plan, program: Program, executor: Executor) -> tuple[str, ...]:
-    """Return a note that lists the entries of `plan` without effect; `executor` has run the simulated step."""
-    idle = [*_idle_values(plan, program, executor), *_idle_copies(program, executor)]
-    if plan.offload is not None and not executor.local.decisions.offloaded and not plan.offloads_states:
+def without_effect(plan: Plan, program: Program, executors: Sequence[Executor]) -> tuple[str, ...]:
+    """Return a note that lists the entries of `plan` without effect; `executors` have run the simulated step, of all stages."""
+    idle = [*_idle_values(plan, program, executors), *_idle_copies(program, executors)]
+    decisions = executors[0].local.decisions
+    if plan.offload is not None and not decisions.offloaded and not plan.offloads_states:
         idle.append("offload, since nothing is offloaded")
     if not idle:
         return ()
@@ -27,8 +28,8 @@ def without_effect(plan: Plan, program: Program, executor: Executor) -> tuple[st
     return (f"{NO_EFFECT}: {'; '.join(idle[:_MOST_NAMED])}{more}",)
 
 
-def _idle_values(plan: Plan, program: Program, executor: Executor) -> Iterator[str]:
-    recomputed, offloaded = _recomputed(executor), _offloaded(executor)
+def _idle_values(plan: Plan, program: Program, executors: Sequence[Executor]) -> Iterator[str]:
+    recomputed, offloaded = (set().union(*map(each, executors)) for each in (_recomputed, _offloaded))
     for entry in entries_of(program, plan):
         if not entry.keys & (recomputed if entry.fate == "recomputed" else offloaded):
             yield f"{entry.key} {entry.fate} {entry.name}"
@@ -55,12 +56,12 @@ def _offloaded(executor: Executor) -> set[str]:
     }
 
 
-def _idle_copies(program: Program, executor: Executor) -> Iterator[str]:
+def _idle_copies(program: Program, executors: Sequence[Executor]) -> Iterator[str]:
     """Yield the entries with a shared layout in which no parameter of theirs is read by several regions."""
-    local, found = executor.local, executor.local.decisions.shared
+    found = executors[0].local.decisions.shared
     for tied in param_classes(program):
         for layout in sorted({layout for tensor, layout in found if tensor in tied}):
-            if all(len(_readers(local, tensor, layout)) < 2 for tensor in tied):
+            if all(len(_readers(each.local, tensor, layout)) < 2 for each in executors for tensor in tied):
                 yield f"{span([tensor.key for tensor in tied])} shared"
 
 

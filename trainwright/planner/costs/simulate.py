@@ -292,8 +292,10 @@ def _simulate(
 ) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
     communicator.counts = counts or {}
-    store = CountingStore()
-    executors = [Executor(build_local(program, decisions, communicator), store) for program in programs]
+    stores = [CountingStore() for _ in programs]
+    executors = [
+        Executor(build_local(program, decisions, communicator), store) for program, store in zip(programs, stores)
+    ]
     executor, program = executors[0], programs[0]
     room = None if room_of is None else room_of(executor)
     mode = new_mode()
@@ -323,7 +325,7 @@ def _simulate(
             _hold_while_stepping(optimizer, gathered.step_bytes)
             states = CountingStore()
             # Found by the optimizer's step, as at run time.
-            leaving = [sources[tensor] for tensor in decisions.offloaded_states]
+            leaving = [sources[tensor] for tensor in decisions.offloaded_states if tensor in sources]
             away = StateOffload(states, leaving if room is None else [])
             _warm_up(optimizer, tracker, [] if room is None else leaving)
             if room is not None:
@@ -337,11 +339,12 @@ def _simulate(
             communicator.num_calls.clear()
             if of_stage is not None:
                 _stage_step(of_stage, executors, sources, optimizer, tracker, communicator)
+                _count_one_run(stores, of_stage.num_followed)
             elif program.num_runs == 1:
                 _step(executor, sources, optimizer, tracker, optimizer_cost, room)
             else:
                 _accumulated_step(executor, sources, optimizer, tracker, communicator)
-                store.num_bytes, store.num_transfers = store.num_bytes // 2, store.num_transfers // 2  # of one run
+                _count_one_run(stores, 2)
             del state
             away.close()
     return Simulation(
@@ -353,10 +356,16 @@ def _simulate(
         tracker.num_ops,
         executors,
         tracker.timeline,
-        program.num_runs * store.num_bytes,
-        program.num_runs * store.num_transfers,
+        program.num_runs * sum(store.num_bytes for store in stores),
+        program.num_runs * sum(store.num_transfers for store in stores),
         states.num_bytes,
     )
+
+
+def _count_one_run(stores: Sequence[CountingStore], num_runs: int) -> None:
+    """Make stores that counted `num_runs` equal micro-batches say what one of them moves."""
+    for store in stores:
+        store.num_bytes, store.num_transfers = store.num_bytes // num_runs, store.num_transfers // num_runs
 
 
 @dataclass(frozen=True)

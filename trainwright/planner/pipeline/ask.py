@@ -23,10 +23,6 @@ def check_task(task: Task) -> None:
             f"an optimizer that takes one forward and backward, and each parameter by itself, is needed for stages; "
             f"{task.optimizer} does not; try adamw, or plan without --pipeline"
         )
-    if task.offload in ("host", "disk"):
-        raise UserError(
-            f"stages keep or recompute, and offload nothing yet; --offload {task.offload} asks for that; leave one of the two out"
-        )
     if task.variants is None and task.program.num_runs < 2:
         raise UserError("two micro-batches or more are needed for stages; got 1; try --micro-batches auto")
     for pin in task.pins:

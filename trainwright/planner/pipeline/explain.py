@@ -32,6 +32,8 @@ def explain_cuts(plan: Plan, place: Place, decisions: Decisions) -> tuple[Explai
     outline = Outline(place.task.program)
     hops = hops_of(plan.cluster, plan.num_stages)
     measured = measure_as_decided(place.problem, outline, decisions, hops, plan.cluster.device.kind)
+    if place.problem.costs.tier is not None:
+        measured = measured.offloading(place.problem.costs.tier)
     cuts = tuple(outline.names.index(name) + 1 for name in plan.pipeline.begins)
     table = measured.table.scheduled(plan.pipeline.virtual, plan.pipeline.split_backward)
     _learn(plan, table, cuts, measured.levels_of(decisions))

@@ -1,8 +1,10 @@
 """Measures the table of units between cuts for one choice of layouts: seconds by the cost model, kept bytes by fake runs.
 
-A unit's levels rerun more and more of its groups, first those that free most bytes a second. One fake forward of a
-micro-batch measures several levels at once: the units of a kind take them in turn. Only as many units are run as there are
-levels and surroundings to see; each with the unit before it, whose results it may let go.
+A unit's levels rerun more and more of its groups, first those that free most bytes a second. Where there is a place to offload
+to, each is also there with half of what it keeps off the device, the largest first, and with all of it.
+One fake forward of a micro-batch measures several levels at once: the units of a kind take them in turn. Only as many units are run
+as there are levels and surroundings to see; each with the unit before it, whose results it may let go, and to see what leaves with
+the unit behind it, which may be the first to save what it reads.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ...artifacts import Tier
 from ...profiler.saved import run_state
 from ...profiler.tracker import MemoryTracker, Target
 from ...profiler.values import KnownValues
@@ -27,19 +30,25 @@ from ...program.program import Program, Tensor
 from ...program.stages import boundary_regions, cut
 from ...rank.execute import Executor
 from ...rank.local import build_local
+from ...rank.offload import CountingStore, OffloadedStorage, OffloadRun, OffloadStore
 from ...rank.reshard import SimulatedCommunicator
 from ...torch_internals.fakes import new_mode
 from ..costs.price import RegionSeconds, begin_seconds, price_regions
 from ..costs.simulate import Simulation, StageBytes, fake_sources, fuse_attention
 from ..model.decode import Choice, decisions_from
+from ..model.offload import IN_FLIGHT
 from ..problem.problem import Decision, Problem, Use, Want
-from .table import Hop, Level, Param, Table, Unit
+from .frontier import Level
+from .table import Hop, Param, Table, Unit
 
 SHARES = (0.45, 0.8, 1.0)
 """The least share that each level frees of the bytes that recompute can free; a level before these frees none."""
+LEAVING = (0.5, 1.0)
+"""The least share that leaves of what a level keeps, where it may be offloaded."""
 
 Item = Decision | tuple[Use, Want]
 """A group that is rerun, or an operand that is converted again."""
+AnItem = TypeVar("AnItem")
 
 
 @dataclass(eq=False)
@@ -94,31 +103,52 @@ class Outline:
         return found
 
 
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of the values that a unit would keep: their keys in the program."""
+
+    recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+
+    def distance(self, other: Fate) -> int:
+        """Return the number of values that have another fate."""
+        return len(self.recomputed ^ other.recomputed) + len(self.offloaded ^ other.offloaded)
+
+
 @dataclass(eq=False)
 class Measured:
-    """A table, with the tensors of the program that each of its levels reruns."""
+    """A table, with the tensors of the program that each of its levels reruns or offloads."""
 
     table: Table
     outline: Outline
     decisions: Decisions
-    """The decisions on layouts, with nothing rerun."""
-    keys: list[list[set[str]]]
-    """The values that are rerun, by unit and level."""
+    """The decisions on layouts, with everything kept."""
+    fates: list[list[Fate]]
+    """What is rerun and what leaves, by unit and level."""
+    measuring: _Measuring
+    """What has measured them."""
     simulations: dict[Any, Simulation] = field(default_factory=dict)
     """The simulations of stages under these layouts, by a key that like stages share."""
     added: dict[Any, StageBytes] = field(default_factory=dict)
     """The bytes that the actions of stages add under these layouts; stages that differ in depth alone share a key."""
 
+    def offloading(self, tier: Tier) -> Measured:
+        """Return the same with further levels, at which values leave to `tier` and come back."""
+        return self.measuring.offloading(self, tier)
+
     def staged(self, levels: Sequence[int]) -> Decisions:
         """Return the decisions with the given level for each unit."""
-        return replace(self.decisions, recomputed=set().union(*(own[k] for own, k in zip(self.keys, levels))))
+        chosen = [self.table.levels[unit.kind][level] for unit, level in zip(self.table.units, levels)]
+        in_flight = IN_FLIGHT * max(level.largest_bytes for level in chosen)
+        return replace(_with_fates(self.decisions, self.fates, levels), in_flight_bytes=int(in_flight))
 
     def levels_of(self, decisions: Decisions) -> list[int]:
-        """Return, for each unit, the level whose reruns differ least from those of `decisions`."""
+        """Return, for each unit, the level that differs least from `decisions` in what is rerun and what leaves."""
         found = []
-        for levels in self.keys:
-            own = set().union(*levels) & decisions.recomputed
-            apart = [len(level ^ own) for level in levels]
+        for levels in self.fates:
+            known = frozenset[str]().union(*(fate.recomputed | fate.offloaded for fate in levels))
+            own = Fate(known & decisions.recomputed, known & decisions.offloaded)
+            apart = [level.distance(own) for level in levels]
             found.append(apart.index(min(apart)))
         return found
 
@@ -130,7 +160,7 @@ class Measured:
 def measure(
     problem: Problem, outline: Outline, options: Mapping[Decision, int], hops: Sequence[Hop], target: Target
 ) -> Measured:
-    """Return the table of one choice of layouts."""
+    """Return the table of one choice of layouts, whose levels keep or rerun."""
     return _Measuring(problem, outline, dict(options), tuple(hops), target).measured()
 
 
@@ -151,16 +181,19 @@ class _Measuring:
     ) -> None:
         self.problem, self.outline, self.options, self.hops, self.target = problem, outline, options, hops, target
         self.plain = decisions_from(problem, Choice(options))
+        self._staying_levels: dict[tuple[int, int], Level] = {}
+        """The levels at which nothing leaves, by kind and number."""
 
     def measured(self) -> Measured:
-        keys = self._keys()
+        """Return the table with what each level reruns."""
+        fates = self._fates((0.0,))
         kept: dict[tuple[int, int], float] = {}
         rerun: dict[tuple[int, int], float] = {}
         seconds: dict[tuple[Any, ...], RegionSeconds] = {}
         begin_s = 0.0
-        for levels, units in self._turns(keys):
-            decisions = replace(self.plain, recomputed=set().union(*(own[k] for own, k in zip(keys, levels))))
-            for first, program in self._windows(units):
+        for levels, units in self._turns([list(range(len(own))) for own in fates]):
+            decisions = _with_fates(self.plain, fates, levels)
+            for first, program in self._windows(units, (-1, 0)):
                 executor = Executor(build_local(program, decisions, SimulatedCommunicator(decisions.mesh)))
                 sizes, taken = self._kept(executor), price_regions(executor, self.problem.costs)
                 begin_s = max(begin_s, begin_seconds(executor, self.problem.costs))
@@ -171,18 +204,47 @@ class _Measuring:
                         key = self.outline.kinds[unit], levels[unit]
                         kept[key] = max(kept.get(key, 0.0), sizes[unit])
                         rerun[key] = max(rerun.get(key, 0.0), own.rerun_s)
-        order = _levels_in_order(kept, rerun)
+        self._staying_levels = {
+            key: Level(max(0.0, kept[key]), rerun[key], max(0.0, kept[key[0], 0] - kept[key])) for key in kept
+        }
         table = self._table([seconds[around] for around in self.outline.surroundings], begin_s)
-        table.levels = tuple(tuple(level for level, _ in order[kind]) for kind in range(len(set(self.outline.kinds))))
-        mapped = [[keys[u][at] for _, at in order[kind]] for u, kind in enumerate(self.outline.kinds)]
-        return Measured(table, self.outline, self.plain, mapped)
+        return self._in_order(table, self._staying_levels, fates)
 
-    def _turns(self, keys: list[list[set[str]]]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield each run's level of every unit, and the units that show a level or surroundings which no other one has shown."""
-        most = max(math.ceil(len(own) / self._num_alike(unit)) for unit, own in enumerate(keys))
-        seen: set[tuple[Any, ...]] = set()
+    def offloading(self, known: Measured, tier: Tier) -> Measured:
+        """Return a table that has learned nothing yet, with levels at which a share of what is kept leaves too."""
+        fates = self._fates((0.0, *LEAVING))
+        leaving = [[at for at, fate in enumerate(own) if fate.offloaded] for own in fates]
+        levels = dict(self._staying_levels)
+        for turn, units in self._turns(leaving, {("around", *around) for around in self.outline.surroundings}):
+            decisions = _with_fates(self.plain, fates, turn)
+            for _, program in self._windows(units, (0, 1)):
+                for unit, sizes in self._moved(program, decisions).items():
+                    if unit in units and turn[unit] in leaving[unit]:
+                        kind, stays = self.outline.kinds[unit], Fate(fates[unit][turn[unit]].recomputed)
+                        own = _offloading(self._staying_levels[kind, fates[unit].index(stays)], sizes, tier)
+                        found = levels.get((kind, turn[unit]), own)
+                        levels[kind, turn[unit]] = max(found, own, key=lambda level: level.kept_bytes)
+        table = replace(known.table, tier=tier, excess_bytes={}, _fits={}, _frontiers={})
+        return replace(self._in_order(table, levels, fates), simulations=known.simulations, added=known.added)
+
+    def _in_order(self, table: Table, levels: Mapping[tuple[int, int], Level], fates: list[list[Fate]]) -> Measured:
+        """Give a table its levels, of which none beats another; `fates` are those of the levels by unit and number."""
+        order = _levels_in_order(levels)
+        table.levels = tuple(tuple(level for level, _ in order[kind]) for kind in range(len(set(self.outline.kinds))))
+        mapped = [[fates[u][at] for _, at in order[kind]] for u, kind in enumerate(self.outline.kinds)]
+        return Measured(table, self.outline, self.plain, mapped, self)
+
+    def _turns(
+        self, choices: list[list[int]], seen: set[tuple[Any, ...]] | None = None
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield each run's level of every unit, and the units that show a level or surroundings which no other one has shown.
+
+        choices: the levels of each unit to show. seen: what needs not be shown.
+        """
+        most = max(math.ceil(len(own) / self._num_alike(unit)) for unit, own in enumerate(choices))
+        seen = set() if seen is None else seen
         for turn in range(most):
-            levels, units = self._turn(keys, turn), []
+            levels, units = self._turn(choices, turn), []
             for unit, (kind, level) in enumerate(zip(self.outline.kinds, levels)):
                 shown = {("level", kind, level), ("around", *self.outline.surroundings[unit])}
                 if not shown <= seen:
@@ -190,9 +252,10 @@ class _Measuring:
                     units.append(unit)
             yield levels, units
 
-    def _windows(self, units: Sequence[int]) -> list[tuple[int, Program]]:
-        """Return the programs of consecutive units that have `units`, each behind the one before it, with their first units."""
-        wanted = sorted({at for unit in units for at in (unit - 1, unit) if at >= 0})
+    def _windows(self, units: Sequence[int], around: Sequence[int]) -> list[tuple[int, Program]]:
+        """Return the programs of consecutive units that have `units` and those `around` each, with their first units."""
+        num = len(self.outline.regions)
+        wanted = sorted({unit + by for unit in units for by in around if 0 <= unit + by < num})
         edges = sorted({edge for at in wanted for edge in (at, at + 1)})
         inner = [edge for edge in edges if 0 < edge < len(self.outline.regions)]
         inner = [edge for edge in inner if not (edge - 1 in wanted and edge in wanted)]
@@ -201,26 +264,56 @@ class _Measuring:
 
     # Levels
 
-    def _keys(self) -> list[list[set[str]]]:
-        """Return the values rerun at each level of each unit; a unit that is alone in its kind has two levels."""
+    def _fates(self, leaving: Sequence[float]) -> list[list[Fate]]:
+        """Return the fates of each unit at each of its levels, of which the first keeps everything.
+
+        leaving: the shares that leave of what is kept. A unit that is alone in its kind reruns all or nothing, and offloads all
+        or nothing.
+        """
         alone = {kind for kind, num in Counter(self.outline.kinds).items() if num == 1}
-        by_share = [self._rerun_at(share) for share in SHARES]
-        found: list[list[set[str]]] = []
+        ways = [(share, away) for away in leaving for share in (0.0, *SHARES)]
+        by_way = {way: self._fates_at(*way) for way in ways}
+        found: list[list[Fate]] = []
         for unit, kind in enumerate(self.outline.kinds):
-            levels = [set[str](), *(keys.get(unit, set()) for keys in by_share[2 if kind in alone else 0 :])]
-            found.append([keys for place, keys in enumerate(levels) if keys not in levels[:place]])
+            own = [way for way in ways if kind not in alone or set(way) <= {0.0, 1.0}]
+            found.append(list(dict.fromkeys(by_way[way].get(unit, Fate()) for way in own)))
         return found
 
-    def _rerun_at(self, share: float) -> dict[int, set[str]]:
-        """Return, by unit, the values rerun if every class of regions frees `share` of the bytes that it can."""
+    def _fates_at(self, share: float, away: float) -> dict[int, Fate]:
+        """Return the fates by unit if each class of regions frees `share` of what it can, and `away` of what it keeps leaves."""
         items = [item for own in self._items().values() for item in _first(own, share)]
         reruns = {item: item.count for item in items if isinstance(item, Decision)}
         converts = {item: item[0].count for item in items if not isinstance(item, Decision)}
-        decisions = decisions_from(self.problem, Choice(self.options, reruns=reruns, converts=converts))
-        found: dict[int, set[str]] = defaultdict(set)
-        for key in decisions.recomputed:
-            found[self._unit_of[key.rpartition(".")[0]]].add(key)
-        return found
+        leaves = dict(
+            item for own in self._staying({*reruns, *converts}).values() for item in _first(own, away) if away
+        )
+        decisions = decisions_from(self.problem, Choice(self.options, reruns, converts, leaves))
+        found: dict[int, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
+        for place, keys in enumerate((decisions.recomputed, decisions.offloaded)):
+            for key in keys:
+                found[self._unit_of[key.rpartition(".")[0]]][place].add(key)
+        return {unit: Fate(frozenset(again), frozenset(gone)) for unit, (again, gone) in found.items()}
+
+    def _staying(self, again: Set[Item]) -> dict[RegionClass, list[tuple[float, float, tuple[Any, int]]]]:
+        """Return, by class, what is kept beside `again` and may leave, as (bytes, 0, (what, instances)), the largest first."""
+        costs, found = self.problem.costs, defaultdict(list)
+
+        def add(region_class: RegionClass | None, size: float, what: Any, count: int) -> None:
+            if region_class is not None and size >= costs.min_offload_bytes:
+                found[region_class].append((size, 0.0, (what, count)))
+
+        for stored in self.problem.stored:
+            decision = stored.source.decision
+            if not stored.held and (stored.boundary or decision not in again):
+                native = stored.source.natives[self.options[decision]]
+                add(decision.region_class, costs.local_bytes(stored.source.tensor, native), stored, decision.count)
+        for decision in self.problem.groups:
+            if decision not in again:
+                add(decision.region_class, decision.inner_bytes[self.options[decision]], decision, decision.count)
+        for use, want, _ in self._converted():
+            if (use, want) not in again:
+                add(use.region_class, costs.local_bytes(use.tensor, want[0]), (use, want), use.count)
+        return {own: sorted(items, key=lambda item: -item[0]) for own, items in found.items()}
 
     @cached_property
     def _unit_of(self) -> dict[str, int]:
@@ -258,12 +351,13 @@ class _Measuring:
     def _num_alike(self, unit: int) -> int:
         return self.outline.kinds.count(self.outline.kinds[unit])
 
-    def _turn(self, keys: list[list[set[str]]], turn: int) -> list[int]:
+    def _turn(self, choices: list[list[int]], turn: int) -> list[int]:
         """Return the level of each unit in one run: the units of a kind take the levels in turn."""
         seen: Counter[int] = Counter()
         found = []
         for unit, kind in enumerate(self.outline.kinds):
-            found.append((seen[kind] + turn * self._num_alike(unit)) % len(keys[unit]))
+            own = choices[unit] or [0]
+            found.append(own[(seen[kind] + turn * self._num_alike(unit)) % len(own)])
             seen[kind] += 1
         return found
 
@@ -271,30 +365,52 @@ class _Measuring:
 
     def _kept(self, executor: Executor) -> dict[int, float]:
         """Return the bytes that each unit of a program keeps for the backward of one micro-batch."""
-        fuse_attention(executor, self.target)
-        program, mode = executor.local.program, new_mode()
-        with mode:
-            sources = fake_sources(executor.local)
-        for tensor in program.given:
-            sources[tensor].requires_grad_(tensor.requires_grad)
         tracker = MemoryTracker(self.target)
         live: dict[int, int] = {}
-        with KnownValues(mode, fills_memory=False), tracker, torch.enable_grad():
-            tracker.watch(list(sources.values()), "input")
-            before = tracker.live_bytes
-            run = executor.begin(sources, run_state(None, self.target))
-            for region, start, stop in executor.segments:
-                executor.step(run, region, start, stop)
+        before = 0
+        for region in self._forward(executor, tracker):
+            if region is None:
+                before = tracker.live_bytes
+            else:
                 live[region] = tracker.live_bytes
-            outputs = executor.end(run)
-            del run, outputs
-        found = {}
+        program, found = executor.local.program, {}
         for unit, own in enumerate(self.outline.regions):
             if own[-1] in program.regions:
                 after = max((live[region.index] for region in own if region.index in live), default=before)
                 found[unit] = float(after - before)
                 before = after
         return found
+
+    def _moved(self, program: Program, decisions: Decisions) -> dict[int, list[int]]:
+        """Return the bytes of each tensor that leaves in the forward of one micro-batch, by the unit that makes it."""
+        local = build_local(program, decisions, SimulatedCommunicator(decisions.mesh))
+        executor, made = _Watching(local, CountingStore()), dict[int, list[OffloadedStorage]]()
+        found = {unit: list[int]() for unit, own in enumerate(self.outline.regions) if own[-1] in program.regions}
+        for region in self._forward(executor, MemoryTracker(self.target)):
+            if region is not None and executor.noted is not None:
+                made[region] = made.get(region, []) + executor.noted.taken()
+        for unit in found:
+            own = [item for region in self.outline.regions[unit] for item in made.get(region.index, [])]
+            found[unit] = [item.num_bytes for item in own if item.has_left]
+        return found
+
+    def _forward(self, executor: Executor, tracker: MemoryTracker) -> Iterator[int | None]:
+        """Run the forward of one micro-batch on fake tensors; yield None before it, and then each region that has run."""
+        fuse_attention(executor, self.target)
+        program, mode = executor.local.program, new_mode()
+        with mode:
+            sources = fake_sources(executor.local)
+        for tensor in program.given:
+            sources[tensor].requires_grad_(tensor.requires_grad)
+        with KnownValues(mode, fills_memory=False), tracker, torch.enable_grad():
+            tracker.watch(list(sources.values()), "input")
+            yield None
+            run = executor.begin(sources, run_state(None, self.target))
+            for region, start, stop in executor.segments:
+                executor.step(run, region, start, stop)
+                yield region
+            outputs = executor.end(run)
+            del run, outputs
 
     def _of_unit(self, seconds: Mapping[int, RegionSeconds], unit: int) -> RegionSeconds:
         parts = [seconds[region.index] for region in self.outline.regions[unit] if region.index in seconds]
@@ -340,23 +456,75 @@ class _Measuring:
         return float(max(held, default=0))
 
 
-def _levels_in_order(
-    kept: Mapping[tuple[int, int], float], rerun: Mapping[tuple[int, int], float]
-) -> dict[int, list[tuple[Level, int]]]:
-    """Return each kind's levels that no other level beats in both seconds and bytes, with their numbers.
+class _Watching(Executor):
+    """An executor whose forward notes what may leave the device, and lets it go at once."""
 
-    kept, rerun: bytes and seconds by kind and level.
+    noted: _Noted | None = None
+
+    def new_offload(self) -> OffloadRun | None:
+        self.noted = _Noted(self.store, 0)
+        return self.noted
+
+
+class _Noted(OffloadRun):
+    """Keeps the storages that were registered since they were last asked for."""
+
+    def __init__(self, store: OffloadStore | None, in_flight_bytes: int) -> None:
+        super().__init__(store, in_flight_bytes)
+        self.registered: list[OffloadedStorage] = []
+
+    def register(self, tensor: torch.Tensor) -> OffloadedStorage:
+        item = super().register(tensor)
+        self.registered.append(item)
+        return item
+
+    def taken(self) -> list[OffloadedStorage]:
+        """Return these storages."""
+        found, self.registered = self.registered, []
+        return found
+
+
+def _with_fates(plain: Decisions, fates: Sequence[Sequence[Fate]], levels: Sequence[int]) -> Decisions:
+    """Return decisions with the given level for each unit."""
+    chosen = [own[level] for own, level in zip(fates, levels)]
+    return replace(
+        plain,
+        recomputed=set().union(*(fate.recomputed for fate in chosen)),
+        offloaded=set().union(*(fate.offloaded for fate in chosen)),
+    )
+
+
+def _offloading(level: Level, sizes: Sequence[int], tier: Tier) -> Level:
+    """Return a level with tensors of `sizes` off the device, which come back one by one, the next ones ahead of their use."""
+    moved, largest = sum(sizes), max(sizes, default=0)
+    out_s, back_s = (
+        moved / rate + len(sizes) * tier.latency_s for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
+    )
+    back = min(moved, (1 + IN_FLIGHT) * largest)
+    return Level(
+        max(0.0, level.kept_bytes - moved), level.rerun_s, level.rederived_bytes + back, out_s, back_s, largest, moved
+    )
+
+
+def _levels_in_order(levels: Mapping[tuple[int, int], Level]) -> dict[int, list[tuple[Level, int]]]:
+    """Return each kind's levels that no other level beats in reruns, transfers and bytes, with their numbers.
+
+    levels: by kind and number.
     """
     found: dict[int, list[tuple[Level, int]]] = defaultdict(list)
-    for kind, level in sorted(kept, key=lambda key: (key[0], rerun[key], kept[key])):
-        whole = kept[kind, 0]
-        size = max(0.0, kept[kind, level])
-        if not found[kind] or size < found[kind][-1][0].kept_bytes:
-            found[kind].append((Level(size, rerun[kind, level], max(0.0, whole - size)), level))
+
+    def order(key: tuple[int, int]) -> tuple[float, ...]:
+        level = levels[key]
+        return key[0], level.rerun_s, level.moved_s, level.kept_bytes
+
+    for kind, number in sorted(levels, key=order):
+        own = levels[kind, number]
+        if all(own.moved_s < other.moved_s or own.kept_bytes < other.kept_bytes for other, _ in found[kind]):
+            found[kind].append((own, number))
     return found
 
 
-def _first(items: list[tuple[float, float, Item]], share: float) -> list[Item]:
+def _first(items: list[tuple[float, float, AnItem]], share: float) -> list[AnItem]:
     """Return the first items that together free `share` of all bytes."""
     total, given, found = sum(size for size, _, _ in items), 0.0, []
     for size, _, item in items:

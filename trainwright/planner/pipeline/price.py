@@ -11,6 +11,7 @@ from ...program.decisions import Decisions
 from ...program.program import Tensor
 from ...program.stages import Stage, stages_of, tied
 from ...rank.execute import Executor
+from ...rank.offload import CountingStore
 from ...rank.stage_actions import Schedule
 from ..costs.price import begin_seconds, price_regions
 from ..costs.simulate import Simulation, StageBytes, simulate_stage, stage_bytes
@@ -67,7 +68,10 @@ def price_stages(
     else:
         simulations = simulate_stages(place, stages, decisions, schedule, {} if known is None else known)
     sums = _tied_sums(place, pieces, decisions, hops, schedule.num_stages)
-    rows = [_piece_rows(place, own, simulation, decisions, hops) for own, simulation in zip(stages, simulations)]
+    rows = [
+        _piece_rows(place, own, simulation, decisions, hops, schedule.splits_backward)
+        for own, simulation in zip(stages, simulations)
+    ]
     seconds = [rows[at % len(rows)][at // len(rows)][0] for at in range(len(pieces))]
     timeline = simulated_step(schedule, seconds, sums, overlaps=overlaps(place))
     predicted = [
@@ -157,6 +161,9 @@ def _looks_of_piece(place: Place, stage: Stage, decisions: Decisions, shared: di
             frozenset(
                 (op.position, value) for op in region.ops for value in _values(op) if f"{op.key}.{value}" in decisions.recomputed
             ),
+            frozenset(
+                (op.position, value) for op in region.ops for value in _values(op) if f"{op.key}.{value}" in decisions.offloaded
+            ),
         )
         for region in stage.program.regions
     )  # fmt: skip
@@ -165,7 +172,7 @@ def _looks_of_piece(place: Place, stage: Stage, decisions: Decisions, shared: di
         for tensor in stage.program.params
     )
     given = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*stage.given, *stage.handed))
-    return (stage.is_first, stage.is_last, given, repr((regions, params)))
+    return (stage.is_first, stage.is_last, given, decisions.in_flight_bytes, repr((regions, params)))
 
 
 def shared_by(stages: Sequence[Sequence[Stage]]) -> dict[str, tuple[int, ...]]:
@@ -180,22 +187,33 @@ def _values(op: Any) -> list[str]:
 
 
 def _piece_rows(
-    place: Place, stage: Sequence[Stage], simulation: Simulation, decisions: Decisions, hops: Sequence[Hop]
-) -> list[tuple[StageSeconds, tuple[float, float]]]:
+    place: Place,
+    stage: Sequence[Stage],
+    simulation: Simulation,
+    decisions: Decisions,
+    hops: Sequence[Hop],
+    splits_backward: bool,
+) -> list[tuple[StageSeconds, tuple[float, float, float]]]:
     """Return `_seconds` of each piece; a parameter that several pieces of the stage read is updated once, by the first."""
     held: set[Tensor] = set()
     found = []
     for piece, executor in zip(stage, simulation.executors):
         own = {tensor for tensor in piece.program.params if tensor.requires_grad} - held
-        found.append(_seconds(place, piece, executor, own, decisions, hops))
+        found.append(_seconds(place, piece, executor, own, decisions, hops, splits_backward))
         held |= own
     return found
 
 
 def _seconds(
-    place: Place, piece: Stage, executor: Executor, own: Set[Tensor], decisions: Decisions, hops: Sequence[Hop]
-) -> tuple[StageSeconds, tuple[float, float]]:
-    """Return a piece's seconds, and the seconds of a micro-batch's communication and reruns within the piece.
+    place: Place,
+    piece: Stage,
+    executor: Executor,
+    own: Set[Tensor],
+    decisions: Decisions,
+    hops: Sequence[Hop],
+    splits_backward: bool,
+) -> tuple[StageSeconds, tuple[float, float, float]]:
+    """Return a piece's seconds, and those of a micro-batch's communication, reruns and transfers that nothing hides.
 
     own: the parameters that it updates.
     """
@@ -209,17 +227,32 @@ def _seconds(
     )
     handed, returned = _crossing_bytes(place, piece, decisions)
     hop = None if piece.is_last else hop_behind(hops, piece.index)
+    forward_s, weight_s = sum(region.forward_s for region in regions), sum(region.weight_s for region in regions)
+    backward_s = sum(region.backward_s for region in regions) + rerun_s
+    out_s, back_s = _shown_s(place, executor, forward_s, backward_s - (weight_s if splits_backward else 0.0))
     seconds = StageSeconds(
-        forward_s=sum(region.forward_s for region in regions),
-        backward_s=sum(region.backward_s for region in regions) + rerun_s,
+        forward_s=forward_s + out_s,
+        backward_s=backward_s + back_s,
         begin_s=begin_seconds(executor, problem.costs),
         reduce_s=sum(region.reduce_s for region in regions),
         update_s=update_s,
         hand_s=0.0 if hop is None else hop.seconds(handed),
         return_s=0.0 if hop is None else hop.seconds(returned),
-        weight_s=sum(region.weight_s for region in regions),
+        weight_s=weight_s,
     )
-    return seconds, (sum(region.comm_s for region in regions), rerun_s)
+    return seconds, (sum(region.comm_s for region in regions), rerun_s, out_s + back_s)
+
+
+def _shown_s(place: Place, executor: Executor, forward_s: float, backward_s: float) -> tuple[float, float]:
+    """Return by how much what a micro-batch offloads outlasts its forward, and what comes back its backward."""
+    tier, store = place.problem.costs.tier, executor.store
+    if tier is None or not isinstance(store, CountingStore):
+        return 0.0, 0.0
+    out_s, back_s = (
+        store.num_bytes / rate + store.num_transfers * tier.latency_s
+        for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
+    )
+    return tier.exposed_s(out_s, forward_s), tier.exposed_s(back_s, backward_s)
 
 
 def _crossing_bytes(place: Place, stage: Stage, decisions: Decisions) -> tuple[int, int]:
@@ -240,7 +273,7 @@ def _tied_sums(
 
 
 def _prediction(
-    rows: Sequence[tuple[StageSeconds, tuple[float, float]]],
+    rows: Sequence[tuple[StageSeconds, tuple[float, float, float]]],
     simulation: Simulation,
     stage: Sequence[Stage],
     sums: Sequence[Tied],
@@ -248,7 +281,7 @@ def _prediction(
     decisions: Decisions,
     schedule: Schedule,
 ) -> StagePrediction:
-    comm_s, rerun_s = (sum(more[place] for _, more in rows) for place in range(2))
+    comm_s, rerun_s, shown_s = (sum(more[place] for _, more in rows) for place in range(3))
     seconds = summed([own for own, _ in rows])
     return StagePrediction(
         peak_bytes=simulation.peak_bytes,
@@ -257,6 +290,8 @@ def _prediction(
         forward_s=seconds.forward_s,
         backward_s=seconds.backward_s,
         recompute_s=rerun_s,
+        transfer_s=shown_s,
+        moved_bytes=simulation.moved_bytes,
         comm_s=comm_s,
         begin_s=seconds.begin_s,
         update_s=seconds.update_s,
@@ -288,18 +323,19 @@ def _predicted(stages: Sequence[StagePrediction], timeline: StepTimeline, num_mi
     fullest = max(stages, key=lambda stage: stage.peak_bytes)
     at = timeline.busy_s.index(max(timeline.busy_s))
     busy, busy_s = stages[at], timeline.busy_s[at]
-    recompute_s = num_micro_batches * busy.recompute_s
-    computing_s = (
-        num_micro_batches * (busy.forward_s + busy.backward_s - busy.comm_s - busy.recompute_s) + busy.update_s
-    )
+    recompute_s, transfer_s = num_micro_batches * busy.recompute_s, num_micro_batches * busy.transfer_s
+    micro_s = busy.forward_s + busy.backward_s - busy.comm_s - busy.recompute_s - busy.transfer_s
+    computing_s = num_micro_batches * micro_s + busy.update_s
     # a difference, which rounds to less than nothing where nothing is exchanged
-    comm_s = max(0.0, busy_s - computing_s - recompute_s)
+    comm_s = max(0.0, busy_s - computing_s - recompute_s - transfer_s)
     return Predicted(
         step_s=timeline.step_s,
         compute_s=computing_s,
         comm_s=comm_s,
         exposed_comm_s=comm_s,
         recompute_s=recompute_s,
+        transfer_s=transfer_s,
+        moved_bytes=busy.moved_bytes,
         update_s=busy.update_s,
         bubble_s=timeline.step_s - busy_s,
         peak_bytes=fullest.peak_bytes,

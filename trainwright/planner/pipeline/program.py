@@ -1,8 +1,8 @@
 """Chooses cuts by dynamic programming, and gives a lower bound over all cuts, levels and layouts.
 
-A stage s of the units c … d-1 takes f forward and t forward and backward of a micro-batch, reruns that it needs to fit included,
-and u once a step (u' after the last backward). With m micro-batches of which w_s are in flight, transfers h and g (there and
-back), for every stage
+A stage s of the units c … d-1 takes f forward and t forward and backward of a micro-batch, with the reruns and transfers that it
+needs to fit, and u once a step (u' after the last backward). With m micro-batches of which w_s are in flight, transfers h and g
+(there and back), for every stage
 
     stages   Z ≥ Σ_{q<s} (t_q + h_q + g_q) + m t_s + u'_0
     warm-up  Z ≥ Σ_q t_q + Σ_q (h_q + g_q) + (m - 1) t_s - (w_s - w_P-1) f_s + u'_0
@@ -214,11 +214,13 @@ class _Rows:
 
     def most_s(self, stage: int, first: int, stop: int, depth: int) -> float:
         """Return the largest row of a stage of these units; infinity if they do not fit."""
-        rerun_s = self.table.rerun_s(((first, stop),), (depth,), self.budget_bytes)
-        if math.isinf(rerun_s):
-            return rerun_s
-        forward_s, own_s = self.forward[stop] - self.forward[first], self.taken[stop] - self.taken[first] + rerun_s
-        all_s, there_s, crossing_s = self.taken[-1] + rerun_s, sum(self.there[:stage]), sum(self.there) + sum(self.back)
+        extra_s = self.table.extra_s(((first, stop),), (depth,), self.budget_bytes)
+        if math.isinf(extra_s):
+            return extra_s
+        forward_s, own_s = self.forward[stop] - self.forward[first], self.taken[stop] - self.taken[first] + extra_s
+        if self.table.tier is not None:
+            forward_s += extra_s  # as much of it as transfers out may show
+        all_s, there_s, crossing_s = self.taken[-1] + extra_s, sum(self.there[:stage]), sum(self.there) + sum(self.back)
         if self.table.overlaps:
             ahead_s, all_s = there_s + sum(self.back[:stage]), all_s + crossing_s
         else:  # transfers are their senders' own time

@@ -26,10 +26,10 @@ def recipe_cuts(name: str, judge: Judge) -> Cuts | None:
         return None  # which reruns a piece takes depends on the other pieces of its stage
     depth = depths_of(judge.table)[0]
 
-    def rerun_s(first: int, stop: int, stage: int) -> float:
-        return judge.table.rerun_s(((first, stop),), (depth[stage],), judge.budget_bytes)
+    def extra_s(first: int, stop: int, stage: int) -> float:
+        return judge.table.extra_s(((first, stop),), (depth[stage],), judge.budget_bytes)
 
-    return balanced(judge, rerun_s)
+    return balanced(judge, extra_s)
 
 
 def even(judge: Judge) -> Cuts | None:
@@ -47,7 +47,7 @@ def even(judge: Judge) -> Cuts | None:
     return tuple(blocks[first] for first in firsts)
 
 
-def balanced(judge: Judge, rerun_s: Callable[[int, int, int], float]) -> Cuts | None:
+def balanced(judge: Judge, extra_s: Callable[[int, int, int], float]) -> Cuts | None:
     """Return the cuts that minimise the seconds of a micro-batch on the slowest stage; of equal ones, the first in order."""
     table = judge.table
     num = len(table.units)
@@ -61,7 +61,7 @@ def balanced(judge: Judge, rerun_s: Callable[[int, int, int], float]) -> Cuts | 
         for first, (most, cuts) in best.items():
             stops = range(first + 1, num - left + 1) if left else [num]
             for stop in stops:
-                taken = before[stop] - before[first] + rerun_s(first, stop, stage)
+                taken = before[stop] - before[first] + extra_s(first, stop, stage)
                 if math.isfinite(taken):
                     row = max(most, taken), (*cuts, stop)
                     if stop not in found or row < found[stop]:

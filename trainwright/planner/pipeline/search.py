@@ -47,6 +47,8 @@ PIECES_A_STAGE = (2, 3, 4)
 """The numbers of pieces a stage that are tried with interleaved stages."""
 _CAPTURED_OP_S, _RUN_OP_S, _CELL_S = 6e-4, 5e-4, 5e-6
 """The work of capturing an op, of running one on fake tensors, and of a stage that begins and ends with some units, in a bound."""
+_FIT_S = 3e-4
+"""The work of choosing the levels of a stage that may offload."""
 _RUNS_OF_STAGE = 6
 """The forwards and backwards of the micro-batches of a stage on which its actions are measured."""
 MICRO_BATCHES_A_STAGE = 8
@@ -161,14 +163,20 @@ class Case:
     fixed: Mapping[int, str] = field(default_factory=dict)
     """The blocks at which stages are pinned to begin, by stage."""
 
+    @property
+    def offload(self) -> str:
+        """Return where stages may offload to: the host of a GPU unless anything else was asked for; a CPU's is its own memory."""
+        left_open = "host" if self.whole.has_host else "none"
+        return left_open if self.whole.offload == "auto" else self.whole.offload
+
     @cached_property
     def task(self) -> Task:
         """Return the task on one stage's ranks."""
         pins = tuple(pin for pin in self.whole.pins if "=begin(" not in pin)
         inner = self.cluster.of_stage(self.num_stages)
         found = replace(
-            self.whole, cluster=inner, mesh=self.shape, variants=None, offload="none", pins=pins, pipeline=None,
-            num_stages=self.num_stages,
+            self.whole, cluster=inner, mesh=self.shape, variants=None, offload=self.offload, pins=pins,
+            pipeline=None, num_stages=self.num_stages,
         )  # fmt: skip
         found.records = self.whole.records  # the same program on the same kind of device
         return found
@@ -348,24 +356,52 @@ class _Search:
             self.was_slower = True
             return
         self.bound_s = min(self.bound_s, own_bound_s)
-        found = [row for options in case.layouts() for row in self._proposals(case, options)]
-        for measured, judge, staged in sorted(found, key=lambda row: row[2].step_s):
+        measured = [case.measured(options) for options in case.layouts()]
+        self._count(_RUN_OP_S * _ops_a_unit(case) * sum(_num_levels(each) for each in measured))
+        self._take_fastest(case, measured)
+        tier = case.place.problem.costs.tier
+        if tier is not None and self.solver == "joint" and not self._is_late_to_offload(case):
+            bound = [each for each in measured if self._is_bound(case, each)]
+            leaving = [each.offloading(tier) for each in bound]
+            self._count(_RUN_OP_S * _ops_a_unit(case) * sum(_num_levels(each) for each in leaving))
+            self._count(_FIT_S * len(leaving) * case.num_stages * num_pieces**2)
+            self._take_fastest(case, leaving)
+
+    def _is_late_to_offload(self, case: Case) -> bool:
+        """True if there is a plan, and no time to look at the same stages with offloading."""
+        late = math.isfinite(self._to_beat) and self.task.deadline.has_passed
+        if late and math.isfinite(case.budget_bytes):
+            self.unseen.append(_name(case.num_stages, case.shape, case.num_micro_batches) + " that offload")
+        return late
+
+    def _take_fastest(self, case: Case, measured: Sequence[Measured]) -> None:
+        """Take the fastest stages under any of the tables, if they are faster than those that are known, and fit."""
+        found = [row for each in measured for row in self._proposals(case, each)]
+        for each, judge, staged in sorted(found, key=lambda row: row[2].step_s):
             if staged.step_s < self._to_beat:
-                self._realise(case, measured, judge, staged)
+                self._realise(case, each, judge, staged)
             else:
                 self.was_slower = True
+
+    def _is_bound(self, case: Case, measured: Measured) -> bool:
+        """True unless the fastest stages under some layouts, whatever they hold, take no less than those that fit."""
+        if math.isinf(case.budget_bytes):
+            return False
+        for judge in case.judges(measured):
+            kept = self._chosen(replace(judge, budget_bytes=math.inf))
+            if kept is not None and kept.step_s < self._to_beat * (1 - GAP):
+                return True
+        return False
 
     @property
     def _to_beat(self) -> float:
         return min(self.cutoff_s, self.candidates[-1].step_s) if self.candidates else self.cutoff_s
 
-    def _proposals(self, case: Case, options: Mapping[Decision, int]) -> list[tuple[Measured, Judge, Staged]]:
-        """Return the table of some layouts with the stages that are fastest by it, for each order in which they may work.
+    def _proposals(self, case: Case, measured: Measured) -> list[tuple[Measured, Judge, Staged]]:
+        """Return a table with the stages that are fastest by it, for each order in which they may work.
 
         Where none fit by the table, it learns what those that hold least by it do hold.
         """
-        measured = case.measured(options)
-        self._count(_RUN_OP_S * _ops_a_unit(case) * sum(map(len, measured.table.levels)))
         if found := self._by_table(case, measured):
             return found
         judge = case.judge(measured)
@@ -427,7 +463,7 @@ class _Search:
             else:
                 self.least.append((max(peaks), peaks.index(max(peaks)), case))
             if fits and not any(
-                fit.rerun_s and peak < case.budget_bytes * (1 - CLOSE) for fit, peak in zip(staged.fits, peaks)
+                fit.extra_s and peak < case.budget_bytes * (1 - CLOSE) for fit, peak in zip(staged.fits, peaks)
             ):
                 return
             judge, staged = self._again(judge, staged, peaks)
@@ -450,7 +486,7 @@ class _Search:
                 answer = self._answer(found.case, found.measured, judge.table, staged)
                 peaks = [simulation.peak_bytes for simulation in answer.priced.simulations]
                 if max(peaks) <= found.case.budget_bytes:
-                    best = found.case, answer
+                    best = (found.case, answer) if best is None or answer.step_s < best[1].step_s else best
                     break
                 self.least.append((max(peaks), peaks.index(max(peaks)), found.case))
                 judge, staged = self._again(judge, staged, peaks)
@@ -517,6 +553,10 @@ class _Search:
             f"{enough} would do (an estimate), or try more stages or smaller micro-batches",
             least,
         )
+
+
+def _num_levels(measured: Measured) -> int:
+    return sum(map(len, measured.table.levels))
 
 
 def _ops_a_unit(case: Case) -> float:

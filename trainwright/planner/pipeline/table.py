@@ -1,12 +1,17 @@
-"""Holds the seconds and bytes of the units between cuts, and finds the least reruns with which a stage fits a budget.
+"""Holds the seconds and bytes of the units between cuts, and finds the fewest seconds with which a stage fits a budget.
 
 A *unit* is the part of the program between two neighbouring boundaries: a block; the first and last units also have what stands
 before and after all blocks. Units of one kind have the same *levels*: each one says what a unit keeps for each micro-batch in
-flight, and what its backward reruns instead. A stage is consecutive units; with w micro-batches in flight it holds
+flight, and what its backward reruns, or brings back to the device, instead. A stage is consecutive units; with w micro-batches in
+flight it holds
 
-    static + w · (Σ kept + given) + transfers in flight + working set + what the last unit reruns
+    static + w · (Σ kept + given) + transfers in flight + working set + what the last unit reruns or has come back
 
-`Table.fit` chooses the levels of a stage: the fewest seconds of reruns whose bytes are within the budget.
+`Table.fit` chooses the levels of a stage. Of those whose bytes are within the budget they add the fewest seconds to a
+micro-batch: what they rerun, and what of the transfers the computation beside them does not hide, as plans without stages count
+it. With reruns r, transfers o out and i back, forwards f and backwards b, all summed over the stage's units,
+
+    r + (o - ω min(o, f)) + (i - ω min(i, b + r))          ω: the share of a transfer that computation hides (`Tier.overlap`)
 """
 
 from __future__ import annotations
@@ -18,24 +23,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
+from ...artifacts import Tier
 from ...rank.stage_actions import Schedule, most_in_flight
 from .events import StageSeconds, Tied
+from .frontier import Beside, Frontier, Key, Level, improved
 
 Spans = tuple[tuple[int, int], ...]
 """The units of each piece of a stage, as (first, one past the last)."""
-
-MAX_POINTS = 512
-"""The most points (bytes, seconds) that are kept on the frontier of consecutive units."""
-
-
-@dataclass(frozen=True)
-class Level:
-    """One choice of what a unit keeps: its bytes for one micro-batch, and the seconds of the reruns in its backward."""
-
-    kept_bytes: float
-    rerun_s: float = 0.0
-    rederived_bytes: float = 0.0
-    """The bytes held beside the kept ones while the unit's backward runs."""
 
 
 @dataclass(frozen=True)
@@ -92,32 +88,29 @@ def hop_behind(hops: Sequence[Hop], piece: int) -> Hop:
 
 @dataclass(frozen=True)
 class Fit:
-    """The levels chosen for a stage, with the seconds of its reruns and its estimated peak."""
+    """The levels chosen for a stage, with what they take of a micro-batch, and its estimated peak."""
 
     levels: tuple[int, ...]
     """The level of each unit."""
     rerun_s: float
     peak_bytes: float
+    extra_s: float = 0.0
+    """The seconds of its reruns, and what of its transfers shows."""
 
 
 @dataclass(frozen=True)
-class _Point:
-    num_bytes: float
-    seconds: float
-    key: tuple[int, int] = (-1, 0)
-    """(kind, depth) of the last unit."""
-    level: int = 0
-    """Its level."""
-    before: _Point | None = None
-    """The point of the units before; None for no units."""
+class _Choice:
+    """What a stage takes with some levels: the last unit's, and a row of the other units' frontier."""
 
-    def levels(self) -> list[tuple[tuple[int, int], int]]:
-        """Return ((kind, depth), level) of every unit."""
-        point, found = self, []
-        while point.before is not None:
-            found.append((point.key, point.level))
-            point = point.before
-        return found
+    extra_s: float
+    """The seconds of a micro-batch beyond its forward and backward: reruns, and what of the transfers shows."""
+    moved_s: float
+    """The seconds of all transfers: of choices that take as long, the one that moves least is wanted."""
+    num_bytes: float
+    rerun_s: float
+    level: int
+    rest: Frontier
+    row: int
 
 
 @dataclass(eq=False)
@@ -137,8 +130,11 @@ class Table:
     virtual: int = 1
     """The pieces of each stage."""
     splits_backward: bool = False
+    tier: Tier | None = None
+    """Where units may offload to; None if their levels move nothing."""
     _fits: dict[tuple[Spans, Sequence[int], float], Fit | None] = field(default_factory=dict)
-    _frontiers: dict[tuple[tuple[tuple[int, int], int], ...], list[_Point]] = field(default_factory=dict)
+    _extras: dict[tuple[Spans, Sequence[int], float], float] = field(default_factory=dict, init=False)
+    _frontiers: dict[tuple[tuple[Key, int], ...], Frontier] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -232,6 +228,7 @@ class Table:
         ends = self.ends(spans)
         self.excess_bytes[ends] = self.excess_bytes.get(ends, 0.0) + num_bytes
         self._fits.clear()
+        self._extras.clear()
 
     def peak_bytes(self, spans: Spans, depths: Sequence[int], levels: Sequence[int]) -> float:
         """Return the estimated peak of a stage with the given levels of its units, piece by piece."""
@@ -244,7 +241,7 @@ class Table:
         return [unit for first, stop in spans for unit in self.units[first:stop]]
 
     def fit(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> Fit | None:
-        """Return the levels with the fewest seconds of reruns within the budget; None if no levels fit.
+        """Return the levels that take the fewest seconds within the budget; None if no levels fit.
 
         depths: the number of forwards in flight for each piece of the stage.
         """
@@ -254,39 +251,115 @@ class Table:
         return self._fits[key]
 
     def _fitted(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> Fit | None:
-        found = self._least_reruns(spans, depths, budget_bytes)
+        found = self._least(spans, depths, budget_bytes)
         if found is None:
             return None
-        rerun_s, peak_bytes, level, point = found
-        weights = [depth for (first, stop), depth in zip(spans, depths) for _ in range(first, stop)]
-        return Fit(self._levels_of(self._own(spans), weights, level, point), rerun_s, peak_bytes)
+        scale = _one_depth(depths)
+        weights = [depth // scale for (first, stop), depth in zip(spans, depths) for _ in range(first, stop)]
+        own, rest = self._own(spans), found.rest.levels(found.row)
+        if self.tier is None:
+            levels = self._levels_of(own, weights, found.level, rest)
+            return Fit(levels, found.rerun_s, found.num_bytes, found.extra_s)
+        last = self.levels[own[-1].kind][found.level]
+        least = self.fixed_bytes(spans, depths) + depths[-1] * last.kept_bytes + last.rederived_bytes
+        by_key = {key: self.levels[key[0]] for key, _ in rest}
+        most = (budget_bytes - least) / scale, self._most_away(last, depths[-1]) / scale
+        rest = improved(rest, by_key, last, most, self._beside(spans, self.tier))
+        return self._fit_of(spans, depths, self._levels_of(own, weights, found.level, rest), self.tier)
 
-    def rerun_s(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> float:
-        """Return the seconds of the reruns of `fit`; infinity if no levels fit."""
-        found = self._least_reruns(spans, depths, budget_bytes)
-        return math.inf if found is None else found[0]
+    def _fit_of(self, spans: Spans, depths: Sequence[int], levels: tuple[int, ...], tier: Tier) -> Fit:
+        """Return what a stage takes with the given levels."""
+        chosen = [self.levels[unit.kind][level] for unit, level in zip(self._own(spans), levels)]
+        rerun_s, out_s, back_s = (
+            sum(getattr(level, name) for level in chosen) for name in ("rerun_s", "out_s", "back_s")
+        )
+        extra_s = float(self._beside(spans, tier).extra_s(rerun_s, out_s, back_s))
+        return Fit(levels, rerun_s, self.peak_bytes(spans, depths, levels), extra_s)
 
-    def _least_reruns(
-        self, spans: Spans, depths: Sequence[int], budget_bytes: float
-    ) -> tuple[float, float, int, _Point] | None:
-        """Return the fewest seconds of reruns within the budget, the bytes, the last unit's level and the others' point."""
+    def extra_s(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> float:
+        """Return the seconds that the levels of `fit` add to a micro-batch; infinity if no levels fit."""
+        key = spans, tuple(depths), budget_bytes
+        if key not in self._extras:
+            found = self._least(spans, depths, budget_bytes)
+            self._extras[key] = math.inf if found is None else found.extra_s
+        return self._extras[key]
+
+    def _least(self, spans: Spans, depths: Sequence[int], budget_bytes: float) -> _Choice | None:
+        """Return the choice of levels within the budget that adds the fewest seconds.
+
+        Transfers go on beside the forwards of all units, and beside their backwards and reruns.
+        """
         fixed, last_kind = self.fixed_bytes(spans, depths), self.units[spans[-1][1] - 1].kind
-        kinds: dict[tuple[int, int], int] = {}
+        scale = _one_depth(depths)  # bytes of units in one depth are in proportion to it
+        kinds: dict[Key, int] = {}
         for (first, stop), depth in zip(spans, depths):
             for kind, (before, after) in enumerate(zip(self._kinds_before[first], self._kinds_before[stop])):
                 if after > before:
-                    kinds[kind, depth] = kinds.get((kind, depth), 0) + after - before
-        last = last_kind, depths[-1]
-        kinds[last] -= 1
+                    key = kind, depth // scale
+                    kinds[key] = kinds.get(key, 0) + after - before
+        kinds[last_kind, depths[-1] // scale] -= 1
         rest = self._frontier(tuple(sorted((key, num) for key, num in kinds.items() if num)))
-        best: tuple[float, float, int, _Point] | None = None
+        beside = None if self.tier is None else self._beside(spans, self.tier)
+        best: _Choice | None = None
         for number, level in enumerate(self.levels[last_kind]):
             least = fixed + depths[-1] * level.kept_bytes + level.rederived_bytes
-            at = bisect.bisect_right(rest, budget_bytes - least, key=lambda point: point.num_bytes) - 1
-            if at >= 0:
-                found = (rest[at].seconds + level.rerun_s, least + rest[at].num_bytes, number, rest[at])
-                best = found if best is None or found[:2] < best[:2] else best
+            most = (budget_bytes - least) / scale, self._most_away(level, depths[-1]) / scale
+            found = self._chosen(rest, level, most, beside)
+            if found is not None:
+                extra_s, row = found
+                moved_s = level.moved_s + float(rest.out_s[row] + rest.back_s[row])
+                taken = float(least + scale * rest.num_bytes[row])
+                if best is None or (extra_s, moved_s, taken) < (best.extra_s, best.moved_s, best.num_bytes):
+                    rerun_s = float(rest.rerun_s[row] + level.rerun_s)
+                    best = _Choice(extra_s, moved_s, taken, rerun_s, number, rest, row)
         return best
+
+    def _most_away(self, last: Level, depth: int) -> float:
+        """Return the room that the tier has for all micro-batches in flight, beside what a last unit has there."""
+        capacity = None if self.tier is None else self.tier.capacity_bytes
+        return math.inf if capacity is None else capacity - depth * last.away_bytes
+
+    @staticmethod
+    def _chosen(
+        rest: Frontier, level: Level, most: tuple[float, float], beside: Beside | None
+    ) -> tuple[float, int] | None:
+        """Return the fewest seconds that units add beside a last unit at `level`, and their row.
+
+        most: the bytes that they may keep, and that they may have away.
+        """
+        if beside is None:
+            row = int(np.searchsorted(rest.num_bytes, most[0], side="right")) - 1
+            return None if row < 0 else (float(rest.rerun_s[row] + level.rerun_s), row)
+        (rows,) = np.nonzero((rest.num_bytes <= most[0]) & (rest.away_bytes <= most[1]))
+        if not len(rows):
+            return None
+        rerun, out, back = (getattr(rest, name)[rows] + getattr(level, name) for name in ("rerun_s", "out_s", "back_s"))
+        extra = beside.extra_s(rerun, out, back)
+        (ties,) = np.nonzero(extra <= extra.min())
+        first = ties[np.argmin((out + back)[ties])]
+        return float(extra[first]), int(rows[first])
+
+    def _beside(self, spans: Spans, tier: Tier) -> Beside:
+        """Return what a stage computes beside its transfers."""
+        forward_s, backward_s = (
+            sum(self._before_s[name][stop] - self._before_s[name][first] for first, stop in spans)
+            for name in ("forward", "backward")
+        )
+        return Beside(forward_s, backward_s, tier.overlap)
+
+    @cached_property
+    def _before_s(self) -> dict[str, list[float]]:
+        """Return the seconds of all units before each, and of all of them, in forwards and in backwards."""
+        forward = (unit.forward_s for unit in self.units)
+        backward = (self._backward_s(unit) for unit in self.units)
+        return {
+            "forward": list(itertools.accumulate(forward, initial=0.0)),
+            "backward": list(itertools.accumulate(backward, initial=0.0)),
+        }
+
+    def _backward_s(self, unit: Unit) -> float:
+        """Return the seconds of a unit's backward in which what has left comes back."""
+        return unit.backward_s - (unit.weight_s if self.splits_backward else 0.0)
 
     @cached_property
     def _kinds_before(self) -> list[tuple[int, ...]]:
@@ -296,53 +369,44 @@ class Table:
             found.append(tuple(num + (kind == unit.kind) for kind, num in enumerate(found[-1])))
         return found
 
-    def _levels_of(self, own: Sequence[Unit], weights: Sequence[int], last: int, point: _Point) -> tuple[int, ...]:
+    def _levels_of(
+        self, own: Sequence[Unit], weights: Sequence[int], last: int, rest: list[tuple[Key, int]]
+    ) -> tuple[int, ...]:
         """Return each unit's level: the levels with most reruns go to the first units, whose backward comes last."""
-        left: dict[tuple[int, int], list[int]] = {}
-        for key, level in sorted(point.levels(), reverse=True):
+        left: dict[Key, list[int]] = {}
+        for key, level in sorted(rest, reverse=True):
             left.setdefault(key, []).append(level)
         queues = {key: iter(levels) for key, levels in left.items()}
         return (*(next(queues[unit.kind, depth]) for unit, depth in zip(own[:-1], weights)), last)
 
-    def _frontier(self, kinds: tuple[tuple[tuple[int, int], int], ...]) -> list[_Point]:
-        """Return the Pareto frontier of bytes and seconds for the given numbers of units by (kind, depth), fewest bytes first."""
+    def _frontier(self, kinds: tuple[tuple[Key, int], ...]) -> Frontier:
+        """Return the choices of levels that no other beats, for the given numbers of units by kind and depth."""
         if not kinds:
-            return [_Point(0.0, 0.0)]
+            return Frontier.of_no_units()
         if kinds not in self._frontiers:
-            (kind, num), others = kinds[-1], kinds[:-1]
-            fewer = self._frontier((*others, (kind, num - 1)) if num > 1 else others)
-            found = [
-                (point.num_bytes + kind[1] * level.kept_bytes, point.seconds + level.rerun_s, number, place)
-                for place, point in enumerate(fewer)
-                for number, level in enumerate(self.levels[kind[0]])
-            ]
-            self._frontiers[kinds] = [
-                _Point(num_bytes, seconds, kind, number, fewer[place])
-                for num_bytes, seconds, number, place in _best(found)
-            ]
+            (key, num), others = kinds[-1], kinds[:-1]
+            fewer = self._frontier((*others, (key, num - 1)) if num > 1 else others)
+            self._frontiers[kinds] = fewer.with_unit(key, self.levels[key[0]])
         return self._frontiers[kinds]
 
     # Seconds
 
     def seconds(self, cuts: Sequence[int], fits: Sequence[Fit]) -> list[StageSeconds]:
         """Return the seconds of each piece under the levels `fits` of each stage."""
-        reruns, levels = [], self.by_piece(cuts, fits)
-        for (first, stop), own in zip(self.spans(cuts), levels):
-            reruns.append(
-                sum(self.levels[unit.kind][level].rerun_s for unit, level in zip(self.units[first:stop], own))
-            )
+        levels = self.by_piece(cuts, fits)
         held: list[set[str]] = [set() for _ in range(self.num_stages)]
         found = []
-        for piece, ((first, stop), rerun_s) in enumerate(zip(self.spans(cuts), reruns)):
+        for piece, ((first, stop), own) in enumerate(zip(self.spans(cuts), levels)):
             units, is_last = self.units[first:stop], stop == len(self.units)
+            more_forward_s, more_backward_s = self._more_s(units, own)
             behind = None if is_last else self.units[stop]
             before = held[piece % self.num_stages]
             new = self.params_of(((first, stop),)) - before
             before |= new
             found.append(
                 StageSeconds(
-                    forward_s=sum(unit.forward_s for unit in units),
-                    backward_s=sum(unit.backward_s for unit in units) + rerun_s,
+                    forward_s=sum(unit.forward_s for unit in units) + more_forward_s,
+                    backward_s=sum(unit.backward_s for unit in units) + more_backward_s,
                     begin_s=max(unit.begin_s for unit in units),
                     reduce_s=sum(unit.reduce_s for unit in units),
                     update_s=sum(self.params[name].update_s for name in sorted(new)),
@@ -352,6 +416,16 @@ class Table:
                 )
             )
         return found
+
+    def _more_s(self, units: Sequence[Unit], levels: Sequence[int]) -> tuple[float, float]:
+        """Return what a piece's levels add to its forward, and to its backward."""
+        chosen = [self.levels[unit.kind][level] for unit, level in zip(units, levels)]
+        rerun_s = sum(level.rerun_s for level in chosen)
+        if self.tier is None:
+            return 0.0, rerun_s
+        forward_s, backward_s = sum(unit.forward_s for unit in units), sum(map(self._backward_s, units)) + rerun_s
+        out_s, back_s = sum(level.out_s for level in chosen), sum(level.back_s for level in chosen)
+        return self.tier.exposed_s(out_s, forward_s), rerun_s + self.tier.exposed_s(back_s, backward_s)
 
     def by_piece(self, cuts: Sequence[int], fits: Sequence[Fit]) -> list[tuple[int, ...]]:
         """Return the levels of each piece's units, from the levels `fits` of each stage."""
@@ -397,13 +471,6 @@ def tied_sums(stages: dict[str, tuple[int, ...]], grad_bytes: dict[str, float], 
     return [Tied(at, seconds) for at, seconds in sorted(found.items())]
 
 
-def _best(points: list[tuple[float, float, int, int]]) -> list[tuple[float, float, int, int]]:
-    """Return the points (bytes, seconds, …) that no other beats in both; if there are many, an even selection of them."""
-    found: list[tuple[float, float, int, int]] = []
-    for point in sorted(points):
-        if not found or point[1] < found[-1][1]:
-            found.append(point)
-    if len(found) <= MAX_POINTS:
-        return found
-    step = (len(found) - 1) / (MAX_POINTS - 1)
-    return [found[round(k * step)] for k in range(MAX_POINTS)]
+def _one_depth(depths: Sequence[int]) -> int:
+    """Return the depth of all pieces of a stage where they have the same, else 1."""
+    return depths[0] if len(set(depths)) == 1 else 1
