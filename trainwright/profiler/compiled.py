@@ -240,7 +240,7 @@ class _Graph:
             elif node in group.writes:
                 # written in place of what is read for the last time, where nobody else holds that
                 for old in group.overwritable[node]:
-                    is_free = isinstance(env.get(old), Tensor) and _may_be_overwritten(old)
+                    is_free = isinstance(env.get(old), Tensor) and may_be_overwritten(old)
                     if is_free and num_bytes(old.meta.get("val")) == num_bytes(node.meta["val"]):
                         del env[old]
                         break
@@ -324,7 +324,7 @@ def _can_be_viewed(value: Tensor, views: list[Any]) -> bool:
     return True
 
 
-def _may_be_overwritten(node: fx.Node) -> bool:
+def may_be_overwritten(node: fx.Node) -> bool:
     """Tell whether a kernel that reads `node` last may write its result in the same memory.
 
     It may not overwrite the graph's primals and tangents, which autograd or the caller owns. What the forward saved belongs to
