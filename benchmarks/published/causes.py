@@ -75,10 +75,6 @@ _CAUSES: dict[tuple[str, str], str] = {
         "reserved",
     ): "not known; with pools for each stream, as are simulated, the selective row of the same source is met",
     (
-        "titan-8b-8a100",
-        "reserved",
-    ): "an older torchtitan keeps more than later ones, says the row; its code was not read",
-    (
         "titan-8b",
         "reserved",
     ): "not known: streams have pools of their own in the simulation",

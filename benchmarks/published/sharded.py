@@ -24,6 +24,8 @@ _GPUS = {
     "RTX3090-24GB": "rtx3090", "RTX4090": "rtx4090", "A100-SXM4-40GB": "a100-40gb",
 }  # fmt: skip
 LOSS_CHUNKS = 8
+_MAX_NORM = 1.0
+"""To which torchtitan's loop clips, whether a row names it or not."""
 _CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
@@ -125,7 +127,7 @@ class Titan(nn.Module):
 
 
 class Trained(nn.Module):
-    """The loop since 2024-06: the logits are let go before the backward, the loss is in fp32, in chunks of positions."""
+    """The loop since torchtitan#391: logits are let go before the backward, the loss is in fp32, in chunks of positions."""
 
     def __init__(self, model: nn.Module, num_chunks: int = 1) -> None:
         super().__init__()
@@ -175,15 +177,15 @@ def titan(row: Row) -> Program:
         "torchtitan's parallelize_llama.py: bf16 gather, fp32 reduction, the last block kept gathered; the root too, found by "
         "looking for what was missing, then recalled of torch at the time; "
         "policies of selective checkpointing; each block compiled by itself; norms from ops in fp32 until torch had a kernel "
-        "(norms.py, pytorch#153666), cuDNN's attention from about then on (attention.py); before 2024-06 fp32 logits bound "
-        "through the backward; since, "
-        "logits let go before the backward, loss in fp32 (dates recalled), in 8 chunks where the row says so (loss.py)"
+        "(norms.py, pytorch#153666), cuDNN's attention from about then on (attention.py); before torchtitan#391 fp32 "
+        "logits bound through the backward; since, logits let go before it, loss in fp32, in 8 chunks where the row says so "
+        "(loss.py); gradients clipped to 1 (train.py)"
     )
     return Program(
         make, (tokens, tokens), hardware_of(row), read, None if recent else _fp32_loss,
         fused_adamw if row.data["optimizer"].endswith("fused") else foreach_adamw,
         {
-            "processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"]), "clip_norm": row.clip_norm,
+            "processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"]), "clip_norm": _MAX_NORM,
         },
         lambda: _around(row, is_2d),
     )  # fmt: skip
