@@ -13,10 +13,8 @@ the artifacts themselves. Heavy imports wait until a verb is used.
 
 from __future__ import annotations
 
-import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -37,6 +35,7 @@ from .artifacts import (
     parse_bytes,
     parse_count,
 )
+from .collecting import rarely_collecting
 from .request import PlanOptions, PlanRequest, by_size, program_of, refuse_compiled, refuse_stages
 from .training import Trained, train
 
@@ -81,7 +80,6 @@ FOLDERS = (
 """The folders that are attributes of this module: all but `hardware`, which is the verb, and the command line."""
 EXPERTS = ("experts", "register_experts", "register_gate")
 """The functions of `capture.experts`, attributes of this module too: models call them."""
-_COLLECT_EVERY = 200_000
 
 
 def hardware(text: HardwareLike) -> Cluster:
@@ -193,21 +191,7 @@ def profile(
     return _with_extra_passes(found, cluster) if isinstance(optimizer, str) else found
 
 
-@contextmanager
-def _rarely_collecting() -> Iterator[None]:
-    """Look for garbage in cycles less often: planning makes millions of small objects, few of them in cycles.
-
-    A fifth of the time of planning went into such looks.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(max(before[0], _COLLECT_EVERY) if before[0] else 0, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@_rarely_collecting()
+@rarely_collecting()
 def plan(
     model: nn.Module,
     batch: Any,
@@ -286,7 +270,7 @@ def plan(
     return plan_sized(planned, batch, PlanRequest.of("plan", model, batch, options).cluster, batch_size, global_batch)
 
 
-@_rarely_collecting()
+@rarely_collecting()
 def offers(
     model: nn.Module,
     batch: Any,
@@ -345,7 +329,7 @@ def _planned(model: nn.Module, batch: Any, solver: str, shapes: Sequence[Any], o
     return make_plan_for(others, **replace(request, batch=largest).question(), solver=solver)
 
 
-@_rarely_collecting()
+@rarely_collecting()
 def compare(model: nn.Module, batch: Any, **options: Unpack[PlanOptions]) -> dict[str, Plan | Refusal]:
     """Plan with every solver; one that cannot meet the budget answers with its `Refusal`. Without `memory`, all can.
 
@@ -367,7 +351,7 @@ def compare(model: nn.Module, batch: Any, **options: Unpack[PlanOptions]) -> dic
     return run(**question)
 
 
-@_rarely_collecting()
+@rarely_collecting()
 def frontier(model: nn.Module, batch: Any, *, num_points: int = 8, **options: Unpack[PlanOptions]) -> list[Plan]:
     """Return plans from the smallest peak to the fastest step within `memory`: none is both slower and larger than another.
 

@@ -375,7 +375,53 @@ def build_losses(**_: Any) -> tuple[nn.Module, Any]:
     }  # fmt: skip
 
 
+class Graph(nn.Module):
+    """Messages along edges, added up at their ends; a recurrence over time, by a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.send, self.gate, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, nodes: Tensor, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+        state = nodes
+        for _ in range(2):
+            added = torch.zeros_like(state).index_add(0, target, self.send(state)[source])
+            keep = self.gate(state).sigmoid()
+            state = keep * state + (1 - keep) * added.index_fill(0, source[:2], 0.5)
+        return F.cross_entropy(self.out(state), labels)
+
+
+def build_graph(**_: Any) -> tuple[nn.Module, Any]:
+    source, target = torch.randint(0, 8, (2, 20))
+    return Graph(), {"nodes": torch.randn(8, 6), "source": source, "target": target, "labels": torch.arange(8) % 4}
+
+
+class Bags(nn.Module):
+    """Tables of features with sums, means and largest entries of bags, as in recommendation; windows of a signal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.EmbeddingBag(20, 6, mode=mode) for mode in ("sum", "mean", "max")])
+        self.signal = nn.Linear(5, 6)
+        self.top = nn.utils.parametrizations.weight_norm(nn.Linear(6, 1))
+
+    def forward(self, ids: Tensor, signal: Tensor, clicked: Tensor) -> Tensor:
+        found = [table(ids[:, place]) for place, table in enumerate(self.tables)]
+        found.append(self.signal(signal.unfold(1, 5, 2)).mean(1))
+        stacked = torch.stack(found, 1)
+        pairs = stacked @ stacked.transpose(1, 2)
+        logits = self.top(stacked.sum(1)) + pairs.mean((1, 2))[:, None]
+        return F.binary_cross_entropy_with_logits(logits[:, 0], clicked)
+
+
+def build_bags(**_: Any) -> tuple[nn.Module, Any]:
+    ids = torch.randint(0, 20, (8, 3, 4))
+    return Bags(), {"ids": ids, "signal": torch.randn(8, 11), "clicked": torch.rand(8).round()}
+
+
 GOOD = (
+    build_graph,
+    build_bags,
     build_losses,
     build_cells,
     build_messages,

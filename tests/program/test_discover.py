@@ -67,6 +67,14 @@ def test_a_contraction_leaves_partial_sums() -> None:
     assert sorted(loops.values(), key=str) == [(0, None, "->", 0), (1, 0, "->", "sum"), (None, 1, "->", 1)]
 
 
+def test_a_kernel_that_does_not_check_its_operands_ends_no_process_but_its_own(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    loops = split(found(OPS.unchecked.default, (8, 16), (8,), out=(8, 16), gradients=False))
+    assert sorted(loops.values(), key=str) == [(0, 0, "->", 0), (1, None, "->", 1)]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_what_depends_on_its_place_is_not_split_there() -> None:
     assert list(split(found(OPS.ramp.default, (8, 16), out=(8, 16))).values()) == [(0, "->", 0)]
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..artifacts import Plan
+from ..collecting import rarely_collecting
 from .errors import FAILED, OK
 from .model import ModelOptions, may_take_model, model_of_plan
 from .output import HtmlOption, JsonOption, answer, quiet_stdout, remark, status
@@ -17,6 +18,7 @@ PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file."
 
 
 @may_take_model
+@rarely_collecting()
 def check(
     model: ModelOptions | None,
     plan_path: PlanArgument,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..artifacts import Plan
+from ..collecting import rarely_collecting
 from .check import PlanArgument
 from .model import ModelOptions, may_take_model, model_of_plan
 from .output import answer, quiet_stdout, status
@@ -14,6 +15,7 @@ from .planned import Planned
 
 
 @may_take_model
+@rarely_collecting()
 def explain(
     model: ModelOptions | None,
     plan_path: PlanArgument,

@@ -13,6 +13,7 @@ import typer
 
 from ..arguments import as_mesh
 from ..artifacts import DEFAULT_IMBALANCE, Cluster, Plan, Refusal, UserError, parse_bytes
+from ..collecting import rarely_collecting
 from ..reports.frontier_figure import frontier_table
 from ..reports.terminal import compare_table
 from ..request import as_stages
@@ -47,6 +48,7 @@ MemoryOption = Annotated[
 
 
 @takes_model
+@rarely_collecting()
 def plan(
     model: ModelOptions,
     hardware: Annotated[

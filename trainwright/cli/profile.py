@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..artifacts import Cluster, Profile, UserError
+from ..collecting import rarely_collecting
 from ..reports.measures import SORTABLE
 from ..reports.units import format_bytes
 from .errors import FAILED, OK
@@ -22,6 +23,7 @@ _TRACE_HARDWARE = "cpu:1"
 
 
 @takes_model
+@rarely_collecting()
 def profile(
     model: ModelOptions,
     optimizer: Annotated[str, typer.Option(metavar="NAME", help="See `trainwright optimizers`.")] = "adamw",

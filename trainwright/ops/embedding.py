@@ -32,3 +32,20 @@ def embedding(call: Call) -> Signature:
     v, m = builder.loop("v", weight.shape[0], whole=renorm), builder.loop("m", weight.shape[1])
     lead = tuple(builder.loop(f"b{k}", n) for k, n in enumerate(indices.shape))
     return builder.build([(v, m), lead], [(*lead, m)], ["v"])
+
+
+@rule("embedding_bag")
+def embedding_bag(call: Call) -> Signature:
+    """`v m, n, o -> b m, …`: sums of rows are independent over the features alone, since a bag may be anywhere in the indices."""
+    builder = SignatureBuilder()
+    weight, *others = call.inputs
+    m = builder.loop("m", weight.shape[1])
+
+    def whole(shape: tuple[int, ...], tag: str) -> tuple[Any, ...]:
+        return tuple(builder.loop(f"{tag}{k}", size, whole=True) for k, size in enumerate(shape))
+
+    ins = [(builder.loop("v", weight.shape[0], whole=True), m)]
+    ins += [whole(spec.shape, f"i{place}_") for place, spec in enumerate(others)]
+    outs = [whole(spec.shape, f"o{place}_") for place, spec in enumerate(call.outputs)]
+    by_feature = [len(spec.shape) == 2 for spec in call.outputs]  # the sums, and the rows of the largest entries
+    return builder.build(ins, [(dims[0], m) if is_own else dims for dims, is_own in zip(outs, by_feature)])

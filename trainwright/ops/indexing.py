@@ -66,14 +66,26 @@ def index(call: Call) -> Signature | None:
     return builder.build(ins, [(*dims[: used[0]], *loops, *dims[used[-1] + 1 :])])
 
 
-@rule("slice_scatter", "select_scatter", "index_fill", "index_add", "index_copy", kind="elementwise")
+@rule("index_add", "index_copy", "index_fill", kind="elementwise")
+def scatter_rows(call: Call) -> Signature | None:
+    """`d* x, n, d* n -> d* x`: adds to, or overwrites, indexed rows of one dim, which stays whole; the other dims are loops."""
+    builder = SignatureBuilder()
+    shape, (index, *sources) = call.inputs[0].shape, call.inputs[1:]
+    if not shape or len(index.shape) != 1 or any(len(source.shape) not in (0, len(shape)) for source in sources):
+        return None
+    dim = call.arg(1, "dim", 0) % len(shape)
+    dims, n = same_dims(shape, builder, whole=(dim,)), builder.loop("n", index.shape[0], whole=True)
+    rows = (*dims[:dim], n, *dims[dim + 1 :])
+    return builder.build([dims, (n,), *(rows if source.shape else () for source in sources)], [dims])
+
+
+@rule("slice_scatter", "select_scatter", kind="elementwise")
 def scatter_along(call: Call) -> Signature | None:
     """Writes into a part of one dim, which stays whole; the others pass."""
     builder = SignatureBuilder()
     shape, out = call.inputs[0].shape, call.outputs[0].shape
-    position = 2 if call.name in ("slice_scatter", "select_scatter") else 1
-    dim = call.arg(position, "dim", 0) % len(shape)
-    if out != shape or call.name.startswith("index"):
+    dim = call.arg(2, "dim", 0) % len(shape)
+    if out != shape:
         return None
     dims = same_dims(shape, builder, whole=(dim,))
     source = call.inputs[1].shape

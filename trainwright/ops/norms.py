@@ -101,3 +101,13 @@ def normalize(call: Call) -> Signature:
     shape = call.inputs[0].shape
     dims = same_dims(shape, builder, whole=(call.arg(2, "dim", 1) % len(shape),))
     return builder.build([dims], [dims])
+
+
+@rule("_weight_norm")
+def weight_norm(call: Call) -> Signature:
+    """`d* o, o -> d* o`: each slice along one dim is scaled to a length of its own, and its other dims stay whole."""
+    builder = SignatureBuilder()
+    shape, dim = call.inputs[0].shape, call.arg(2, "dim", 0)
+    dims = same_dims(shape, builder, whole=[k for k in range(len(shape)) if k != dim])
+    lengths = tuple(dims[k] if k == dim else () for k in range(len(call.inputs[1].shape)))
+    return builder.build([dims, lengths], [dims])

@@ -321,3 +321,14 @@ def buffer_update(call: Call) -> Signature:
     builder = SignatureBuilder()
     ins = [builder.opaque(f"i{k}_", spec.shape) for k, spec in enumerate(call.inputs)]
     return builder.build(ins, [builder.opaque("o", spec.shape) for spec in call.outputs])
+
+
+@rule("unfold", kind="view")
+def unfold(call: Call) -> Signature:
+    """`d* x -> d* n s`: windows along one dim, which stays whole."""
+    builder = SignatureBuilder()
+    shape, out = call.inputs[0].shape, call.outputs[0].shape
+    dim = call.arg(1, "dimension", 0) % max(1, len(shape))
+    dims = same_dims(shape, builder, whole=(dim,))
+    windows, size = (builder.loop(name, size, whole=True) for name, size in (("n", out[dim]), ("s", out[-1])))
+    return builder.build([dims], [(*dims[:dim], windows, *dims[dim + 1 :], size)])

@@ -10,15 +10,17 @@ is a loop if the whole outputs result in one of two ways:
 The gradients have to recombine as well, for a random gradient of the outputs: those of cut inputs are concatenated,
 those of whole inputs summed. A loop has to hold on every draw. An op that draws random numbers, writes its inputs or
 returns different results for the same inputs is not tried. An op that refuses the small inputs is tried on others, last
-on inputs of the call's own sizes.
+on inputs of the call's own sizes. Kernels that do not check the sizes of their inputs may write past them, so each trial runs in
+a process of its own (`apart`), and one that ends that process has failed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 from ..ops import Call, Signature, TensorSpec
 from ..ops.signature import SignatureBuilder
 from ..torch_internals import private
+from .apart import apart
 from .rule_cache import RuleCache
 
 SUM = -1
@@ -73,17 +76,26 @@ def _may_be_tried(target: Any, call: Call) -> bool:
 
 def _tried(target: Any, call: Call, differentiated: tuple[bool, ...]) -> Signature | None:
     cache = RuleCache(private.schema_text(target), f"{_pattern(call)} {differentiated}")
+    trial = _first_that_runs(target, call, differentiated)
+    if trial is None:
+        return None
     known = cache.read()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
-        trial = _first_that_runs(target, call, differentiated)
-        if trial is None:
-            return None
-        cuts = [Cut(tuple(one), tuple(other)) for one, other in known] if known is not None else None
-        if cuts is None or not all(trial.holds(cut, num_draws=1) for cut in cuts):
-            cuts = _search(trial)
-            cache.write([(cut.inputs, cut.outputs) for cut in cuts])
+    cuts = [Cut(tuple(one), tuple(other)) for one, other in known or ()]
+    if known is None or not _alone(lambda: all(trial.holds(cut, num_draws=1) for cut in cuts)):
+        cuts = _search(trial)
+        cache.write([(cut.inputs, cut.outputs) for cut in cuts])
     return _signature(call, cuts) if cuts else None
+
+
+def _alone(attempt: Callable[[], Any]) -> Any:
+    """Return the result of an attempt on the same random numbers each time; None if it raised, or ended its process."""
+
+    def seeded() -> Any:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            return attempt()
+
+    return apart(seeded)
 
 
 def _pattern(call: Call) -> str:
@@ -108,7 +120,7 @@ def _first_that_runs(target: Any, call: Call, differentiated: tuple[bool, ...]) 
     own = {size: size for size in distinct}
     for sizes, dtype in itertools.product((small, multiples, own), (torch.float64, torch.float32)):
         trial = _Trial(target, call, differentiated, {1: 1, **sizes}, dtype)
-        if trial.runs():
+        if _alone(trial.runs):
             return trial
     return None
 
@@ -161,6 +173,11 @@ class _Trial:
             if len(sizes) == 1 and sizes != {1}:
                 found.append(dims)
         yield from sorted(found, key=lambda dims: -sum(dim is not None for dim in dims))[:_MAX_TRIALS]
+
+    def loop_along(self, dims: tuple[int | None, ...]) -> tuple[int, ...] | None:
+        """Return how the outputs recombine if cutting `dims` is a loop; None if it is not."""
+        outputs = self.outputs_of(dims)
+        return outputs if outputs is not None and self.holds(Cut(dims, outputs)) else None
 
     def outputs_of(self, dims: tuple[int | None, ...]) -> tuple[int, ...] | None:
         """Return how the outputs of two parts recombine, for each output a dim or `SUM`; `None` where one does not."""
@@ -289,9 +306,9 @@ def _search(trial: _Trial) -> list[Cut]:
     """
     found: list[Cut] = []
     for dims in trial.candidates():
-        outputs = trial.outputs_of(dims)
-        if outputs is not None and trial.holds(Cut(dims, outputs)):
-            found.append(Cut(dims, outputs))
+        outputs = _alone(partial(trial.loop_along, dims))
+        if outputs is not None:
+            found.append(Cut(dims, tuple(outputs)))
     chosen: list[Cut] = []
     for cut in sorted(found, key=lambda cut: (SUM in cut.outputs, -sum(dim is not None for dim in cut.inputs))):
         if not any(_overlap(cut.inputs, other.inputs) or _overlap(cut.outputs, other.outputs) for other in chosen):

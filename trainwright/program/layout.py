@@ -46,11 +46,11 @@ def slot_range(size: int, splits: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 def local_sizes(slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int] | None) -> list[int]:
     """Return the size of every slot on the rank at `coords`; without them, on the rank that holds most."""
-    sizes = []
-    for index, slot in enumerate(slots):
-        splits = [(mesh[axis], coords[axis] if coords else 0) for axis, at in enumerate(layout) if at == index]
-        start, stop = slot_range(slot.size, splits)
-        sizes.append(stop - start)
+    sizes = [slot.size for slot in slots]
+    for split in {at for at in layout if at >= 0}:
+        parts = [(mesh[axis], coords[axis] if coords else 0) for axis, at in enumerate(layout) if at == split]
+        start, stop = slot_range(sizes[split], parts)
+        sizes[split] = stop - start
     return sizes
 
 

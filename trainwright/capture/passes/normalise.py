@@ -40,6 +40,9 @@ def _drop_dead(graph: fx.Graph, context: Context) -> None:
     """Drop what nothing reads and what writes nothing that lasts."""
     del context
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or _writes(node))
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta["role"] == "const" and not node.users:
+            graph.erase_node(node)  # such as the list of its weights that an LSTM keeps beside its parameters
 
 
 def _writes(node: fx.Node) -> bool:

@@ -1,0 +1,32 @@
+"""Models that users write run under plans as in one process: of the solver, and drawn at random."""
+
+from __future__ import annotations
+
+import pytest
+
+import trainwright as tw
+from tests.models import plain
+from tests.pool import Pool
+from tests.user_model_cases import built
+
+CASES = "tests.user_model_cases:"
+NAMES = [build.__name__ for build in plain.GOOD]
+QUICK = ("build_lstm", "build_bags", "build_graph")
+"""Models with ops that no other model of these tests has."""
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_plan_of_the_solver(pool2: Pool, name: str) -> None:
+    model, batch, *loss_fn = built(name)
+    plan = tw.plan(model, batch, loss_fn=loss_fn[0] if loss_fn else None, hardware="cpu:2")
+    report = pool2.run(CASES + "verified", plan=plan.to_json(), name=name)[0]
+    assert report["passed"], report
+    assert max(report["peak_bytes"]) == pytest.approx(plan.predicted.peak_bytes, rel=0.01, abs=64)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("name", ALL)
+def test_plans_drawn_at_random(pool2: Pool, name: str, seed: int) -> None:
+    report = pool2.run(CASES + "random_plan", name=name, mesh=[2], seed=seed)[0]
+    assert report["passed"], report

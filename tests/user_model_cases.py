@@ -1,0 +1,35 @@
+"""Models that users write, verified on this rank: called by `tests/runtime/test_user_models.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import trainwright as tw
+from tests.models import plain
+from tests.plans import plan_of, random_decisions
+from trainwright.artifacts import Plan
+from trainwright.capture.export import capture
+from trainwright.program.program import build_program
+from trainwright.request import literals_of
+from trainwright.runtime.verification.verify import verify
+
+
+def built(name: str) -> tuple[Any, ...]:
+    """Return model, batch and, where there is one, loss of the builder of that name, the same on each call."""
+    torch.manual_seed(1)
+    return getattr(plain, name)()
+
+
+def verified(plan: str, name: str) -> dict[str, Any]:
+    """Compare a plan with one process in float64; measure the peaks."""
+    return tw.verify(lambda: built(name), Plan.parse(plan)).model_dump()
+
+
+def random_plan(name: str, mesh: list[int], seed: int) -> dict[str, Any]:
+    """Verify a plan drawn from the whole strategy space."""
+    model, batch, *loss_fn = built(name)
+    program = build_program(capture(model, batch, *loss_fn))
+    plan = plan_of(program, random_decisions(program, tuple(mesh), seed, 0.5), literals_of(batch))
+    return verify(lambda: built(name), plan).model_dump()
