@@ -27,8 +27,8 @@ SOURCES = {
 """By the beginning of a row's id."""
 LAPTOP = "laptop"
 LOGITS_LET_GO, DONATED, NEW_KERNELS = "2024-06-12", "2024-12", "2025-08"
-"""Since when torchtitan's loop lets go of its logits before the backward (pytorch/torchtitan#391), compiled backwards write into what
-was saved for them (pytorch/pytorch#140113, described on 2024-11-08), and eager nn.RMSNorm is one kernel on GPUs
+"""Since when torchtitan's loop lets go of its logits before the backward (torchtitan#391), compiled backwards write into what was
+saved for them (pytorch/pytorch#140113, described on 2024-11-08), and eager nn.RMSNorm is one kernel on GPUs
 (pytorch/pytorch#153666) and torchtitan asks for cuDNN's attention first (attention.py; the month recalled)."""
 
 
