@@ -1,9 +1,10 @@
 """A step at declared rates, against what no order can beat, against the prediction, and against fixed rules.
 
 `python -m benchmarks.tiers.rates DIR [--record]`. A stack of equal blocks whose computation is a sleep of declared length (so
-that the cores are the disks' alone), trained by AdamW through the runtime's own residence, updates and store; a token bucket
-lets no more bytes a second pass than the table says. The planner is told of a device that computes as long as the sleeps and of
-a disk of those rates.
+that the cores are the disks' alone; one that wakes late makes the next one shorter), trained by AdamW through the runtime's own
+residence, updates and store; a token bucket lets no more bytes a second pass than the table says. The planner is told of a device
+that computes as long as the sleeps and of a disk of those rates. Every cell is a process of its own; all run at the same time, so
+that other load on the machine is the same for all.
 
     planned                 what stays is chosen by the planner among what memory has room for; update during the backward
     all states out          nothing stays
@@ -15,8 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -34,13 +38,13 @@ from trainwright.tiers import Layer, Policy, Rates, StoreOptions, bound_s, place
 
 RECORD = Path(__file__).parents[1] / "results" / "tiers-rates"
 NUM_BLOCKS, WIDTH = 16, 512
-FORWARD_S = 0.2
+FORWARD_S = 0.8
 """Of a block; its backward takes twice as long, but for the first one's, whose input has no gradient."""
 BLOCK_BYTES = 4 * WIDTH * WIDTH
 WINDOW_BYTES = 16 * BLOCK_BYTES
 ROOM_BYTES = 6 * 3 * BLOCK_BYTES
 """What memory has room for beside the window: six blocks with their states."""
-RATES = (5e6, 10e6, 40e6)
+RATES = (1.25e6, 2.5e6, 10e6)
 RULES = {
     "planned": {},
     "all states out": {"keep_bytes": 0},
@@ -50,18 +54,30 @@ RULES = {
 
 
 class Timed(torch.autograd.Function):
-    """Takes its time in both directions."""
+    """Takes its time in both directions, with the block's weight in memory, as a product would."""
+
+    late_s = 0.0
+    """The seconds by which the sleeps so far were longer than declared."""
+
+    @classmethod
+    def compute(cls, seconds: float) -> None:
+        """Sleep so long that all sleeps together take what was declared."""
+        began = time.perf_counter()
+        time.sleep(max(0.0, seconds - cls.late_s))
+        cls.late_s += time.perf_counter() - began - seconds
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, backward_s: float) -> torch.Tensor:
-        time.sleep(FORWARD_S)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, backward_s: float) -> torch.Tensor:
+        Timed.compute(FORWARD_S)
+        ctx.save_for_backward(weight)
         ctx.backward_s = backward_s
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.backward_s)
-        return grads[0], None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (_,) = ctx.saved_tensors
+        Timed.compute(ctx.backward_s)
+        return grads[0], None, None
 
 
 def layers(update_s: float) -> list[Layer]:
@@ -105,7 +121,7 @@ def module_of(plan: tw.Plan, tier: TierOptions | None) -> Any:
     num = 0
     for each in executor.local.instructions:
         if "linear" in str(each.key):
-            executor.calls[each.index] = timed(executor.calls[each.index], each.outputs[0], num == 0)
+            executor.calls[each.index] = timed(executor.calls[each.index], each, num == 0)
             num += 1
     assert num == NUM_BLOCKS
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
@@ -114,10 +130,13 @@ def module_of(plan: tw.Plan, tier: TierOptions | None) -> Any:
     return module, optimizer, batch
 
 
-def timed(call: Any, output: int, is_first: bool) -> Any:
+def timed(call: Any, instruction: Any, is_first: bool) -> Any:
+    _, weight = instruction.inputs
+    (output,) = instruction.outputs
+
     def run(env: dict[int, Any], state: Any) -> None:
         call(env, state)
-        env[output] = Timed.apply(env[output], FORWARD_S if is_first else 2 * FORWARD_S)
+        env[output] = Timed.apply(env[output], env[weight], FORWARD_S if is_first else 2 * FORWARD_S)
 
     return run
 
@@ -133,15 +152,14 @@ def steps_of(module: Any, optimizer: Any, batch: Any, num_steps: int) -> list[fl
     return taken
 
 
-def in_memory(num_steps: int) -> float:
-    """Return the median seconds of a step without a tier: what computes."""
-    return statistics.median(steps_of(*module_of(plan_of(RATES[0], False), None), num_steps + 1)[1:])
+def in_memory(num_steps: int) -> dict[str, Any]:
+    """Return the seconds of steps without a tier: what computes."""
+    return {"steps_s": steps_of(*module_of(plan_of(RATES[0], False), None), num_steps + 1)[1:]}
 
 
-def measure(
-    folder: Path, plan: tw.Plan, rate: float, options: dict[str, Any], num_steps: int
-) -> tuple[float, float, float]:
-    """Return the median seconds of a step, and the mean ones of a block's update and of a step's commit."""
+def cell(folder: Path, rate: float, name: str, num_steps: int) -> dict[str, Any]:
+    """Measure one rule at one rate, and predict it with the seconds of updates and commits that were measured."""
+    options, plan, rates = RULES[name], plan_of(rate, name == "planned"), Rates(rate, rate)
     folder.mkdir(parents=True)
     # Several threads wait for the bucket at a time, so that one that wakes late costs no bytes of the rate.
     store = StoreOptions(chunk_bytes=2**18, buffer_bytes=2**23, num_threads=6, read_rate=rate, write_rate=rate)
@@ -153,7 +171,14 @@ def measure(
     update_s = (module.tier.updates.busy_s - busy_s) / num_steps / NUM_BLOCKS
     module.tier.close()
     shutil.rmtree(folder)
-    return statistics.median(taken), update_s, statistics.mean(commits)
+    policy = Policy(WINDOW_BYTES, options.get("keep_bytes", 0), options.get("update", "during"))
+    own = placed(layers(update_s), policy) if plan.tier is None else fates(layers(update_s), plan)
+    predicted = simulate(own, policy, rates)
+    commit_s = statistics.mean(commits)
+    return {
+        "rate": rate, "rule": name, "steps_s": taken, "predicted_s": commit_s + predicted.step_s, "compute_s": predicted.compute_s,
+        "bound_s": bound_s(own, policy, rates), "update_s": update_s, "commit_s": commit_s, "stays": kept_text(plan, own),
+    }  # fmt: skip
 
 
 def timed_commits(store: Any) -> list[float]:
@@ -170,24 +195,25 @@ def timed_commits(store: Any) -> list[float]:
 
 
 def rows(folder: Path, num_steps: int) -> list[dict[str, Any]]:
-    found = []
-    for rate in RATES:
-        compute_s = in_memory(num_steps)
-        for name, options in RULES.items():
-            plan, rates = plan_of(rate, name == "planned"), Rates(rate, rate)
-            step_s, update_s, commit_s = measure(folder / "cell", plan, rate, options, num_steps)
-            policy = Policy(WINDOW_BYTES, options.get("keep_bytes", 0), options.get("update", "during"))
-            own = placed(layers(update_s), policy) if plan.tier is None else fates(layers(update_s), plan)
-            predicted = simulate(own, policy, rates)
-            predicted_s = commit_s + (predicted.step_s if plan.tier is None else plan.predicted.step_s)
-            found.append(
-                {"rate": rate, "rule": name, "step_s": step_s, "in_memory_s": compute_s, "predicted_s": predicted_s,
-                 "compute_s": predicted.compute_s, "bound_s": bound_s(own, policy, rates), "update_s": update_s,
-                    "commit_s": commit_s,
-                 "stays": kept_text(plan, own)}
-            )  # fmt: skip
-            print(json.dumps(found[-1]), flush=True)
+    """Run all cells at the same time, and the step without a tier beside them."""
+    cells = ["memory", *(f"{rate}:{name}" for rate in RATES for name in RULES)]
+    command = [sys.executable, "-m", "benchmarks.tiers.rates", str(folder), "--steps", str(num_steps), "--cell"]
+    begun = [subprocess.Popen([*command, each], stdout=subprocess.PIPE, text=True) for each in cells]
+    told = [json.loads(each.communicate()[0].splitlines()[-1]) for each in begun]
+    compute_s, load = statistics.median(told[0]["steps_s"]), os.getloadavg()[1]
+    found = [{**each, "step_s": statistics.median(each["steps_s"]), "in_memory_s": compute_s} for each in told[1:]]
+    for each in found:
+        planned = next(other for other in found if other["rule"] == "planned" and other["rate"] == each["rate"])
+        pairs = zip(planned["steps_s"], each["steps_s"], strict=True)
+        each["planned_over"], each["load"] = sorted(own / other for own, other in pairs), load
     return found
+
+
+def of_cell(folder: Path, text: str, num_steps: int) -> dict[str, Any]:
+    if text == "memory":
+        return in_memory(num_steps)
+    rate, name = text.split(":")
+    return cell(folder / text.replace(" ", "-"), float(rate), name, num_steps)
 
 
 def fates(own: list[Layer], plan: tw.Plan) -> list[Layer]:
@@ -212,18 +238,25 @@ def table(found: list[dict[str, Any]]) -> str:
         "# Steps on a disk of declared rates", "", __doc__ or "", "",
         f"{NUM_BLOCKS} blocks, {BLOCK_BYTES / 2**20:g} MiB, forward {FORWARD_S * 1e3:g} ms, backward {2 * FORWARD_S * 1e3:g} ms;",
         "*in memory* is the step without disks, measured beside the others: what of a step is exposed is what it takes longer.",
-        "Seconds of updates and of commits (`fsync`, and a small file replaced) are measured and part of what is predicted.", "",
-        "rate | rule | stays | in memory | bound | commit | step | step / bound | predicted | exposed, predicted | exposed | ratio",
-        "---|---|---|---|---|---|---|---|---|---|---|---",
+        "Seconds of updates and of commits (`fsync`, and a small file replaced) are measured and part of what is predicted.",
+        f"Medians of {len(found[0]['steps_s'])} steps; *planned / rule* pairs steps of one number, which ran at the same time:",
+        f"median (least to most). The machine's load over five minutes was {found[0]['load']:.1f} on {os.cpu_count()} cores.", "",
+        "rate | rule | stays | in memory | bound | commit | step | step / bound | predicted | "
+        "exposed, predicted | exposed | ratio | planned / rule",
+        "---|---|---|---|---|---|---|---|---|---|---|---|---",
     ]  # fmt: skip
     for row in found:
-        exposed, predicted = row["step_s"] - row["in_memory_s"], row["predicted_s"] - row["compute_s"]
+        exposed, predicted, pairs = (
+            row["step_s"] - row["in_memory_s"],
+            row["predicted_s"] - row["compute_s"],
+            row["planned_over"],
+        )
         lines.append(
             f"{row['rate'] / 1e6:g} MB/s | {row['rule']} | {row['stays']} | {row['in_memory_s']:.2f} s | "
             f"{row['bound_s']:.2f} s | {row['commit_s']:.2f} s | "
             f"{row['step_s']:.2f} s | "
             f"{row['step_s'] / row['bound_s']:.3f} | {row['predicted_s']:.2f} s | {predicted:.2f} s | {exposed:.2f} s | "
-            f"{exposed / predicted:.2f}"
+            f"{exposed / predicted:.2f} | {statistics.median(pairs):.4f} ({pairs[0]:.4f} to {pairs[-1]:.4f})"
         )
     return "\n".join([*lines, ""])
 
@@ -231,10 +264,14 @@ def table(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.cell:
+        print(json.dumps(of_cell(Path(options.folder), options.cell, options.steps)))
+        return
     found = rows(Path(options.folder), options.steps)
     print(table(found))
     if options.record:

@@ -130,3 +130,22 @@ def numbered(**_: Any) -> Any:
 def sized(**_: Any) -> Any:
     """The batch's size in a tensor."""
     return _built(lambda self, x, y: self.rows(x).square().sum() / torch.full((), x.shape[0]))
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.encoder(x)).flatten(0, 1), labels.flatten())
+
+
+def torchs_encoder(**_: Any) -> tuple[nn.Module, Any]:
+    """Rows of which torch's attention has the batch as the inner part: positions before examples."""
+    torch.manual_seed(1)
+    labels = torch.randint(CLASSES, (BATCH, 6))
+    labels[:3, 2:] = -100
+    return _Encoder(), (torch.randn(BATCH, 6, WIDTH), labels)

@@ -419,7 +419,35 @@ def build_bags(**_: Any) -> tuple[nn.Module, Any]:
     return Bags(), {"ids": ids, "signal": torch.randn(8, 11), "clicked": torch.rand(8).round()}
 
 
+class Inline(nn.Module):
+    """Blocks that are dicts of layers, which one forward combines; a layer that is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {"qkv": nn.Linear(8, 24), "out": nn.Linear(8, 8), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+            )
+            for _ in range(3)
+        )
+        self.leave = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.enter(x)
+        for block in self.blocks:
+            q, k, v = block["qkv"](F.layer_norm(h, (8,))).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            h = h + block["out"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            h = h + block["down"](F.gelu(block["up"](F.layer_norm(h, (8,)))))
+        return F.mse_loss(self.leave(h), y)
+
+
+def build_inline(**_: Any) -> tuple[nn.Module, Any]:
+    return Inline(), {"x": torch.randn(4, 6, 5), "y": torch.randn(4, 6, 5)}
+
+
 GOOD = (
+    build_inline,
     build_graph,
     build_bags,
     build_losses,

@@ -76,6 +76,7 @@ def test_sharded_and_recomputed_in_two(pool2: Pool, model: str, share: float) ->
         ("over_batch_size", {4.0, 0.25}),
         ("masked_mean", {4.0, "whole-sum"}),
         ("regularised", {"weighted"}),
+        ("torchs_encoder", {"weighted"}),
     ],
 )
 def test_every_way_to_average_is_exact(pool2: Pool, name: str, corrections: set[Any]) -> None:

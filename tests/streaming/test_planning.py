@@ -49,7 +49,8 @@ def test_a_run_holds_and_moves_what_its_plan_says(place: str, storage: torch.dty
     assert streamed.resting.num_written - before[1] == plan.predicted.written_bytes
     rate = CLUSTER.device.bandwidth_bytes_per_s / 2 if place == "host" else CLUSTER.offload["disk"].read_bytes_per_s
     assert plan.predicted.read_s == plan.predicted.read_bytes / rate
-    assert plan.predicted.step_s == max(plan.predicted.compute_s, plan.predicted.read_s, plan.predicted.written_s)
+    least = max(plan.predicted.compute_s, plan.predicted.read_s, plan.predicted.written_s)
+    assert least <= plan.predicted.step_s <= plan.predicted.compute_s + plan.predicted.read_s + plan.predicted.written_s
 
 
 def test_it_is_the_fewest_of_all_numbers_of_blocks() -> None:

@@ -551,7 +551,10 @@ class Plan(Artifact):
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(str(part) for part in problem["loc"])
-            raise UserError(f"a valid plan is needed; {where} is not one: {place}: {problem['msg']}") from None
+            raise UserError(
+                f"a valid plan is needed; {where} is not one: {place}: {problem['msg']}; mend that entry, or, where another "
+                "version of trainwright wrote it, make the plan again with `plan`"
+            ) from None
 
 
 def names_of_batch(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:

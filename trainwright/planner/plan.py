@@ -253,7 +253,6 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
             *_promise(answer.decisions, task.budget_bytes),
             *_sampled(place.problem, answer.decisions),
             *_passes(task),
-            *_beside_disks(task),
             *answer.notes,
             *found.notes,
         ),
@@ -365,16 +364,6 @@ def _sampled(problem: Problem, decisions: Decisions) -> tuple[str, ...]:
         f"{problem.costs.sampled:.3g} of their rows ({keys}); loss and all other gradients are exact",
         f"the variance of such an estimate is at most {most:.3g} · Σ_i ‖g_i‖² ‖x_i‖², where all rows have the same norm, and less "
         "where few rows hold most of it; `verify` measures it",
-    )
-
-
-def _beside_disks(task: Task) -> tuple[str, ...]:
-    """A note on the peak of several ranks whose parameters and states rest on disks."""
-    if task.tier is None or task.cluster.num_devices == 1:
-        return ()
-    return (
-        "on several devices the peak is an estimate, not a promise: what comes from disks while a rank waits for the others is not "
-        "counted (two ranks of a small model were seen to hold 5 % more); leave as much of the memory free",
     )
 
 

@@ -34,6 +34,7 @@ from ..capture.passes.chunked_loss import chunk_losses
 from ..ops import find
 from ..torch_internals.private import flatten_batch
 from .drawing import draws
+from .factors import leaves
 from .program import Op, Program, Tensor, build_program, op_name
 
 WEIGHTED = "weighted"
@@ -318,7 +319,7 @@ class _Comparison:
             )
 
     def _of_parts(self, op: Op, known: bool) -> list[_State]:
-        loop = self._loop(op)
+        loop, factor = self._loop(op)
         signature = op.signature
         if not signature.known or loop in signature.whole or loop in signature.joint:
             self._refuse("examples that are computed each by itself", f"{op.key} takes the whole batch together")
@@ -326,25 +327,35 @@ class _Comparison:
             return self._reduced(op, loop, known)
         found = []
         for place, tensor in enumerate(op.outputs):
-            slot = op.slot(tensor, signature.outputs[place], loop, 0)
+            slot = op.slot(tensor, signature.outputs[place], loop, factor)
             if slot is None:
                 self._refuse("examples that are computed each by itself", f"{op.key} drops the batch")
             else:
                 found.append(_State("part", slot, known))
         return found
 
-    def _loop(self, op: Op) -> str:
-        """Return the loop of `op` that runs over the batch, which has to be the same in all operands that are parts."""
-        loops = set()
+    def _loop(self, op: Op) -> tuple[str, int]:
+        """Return the loop of `op` that runs over the batch, and which of its factors does; all operands that are parts agree.
+
+        A loop over several dims that a view has merged may have the batch as an inner factor, as torch's own attention does.
+        """
+        found = set()
         for place, tensor in enumerate(op.inputs):
             state = self.states[tensor]
             if state.kind == "part":
                 dims = op.signature.inputs[place]
-                own = [name for name in op.loops if op.slot(tensor, dims, name, 0) == state.slot]
-                loops.add(own[0] if own else None)
-        if len(loops) != 1 or None in loops:
+                own = [
+                    (name, factor)
+                    for name in op.loops
+                    for factor in range(len(leaves(op.loops[name])))
+                    if op.slot(tensor, dims, name, factor) == state.slot
+                ]
+                found.add(own[0] if own else None)
+        if len(found) != 1 or None in found:
             self._refuse("examples that are computed each by itself", f"{op.key} combines them with one another")
-        return str(loops.pop())
+        (same,) = found
+        assert same is not None
+        return same
 
     def _reduced(self, op: Op, loop: str, known: bool) -> list[_State]:
         if op.signature.once:

@@ -18,7 +18,7 @@ def stream_table(plan: StreamPlan) -> str:
     held = "three blocks, what stays, activations of two forwards"
     rates = f"{format_s(predicted.read_s)} at the rate of the hardware file"
     rows = [
-        ("step", f"{format_s(predicted.step_s)} at least", forwards),
+        ("step", format_s(predicted.step_s), forwards),
         ("peak of the device", f"{format_bytes(predicted.peak_bytes)}{budget}", held),
         ("blocks", f"{len(plan.blocks)} of {plan.num_blocks} stream", rests),
         ("come in", f"{format_bytes(predicted.read_bytes)} a step", rates),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..program.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
 from ..program.program import Tensor as ProgramTensor
@@ -104,8 +105,8 @@ class AtRest(Plain):
 
     def __init__(self, shapes: Mapping[torch.Tensor, Sequence[int]]) -> None:
         self.shapes = shapes
-        self.given: set[int] = set()
-        """The addresses of the gradients that this run has returned."""
+        self.given: dict[int, StorageWeakRef] = {}
+        """The memory of the gradients that this run has returned, by address."""
 
     def part(self, param: DTensor) -> torch.Tensor:
         """Return the rank's part of a parameter; its gradient becomes a `DTensor` in the parameter's layout."""
@@ -131,10 +132,11 @@ class AtRest(Plain):
         local = local.contiguous()
         # Autograd gives operands of a sum one and the same gradient, and cannot see that through the wrapper: scaled in
         # place for one parameter (by clipping, say), it would be scaled for the other too.
-        if local.data_ptr() in self.given:
+        given = self.given.get(local.data_ptr())
+        if given is not None and not given.expired():  # else another's memory, freed since
             local = local.clone()
         elif local.numel():
-            self.given.add(local.data_ptr())
+            self.given[local.data_ptr()] = StorageWeakRef(local.untyped_storage())
         return dtensor_like(local, param)  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
 """Plans which blocks stream: of those that keep the peak within the device's memory, the fewest.
 
 peak(S)     a step with the blocks S streamed, on fakes                                            `predict.cost_of_step`
-step(S) ≥   max(compute, Σ bytes of S / rate in, Σ bytes of S / rate out)
+step(S)     in the order of reads, updates and writes                                              `schedule.step_s`
 S           evenly spaced, so that what stays computes beside what comes in; fewer blocks move less and compute the same
 
 Compute is two forwards and the directions: each op by the device's rates, each number drawn by `DRAWN_S`.
@@ -19,6 +19,7 @@ from torch import nn
 from ..artifacts import Cluster, ModelRef, Refusal, StreamPlan, StreamPredicted, Tier, UserError
 from .blocks import find_parts
 from .predict import StepCost, cost_of_step
+from .schedule import step_s
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -74,7 +75,8 @@ def plan_stream(
         block_bytes=max(part.layout(rests)[1] for part in parts),
         budget_bytes=memory_bytes,
         predicted=StreamPredicted(
-            step_s=max(found.compute_s, read_s, written_s), compute_s=found.compute_s, read_s=read_s, written_s=written_s,
+            step_s=step_s(found.parts, found.beside_s, rates.read_bytes_per_s, rates.write_bytes_per_s),
+            compute_s=found.compute_s, read_s=read_s, written_s=written_s,
             read_bytes=found.read_bytes, written_bytes=found.written_bytes, peak_bytes=found.peak_bytes,
         ),
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from ..profiler.values import KnownValues
 from ..torch_internals.fakes import fake_like, faked, new_mode
 from ..torch_internals.private import flatten, unflatten
 from ..torch_internals.trees import tensors_in
-from .blocks import find_parts
+from .blocks import Part, find_parts
+from .schedule import PartCost
 from .streamed import Streamed
 
 OnOp = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
@@ -32,9 +33,17 @@ class StepCost:
     """The memory that a streamed step takes of the device, and the bytes that it moves."""
 
     peak_bytes: int
-    compute_s: float
     read_bytes: int
     written_bytes: int
+    parts: tuple[PartCost, ...]
+    """The model's parts in the order in which a step enters them."""
+    beside_s: float
+    """The seconds of computation before the first part."""
+
+    @property
+    def compute_s(self) -> float:
+        """Return the seconds of all computation."""
+        return self.beside_s + sum(part.update_s + part.use_s for part in self.parts)
 
 
 def peak_of_step(streamed: Streamed, step: Callable[[], Any], batch: Any = (), on_op: OnOp | None = None) -> int:
@@ -77,21 +86,17 @@ def cost_of_step(
 
     The seconds are those of both forwards, of moving parameters along their directions, and of drawing these.
     """
-    drawn, total = Counter[str](), [0.0]
-
-    def on_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        total[0] += op_seconds(device, func, args, kwargs, out)
-
     mode = new_mode()
     leaves, form = flatten(batch)
     fakes = [fake_like(leaf.detach(), mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     faked_batch = unflatten(fakes, form)
+    clock = _Clock(device)
     with faked(model, mode) as stand_in, KnownValues(mode, fills_memory=False):
         trained = [param for param in stand_in.parameters() if param.requires_grad]
         optimizer = MeZO(trained, exact=exact)
         streamed = Streamed(
             stand_in, optimizer, _Nowhere(), storage=storage, blocks=blocks,
-            draws=(_drawn(None, drawn, "normals"), _drawn(torch.int32, drawn, "bits")),
+            draws=(clock.drawing(None, NORMAL_S), clock.drawing(torch.int32, BITS_S)),
         )  # fmt: skip
 
         def closure() -> float:
@@ -99,12 +104,59 @@ def cost_of_step(
             return 0.0
 
         streamed.step(closure)
-        drawn.clear()
         before = streamed.resting.num_read, streamed.resting.num_written
-        peak = peak_of_step(streamed, lambda: streamed.step(closure), faked_batch, on_op)
+        clock.follow(streamed)
+        peak = peak_of_step(streamed, lambda: streamed.step(closure), faked_batch, clock.on_op)
         moved = streamed.resting.num_read - before[0], streamed.resting.num_written - before[1]
-        drawn_s = drawn["normals"] * NORMAL_S + drawn["bits"] * BITS_S
-        return StepCost(peak, total[0] + drawn_s, *moved)
+        return StepCost(peak, *moved, clock.parts(), clock.beside_s)
+
+
+class _Clock:
+    """Counts the seconds of a simulated step by the part that they are spent on, its update apart."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.beside_s = 0.0
+        self._parts: dict[Part, tuple[int, list[float]]] = {}
+        """By part that was entered, in order: its bytes in the store, and the seconds of its update and of what follows."""
+        self._spending: list[float] | None = None
+        self._is_updating = False
+
+    def follow(self, streamed: Streamed) -> None:
+        """Count by the parts that `streamed` loads from now on."""
+        self.beside_s, streamed.loading = 0.0, self._loading
+
+    @contextmanager
+    def _loading(self, part: Part, num_bytes: int) -> Iterator[None]:
+        _, self._spending = self._parts.setdefault(part, (num_bytes, [0.0, 0.0]))
+        self._is_updating = True
+        try:
+            yield
+        finally:
+            self._is_updating = False
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Count an op."""
+        self._count(op_seconds(self.device, func, args, kwargs, out))
+
+    def drawing(self, dtype: torch.dtype | None, seconds: float) -> Callable[[int, tuple[int, ...], int], Tensor]:
+        """Return what stands for drawing numbers of `dtype`, which takes `seconds` for each."""
+
+        def draw(num: int, _key: tuple[int, ...], _start: int) -> Tensor:
+            self._count(num * seconds)
+            return torch.empty(num, dtype=dtype)
+
+        return draw
+
+    def parts(self) -> tuple[PartCost, ...]:
+        """Return what was counted, by part."""
+        return tuple(PartCost(num_bytes, *seconds) for num_bytes, seconds in self._parts.values())
+
+    def _count(self, seconds: float) -> None:
+        if self._spending is None:
+            self.beside_s += seconds
+        else:
+            self._spending[0 if self._is_updating else 1] += seconds
 
 
 class _Nowhere:
@@ -121,14 +173,6 @@ class _Nowhere:
 
     def flush(self) -> None:
         """Do nothing."""
-
-
-def _drawn(dtype: torch.dtype | None, count: Counter[str], what: str) -> Callable[[int, tuple[int, ...], int], Tensor]:
-    def draw(num: int, _key: tuple[int, ...], _start: int) -> Tensor:
-        count[what] += num
-        return torch.empty(num, dtype=dtype)
-
-    return draw
 
 
 def check_fits(

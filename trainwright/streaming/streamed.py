@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -144,6 +145,8 @@ class Streamed:
         self._stands_at: int | None = None
         self._states: dict[Part, _State] = {}
         self._hooks: list[Any] = []
+        self.loading: Callable[[Part, int], AbstractContextManager[None]] = lambda part, num_bytes: nullcontext()
+        """The context in which a part is loaded, whose bytes rest in the store, and catches up; predictions follow it."""
         self.away: set[int] = set()
         """The ids of the parameters whose values are not loaded now."""
         self._rest(store or HostStore(), found.standing)
@@ -203,27 +206,36 @@ class Streamed:
         param.data = torch.full((), math.nan, dtype=self._used_as[name], device=self._in_use.device).expand(param.shape)
         self.away.add(id(param))
 
-    def _at_rest(self, part: Part) -> dict[str, Tensor]:
-        """Load a part, apply its pending updates, and return its parameters at rest."""
+    def _at_rest(self, part: Part, arrived: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+        """Load a part, apply its pending updates, and return its parameters at rest.
+
+        arrived: called between the two; what is fetched there comes in beside the update.
+        """
         state = self._states[part]
-        if part.stays:
-            own = state.own
-        else:
-            data = self.resting.use(state.key)
-            own = {
-                name: self._view(data, state.rest[0], name, self._rests_as, param)
-                for name, param in part.params.items()
-            }
-        if state.behind:
-            if not part.stays:
-                self.resting.changing()
-            for behind in state.behind:
-                for name, tensor in own.items():
-                    self._catch_up(name, tensor, behind)
-            state.behind.clear()
-            if not part.stays:
-                self.resting.write()
+        with self.loading(part, 0 if part.stays else state.rest[1]):
+            if part.stays:
+                own = state.own
+            else:
+                data = self.resting.use(state.key)
+                own = {
+                    name: self._view(data, state.rest[0], name, self._rests_as, param)
+                    for name, param in part.params.items()
+                }
+            arrived()
+            if state.behind:
+                self._apply_pending(part, own)
         return own
+
+    def _apply_pending(self, part: Part, own: dict[str, Tensor]) -> None:
+        state = self._states[part]
+        if not part.stays:
+            self.resting.changing()
+        for behind in state.behind:
+            for name, tensor in own.items():
+                self._catch_up(name, tensor, behind)
+        state.behind.clear()
+        if not part.stays:
+            self.resting.write()
 
     def _catch_up(self, name: str, own: Tensor, behind: _Behind) -> None:
         known = self._trained.get(name)
@@ -371,17 +383,20 @@ class Streamed:
 
     def _serve(self, part: Part, side: Any) -> None:
         """Load a part and set its parameters to a side's perturbation."""
-        rests = self._at_rest(part)
-        if not self._visited or self._visited[-1] is not part:
-            self._visited.append(part)
-            if self.on_part is not None:
-                self.on_part(len(self._visited), len(self.parts))
-        self._fetch_after(part)
+        rests = self._at_rest(part, lambda: self._visit(part))
         state = self._states[part]
         for name, param in part.params.items():
             target = self._view(self._in_use, state.use[0], name, self._used_as, param)
             param.data = self._placed(name, rests[name], side.which, target)
             self.away.discard(id(param))
+
+    def _visit(self, part: Part) -> None:
+        """Note that a part is there, and prefetch the next one."""
+        if not self._visited or self._visited[-1] is not part:
+            self._visited.append(part)
+            if self.on_part is not None:
+                self.on_part(len(self._visited), len(self.parts))
+        self._fetch_after(part)
 
     def _fetch_after(self, part: Part) -> None:
         """Prefetch the block that came next in the last pass."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import fx, nn
 
 from ...torch_internals import private
+from ..block_paths import place_in_blocks
 from .activations import restore_activations
 from .common import Context, propagate, written_operands
 from .constants import constant_nodes
@@ -80,6 +81,7 @@ def normalise(exported: fx.Graph, modules: nn.Module, context: Context) -> fx.Gr
     propagate(graph, context)
     _mark(graph)
     _find_loss(graph)
+    place_in_blocks(graph)
     name_calls(graph)
     graph.lint()
     return graph

@@ -9,7 +9,6 @@ Updates run beside the backward, on the cores that compute, so their seconds add
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +19,7 @@ from ...rank.instructions import Instruction
 from ...rank.local import LocalProgram
 from ...tiers import Layer, Policy, Rates, StepTraffic, held_beside, simulate, traffic
 from .costs import CostModel, OptimizerCost
+from .standing import standing_backward, standing_forward
 
 NUM_VERSIONS = 2
 """The versions of everything on the disks: the last whole step's, and the next one's."""
@@ -55,39 +55,13 @@ def _layer(tensor: Tensor, decisions: Decisions, costs: CostModel, optimizer: Op
     return Layer(num_bytes, sizes, num_bytes, param_stays=stays, states_stay=states_stay)
 
 
-def read_at_once(program: Program, sizes: Mapping[Tensor, int]) -> int:
-    """Return the most bytes that have to be in memory at once: of parameters between their first and their last reader."""
-    last = {tensor: place for place, op in enumerate(program.ops) for tensor in op.inputs if tensor in sizes}
-    held: set[Tensor] = set()
-    most = 0
-    for place, op in enumerate(program.ops):
-        held |= {tensor for tensor in op.inputs if tensor in sizes}
-        most = max(most, sum(sizes[tensor] for tensor in held))
-        held = {tensor for tensor in held if last[tensor] > place}
-    return most
-
-
-def reread_at_once(executor: Executor, sizes: Mapping[Tensor, int]) -> int:
-    """Return the most bytes of parameters of one region, which stay in its backward until their gradients come.
-
-    Those may come when all of it is done; parameters that other regions read too may be there anyway.
-    """
-    sources = executor.local.sources
-    named = {sources[tensor]: tensor for tensor in sizes if tensor in sources}
-    read: dict[int, set[Tensor]] = defaultdict(set)
-    for instruction in executor.local.instructions:
-        read[instruction.region] |= {named[value] for value in instruction.inputs if value in named}
-    shared = set(sizes) - set(single_region(executor.local.program, sizes))
-    return max((sum(sizes[tensor] for tensor in read[region] | shared) for region in read), default=0)
-
-
 def room_of(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Room:
     """Return what a step of a rank's program holds beside what stays in memory."""
     program, decisions = executor.local.program, executor.local.decisions
     assert costs.resting is not None
     away = {tensor: costs.local_bytes(tensor, decisions.params[tensor]) for tensor in decisions.offloaded_params}
     layers = layers_of(program, decisions, costs, optimizer)
-    held = held_beside(layers, costs.resting, read_at_once(program, away), reread_at_once(executor, away))
+    held = held_beside(layers, costs.resting, standing_forward(executor, away), standing_backward(executor, away))
     trained = [tensor for tensor in program.params if tensor.requires_grad]
     steps = [costs.step_bytes(tensor, decisions.params[tensor], optimizer) for tensor in trained]
     return Room(held.forward_values, held.backward_values + held.updates + max(steps, default=0))

@@ -335,9 +335,11 @@ class _Search:
         self._count(_CELL_S * case.num_stages * num_pieces**2)
         if num_pieces < case.num_stages:
             if self.task.pipeline != "auto":
+                numbers = ", ".join(str(n) for n in self.task.cluster.stage_numbers if n <= num_pieces)
+                remedy = f"try one of {numbers}, or none" if numbers else "leave --pipeline out"
                 raise UserError(
-                    f"at most {num_pieces} stages are needed, the pieces that this model can be cut into; got {case.num_stages}; "
-                    f"try one of {', '.join(str(n) for n in self.task.cluster.stage_numbers if n <= num_pieces)}, or none"
+                    f"at most as many stages as pieces that this model can be cut into are needed, {num_pieces}; got "
+                    f"{case.num_stages}; {remedy}"
                 )
             return
         least_s = self._to_beat * (1 - GAP)
@@ -500,11 +502,13 @@ class _Search:
         name, budget = self.task.cluster.name, self.task.budget_bytes
         known = [row for row in self.least if math.isfinite(row[0])]
         if not known or budget is None:
-            return NoStagesFit(
-                f"stages that fit are needed; {self.solver} found none on {name}; try more stages, smaller micro-batches, or "
-                "fewer pins",
-                math.inf,
+            refused = {} if self.task.variants is None else self.task.variants.refused
+            why = (
+                f": {next(iter(refused.values()))}"
+                if refused
+                else "; try more stages, smaller micro-batches, or fewer pins"
             )
+            return NoStagesFit(f"stages that fit are needed; {self.solver} found none on {name}{why}", math.inf)
         least, stage, case = min(known, key=lambda row: row[0])
         enough = size_text(budget_for(math.ceil(least), self.task.divisor), up=True)
         return NoStagesFit(

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...artifacts import UserError
 from ...rank.buckets import Plain
 from ...rank.execute import Executor
+from ...rank.params_read import params_read
 from ...tiers import TierStore, Transfer
 from ...tiers.schedule import MOST_FROZEN
 
@@ -196,7 +197,8 @@ class Reads:
         self.direct = direct
         self.residence, self.frees = residence, executor.frees
         self.by_instruction = [
-            list(dict.fromkeys(names[v] for v in each.inputs if v in names)) for each in instructions
+            list(dict.fromkeys(names[value] for value in read if value in names))
+            for read in params_read(executor.local)
         ]
         self.inputs, self.outputs = [each.inputs for each in instructions], [each.outputs for each in instructions]
         self.counts = Counter(parked for each in self.by_instruction for parked in each)

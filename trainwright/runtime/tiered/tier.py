@@ -33,7 +33,7 @@ from .options import TierOptions
 from .places import check_room_for_all, open_store
 from .plain_states import as_notes, from_notes
 from .residence import Parked, Reads, Residence
-from .updates import Updates, local_of, state_key
+from .updates import Updates, alone, local_of, state_key
 
 
 @dataclass(frozen=True)
@@ -305,8 +305,9 @@ class Tier:
         key = f"grad.{parked.name}"
         if key not in self.store:
             self.store.add({key: parked.num_bytes})
-        held = local.contiguous()
-        self.store.write(key, held).wait()
+        grad = alone(parked, grad)
+        local = local_of(grad)
+        self.store.write(key, local.contiguous()).wait()
         local.untyped_storage().resize_(0)
         self._on_disk[parked.name] = grad
         if not self.residence.wanted_first(parked, by_backward=False):

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,27 @@ class StateForm:
         return self.shape.numel() * self.dtype.itemsize
 
 
+@dataclass(eq=False)
+class _Pending:
+    """One update under way. The calling thread lets go of what it holds: released by a worker it would miss in the allocator's
+    records, which are of that thread, and go at some later time."""
+
+    parked: Parked
+    grad: Tensor | None
+    states: dict[str, Tensor]
+    """The states that are read from the store."""
+    reads: list[Transfer]
+    num_bytes: int
+    writes: list[Transfer] = field(default_factory=list)
+
+    def let_go(self) -> None:
+        """Wait until everything is written, and release the gradient and the states."""
+        for write in self.writes:
+            write.wait()
+        self.grad = None
+        self.states.clear()
+
+
 class Updates:
     """Updates parameters one by one on `num_workers` threads, with states that are read from and written to the store.
 
@@ -63,7 +84,7 @@ class Updates:
         self.is_committing = True
         self.waited_s = self.busy_s = 0.0
         self.num_bytes = self.peak_bytes = 0
-        self._pending: deque[tuple[Future[list[Transfer]], Parked, int]] = deque()
+        self._pending: deque[tuple[Future[None], _Pending]] = deque()
         self._lock = threading.Lock()
         self._step = type(optimizer).step
         self._step = getattr(
@@ -108,6 +129,7 @@ class Updates:
             self._finish_oldest()
         self.num_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        grad = alone(parked, grad)
         parked.residence.send_for(parked)
         parked.is_updating = True
         states = {
@@ -116,8 +138,9 @@ class Updates:
         reads = [self.store.read(state_key(parked, name), state) for name, state in states.items()]
         if from_store:
             reads.append(self.store.read(f"grad.{parked.name}", local_of(grad)))
-        self._pending.append((self._workers.submit(self._update, parked, grad, states, reads), parked, size))
-        while self._pending and self._is_over(self._pending[0][0]):
+        pending = _Pending(parked, grad, states, reads, size)
+        self._pending.append((self._workers.submit(self._update, pending), pending))
+        while self._pending and self._is_over(*self._pending[0]):
             self._finish_oldest()
 
     def finish(self) -> None:
@@ -129,34 +152,36 @@ class Updates:
         """Stop the threads."""
         self._workers.shutdown(wait=True, cancel_futures=True)
 
-    def _is_over(self, future: Future[list[Transfer]]) -> bool:
-        return future.done() and (future.exception() is not None or all(each.is_done for each in future.result()))
+    @staticmethod
+    def _is_over(future: Future[None], pending: _Pending) -> bool:
+        return future.done() and (future.exception() is not None or all(each.is_done for each in pending.writes))
 
     def _finish_oldest(self) -> None:
-        future, parked, size = self._pending.popleft()
-        began = time.perf_counter()
-        for write in future.result():
-            write.wait()
+        future, pending = self._pending.popleft()
+        parked, began = pending.parked, time.perf_counter()
+        future.result()
+        pending.let_go()
         self.waited_s += time.perf_counter() - began
-        self.num_bytes -= size
+        self.num_bytes -= pending.num_bytes
         if not parked.residence.wanted_first(parked, by_backward=False):
             parked.residence.let_go(parked)
 
     # On a worker
 
-    def _update(self, parked: Parked, grad: Tensor, states: dict[str, Tensor], reads: list[Transfer]) -> list[Transfer]:
-        for read in reads:
+    def _update(self, pending: _Pending) -> None:
+        for read in pending.reads:
             read.wait()
+        parked = pending.parked
         parked.arrived()
         began = time.perf_counter()
         param, held = parked.param, self.optimizer.state
-        if parked.keeps_states:
-            states = self.kept.get(parked.name, {})
+        states = self.kept.get(parked.name, {}) if parked.keeps_states else pending.states
         if states:
             held[param] = {
                 name: like(parked, states[name]) if name in states else value for name, value in held[param].items()
             }
-        self._step_alone(param, grad)
+        assert pending.grad is not None
+        self._step_alone(param, pending.grad)
         leaving = {name: local_of(value) for name, value in held.get(param, {}).items() if _rests(value)}
         for name in leaving:
             held[param][name] = None  # its place in the order stays
@@ -164,12 +189,10 @@ class Updates:
             self.kept[parked.name] = leaving
         with self._lock:
             self.busy_s += time.perf_counter() - began
-        writes: list[Transfer] = []
         if self.is_committing or not parked.keeps_states:
-            writes += self._write_states(parked, leaving)
+            pending.writes += self._write_states(parked, leaving)
         if self.is_committing or not parked.is_kept:
-            writes.append(self._write_values(parked))
-        return writes
+            pending.writes.append(self._write_values(parked))
 
     def _step_alone(self, param: nn.Parameter, grad: Tensor) -> None:
         """Step one parameter under a stand-in, which alone has its gradient: nothing that the loop does reaches it."""
@@ -180,6 +203,7 @@ class Updates:
         alone.state = defaultdict(dict, {stand_in: held[param]} if param in held else {})
         with torch.no_grad():
             self.step_of(alone)
+        stand_in.grad = None
         if stand_in in alone.state:
             held[param] = alone.state[stand_in]
 
@@ -214,6 +238,13 @@ def like(parked: Parked, local: Tensor) -> Tensor:
         local, device_mesh=param.device_mesh, placements=param.placements, run_check=False,  # type: ignore[attr-defined]
         shape=param.shape, stride=param.stride(),
     )  # fmt: skip
+
+
+def alone(parked: Parked, grad: Tensor) -> Tensor:
+    """Return a gradient in memory of its own: reduced gradients may share a buffer, which would stay until the last is gone."""
+    local = local_of(grad)
+    is_alone = local.untyped_storage().nbytes() == local.numel() * local.element_size()
+    return grad if is_alone else like(parked, local.clone(memory_format=torch.contiguous_format))
 
 
 def local_of(tensor: Tensor) -> Tensor:
