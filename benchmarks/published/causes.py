@@ -13,53 +13,67 @@ _TORCHS_AGE = (
     "rate serves all dates"
 )
 _TENSOR_PARALLEL = (
-    "not known: the code of tensor parallelism of that month was not read; loss parallel is taken from pull request 112"
+    "torch of that month held more where fully_shard and tensor parallelism met: pytorch/torchtitan#191, a week later, has 16 GiB "
+    "more than FSDP1 for 13B, checkpointed whole or in part; on one axis the same commit is met, and so is this row's time"
 )
+_DECODED = (
+    "real images decoded by DALI beside the step, whose end and loss each step waits for (training.py): not modelled"
+)
+_PACE = "of the fitting half: published to 2 digits, and its times are bound by the host below some 25 ms"
 _RATIOS: dict[tuple[str, str], str] = {
     (
         "titan-8b-1881-fsdp8",
         "titan-8b-1881-fsdp64",
-    ): "the rows differ in more than the layout: reserved bytes are apart by 16.4 GiB, five "
-    "times what one fp32 copy of the shards is (3.27 GiB; parameters, gradients and two states are four), and another table of the "
-    "source has 3 % for 128 GPUs; what else was asked of the 64 is not stated",
+    ): "64 GPUs were bound by their network: 64 GB of gathers and reductions in a step of 1.6 s are 40 GB/s a GPU, where "
+    "NCCL's rings over 8 adapters of 400 Gbit/s a node reach 300 and more (304 at 100 MB, 435 at 1 GB over two nodes of H100s, "
+    "drmysore/nebius-h100-16gpu-benchmark), and the source's 128 GPUs of 2024-12 lose 3 %; a run's network that falls short is in "
+    "no configuration (a file of `--hardware` with its bandwidth says it). Reserved bytes are apart by 16.4 GiB, too: the "
+    "shards of parameters, gradients and states are 13.1",
     (
         "foundry-760m-s2048-8xh100",
         "foundry-760m-s2048-8xa100",
-    ): "the H100 row is 17 % too fast, the 7B row of its table 5 %: products of "
-    "this width (1,536) on an H100 under torch 2.1 are not known",
+    ): "the H100 row is the source's outlier: its table has 63,147 tokens/s a GPU on 8 and 68,551 and 67,971 on 16 and 32, which "
+    "exchange more; to those the ratio is 2.1",
+    ("dle-rn50-amp-a100", "dle-rn50-amp-8a100"): _DECODED,
     (
         "dle-rn50-amp-a100",
-        "dle-rn50-amp-8a100",
-    ): "real images decoded on the GPUs (DALI) beside the step, which is not modelled",
+        "dle-rn50-amp-v100",
+    ): "16-bit convolutions of a V100 are known from the fitting half by one row, whose images are reordered first, so that "
+    "its two rates are known together only; here images are channels last",
+    ("hf-bert-", "hf-bert-"): _PACE,
     (
-        "torchtune-3b-full-packed",
-        "torchtune-3b-full-packed-compile",
-    ): "attention between packed documents, which flex attention leaves "
-    "out, is priced in both and is a larger share of the compiled step",
+        "hf-v100-fp32",
+        "hf-v100-",
+    ): "of the fitting half: the fp32 step is 8 to 13 % too long by the host's pace and fp32 elementwise kernels",
 }
 """Of pairs of rows, by the beginnings of their ids."""
 _CAUSES: dict[tuple[str, str], str] = {
     (
         "torchtune-3b-full-packed-compile",
-        "time",
-    ): "attention: documents that are packed together are apart in torchtune's masks, whose "
-    "blocks flex attention leaves out; their lengths are not stated, and the whole square is priced here",
+        "allocated",
+    ): "one more copy of the fp32 logits (3.9 GiB) would close it; the eager row and the chunked one are met, so it is in the "
+    "compiled loss of torch 2.5",
+    (
+        "torchtune-3b-lora",
+        "allocated",
+    ): "the rank is the configuration's, not stated; how long copies to and from the host are held depends on their timing",
+    (
+        "fsdpqlora",
+        "reserved",
+    ): "FSDP1, whose record_stream keeps freed blocks; the row of 512 tokens has more reserved than that of 2,048",
+    ("foundry-760m-s2048-8xh100", "time"): "the source's outlier: 8 % slower than on 16 and 32 GPUs in the same table",
     ("titan-l2-7b-fsdp4tp2", "allocated"): _TENSOR_PARALLEL,
     ("titan-l2-7b-fsdp4tp2", "reserved"): _TENSOR_PARALLEL,
     (
         "titan-8b-1881-fsdp64",
         "time",
-    ): "45 % slower than on 8 GPUs, where another table of the source has 3 % for 128: its network that day is not known",
+    ): "45 % slower than on 8 GPUs, where another table of the source has 3 % for 128: bound by its network (see the ratio)",
     ("titan-l2-7b-fsdp1", "allocated"): _FSDP1,
     ("titan-l2-7b-fsdp1", "reserved"): _FSDP1,
     (
         "titan-l2-7b",
         "reserved",
     ): "not known; with pools for each stream, as are simulated, the selective row of the same source is met",
-    (
-        "titan-8b-8a100",
-        "reserved",
-    ): "an older torchtitan keeps more than later ones, says the row; its code was not read",
     (
         "titan-8b",
         "reserved",
@@ -88,7 +102,7 @@ _CAUSES: dict[tuple[str, str], str] = {
         "lambda-resnet50-amp-4090",
         "time",
     ): "its 72 MB of L2 hold what one kernel hands to the next; each is priced from memory",
-    ("dle-rn50-amp-8a100", "time"): "real images decoded on the GPUs (DALI) beside the step, which is not modelled",
+    ("dle-rn50-amp-8a100", "time"): _DECODED,
     ("hf-pythia", "time"): "a laptop's card, whose clock hangs on its power; its ratios alone are compared",
 }
 

@@ -38,10 +38,41 @@ class LogitsSummed(nn.Module):
 def bert(row: Row) -> Program:
     from transformers import BertConfig, BertLMHeadModel
 
-    config = BertConfig(attn_implementation=row.id.rpartition("-")[2])
+    kernel = row.id.rpartition("-")[2]
     with torch.device("meta"):
-        model = BertLMHeadModel(config).half()
-    return _summed(row, model, "a100", _LOOP)
+        model = BertLMHeadModel(BertConfig(attn_implementation=_scores() if kernel == "eager" else kernel))
+        _mask(model, row)
+    return _summed(row, model.half(), "a100", f"{_LOOP}; scores are masked though nothing is hidden (modeling_bert.py)")
+
+
+def _scores() -> str:
+    """Return the name of BERT's attention by scores as transformers had it until 2024, which always added a mask."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("bert_masked", masked_scores)
+    return "bert_masked"
+
+
+def _mask(model: nn.Module, row: Row) -> None:
+    """Give each layer the mask, of the parameters' type: with fp16 autocast it makes the scores fp32."""
+    for module in model.modules():
+        if hasattr(module, "attention_head_size"):
+            zeros = torch.zeros(row.data["micro_batch_per_gpu"], 1, 1, row.data["seq_len"])
+            module.register_buffer("hidden", zeros, persistent=False)
+
+
+def masked_scores(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    scores = torch.matmul(query, key.transpose(-1, -2)) / query.shape[-1] ** 0.5
+    weights = F.softmax(scores + module.hidden, dim=-1)
+    return torch.matmul(F.dropout(weights, dropout), value).transpose(1, 2).contiguous(), None
 
 
 def pythia(row: Row) -> Program:
@@ -101,10 +132,11 @@ def bert_large(row: Row) -> Program:
 
     config = BertConfig(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
-        attn_implementation="eager",
+        attn_implementation=_scores(),
     )  # fmt: skip
     with torch.device("meta"):
         model = BertForSequenceClassification(config)
+        _mask(model, row)
     if row.id.endswith("-gc"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     micro = row.data["micro_batch_per_gpu"]
@@ -116,7 +148,8 @@ def bert_large(row: Row) -> Program:
     if "amp" in row.id:
         options["autocast"] = "fp16"
     return Program(
-        model, batch, "v100-16gb", "Trainer of 2022: checkpointing is reentrant, gradients are zeroed (recalled)",
+        model, batch, "v100-16gb",
+        "Trainer of 2022: checkpointing is reentrant, gradients are zeroed (recalled); scores are masked (modeling_bert.py)",
         make_optimizer=_optimizer(row),
         options=options,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import huggingface, llms, sharded, vision
+from . import adapters, foundry, huggingface, llms, sharded, tune, vision
 from .program import CannotExpress, Program
 from .rows import Row
 
@@ -17,16 +17,11 @@ _BUILDERS: dict[str, Callable[[Row], Program]] = {
     "transformers-pythia": huggingface.pythia,
     "pytorch-tutorials": vision.linears,
     "torchtitan": sharded.titan,
-    "torchtune": sharded.torchtune,
-    "llm-foundry": sharded.foundry,
+    "torchtune": tune.torchtune,
+    "llm-foundry": foundry.foundry,
     "transformers-v100": huggingface.bert_large,
+    "fsdp_qlora": adapters.fsdp_qlora,
 }
-
-
-_REASONS = {
-    "fsdp_qlora": "a base quantised or sharded by FSDP1 with the source's own loader; not written yet",
-}
-"""Sources without a builder."""
 
 
 def program_of(row: Row) -> Program:
@@ -37,7 +32,4 @@ def program_of(row: Row) -> Program:
         raise CannotExpress(
             "its peak is of loading the whole model before it is sharded, says the row; a step is modelled"
         )
-    builder = _BUILDERS.get(row.source)
-    if builder is None:
-        raise CannotExpress(_REASONS[row.source])
-    return builder(row)
+    return _BUILDERS[row.source](row)

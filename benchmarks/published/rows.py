@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from trainwright.torch_internals import private
 
 FILE = Path(__file__).parent / "rows.json"
 UNITS = {"GiB": 2**30, "GB": 10**9, "MB": 10**6}
@@ -23,8 +26,9 @@ SOURCES = {
 }  # fmt: skip
 """By the beginning of a row's id."""
 LAPTOP = "laptop"
-LOGITS_LET_GO, NEW_KERNELS = "2024-06", "2025-08"
-"""Since when torchtitan's loop lets go of its logits before the backward (recalled), and eager nn.RMSNorm is one kernel on GPUs
+LOGITS_LET_GO, DONATED, NEW_KERNELS = "2024-06-12", "2024-12", "2025-08"
+"""Since when torchtitan's loop lets go of its logits before the backward (torchtitan#391), compiled backwards write into what was
+saved for them (pytorch/pytorch#140113, described on 2024-11-08), and eager nn.RMSNorm is one kernel on GPUs
 (pytorch/pytorch#153666) and torchtitan asks for cuDNN's attention first (attention.py; the month recalled)."""
 
 
@@ -58,7 +62,7 @@ class Row:
             "chunked": "chunked" in str(self.data["notes"]),
             "reshard": detail if detail.startswith(("no reshard", "reshard after forward everywhere")) else "",
             "expandable": "expandable" in str(self.data["memory"]),
-            "since": [self.data["source"]["date"] >= date for date in (LOGITS_LET_GO, NEW_KERNELS)],
+            "since": [self.data["source"]["date"] >= date for date in (LOGITS_LET_GO, DONATED, NEW_KERNELS)],
         }  # fmt: skip
         named = self.source in ("timm", "transformers-v100", "litgpt")
         return json.dumps([told, self.id if named else ""], sort_keys=True)
@@ -92,6 +96,10 @@ class Row:
             "attention": data["attention"],
             "GPU": data["gpu"]["type"],
         }
+
+    def as_compiled_then(self) -> AbstractContextManager[Any]:
+        """Return the context in which torch compiles as it did when the row was measured."""
+        return private.without_donation() if self.data["source"]["date"] < DONATED else nullcontext()
 
     @property
     def clip_norm(self) -> float | None:

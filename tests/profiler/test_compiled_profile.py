@@ -10,9 +10,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import trainwright as tw
-from trainwright.artifacts import UserError
+from trainwright.artifacts import Cluster, Device, Link, UserError
 from trainwright.profiler import ForwardMarks, measure, reference_step, static_bytes
+from trainwright.profiler.compiled import may_be_overwritten
 from trainwright.profiler.kernel_groups import kernel_groups, kind_of, read_bytes
+from trainwright.torch_internals import private
 
 
 class Block(nn.Module):
@@ -232,3 +234,35 @@ def test_the_peak_is_that_of_inductors_own_code() -> None:
     # the optimizer has its state already, as records begin
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     assert found.peak_bytes == pytest.approx(static_bytes(model) + states + measured.peak_of_step(1), rel=0.03)
+
+
+def test_what_was_saved_is_overwritten_only_where_torch_donates_it() -> None:
+    graph = torch.fx.Graph()
+    saved, primal = graph.placeholder("sigmoid"), graph.placeholder("primals_1")
+    made = graph.call_function(torch.ops.aten.exp.default, (saved,))
+    assert [may_be_overwritten(node) for node in (saved, primal, made)] == [True, False, True]
+    with private.without_donation():
+        assert [may_be_overwritten(node) for node in (saved, primal, made)] == [False, False, True]
+
+
+def test_a_draw_in_a_compiled_cpu_kernel_takes_more_than_an_eager_one() -> None:
+    rates = {
+        "mul fp32": ((1e3, 1e10), (1e7, 1e10)),
+        "bernoulli_ fp32": ((1e3, 1e9), (1e7, 1e9)),
+        "mm fp32": ((8, 8, 8, 1e10),),
+    }
+    device = Device(name="x", kind="cpu", memory_bytes=2**30, flops_per_s={"fp32": 1e10}, bandwidth_bytes_per_s=1e10, launch_s=0.0,
+                    kernels=rates)  # fmt: skip
+    cluster = Cluster(
+        name="x", device=device, links=(Link(name="cpu", size=1, bandwidth_bytes_per_s=1e9, latency_s=0.0),)
+    )
+
+    def seconds(share: float) -> float:
+        torch.compiler.reset()
+        model, batch = nn.Sequential(nn.Linear(64, 64), nn.Dropout(share)), (torch.randn(1024, 64),)
+        found = tw.profile(model, batch, loss_fn=_loss, compile=True, capture=False, hardware=cluster)
+        assert found.step_s is not None
+        return found.step_s
+
+    draws_s = 1024 * 64 * 4 / 1e9  # eager
+    assert draws_s < seconds(0.5) - seconds(0.0) < 2.5 * draws_s

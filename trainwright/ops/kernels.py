@@ -57,6 +57,11 @@ def moving(num_bytes: int) -> Kernel:
     return Kernel("mul", (num_bytes,), num_bytes)
 
 
+def drawing(num_bytes: int) -> Kernel:
+    """Return the kernel that draws so many bytes of random numbers, as dropout does."""
+    return Kernel("bernoulli_", (num_bytes,), num_bytes)
+
+
 def kernel_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Kernel:
     """Return the kernel of the call `out = func(*args, **kwargs)`; only shapes and strides are read.
 

@@ -512,6 +512,20 @@ def keeping(share: float) -> AbstractContextManager[Any]:
     return functorch_config.patch(activation_memory_budget=share)
 
 
+def donates_saved_tensors() -> bool:
+    """Tell whether a compiled backward may write its results into what its forward saved: torch's `donated_buffer`."""
+    import torch._functorch.config as functorch_config
+
+    return bool(functorch_config.donated_buffer)
+
+
+def without_donation() -> AbstractContextManager[Any]:
+    """Let compiled backwards write into nothing that was saved, as before torch 2.6 (pytorch#140113)."""
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(donated_buffer=False)
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Tell whether calls of `module` go to compiled code: a wrapper by `torch.compile`, or after `Module.compile`."""
     from torch._dynamo.eval_frame import OptimizedModule
@@ -549,6 +563,14 @@ def _up_to_kernels(take: Take) -> dict[str, Any]:
         "guard_filter_fn": lambda guards: [guard.guard_type != "TENSOR_MATCH" for guard in guards]
     }
     return {"backend": backend, "dynamic": False, "options": without_tensors}
+
+
+def draws_at_random(target: Any) -> bool:
+    """Tell whether a node of a compiled graph draws random numbers."""
+    import torch._inductor.inductor_prims
+
+    prims = torch.ops.prims
+    return target in (prims.inductor_random.default, prims.inductor_randint.default)
 
 
 def with_plain_random_ops(graph: torch.fx.GraphModule, is_gpu: bool) -> None:
