@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .program import Program, ids
+from .program import CannotExpress, Program, ids
 from .rows import Row
 from .sharded import hardware_of, meshes
 
@@ -119,6 +119,10 @@ _RANK = 64
 
 def fsdp_qlora(row: Row) -> Program:
     data, length = row.data["model"], row.data["seq_len"]
+    if "ddp" in row.id:
+        raise CannotExpress(
+            "FSDP without sharding keeps whole flat parameters and gradients, which fully_shard has no form for"
+        )
 
     def make() -> nn.Module:
         from torch.distributed.fsdp import fully_shard

@@ -78,9 +78,6 @@ def _priced(program: Program) -> dict[str, Any]:
     cluster = resolve(program.hardware)
     if options.pop("tf32", None):
         cluster = cluster.model_copy(update={"device": cluster.device.with_tf32()})
-    if slower := options.pop("attention_slower", None):
-        rates = {name: reached / slower for name, reached in cluster.device.attention.items()}
-        cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update={"attention": rates})})
     with program.around():
         found = profile(
             program.model, program.batch, loss_fn=program.loss_fn, make_optimizer=program.make_optimizer,

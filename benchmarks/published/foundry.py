@@ -12,10 +12,6 @@ from .program import Program, ids
 from .rows import Row
 from .sharded import checkpoint, hardware_of, meshes
 
-_TRITON = 1.8
-"""How many times FlashAttention-2 is faster than FlashAttention in Triton: 1.3 to 2.5, says its paper (arXiv:2307.08691, 4.1); the
-geometric middle is taken."""
-
 
 class MptBlock(nn.Module):
     """LLM Foundry's: norms in 16 bits, one projection for q, k and v, exact GELU, biases."""
@@ -113,12 +109,10 @@ def foundry(row: Row) -> Program:
     read = (
         "modeling_mpt.py: the loss is flash-attn's fused cross entropy on 16-bit logits (its default); FSDP1 stands as "
         "fully_shard, bf16 gather, reduction in the type that the row states; attention keeps what SDPA's flash kernel "
-        "keeps and runs as FlashAttention in Triton (the default of submit_benchmarks.py, which sweep.sh does not change; the row "
-        "says flash-attn 2), 1.8 times slower than FlashAttention-2 (arXiv:2307.08691: 1.3 to 2.5)"
+        "keeps and is as fast (the row says flash-attn 2; a stored submit_benchmarks.py has Triton's as its default)"
     )
     options = {
         "processes": row.num_gpus, "accumulate": row.data["accumulation"], "clip_norm": row.clip_norm,
-        "attention_slower": _TRITON,
     }  # fmt: skip
     return Program(make, (tokens, tokens), hardware_of(row), read, _loss, _adamw, options)
 

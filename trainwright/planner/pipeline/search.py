@@ -120,6 +120,7 @@ def fastest_stages(task: Task, solver: str = "joint", cutoff_s: float = math.inf
             continue
         if (whole := search.variant(num)) is not None:
             search.look_at(Case(whole, task.cluster, num_stages, shape, begin_pins(task, num_stages)))
+    search.look_at_offloading()
     return search.found()
 
 
@@ -273,6 +274,8 @@ class _Search:
         self.candidates: list[_Candidate] = []
         """Each is faster than those before it."""
         self.bound_s = math.inf
+        self.kept: list[tuple[float, Case, list[Measured]]] = []
+        """The cases that were looked at without offloading, which is possible there, with their bounds and tables."""
         self.unseen: list[str] = []
         self.least: list[tuple[float, int, Case]] = []
         self.was_slower = False
@@ -359,10 +362,20 @@ class _Search:
         measured = [case.measured(options) for options in case.layouts()]
         self._count(_RUN_OP_S * _ops_a_unit(case) * sum(_num_levels(each) for each in measured))
         self._take_fastest(case, measured)
-        tier = case.place.problem.costs.tier
-        if tier is not None and self.solver == "joint" and not self._is_late_to_offload(case):
-            bound = [each for each in measured if self._is_bound(case, each)]
-            leaving = [each.offloading(tier) for each in bound]
+        if case.place.problem.costs.tier is not None and self.solver == "joint":
+            self.kept.append((own_bound_s, case, measured))
+
+    def look_at_offloading(self) -> None:
+        """Look at the cases once more, those of the least bound first, with stages that may offload, where memory binds them.
+
+        That takes longer than to look at stages without, so these come first, in all cases.
+        """
+        for own_bound_s, case, measured in sorted(self.kept, key=lambda row: row[0]):
+            if own_bound_s >= self._to_beat * (1 - GAP) or self._is_late_to_offload(case):
+                continue
+            tier, num_pieces = case.place.problem.costs.tier, len(case.outline.regions)
+            assert tier is not None
+            leaving = [each.offloading(tier) for each in measured if self._is_bound(case, each)]
             self._count(_RUN_OP_S * _ops_a_unit(case) * sum(_num_levels(each) for each in leaving))
             self._count(_FIT_S * len(leaving) * case.num_stages * num_pieces**2)
             self._take_fastest(case, leaving)
