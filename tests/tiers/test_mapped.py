@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from trainwright.tiers import TierFault, parameters_in_files
+from trainwright.tiers import TierFault, parameters_in_files, release_pages
 
 WIDTH = 1024
 
@@ -29,9 +29,13 @@ class Tied(nn.Module):
         self.layers[0].half()
 
 
-def anonymous_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+def status_bytes(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
+
+
+def anonymous_bytes() -> int:
+    return status_bytes("RssAnon")
 
 
 def test_values_and_ties_are_those_in_memory(tmp_path: Path) -> None:
@@ -55,6 +59,19 @@ def test_memory_holds_one_parameter_at_a_time(tmp_path: Path) -> None:
         model = Tied(24)
     assert sum(param.numel() for param in model.parameters()) * 4 > 24 * 4 * WIDTH**2
     assert anonymous_bytes() - before < 6 * 4 * WIDTH**2
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux what the process holds")
+def test_pages_leave_the_process_and_values_stay(tmp_path: Path) -> None:
+    before = status_bytes("RssFile")
+    with parameters_in_files(tmp_path):
+        model = Tied(24)
+    assert status_bytes("RssFile") - before < 6 * 4 * WIDTH**2
+    value = model.layers[3].weight.detach()
+    total = float(value.double().sum())
+    release_pages(value)
+    assert float(value.double().sum()) == total
+    release_pages(torch.ones(3))  # lies in memory, and stays there
 
 
 def test_a_disk_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

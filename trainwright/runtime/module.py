@@ -34,6 +34,7 @@ from ..rank.offload_states import StateOffload
 from ..rank.randomness import derived_seed
 from ..rank.reshard import Route, reshard
 from ..rank.run_state import Finish, RunState
+from ..tiers import release_pages
 from .adapters import adapter_of
 from .batch import planned_cut, planned_shapes, shapes_of
 from .communicator import MeshCommunicator, make_mesh
@@ -278,6 +279,7 @@ class ParallelModule(nn.Module):
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
             if self.tier is not None:
                 self.tier.park(name, made[name])  # type: ignore[arg-type]
+                release_pages(original)
             made[name].user_shape = tuple(tensor.shape)  # type: ignore[union-attr]  # a shard may have a dim taken apart
             self._local_shapes[made[name]] = storage_of(tensor.shape, tensor.slots, layout, mesh, coords).local_shape
         for name, buffer in model.named_buffers():

@@ -3,7 +3,7 @@
 from .buffers import ALIGNMENT, BufferPool, aligned_empty, padded
 from .counting import DIRECTIONS, Moved, Traffic, now
 from .faults import KINDS, Fault, TierFault
-from .mapped import parameters_in_files
+from .mapped import parameters_in_files, release_pages
 from .places import check_folders
 from .schedule import Layer, Policy, Rates, StepTime, StepTraffic, bound_s, held_beside, placed, simulate, traffic
 from .store import CHUNK_BYTES, StoreOptions, TierStore, Transfer
@@ -36,6 +36,7 @@ __all__ = [
     "padded",
     "parameters_in_files",
     "placed",
+    "release_pages",
     "simulate",
     "traffic",
 ]

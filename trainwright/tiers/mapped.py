@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +23,10 @@ SMALLEST_BYTES = 2**16
 def parameters_in_files(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Let the parameters of modules that are built in the `with` block lie in unnamed files in `folder`.
 
-    The system reads and writes their pages as they are used and keeps in memory what there is room for; a limit of the
-    process's own memory does not count them. Parameters are the same objects with the same values as without, whatever
-    initialises them; the files disappear with the parameters. Raises `TierFault` where the disk has no room.
+    The system reads and writes their pages as they are used and keeps in memory what there is room for, once the block ends nothing
+    in the process's own. A limit of the process's own memory does not count them. Parameters are the same objects with the same
+    values as without, whatever initialises them; the files disappear with the parameters. Raises `TierFault` where the disk has
+    no room.
 
     It is for models that are then taken apart (`parallelize(…, tier=…)`), not for training: every use may wait for the disk.
 
@@ -50,6 +52,19 @@ def parameters_in_files(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         setattr(nn.Module, "register_parameter", own)  # noqa: B010
+        for param in mapped.values():
+            release_pages(param)
+
+
+_PAGES: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+"""The mappings that parameters lie in, by address."""
+
+
+def release_pages(value: Tensor) -> None:
+    """Take the pages of a tensor that lies in a file out of the process's memory; its values stay, and are read when used."""
+    pages = _PAGES.get(value.data_ptr()) if value.device.type == "cpu" else None
+    if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 def _is_large(param: Tensor) -> bool:
@@ -67,6 +82,7 @@ def _in_file(value: Tensor, folder: str | os.PathLike[str]) -> Tensor:
         raise_as_fault(error, os.fspath(folder), f"to hold a parameter of {num_bytes} bytes while the model is built")
     found = torch.frombuffer(pages, dtype=value.dtype).view(value.shape)
     found.copy_(value)
+    _PAGES[found.data_ptr()] = pages
     return found
 
 
