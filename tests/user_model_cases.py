@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,3 +34,12 @@ def random_plan(name: str, mesh: list[int], seed: int) -> dict[str, Any]:
     program = build_program(capture(model, batch, *loss_fn))
     plan = plan_of(program, random_decisions(program, tuple(mesh), seed, 0.5), literals_of(batch))
     return verify(lambda: built(name), plan).model_dump()
+
+
+def threads_with_more_plans(name: str) -> list[int]:
+    """Return the threads of this process after each of three plans on four ranks, one after the other."""
+    found = []
+    for seed in range(3):
+        random_plan(name, [2, 2], seed)
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import trainwright as tw
@@ -30,3 +32,9 @@ def test_a_plan_of_the_solver(pool2: Pool, name: str) -> None:
 def test_plans_drawn_at_random(pool2: Pool, name: str, seed: int) -> None:
     report = pool2.run(CASES + "random_plan", name=name, mesh=[2], seed=seed)[0]
     assert report["passed"], report
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has to list the threads of a process")
+def test_plans_one_after_the_other_share_their_groups(pool4: Pool) -> None:
+    threads = pool4.run(CASES + "threads_with_more_plans", name="build_bags")[0]
+    assert threads[-1] == threads[0], "each group of processes has threads that live as long as the process"

@@ -16,6 +16,7 @@ from ..launch.flat import all_gather_flat, reduce_scatter_flat
 from ..launch.shared_memory import Finish, SharedMemory, is_shared, shared_memory
 from ..ops.local import Rows
 from .activity import Activity
+from .groups import made_once
 from .routed import Routed
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -186,6 +187,10 @@ def make_mesh(mesh: dict[str, int], device_type: str, replicas: int = 1) -> Devi
         raise RuntimeError(
             "a process group is needed; run under torchrun, or inside trainwright.launch.process_group()"
         )
+    return made_once((tuple(mesh.items()), device_type, replicas), lambda: _mesh(mesh, device_type, replicas))
+
+
+def _mesh(mesh: dict[str, int], device_type: str, replicas: int) -> DeviceMesh:
     ranks = torch.arange(dist.get_world_size())
     if replicas == 1:
         return DeviceMesh(device_type, ranks.reshape(tuple(mesh.values())), mesh_dim_names=tuple(mesh))

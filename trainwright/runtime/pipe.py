@@ -22,6 +22,7 @@ from ..program.stages import Stage, cut, stages_of, tied
 from ..rank.pipeline import Piece, PipelineRunner
 from ..rank.stage_actions import Action, Schedule, What, action_lists, check_order, forward_actions, stage_actions
 from .communicator import MeshCommunicator
+from .groups import made_once
 
 _TAGS = 64
 """An upper bound on the tensors that cross a boundary; each one has its own tag."""
@@ -67,21 +68,23 @@ class Pipe:
         self._lines = whole.mesh.reshape(self.size, -1).T.tolist()
         self.readers = stages_of(tied(cut(program, plan.pipeline.begins)), self.size)
         """For each parameter that several stages read, those stages."""
-        self._holders = {stages: self._group_over(stages) for stages in sorted(set(self.readers.values()))}
+        self._holders = {stages: self._group_over(stages, "holders") for stages in sorted(set(self.readers.values()))}
         self.shares_outputs = False
         """Whether every stage gets the outputs of an evaluation; otherwise only the stage that computes them has them."""
         self.pairs = self._pairs() if whole.device_type == "cuda" else {}
 
-    def _group_over(self, stages: Sequence[int]) -> Any:
-        """Return the process group of this rank's place in the given stages; a collective call of all ranks."""
-        made = [dist.new_group([line[s] for s in stages]) for line in self._lines]
+    def _group_over(self, stages: Sequence[int], use: str) -> Any:
+        """Return the process group for one use of this rank's place in the given stages; a collective call of all ranks."""
+        lines = [[line[s] for s in stages] for line in self._lines]
+        key = use, tuple(map(tuple, lines))
+        made = made_once(key, lambda: [dist.new_group(ranks) for ranks in lines])
         return made[self._lines.index(self.ranks)]
 
     def _pairs(self) -> dict[tuple[int, What], Any]:
         """Return a group of two ranks for each boundary and direction, since the transfers of one group run in order of issue."""
         ways: tuple[What, ...] = ("activation", "gradient")
         boundaries = range(self.size if self.virtual > 1 else self.size - 1)
-        return {(s, what): self._group_over((s, (s + 1) % self.size)) for s in boundaries for what in ways}
+        return {(s, what): self._group_over((s, (s + 1) % self.size), what) for s in boundaries for what in ways}
 
     def pieces_of(self, program: Program) -> list[Stage]:
         """Return the pieces of a whole program that this rank's stage runs: one, or several with interleaved stages."""
