@@ -66,7 +66,7 @@ def index(call: Call) -> Signature | None:
     return builder.build(ins, [(*dims[: used[0]], *loops, *dims[used[-1] + 1 :])])
 
 
-@rule("index_add", "index_copy", "index_fill", kind="elementwise")
+@rule("index_add", "index_copy", "index_fill")
 def scatter_rows(call: Call) -> Signature | None:
     """`d* x, n, d* n -> d* x`: adds to, or overwrites, indexed rows of one dim, which stays whole; the other dims are loops."""
     builder = SignatureBuilder()
