@@ -119,7 +119,7 @@ _RANK = 64
 
 def fsdp_qlora(row: Row) -> Program:
     data, length = row.data["model"], row.data["seq_len"]
-    if "ddp" in row.id:
+    if row.data["parallelism"]["kind"] == "ddp":
         raise CannotExpress(
             "FSDP without sharding keeps whole flat parameters and gradients, which fully_shard has no form for"
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from .program import Program, ids
 from .rows import Row
@@ -47,13 +47,13 @@ class Mpt(nn.Module):
         return F.linear(self.norm_f(x), self.wte.weight)
 
 
-@torch.library.custom_op("published::cross_entropy", mutates_args=())
+@library.custom_op("published::cross_entropy", mutates_args=())
 def _fused_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The losses of flash-attn's kernel and their log-sum-exp: it reads 16-bit logits and keeps them."""
     raise NotImplementedError("a kernel that is profiled, not run")
 
 
-@torch.library.custom_op("published::cross_entropy_backward", mutates_args=())
+@library.custom_op("published::cross_entropy_backward", mutates_args=())
 def _fused_cross_entropy_backward(grad: Tensor, logits: Tensor, lse: Tensor, labels: Tensor) -> Tensor:
     """The gradient of the logits, in their type."""
     raise NotImplementedError("a kernel that is profiled, not run")

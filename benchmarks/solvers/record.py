@@ -47,6 +47,15 @@ def write(
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1, default=float) + "\n", encoding="utf8")
 
 
+def write_text(name: str, found: Any, text: str, keep: bool) -> None:
+    """Print a record with a text of its own, and write both to `results/NAME.md` and `.json` where `keep`."""
+    print(text)
+    if keep:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.md").write_text(text, encoding="utf8")
+        (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf8")
+
+
 def about(packages: Sequence[str] = ()) -> dict[str, Any]:
     """Return what a reader needs to judge the numbers."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.solvers import record
 from trainwright.artifacts import Tier
 from trainwright.hardware import resolve
 from trainwright.optim import MeZO
 from trainwright.streaming import DiskStore, Streamed, plan_stream
 from trainwright.tiers import StoreOptions
 
-RECORD = Path(__file__).parents[1] / "results" / "streaming-rates"
 NUM_BLOCKS, WIDTH = 12, 512
 FORWARD_S = 1.0
 MIB = 2**20
@@ -132,10 +132,7 @@ def main() -> None:
         print(json.dumps(cell(place, float(read), float(write), int(memory), options.steps)))
         return
     found = cells(folder, options.steps)
-    print(table(found))
-    if options.record:
-        RECORD.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        RECORD.with_suffix(".md").write_text(table(found))
+    record.write_text("streaming-rates", found, table(found), options.record)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[1] / "results" / "tiers-gpt2-xl"
 GIB = 2**30
 
 
@@ -170,14 +169,13 @@ def main() -> None:
     if options.inside:
         print(json.dumps(train(options)))
         return
+    from benchmarks.solvers import record
+
     command = [sys.executable, "-m", "benchmarks.tiers.gpt2_xl", *sys.argv[1:], "--inside"]
     found = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, env=dict(os.environ)).stdout.splitlines()[-1]
     )
-    print(table(found))
-    if options.record:
-        RECORD.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        RECORD.with_suffix(".md").write_text(table(found))
+    record.write_text("tiers-gpt2-xl", found, table(found), options.record)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ import torch
 from torch import nn
 
 import trainwright as tw
+from benchmarks.solvers import record
 from trainwright.artifacts import Tier
 from trainwright.hardware import resolve
 from trainwright.program.plan_text import decisions_of
 from trainwright.runtime import TierOptions
 from trainwright.tiers import Layer, Policy, Rates, StoreOptions, bound_s, placed, simulate
 
-RECORD = Path(__file__).parents[1] / "results" / "tiers-rates"
 NUM_BLOCKS, WIDTH = 16, 512
 FORWARD_S = 0.8
 """Of a block; its backward takes twice as long, but for the first one's, whose input has no gradient."""
@@ -273,10 +273,7 @@ def main() -> None:
         print(json.dumps(of_cell(Path(options.folder), options.cell, options.steps)))
         return
     found = rows(Path(options.folder), options.steps)
-    print(table(found))
-    if options.record:
-        RECORD.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        RECORD.with_suffix(".md").write_text(table(found))
+    record.write_text("tiers-rates", found, table(found), options.record)
 
 
 if __name__ == "__main__":

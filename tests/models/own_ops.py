@@ -121,7 +121,7 @@ def net(**_: Any) -> Any:
     return Net(), (torch.randn(ROWS, WIDTH), torch.randn(ROWS, OUT))
 
 
-@torch.library.custom_op("tests_own::unchecked", mutates_args=())
+@library.custom_op("tests_own::unchecked", mutates_args=())
 def unchecked(x: Tensor, scale: Tensor) -> Tensor:
     """Scales each row; ends the process where there are not as many scales as rows, as a kernel that writes past them may."""
     if len(x) != len(scale):

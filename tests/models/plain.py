@@ -420,7 +420,7 @@ def build_bags(**_: Any) -> tuple[nn.Module, Any]:
 
 
 class Inline(nn.Module):
-    """Blocks that are dicts of layers, which one forward combines; a layer that is called again."""
+    """Blocks that are dicts of layers, which one forward combines."""
 
     def __init__(self) -> None:
         super().__init__()

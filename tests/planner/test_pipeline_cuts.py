@@ -132,7 +132,7 @@ def test_the_search_finds_what_brute_force_finds_where_stages_may_offload_in_all
 
 
 def every_choice(table: Table, spans: tuple[tuple[int, int], ...], depths: tuple[int, ...]) -> list[tuple[float, ...]]:
-    """What each choice of levels of a stage of one piece adds to a micro-batch, what it moves, and what it holds."""
+    """Return the seconds that each choice of levels adds to a micro-batch of a one-piece stage, what it moves and what it holds."""
     units, tier = table.units[slice(*spans[0])], table.tier
     assert tier is not None
     found = []

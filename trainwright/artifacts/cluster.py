@@ -97,6 +97,15 @@ class Tier(Record):
     overlap: float = Field(default=1.0, ge=0, le=1)
     """The share of a transfer's time that a computation hides which goes on beside it."""
 
+    def transfers_s(self, num_bytes: float, num_transfers: int) -> tuple[float, float]:
+        """Return the seconds in which so many transfers of so many bytes in all are written, and in which they are read.
+
+        >>> Tier(write_bytes_per_s=1e9, read_bytes_per_s=2e9, latency_s=0.5).transfers_s(4e9, 2)
+        (5.0, 3.0)
+        """
+        begin_s = num_transfers * self.latency_s
+        return num_bytes / self.write_bytes_per_s + begin_s, num_bytes / self.read_bytes_per_s + begin_s
+
     def exposed_s(self, transfer_s: float, compute_s: float) -> float:
         """Return what transfers add to computations of `compute_s` that go on beside them.
 

@@ -225,9 +225,9 @@ class StagePrediction(Record):
     recompute_s: float = 0.0
     """What of `backward_s` is spent on reruns."""
     transfer_s: float = 0.0
-    """What of `forward_s` and `backward_s` is waiting for transfers of offloaded values that no computation hides."""
+    """The part of `forward_s` and `backward_s` that waits for transfers of offloaded values, hidden by no computation."""
     moved_bytes: int = 0
-    """What each device of the stage offloads in a step; as much comes back."""
+    """The bytes that each device of the stage offloads in a step; as many come back."""
     comm_s: float = 0.0
     """What of `forward_s` and `backward_s` is spent on collectives within the stage."""
     begin_s: float = 0.0

@@ -15,7 +15,7 @@ class StreamPredicted(Record):
     """The seconds of a streamed step: two forwards with their directions, beside which blocks come in and go out."""
 
     step_s: float
-    """Of the run's own order of reads, updates and writes; at least the longest of the three below."""
+    """The seconds in the run's own order of reads, updates and writes; at least the longest of the three below."""
     compute_s: float
     read_s: float
     written_s: float

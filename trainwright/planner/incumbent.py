@@ -134,7 +134,7 @@ class Incumbent:
 
     def _notes(self) -> Iterator[str]:
         assert self.best is not None
-        yield from self.said
+        yield from self.said if self.best.staged is None else ()
         yield from self._note_of_numbers(self.best.place.task)
         meshes = [place.shape for place in self.unseen]
         if meshes:

@@ -197,10 +197,7 @@ def _states_s(total: Price, local: LocalProgram, costs: CostModel, tier: Tier, o
 def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: float) -> float:
     """Return the seconds by which offloading outlasts the forward, and fetching back outlasts the backward."""
     backward_s = total.compute_s + total.comm_s - total.forward_s - total.update_s + total.recompute_s
-    out_s, back_s = (
-        num_passes * (store.num_bytes / rate + store.num_transfers * tier.latency_s)
-        for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
-    )
+    out_s, back_s = (num_passes * each for each in tier.transfers_s(store.num_bytes, store.num_transfers))
     return tier.exposed_s(out_s, total.forward_s) + tier.exposed_s(back_s, backward_s)
 
 

@@ -1,8 +1,8 @@
 """Holds which levels of several units no other choice of levels beats, in bytes, seconds of reruns and seconds of transfers.
 
-Units are added one by one. Bytes and seconds add up. What of the transfers a stage shows does not, since they go on beside all that
-it computes, so they are carried along until a stage is whole (`Beside`). With transfers there are more choices than can be
-kept: one that is found for a stage is improved by moving a few units at a time to other levels (`improved`).
+Units are added one by one. Bytes and seconds add up. The seconds of transfers that nothing hides do not, since transfers go on
+beside all that a stage computes, so they are carried along until a stage is whole (`Beside`). With transfers there are more choices
+than can be kept: one that is found for a stage is improved by moving a few units at a time to other levels (`improved`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a stage computes for a micro-batch beside its transfers."""
+    """The computation of a stage for a micro-batch, beside which its transfers go on."""
 
     forward_s: float
     backward_s: float
@@ -78,7 +78,7 @@ class Frontier:
 
     num_bytes: np.ndarray
     away_bytes: np.ndarray
-    """What is off the device, of all micro-batches in flight."""
+    """The bytes that are off the device, of all micro-batches in flight."""
     rerun_s: np.ndarray
     out_s: np.ndarray
     back_s: np.ndarray

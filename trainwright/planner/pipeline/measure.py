@@ -105,7 +105,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of the values that a unit would keep: their keys in the program."""
+    """The fates of the values that a unit would keep, as their keys in the program: those rerun, and those that leave."""
 
     recomputed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
@@ -124,9 +124,9 @@ class Measured:
     decisions: Decisions
     """The decisions on layouts, with everything kept."""
     fates: list[list[Fate]]
-    """What is rerun and what leaves, by unit and level."""
+    """The values that are rerun and those that leave, by unit and level."""
     measuring: _Measuring
-    """What has measured them."""
+    """The measurements behind the table, which can be taken further."""
     simulations: dict[Any, Simulation] = field(default_factory=dict)
     """The simulations of stages under these layouts, by a key that like stages share."""
     added: dict[Any, StageBytes] = field(default_factory=dict)
@@ -497,9 +497,7 @@ def _with_fates(plain: Decisions, fates: Sequence[Sequence[Fate]], levels: Seque
 def _offloading(level: Level, sizes: Sequence[int], tier: Tier) -> Level:
     """Return a level with tensors of `sizes` off the device, which come back one by one, the next ones ahead of their use."""
     moved, largest = sum(sizes), max(sizes, default=0)
-    out_s, back_s = (
-        moved / rate + len(sizes) * tier.latency_s for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
-    )
+    out_s, back_s = tier.transfers_s(moved, len(sizes))
     back = min(moved, (1 + IN_FLIGHT) * largest)
     return Level(
         max(0.0, level.kept_bytes - moved), level.rerun_s, level.rederived_bytes + back, out_s, back_s, largest, moved

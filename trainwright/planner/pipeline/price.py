@@ -248,10 +248,7 @@ def _shown_s(place: Place, executor: Executor, forward_s: float, backward_s: flo
     tier, store = place.problem.costs.tier, executor.store
     if tier is None or not isinstance(store, CountingStore):
         return 0.0, 0.0
-    out_s, back_s = (
-        store.num_bytes / rate + store.num_transfers * tier.latency_s
-        for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)
-    )
+    out_s, back_s = tier.transfers_s(store.num_bytes, store.num_transfers)
     return tier.exposed_s(out_s, forward_s), tier.exposed_s(back_s, backward_s)
 
 

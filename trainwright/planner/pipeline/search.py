@@ -349,7 +349,7 @@ class _Search:
                 numbers = ", ".join(str(n) for n in self.task.cluster.stage_numbers if n <= num_pieces)
                 remedy = f"try one of {numbers}, or none" if numbers else "leave --pipeline out"
                 raise UserError(
-                    f"at most as many stages as pieces that this model can be cut into are needed, {num_pieces}; got "
+                    f"a number of stages up to {num_pieces} is needed, the pieces that this model can be cut into; got "
                     f"{case.num_stages}; {remedy}"
                 )
             return

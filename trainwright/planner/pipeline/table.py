@@ -100,7 +100,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What a stage takes with some levels: the last unit's, and a row of the other units' frontier."""
+    """One choice of levels for a stage and what it takes: the last unit's level, and a row of the other units' frontier."""
 
     extra_s: float
     """The seconds of a micro-batch beyond its forward and backward: reruns, and what of the transfers shows."""
