@@ -7,7 +7,7 @@ joint, 1F1B                   cuts, depths and reruns chosen together, in the us
 joint                         interleaved stages and a split backward too
 
 Budgets lie between the least that stages were found to fit in (an estimate) and the peak of the joint 1F1B plan without any: so
-many shares of the way from the one to the other. Seconds are predicted; no GPU ran. `–`: no such stages fit.
+many shares of the way from the one to the other. Logits stand whole. Seconds are predicted; no GPU ran. `–`: no such stages fit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECIPES = ("even", "balanced", "pipeline-dp")
 def cell(name: str, hardware: str) -> list[dict[str, Any]]:
     """Return a row for each budget."""
     model, batch = tw.zoo.build(name, dtype="bf16", **MODELS[name])
-    asked = {"hardware": hardware, "micro_batches": NUM_MICRO, "time_limit_s": 600.0, **CLUSTERS[hardware]}
+    asked = question(hardware)
     free = tw.plan(model, batch, **asked, memory="100TiB", pipeline_schedule="1f1b")
     most = free.predicted.peak_bytes
     least = _least_bytes(model, batch, most, asked)
@@ -66,6 +66,17 @@ def cell(name: str, hardware: str) -> list[dict[str, Any]]:
         print(json.dumps(row), flush=True)
         found.append(row)
     return found
+
+
+def question(hardware: str) -> dict[str, Any]:
+    """Return what a cell's plans are asked for beside model and budget; logits stand whole, as they do for the recipes."""
+    return {
+        "hardware": hardware,
+        "micro_batches": NUM_MICRO,
+        "time_limit_s": 600.0,
+        "loss_chunks": "none",
+        **CLUSTERS[hardware],
+    }
 
 
 def _least_bytes(model: Any, batch: Any, most: int, asked: dict[str, Any]) -> float:
