@@ -1,11 +1,11 @@
 """What stages with layouts of their own could gain over one choice of layouts for all stages: an upper bound, cell by cell.
 
-    python -m benchmarks.planner.pipeline_layouts [MODEL …] [--clusters NAME …] [--record]
+    python -m benchmarks.planner.pipeline_layouts [MODEL …] [--clusters NAME …] [--shares SHARE …] [--record]
 
 The tables are those of the search, one for each of its layouts (with offloading too where a budget binds), each of which has
 learned from runs of its own fastest stages. 1F1B and deeper warm-ups.
 
-one       the fastest stages under one table, for all stages the same
+one       the fastest stages under one table, for all stages the same: by the tables, or as the search has planned them
 each      each stage under a table of its own, chosen together with cuts, depths and levels
 program   a lower bound on `each`: the mixed-integer program below, over all cuts and choices at every depth
 
@@ -17,7 +17,7 @@ flight, and levels that are the fewest seconds that fit stage and depth, it mini
     Z ≥ Σ_q (t_q + h_q + g_q) + (m - 1) t_s - (w_s - w_P-1) f_s + u'_0
     Z ≥ Σ_{q<s} (f_q + h_q) + m t_s + u'_s
 
-which are linear in z. Its cuts and choices, and the fastest ones of each table, are improved by moves of single blocks and of
+which are linear in z. Its cuts and choices, and those of the fastest tables, are improved by moves of single blocks and of
 single stages' layouts, judged by the simulated step. That what crosses a boundary may have to change its layout there costs
 nothing here, nor that a parameter of both ends may rest in two layouts: real plans gain less.
 """
@@ -36,7 +36,7 @@ from typing import Any
 
 import trainwright as tw
 from trainwright.planner.model.milp import Model
-from trainwright.planner.pipeline.cuts import Cuts, Judge, Staged, depths_of, fastest, neighbours
+from trainwright.planner.pipeline.cuts import Cuts, Judge, Staged, depths_of, fastest, leanest, neighbours
 from trainwright.planner.pipeline.events import StageSeconds, Tied, simulated_step
 from trainwright.planner.pipeline.measure import Measured
 from trainwright.planner.pipeline.price import simulate_stages
@@ -48,13 +48,15 @@ from trainwright.planner.task import Task
 from trainwright.program.stages import cut
 from trainwright.request import PlanRequest
 
-from .pipeline import CLUSTERS, MODELS, question
+from .pipeline import CLUSTERS, MODELS, SHARES, question
 from .pipeline import ROWS as CELLS
 
 ROWS = CELLS.with_name("planner-pipeline-layouts.jsonl")
 RESULT = ROWS.with_suffix(".md")
 TIMES = 3
 """The most times that a table learns."""
+STARTS = 4
+"""The tables, the fastest ones, whose own stages are improved by moves."""
 _MS = 1e3
 _LESS = 1 - 1e-9
 
@@ -261,7 +263,9 @@ def cell(name: str, hardware: str, given: dict[str, Any], model: Any, batch: Any
     one = [staged for _, staged in known if staged is not None]
     least = min((staged.step_s for staged in one), default=math.inf)
     found, bound_s = Mixed(math.inf), math.inf
-    for number, (_, staged) in enumerate(known):
+    order = sorted(range(len(known)), key=lambda number: math.inf if (own := known[number][1]) is None else own.step_s)
+    for number in order[:STARTS]:
+        staged = known[number][1]
         if staged is not None:
             start = mixture.judge(staged.cuts, staged.in_flight, (number,) * case.num_stages)
             found = min(found, mixture.moved(start, staged.in_flight), key=lambda mixed: mixed.step_s)
@@ -280,30 +284,30 @@ def cell(name: str, hardware: str, given: dict[str, Any], model: Any, batch: Any
 
 
 def _learned(case: Case, measured: Measured) -> tuple[Table, Staged | None]:
-    """Return a table that has learned from runs of its own fastest stages, and those by it."""
+    """Return a table that has learned from runs of its own fastest stages, or of its leanest where none fit, and those by it."""
     judge = case.judge(replace(measured, table=measured.table.scheduled()))
     for _ in range(TIMES):
-        staged = _fastest(judge)
+        staged = fastest(judge, _starts(judge)) or leanest(judge, _starts(replace(judge, budget_bytes=math.inf)))
         if staged is None:
             break
         levels = [level for own in judge.table.by_piece(staged.cuts, staged.fits) for level in own]
         stages = [(stage,) for stage in cut(case.task.program, measured.begins(staged.cuts))]
-        schedule = judge.table.schedule(staged.in_flight)
-        decisions = measured.staged(levels)
+        schedule, decisions = judge.table.schedule(staged.in_flight), measured.staged(levels)
         simulations = simulate_stages(case.place, stages, decisions, schedule, measured.runs, in_full=False)
-        if not any(fit.extra_s for fit in staged.fits) and all(s.peak_bytes <= case.budget_bytes for s in simulations):
+        peaks = [simulation.peak_bytes for simulation in simulations]
+        if max(peaks) <= case.budget_bytes and not any(fit.extra_s for fit in staged.fits):
             break
-        learn(judge.table, staged, [simulation.peak_bytes for simulation in simulations])
+        learn(judge.table, staged, peaks)
         judge = Judge(judge.table, judge.budget_bytes, judge.fixed)
-    return judge.table, _fastest(judge)
+    return judge.table, fastest(judge, _starts(judge))
 
 
-def _fastest(judge: Judge) -> Staged | None:
-    starts = [recipe_cuts(name, judge) for name in ("even", "balanced", "pipeline-dp")]
+def _starts(judge: Judge) -> list[Cuts]:
+    found = [recipe_cuts(name, judge) for name in ("even", "balanced", "pipeline-dp")]
     for depth in depths_of(judge.table)[:2]:
         proposal = propose(judge.table, depth, judge.budget_bytes)
-        starts.append(None if proposal is None else proposal.cuts)
-    return fastest(judge, [cuts for cuts in dict.fromkeys(starts) if cuts is not None])
+        found.append(None if proposal is None else proposal.cuts)
+    return [cuts for cuts in dict.fromkeys(found) if cuts is not None]
 
 
 def _finite(seconds: float) -> float | None:
@@ -311,7 +315,11 @@ def _finite(seconds: float) -> float | None:
 
 
 def _share(less: float | None, of: float | None) -> str:
-    return "–" if less is None or of is None else f"{100 * (1 - less / of):.1f} %"
+    return "–" if less is None or of is None else f"{100 * max(0.0, 1 - less / of):.1f} %"
+
+
+def _one_s(row: dict[str, Any]) -> float | None:
+    return min((row[name] for name in ("one", "plan") if row[name] is not None), default=None)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -321,12 +329,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        one, each, bound = (
-            "–" if row[name] is None else f"{_MS * row[name]:.2f}" for name in ("one", "each", "program")
-        )
+        one_s = _one_s(row)
+        steps = (one_s, row["each"], row["program"])
+        one, each, bound = ("–" if seconds is None else f"{_MS * seconds:.2f}" for seconds in steps)
         lines.append(
             f"| {row['model']} | {row['cluster']} | {row['share']:.2f} · {row['budget'] / 2**30:.2f} GiB | {row['tables']} | "
-            f"{one} | {each} | {_share(row['each'], row['one'])} | {bound} | {_share(row['program'], row['one'])} | "
+            f"{one} | {each} | {_share(row['each'], one_s)} | {bound} | {_share(row['program'], one_s)} | "
             f"{row['program_s']} s | {row['cpu_s']} s |"
         )
     return "\n".join(lines)
@@ -344,7 +352,7 @@ def recorded(rows: Sequence[dict[str, Any]], path: Path = ROWS) -> list[dict[str
 
 def write(rows: Sequence[dict[str, Any]]) -> None:
     """Write the record."""
-    gains = [1 - row["each"] / row["one"] for row in rows if row["one"] is not None]
+    gains = [1 - row["each"] / one_s for row in rows if row["each"] is not None and (one_s := _one_s(row)) is not None]
     RESULT.write_text(
         f"# Stages with layouts of their own: an upper bound of the gain\n\n{time.strftime('%Y-%m-%d')}. Steps in ms, predicted by "
         "the simulation from tables; no GPU ran. The cells are those of planner-pipeline.md. `one`: one table for all "
@@ -360,13 +368,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
+    parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
     cells, rows = [json.loads(line) for line in CELLS.read_text().splitlines()], []
     for name in given.models:
         model, batch = tw.zoo.build(name, dtype="bf16", **MODELS[name])
         for own in cells:
-            if own["model"] == name and own["cluster"] in given.clusters:
+            if own["model"] == name and own["cluster"] in given.clusters and own["share"] in given.shares:
                 rows.append(cell(name, own["cluster"], own, model, batch))
                 print(json.dumps(rows[-1]), flush=True)
                 if given.record:
