@@ -1,6 +1,6 @@
 """Ways to cut models into pipeline stages, priced by one simulator: four models, three budgets, two clusters.
 
-    python -m benchmarks.planner.pipeline [MODEL …] [--clusters NAME …] [--record]
+    python -m benchmarks.planner.pipeline [MODEL …] [--clusters NAME …] [--shares SHARE …] [--record]
 
 even, balanced, pipeline-dp   the recipes of `planner/pipeline/recipes.py`, 1F1B
 joint, 1F1B                   cuts, depths and reruns chosen together, in the usual order
@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ NUM_MICRO = 8
 RECIPES = ("even", "balanced", "pipeline-dp")
 
 
-def cell(name: str, hardware: str) -> list[dict[str, Any]]:
+def cell(name: str, hardware: str, shares: Sequence[float] = SHARES) -> list[dict[str, Any]]:
     """Return a row for each budget."""
     model, batch = tw.zoo.build(name, dtype="bf16", **MODELS[name])
     asked = question(hardware)
@@ -49,7 +50,7 @@ def cell(name: str, hardware: str) -> list[dict[str, Any]]:
     most = free.predicted.peak_bytes
     least = _least_bytes(model, batch, most, asked)
     found = []
-    for share in SHARES:
+    for share in shares:
         memory = int(least + share * (most - least)) + 1
         began = time.process_time()
         plans = tw.compare(model, batch, **asked, memory=memory, pipeline_schedule="1f1b")
@@ -139,11 +140,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
+    parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name, hardware in itertools.product(given.models, given.clusters):
-        rows += cell(name, hardware)
+        rows += cell(name, hardware, given.shares)
         if given.record:
             write(recorded(rows))
     print(summary(recorded(rows) if given.record else rows))
