@@ -33,10 +33,10 @@ _LEAST = 1e-9
 """The share by which layouts have to be below a line to be a further point of the hull."""
 
 
-def layouts_for(solver: Solver, settings: Settings, room_bytes: float) -> list[Layouts]:
+def layouts_for(solver: Solver, settings: Settings, room_bytes: float, prices: bool) -> list[Layouts]:
     """Return the layouts to try for stages that have `room_bytes` together, the fastest first; none where there are none.
 
-    Where memory is no bound the fastest are all.
+    Where memory is no bound the fastest are all. prices: whether prices find further ones.
     """
     fastest = solver.without_memory(settings)
     if fastest.values is None:
@@ -46,7 +46,8 @@ def layouts_for(solver: Solver, settings: Settings, room_bytes: float) -> list[L
     if math.isfinite(room_bytes):
         within = (solver.first_stage(settings, share * room_bytes, first) for share in SHARES)
         found += [other for other in within if other is not None]
-        found += [point.options for point in _Priced(solver, settings).hull(fastest.values)]
+        if prices:
+            found += [point.options for point in _Priced(solver, settings).hull(fastest.values)]
     return list({tuple(options.values()): options for options in found}.values())
 
 

@@ -132,6 +132,14 @@ def come_first(alone: Task) -> bool:
     return usable is not None and place.solver.kept_bytes(place.settings("joint")) > usable
 
 
+def is_thorough(task: Task) -> bool:
+    """Return true if there is time for further layouts, and for tables that seem slower: where the number of stages is asked for.
+
+    With `auto` the time is better spent on other numbers, and on plans without stages.
+    """
+    return task.pipeline != "auto"
+
+
 def _numbers(task: Task, num_stages: int) -> list[int]:
     """Return the numbers of micro-batches to look at, those first that are nearest to four a stage."""
     variants = task.variants
@@ -222,7 +230,7 @@ class Case:
     def layouts(self) -> list[Mapping[Decision, int]]:
         """Return the layouts to try: the fastest, and some that take less memory at rest."""
         room = self.num_stages * self.budget_bytes
-        return layouts_for(self.place.solver, self.place.settings("joint"), room)
+        return layouts_for(self.place.solver, self.place.settings("joint"), room, is_thorough(self.whole))
 
     def measured(self, options: Mapping[Decision, int]) -> Measured:
         hops = hops_of(self.cluster, self.num_stages)
@@ -392,6 +400,8 @@ class _Search:
         It has learned nothing yet. Others of the same case and order have: by their least excess, or where there are none
         without a budget, these stages would be faster.
         """
+        if not is_thorough(self.task):
+            return False
         known = self._excess.get((case, judge.table.order))
         if known is None:
             judge = replace(judge, budget_bytes=math.inf)
