@@ -30,6 +30,8 @@ LOGITS_LET_GO, DONATED, NEW_KERNELS = "2024-06-12", "2024-12", "2025-08"
 """Since when torchtitan's loop lets go of its logits before the backward (torchtitan#391), compiled backwards write into what was
 saved for them (pytorch/pytorch#140113, described on 2024-11-08), and eager nn.RMSNorm is one kernel on GPUs
 (pytorch/pytorch#153666) and torchtitan asks for cuDNN's attention first (attention.py; the month recalled)."""
+ENDS_APART = "2025-08"
+"""Since when torchtitan gathers embedding and output by themselves (torchtitan#1094, rebased to be merged on 2025-07-29)."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Row:
             "chunked": "chunked" in str(self.data["notes"]),
             "reshard": detail if detail.startswith(("no reshard", "reshard after forward everywhere")) else "",
             "expandable": "expandable" in str(self.data["memory"]),
-            "since": [self.data["source"]["date"] >= date for date in (LOGITS_LET_GO, DONATED, NEW_KERNELS)],
+            "since": [self.data["source"]["date"] >= date for date in (LOGITS_LET_GO, DONATED, NEW_KERNELS, ENDS_APART)],
         }  # fmt: skip
         named = self.source in ("timm", "transformers-v100", "litgpt")
         return json.dumps([told, self.id if named else ""], sort_keys=True)
