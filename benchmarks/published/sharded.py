@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .program import Program, ids
-from .rows import ENDS_APART, LOGITS_LET_GO, NEW_KERNELS, Row
+from .rows import ENDS_APART, FUSED, LOGITS_LET_GO, NEW_KERNELS, Row
 
 _GPUS = {
     "H100-95GiB": "h100-96gb", "H100-SXM5-80GB": "h100", "A100-80GB": "a100", "A100-40GB": "a100-40gb",
@@ -155,7 +155,7 @@ class WideLogits(nn.Module):
 
 
 def titan(row: Row) -> Program:
-    data, date = row.data["model"], row.data["source"]["date"]
+    data, date = row.data["model"], row.date
     is_2d = row.data["parallelism"]["kind"] == "2d"
     shards, ways = _mesh_of(row)
     recent = date >= LOGITS_LET_GO
@@ -181,16 +181,22 @@ def titan(row: Row) -> Program:
         "policies of selective checkpointing; each block compiled by itself; norms from ops in fp32 until torch had a kernel "
         "(norms.py, pytorch#153666), cuDNN's attention from about then on (attention.py); before torchtitan#391 fp32 "
         "logits bound through the backward; since, logits let go before it, loss in fp32, in 8 chunks where the row says so "
-        "(loss.py); gradients clipped to 1 (train.py)"
+        "(loss.py); AdamW fused since torchtitan#881; gradients clipped to 1 (train.py)"
     )
     return Program(
         make, (tokens, tokens), hardware_of(row), read, None if recent else _fp32_loss,
-        fused_adamw if row.data["optimizer"].endswith("fused") else foreach_adamw,
+        fused_adamw if _is_fused(row) else foreach_adamw,
         {
             "processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"]), "clip_norm": _MAX_NORM,
         },
         lambda: _around(row, is_2d),
     )  # fmt: skip
+
+
+def _is_fused(row: Row) -> bool:
+    """Tell whether AdamW is one kernel; a row that leaves it to the version has what its date's torchtitan takes."""
+    optimizer = row.data["optimizer"]
+    return row.date >= FUSED if "by version" in optimizer else optimizer.endswith("fused")
 
 
 @contextmanager

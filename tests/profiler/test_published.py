@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,20 @@ def test_the_page_is_the_records() -> None:
     bars = {what: found for what, _, found, _ in pages.summary(KNOWN)}
     assert {"timm", "lambda"} <= FITTED_TO
     assert all("median" in found for found in bars.values())
+
+
+def test_without_matplotlib_the_page_is_written_and_the_rest_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, record = tmp_path / "published.md", tmp_path / "published.json"
+    record.write_text(json.dumps({"rows": {}}), encoding="utf8")
+    monkeypatch.setattr(pages, "PAGE", page)
+    monkeypatch.setattr(compare, "RECORD", record)
+    monkeypatch.setattr(sys, "argv", ["compare", "--pages"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert compare.main() == 2
+    assert page.read_text(encoding="utf8").startswith("# Predictions")
+    assert "matplotlib is needed for the plots" in capsys.readouterr().err
 
 
 def test_errors_are_of_the_right_sign_and_ratios_of_one_source() -> None:
