@@ -26,8 +26,8 @@ RECORD = Path(__file__).parent.parent / "results" / "published.json"
 
 
 _NEEDED = {
-    "matplotlib": "the plots; the record and the page are written",
-    "timm": "rows of timm, Lambda and NVIDIA's examples",
+    "matplotlib": "the plots; the record and the page are written, and --pages draws them alone",
+    "timm": "rows of timm, Lambda and NVIDIA's examples; --only leaves them out",
 }
 
 
@@ -39,8 +39,7 @@ def main() -> int:
         if missing.name not in _NEEDED:
             raise
         print(
-            f"{missing.name} is needed for {_NEEDED[missing.name]}; it is not installed; try pip install 'trainwright[bench]', "
-            "then the same command again",
+            f"{missing.name} is needed for {_NEEDED[missing.name]}; it is not installed; try pip install 'trainwright[bench]'",
             file=sys.stderr,
         )
         return 2
@@ -84,11 +83,16 @@ def predicted(row: Row) -> dict[str, Any]:
 
 
 def _described(row: Row, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the prediction, with the builder's present remarks on how the row was written."""
+    """Return the prediction, with the builder's present remarks on how the row was written.
+
+    The record's stay where the builder needs a library that is missing.
+    """
     try:
         return found if "reason" in found else found | {"read": program_of(row).read}
     except CannotExpress as reason:
         return {"reason": str(reason)}
+    except ModuleNotFoundError:
+        return found
 
 
 def _priced(program: Program) -> dict[str, Any]:

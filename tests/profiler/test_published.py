@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published import compare, pages, rows
+from benchmarks.published import compare, learned, pages, rows
 from benchmarks.published.causes import FITTED_TO
 from benchmarks.published.program import CannotExpress, Program
 from benchmarks.published.programs import program_of
@@ -84,6 +84,19 @@ def test_errors_are_of_the_right_sign_and_ratios_of_one_source() -> None:
     ((pair, error),) = pages.ratio_errors([eager, *some], known)
     assert (pair.first, pair.second, pair.changed) == (eager, some[0], "attention")
     assert error == pytest.approx((0.017 / 0.046) / (0.017 / 0.023) - 1)
+
+
+def test_a_source_that_is_too_fast_throughout_is_told_by_one_of_its_runs_and_not_by_others() -> None:
+    some = [row(f"foundry-7b-s2048-{count}xh100-mb6") for count in (8, 128)]
+    other = row("lambda-resnet50-amp-h100")
+    assert all(found.step_s for found in (*some, other))
+    known = {
+        found.id: {"step_s": share * (found.step_s or 0.0), "hardware": "8xh100"}
+        for found, share in [(some[0], 0.5), (some[1], 0.5), (other, 2.0)]
+    }
+    by_one, by_others = learned.learnings([*some, other], known)
+    assert (by_one.num_told, by_one.before, by_one.after) == (2, 0.5, pytest.approx(0.0, abs=1e-9))
+    assert (by_others.num_told, by_others.after) == (3, pytest.approx(0.75))  # too fast by 2, slowed by half once more
 
 
 def test_pairs_are_of_one_date_and_differ_in_one_thing() -> None:
