@@ -68,7 +68,7 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
         raise UserError(f"a solver is one of {', '.join(known)}{stages}; got {solver!r}")
     if task.tier is not None and solver != "joint":
         raise UserError(
-            f"the solver joint is needed to choose what rests on disks; got {solver}, which lets nothing leave; leave --tier out"
+            f"the solver joint is needed to choose what rests on a tier; got {solver}, which lets nothing leave; leave --tier out"
         )
     try:
         found = search(task, solver)
@@ -208,10 +208,10 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
 
 
 def _policy(plan: Plan) -> Policy | None:
-    """Return how the disks of a plan are used; what stays in memory stands with its parameters."""
+    """Return how the tier of a plan is used; what stays in memory stands with its parameters."""
     if plan.tier is None:
         return None
-    return Policy(plan.tier.window_bytes, None, plan.tier.update, plan.tier.commit_every)
+    return Policy(plan.tier.window_bytes, None, plan.tier.update, plan.tier.commit_every, plan.tier.place)
 
 
 def as_plan(solver: str, found: Found, plan_s: float) -> Plan:

@@ -71,6 +71,10 @@ class Transfer:
             self.parts = parts  # a fault stays: whoever waits again learns of it too
             raise errors[0]
 
+    def finish(self) -> None:
+        """Wait until the transfer is complete; as `wait`, where no stream of a device could wait instead."""
+        self.wait()
+
     @property
     def is_done(self) -> bool:
         """Tell whether `wait` would return at once."""
