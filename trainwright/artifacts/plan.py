@@ -271,6 +271,8 @@ class StagePrediction(Record):
 class Predicted(Record):
     """What the plan will take per step, by the cost model; the peak is simulated, parameters and states included.
 
+    A budget has to be a little larger than the peak, for what no simulation sees (`planner/budget.py`): `fits_in_bytes`.
+
     Of a plan with stages, `step_s` is that of the simulated schedule, `peak_bytes` and `breakdown` are those of the fullest
     stage, and all other seconds and bytes those of the busiest, which waits for `bubble_s`.
     """
@@ -289,6 +291,8 @@ class Predicted(Record):
     moved_state_bytes: int = 0
     """What each device brings back of the optimizer's states in a step; as much leaves again."""
     peak_bytes: int
+    fits_in_bytes: int = 0
+    """The smallest budget (`--memory`) that holds this plan; 0 in plans of before it was said."""
     breakdown: dict[str, int] = {}
     """Bytes alive at the peak, by category."""
     comm_bytes: dict[str, int] = {}

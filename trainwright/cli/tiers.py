@@ -193,7 +193,8 @@ def tier_lines(steps: list[dict[str, Any]], step_s: float, is_host: bool) -> str
     a_day = "" if is_host else f", {format_bytes(written * 86_400 / step_s)} a day at this pace"
     total = (
         f"{'host ' if is_host else 'disks'}  read {format_bytes(read)} a step, planned {format_bytes(planned_read)}; written "
-        f"{format_bytes(written)}, planned {format_bytes(planned_written)}{a_day}; waited for {format_s(waited_s)} of {format_s(step_s)}"
+        f"{format_bytes(written)}, planned {format_bytes(planned_written)}{a_day}; waited for "
+        f"{format_s(waited_s)} of {format_s(step_s)}"
     )
     rates = later[-1]["tier_rates"]
     most = max(max(each) for each in rates.values())

@@ -125,6 +125,7 @@ def check(
     task = task_of(plan, program, optimizer_cost, make_optimizer)
     task.budget_bytes = budget_bytes
     predicted, simulations, where = as_written(plan, task)
+    predicted = _with_budget(predicted, task)
     simulation = max(simulations, key=lambda found: found.peak_bytes)
     budget, usable = task.budget_bytes, task.usable_bytes
     if plan.tier is not None:
@@ -240,7 +241,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         corrections=dict(task.program.corrections),
         loss_chunks=task.program.captured.loss_chunks,
         expert_imbalance="worst" if math.isinf(task.imbalance) else task.imbalance,
-        predicted=_predicted(found.price, answer.simulation),
+        predicted=_with_budget(_predicted(found.price, answer.simulation), task),
         solver=SolverInfo(
             name=solver,
             status="optimal" if gap is not None and gap <= PROVEN_OPTIMAL else "feasible",
@@ -264,10 +265,10 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
             *found.notes,
         ),
     )
-    return (plan if found.staged is None else _with_stages(plan, found.staged)).signed()
+    return (plan if found.staged is None else _with_stages(plan, found.staged, task)).signed()
 
 
-def _with_stages(plan: Plan, staged: StagedAnswer) -> Plan:
+def _with_stages(plan: Plan, staged: StagedAnswer, task: Task) -> Plan:
     """Return the plan of one stage's ranks as that of all stages."""
     schedule = staged.schedule
     pipeline = Pipeline(
@@ -284,7 +285,7 @@ def _with_stages(plan: Plan, staged: StagedAnswer) -> Plan:
             "cluster": staged.cluster,
             "mesh": {PIPE: pipeline.num_stages, **plan.mesh},
             "pipeline": pipeline,
-            "predicted": staged.priced.predicted,
+            "predicted": _with_budget(staged.priced.predicted, task),
         }
     )
 
@@ -320,6 +321,10 @@ def _predicted(costs: Price, simulation: Simulation) -> Predicted:
         breakdown=simulation.breakdown,
         comm_bytes=simulation.comm_bytes,
     )
+
+
+def _with_budget(predicted: Predicted, task: Task) -> Predicted:
+    return predicted.model_copy(update={"fits_in_bytes": budget_for(predicted.peak_bytes, task.divisor)})
 
 
 def _gathered(program: Program, price: Price) -> tuple[str, ...]:

@@ -88,6 +88,8 @@ def _text(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]],
         if tried is not None
         else f"at least about {size_text(least, up=True)} is needed, {more} more (an estimate)"
     )
+    if simulation.peak_bytes <= budget:
+        enough += f", since a peak of {size_text(simulation.peak_bytes)} leaves too little for what no simulation sees"
     other = "" if solver == "joint" else ", or --solver joint"
     return (
         f"a plan within {size_text(budget)} a device is needed; {solver} found none on {task.cluster.name} (mesh {place.shape}); "

@@ -522,8 +522,9 @@ def resting(plan: Plan, options: TierOptions | None, replicas: int = 1) -> TierO
                 "(TierOptions([...]), --tier DIR), or plan without --tier"
             )
         return None
+    options = options.under(plan)
     check_plan(plan, options, replicas)
-    return options.under(plan)
+    return options
 
 
 def check_plan(plan: Plan, options: TierOptions, replicas: int = 1) -> None:
