@@ -159,7 +159,7 @@ def in_memory(num_steps: int) -> dict[str, Any]:
 
 def cell(folder: Path, rate: float, name: str, num_steps: int) -> dict[str, Any]:
     """Measure one rule at one rate, and predict it with the seconds of updates and commits that were measured."""
-    options, plan, rates = RULES[name], plan_of(rate, name == "planned"), Rates(rate, rate)
+    options, plan = RULES[name], plan_of(rate, name == "planned")
     folder.mkdir(parents=True)
     # Several threads wait for the bucket at a time, so that one that wakes late costs no bytes of the rate.
     store = StoreOptions(chunk_bytes=2**18, buffer_bytes=2**23, num_threads=6, read_rate=rate, write_rate=rate)
@@ -173,10 +173,11 @@ def cell(folder: Path, rate: float, name: str, num_steps: int) -> dict[str, Any]
     shutil.rmtree(folder)
     policy = Policy(WINDOW_BYTES, options.get("keep_bytes", 0), options.get("update", "during"))
     own = placed(layers(update_s), policy) if plan.tier is None else fates(layers(update_s), plan)
-    predicted = simulate(own, policy, rates)
     commit_s = statistics.mean(commits)
+    rates = Rates(rate, rate, commit_s)
+    predicted = simulate(own, policy, rates)
     return {
-        "rate": rate, "rule": name, "steps_s": taken, "predicted_s": commit_s + predicted.step_s, "compute_s": predicted.compute_s,
+        "rate": rate, "rule": name, "steps_s": taken, "predicted_s": predicted.step_s, "compute_s": predicted.compute_s,
         "bound_s": bound_s(own, policy, rates), "update_s": update_s, "commit_s": commit_s, "stays": kept_text(plan, own),
     }  # fmt: skip
 

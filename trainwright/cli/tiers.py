@@ -38,14 +38,23 @@ class TakesTier(TyperCommand):
     """A command whose `--tier` may stand alone, as the option of disks."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put `disk` behind a `--tier` that no place follows."""
-        own = args[: args.index("--")] if "--" in args else args
-        completed: list[str] = []
-        for place, arg in enumerate(own):
-            completed.append(arg)
-            if arg == "--tier" and (place + 1 == len(own) or own[place + 1] not in PLACES):
-                completed.append(PLACES[0])
-        return super().parse_args(ctx, completed + args[len(own) :])
+        """Parse with `disk` behind a `--tier` that no place follows."""
+        return super().parse_args(ctx, with_place(args))
+
+
+def with_place(args: list[str]) -> list[str]:
+    """Return the arguments with `disk` behind a `--tier` that no place follows.
+
+    >>> with_place(["--tier", "zoo:gpt2"])
+    ['--tier', 'disk', 'zoo:gpt2']
+    """
+    own = args[: args.index("--")] if "--" in args else args
+    completed: list[str] = []
+    for index, arg in enumerate(own):
+        completed.append(arg)
+        if arg == "--tier" and own[index + 1 : index + 2] not in ([place] for place in PLACES):
+            completed.append(PLACES[0])
+    return completed + args[len(own) :]
 
 
 TierWindowOption = Annotated[
@@ -182,7 +191,7 @@ def _rates(text: str | None) -> tuple[float | None, float | None]:
 LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def tier_lines(steps: list[dict[str, Any]], step_s: float, is_host: bool) -> str:
+def tier_lines(steps: list[dict[str, Any]], step_s: float, is_host: bool = False) -> str:
     """Return what the tier has moved, a step, a day and over the last step, and how long steps waited for it."""
     later = steps[1:] or steps
     read, written, waited_s = (

@@ -64,10 +64,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Rates:
-    """The tier's read and write rates in bytes a second; the directions do not share them."""
+    """The tier's read and write rates in bytes a second, which the directions do not share, and the seconds of a commit."""
 
     read: float
     write: float
+    commit_s: float = 0.0
 
     def __post_init__(self) -> None:
         positive = "more than 0 bytes a second"
@@ -290,6 +291,8 @@ def simulate(layers: Sequence[Layer], policy: Policy, rates: Rates) -> StepTime:
     True
     """
     committing = _Run(layers, policy, rates, is_committing=policy.commits).step()
+    if policy.commits:
+        committing = replace(committing, step_s=committing.step_s + rates.commit_s)
     if policy.commit_every == 1:
         return committing
     others = _Run(layers, policy, rates, is_committing=False).step()

@@ -128,7 +128,7 @@ def step_s(
     assert policy is not None
     assert tier is not None
     layers = layers_of(local.program, decisions, costs, optimizer)
-    rates = Rates(tier.read_bytes_per_s, tier.write_bytes_per_s)
+    rates = Rates(tier.read_bytes_per_s, tier.write_bytes_per_s, tier.commit_s)
     moved = replace(traffic(layers, policy), forward_written=moved_bytes)
     scheduled = simulate(_with_seconds(layers, local, seconds), policy, rates).step_s
     return max(scheduled, _least_s(moved, seconds, costs, policy))
@@ -144,7 +144,8 @@ def _least_s(moved: StepTraffic, seconds: StepSeconds, costs: CostModel, policy:
     read = moved.backward_read + moved.forward_written
     backward = (read / tier.read_bytes_per_s, written / tier.write_bytes_per_s)
     both = ((seconds.forward_s, forward), (seconds.backward_s + update_s, backward))
-    return sum(compute + max(tier.exposed_s(each, compute) for each in busy) for compute, busy in both)
+    phases_s = sum(compute + max(tier.exposed_s(each, compute) for each in busy) for compute, busy in both)
+    return phases_s + policy.committed_share * tier.commit_s
 
 
 def _with_seconds(layers: Sequence[Layer], local: LocalProgram, seconds: StepSeconds) -> list[Layer]:
