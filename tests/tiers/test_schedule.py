@@ -135,7 +135,11 @@ def test_of_all_amounts_that_stay_the_largest_takes_the_least(
 def test_a_commit_is_waited_for_where_there_is_one() -> None:
     layers = [Layer(4096, (4096, 4096), 4096, forward_s=1.0, backward_s=2.0)] * 4
     without, rates = Rates(1e6, 1e6), Rates(1e6, 1e6, commit_s=0.5)
-    for policy, share in ((Policy(2**14), 1.0), (Policy(2**14, commit_every=4), 0.25), (Policy(2**14, place="host"), 0.0)):
+    for policy, share in (
+        (Policy(2**14), 1.0),
+        (Policy(2**14, commit_every=4), 0.25),
+        (Policy(2**14, place="host"), 0.0),
+    ):
         longer = simulate(layers, policy, rates).step_s - simulate(layers, policy, without).step_s
         assert longer == pytest.approx(0.5 * share)
 
