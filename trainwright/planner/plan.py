@@ -20,6 +20,7 @@ from ..artifacts import (
     Predicted,
     Refusal,
     SolverInfo,
+    TierPlan,
     UserError,
 )
 from ..program.decisions import Decisions
@@ -132,6 +133,7 @@ def check(
         (place,) = task.places
         decisions = decisions_of(program, plan)
         moved = tier_plan(place, decisions, place.price(simulation), simulation)
+        _check_room(moved, place, predicted.moved_bytes)
         plan = plan.model_copy(update={"tier": moved})
     if budget is not None and usable is not None and simulation.peak_bytes > usable:
         more = budget_for(simulation.peak_bytes, task.divisor) - budget
@@ -151,6 +153,19 @@ def check(
         return plan.model_copy(update={"predicted": predicted})
     found = plan.model_copy(update={"predicted": predicted, "budget_bytes": budget, "solver": solver, "notes": notes})
     return found if plan.is_edited else found.signed()
+
+
+def _check_room(tier: TierPlan | None, place: Place, moved_bytes: int) -> None:
+    """Raise `Refusal` where the tier does not hold what rests there, with what of activations leaves."""
+    known = place.problem.costs.tier
+    if tier is None or known is None or known.capacity_bytes is None:
+        return
+    there = tier.disk_bytes + tier.host_bytes + moved_bytes
+    if there > known.capacity_bytes:
+        raise Refusal(
+            f"a {tier.place} of {size_text(there, up=True)} a device is needed for what rests there; the hardware has "
+            f"{size_text(known.capacity_bytes)}; let more stay, or raise `capacity_bytes` in its file"
+        )
 
 
 def as_written(plan: Plan, task: Task) -> tuple[Predicted, list[Simulation], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -31,7 +32,7 @@ class StatesInHost:
         self._by_param: dict[Tensor, Parked] = {parked.param: parked for parked in tier.parked.values()}
 
     def whole(self, optimizer: Optimizer, param: Tensor, read: bool = True) -> dict[str, Any]:
-        """Return the states of `param` in their order; those that rest in the host's memory are on the CPU."""
+        """Return the states of `param` in their order, on its device; of a GPU, copies that are there for their readers alone."""
         held, updates = dict(optimizer.state.get(param, {})), self.tier.updates
         parked = self._by_param.get(param)
         if parked is None or updates is None:
@@ -41,8 +42,9 @@ class StatesInHost:
             if key in kept:
                 held[key] = like(parked, kept[key])
             elif key in forms:
-                form = forms[key]
-                held[key] = like(parked, self.store.value(state_key(parked, key), form.dtype, form.shape))
+                form, device = forms[key], parked.local.device
+                local = self.store.value(state_key(parked, key), form.dtype, form.shape)
+                held[key] = like(parked, local.to(device) if read else torch.empty_like(local, device=device))
         return held
 
     def forget(self, optimizer: Optimizer) -> None:
