@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -72,4 +73,19 @@ def test_bad_uses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"2000 bytes are needed in the host's memory.*1000 are free"):
         store.add({"b": 2000})
     assert "b" not in store
+    store.close()
+
+
+def test_what_waits_for_a_copy_waits_while_another_thread_does() -> None:
+    """A read that follows a write starts after it, although somebody is waiting for the write already."""
+    store = MemoryStore(options=StoreOptions(chunk_bytes=4096, buffer_bytes=4096, write_rate=1e5))
+    store.add({"a": 20_480})
+    into, ones = torch.zeros(5120), torch.ones(5120)
+    write = store.write("a", ones)
+    waiting = threading.Thread(target=write.wait)
+    waiting.start()
+    time.sleep(0.02)
+    store.read("a", into).wait()
+    waiting.join()
+    assert torch.equal(into, ones)
     store.close()
