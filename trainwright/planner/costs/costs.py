@@ -22,6 +22,7 @@ from ...ops import find
 from ...ops.expert_limits import Limit
 from ...ops.local import Mirror, Pair, Rows, WithSum
 from ...ops.sampled import variance_bound
+from ...profiler.caching import block_bytes
 from ...profiler.saved import CallCounter, OpRecord, Records, summary
 from ...program.groups import Group, Split
 from ...program.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
@@ -176,6 +177,14 @@ class CostModel:
     def local_bytes(self, tensor: Tensor, layout: Layout) -> int:
         """Return the bytes of the fullest rank's part of `tensor`."""
         return math.ceil(tensor.num_bytes * fraction(tensor.slots, layout, self.mesh))
+
+    def block_bytes(self, tensor: Tensor, layout: Layout) -> int:
+        """Return the memory that the fullest rank's part of `tensor` takes: on a GPU, whole blocks of its allocator."""
+        return self.taken_bytes(self.local_bytes(tensor, layout))
+
+    def taken_bytes(self, num_bytes: int) -> int:
+        """Return the memory that a tensor of `num_bytes` takes on the device."""
+        return block_bytes(num_bytes) if self.device.kind == "gpu" else num_bytes
 
     def move_s(self, tensor: Tensor, source: Layout, target: Layout) -> float:
         """Return the seconds that `tensor` takes from one layout to another."""
@@ -383,7 +392,10 @@ class CostModel:
         """Return the bytes of optimizer state that a rank keeps for a parameter; one with an owner counts as everybody's."""
         own = optimizer.of(tensor.key)
         kept = whole_pieces(tensor, layout, own.reads) if own.whole_state else layout
-        return own.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
+        total = own.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
+        one = max(1, self.local_bytes(tensor, kept))
+        num, rest = divmod(total, one)
+        return num * self.taken_bytes(one) + self.taken_bytes(rest)
 
     def leaving_state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the bytes of these that can be offloaded between updates: all but counters; 0 if they have to stay.

@@ -133,7 +133,7 @@ class _Builder:
             assert region_class is not None
             if stored.held or stored.boundary:
                 for native in self.sharding.yields(source):
-                    size = self.problem.costs.local_bytes(source.tensor, native) / MIB
+                    size = self.problem.costs.block_bytes(source.tensor, native) / MIB
                     key = (region_class, -1 if stored.held else stored.position)
                     self.passed[key].append((self.recompute.keep[stored, native], size))
         for item in find_items(self.model, self.problem, self.sharding, self.recompute):
@@ -226,7 +226,7 @@ class _Builder:
             ]
             num = sum(not first <= region <= last for first, last in behind)
             for native in self.sharding.yields(stored.source) if num else ():
-                size = self.problem.costs.local_bytes(stored.source.tensor, native) / MIB
+                size = self.problem.costs.block_bytes(stored.source.tensor, native) / MIB
                 leaves = self.recompute.leaves.get(self.recompute.keep[stored, native])
                 if leaves is not None:
                     terms.append((leaves, -size * num / owner.multiplicity))
@@ -241,7 +241,7 @@ class _Builder:
         for source, waits in self.waits.items():
             num = sum(made < (region, position) < last for made, last in waits)
             if num:
-                sizes = [num * self.problem.costs.local_bytes(source.tensor, native) for native in source.natives]
+                sizes = [num * self.problem.costs.block_bytes(source.tensor, native) for native in source.natives]
                 terms += self._option_terms(source.decision, sizes)
         return terms
 
@@ -281,7 +281,7 @@ class _Builder:
         for stored in self.problem.stored:
             if stored.held:
                 for native in self.sharding.yields(stored.source):
-                    size = self.problem.costs.local_bytes(stored.source.tensor, native)
+                    size = self.problem.costs.block_bytes(stored.source.tensor, native)
                     terms.append((self.recompute.keep[stored, native], size / MIB))
         window = [(self.recompute.state_window, 1.0)] if self.recompute.state_window >= 0 else []
         return [*terms, *self._vectors(), *self._temporaries(), *window, *self.recompute.updates_held]

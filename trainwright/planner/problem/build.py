@@ -115,11 +115,11 @@ class _Builder:
         for op in group.ops:
             if op.requires_grad:
                 given = sum(
-                    self.costs.local_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)
+                    self.costs.block_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)
                 )
                 read = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs)]
                 whole = sum(t.num_bytes for t, _ in read) + sum(t.num_bytes for t in op.outputs)
-                share = (sum(self.costs.local_bytes(t, layout) for t, layout in read) + given) / max(1, whole)
+                share = (sum(self.costs.block_bytes(t, layout) for t, layout in read) + given) / max(1, whole)
                 most = max(most, given + self.costs.backward_bytes(group, op, split, share))
         return most
 
@@ -136,7 +136,7 @@ class _Builder:
             around += [(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)]
             passing = {t: layout for t, layout in around if self.costs.records.root(t) not in saved and not _is_free(t)}
             spaces.append(space)
-            reruns.append(space + sum(self.costs.local_bytes(t, layout) for t, layout in passing.items()))
+            reruns.append(space + sum(self.costs.block_bytes(t, layout) for t, layout in passing.items()))
         decision.workspace_bytes.append(max(spaces))
         decision.rerun_bytes.append(max(reruns))
 
@@ -146,7 +146,7 @@ class _Builder:
         assert group is not None
         given = [(t, t.producer) for t in group.outputs() if t.producer is not None and t.requires_grad]
         decision.given_bytes.append(
-            sum(self.costs.local_bytes(t, group.output_layout(op, op.outputs.index(t), split)) for t, op in given)
+            sum(self.costs.block_bytes(t, group.output_layout(op, op.outputs.index(t), split)) for t, op in given)
         )
 
     def _saved_roots(self, region_class: RegionClass) -> set[Tensor]:
@@ -169,7 +169,7 @@ class _Builder:
             for tensor in inner:
                 op = tensor.producer
                 assert op is not None
-                total += self.costs.local_bytes(tensor, group.output_layout(op, op.outputs.index(tensor), split))
+                total += self.costs.block_bytes(tensor, group.output_layout(op, op.outputs.index(tensor), split))
             for op in group.ops:
                 total += self.costs.internal_bytes(group, op, split)
             decision.inner_bytes.append(total)
@@ -199,7 +199,7 @@ class _Builder:
 
     def _add_param_option(self, decision: Decision, tensor: Tensor, layout: Layout) -> None:
         trained = tensor.requires_grad
-        decision.rest_bytes.append(self.costs.local_bytes(tensor, layout))
+        decision.rest_bytes.append(self.costs.block_bytes(tensor, layout))
         decision.state_bytes.append(self.costs.state_bytes(tensor, layout, self.optimizer) if trained else 0)
         rests = self.costs.resting is not None  # the smallest too, beside its parameter
         leaves = trained and (rests or tensor.num_bytes >= LEAST_SHARE * self.largest_bytes)
