@@ -205,7 +205,7 @@ class CostModel:
             most = made = 0
             for step in transition(source, target):
                 taken, left = held_bytes(step, tensor.slots, tensor.dtype.itemsize, self.mesh)
-                most, made = max(most, made + taken), left
+                most, made = max(most, made + self.taken_bytes(taken)), self.taken_bytes(left)
             self._changes[key] = most
         return self._changes[key]
 
@@ -339,14 +339,24 @@ class CostModel:
         sum_s = 0.0 if (found.may_be_early if early is None else early) else found.sum_s
         return self.num_passes * (found.forward_s + sum_s), self.num_passes * found.backward_s
 
-    def backward_bytes(self, group: Group, op: Op, split: Split, share: float) -> int:
+    def backward_bytes(self, group: Group, op: Op, split: Split) -> int:
         """Return the peak bytes that the backward of `op` holds beside the saved tensors and the incoming gradients.
 
-        share: the rank's share of the op's tensors, by which the bytes of the whole op are scaled. An op whose local form
-        communicates runs other kernels, so its bytes are measured instead.
+        These are the gradients that it makes, and its kernels' scratch memory, which is scaled as the op's work. An op whose
+        local form communicates runs other kernels, so its bytes are measured instead.
         """
         found = self._inner_of(group, op, split).record
-        return int(share * self.records[op].backward_bytes) if found is None else found.backward_bytes
+        if found is not None:
+            return found.backward_bytes
+        bytes_of = {t: self.gradient_bytes(group, op, k, split) for k, t in enumerate(op.inputs) if t.requires_grad}
+        whole, made, local = self.records[op].backward_bytes, sum(t.num_bytes for t in bytes_of), sum(bytes_of.values())
+        if whole < made:  # some gradients are the incoming ones, or views of them
+            return int(whole * local / made)
+        return local + int((whole - made) * self.work_share(group, op, split))
+
+    def gradient_bytes(self, group: Group, op: Op, place: int, split: Split) -> int:
+        """Return the memory of the gradient that the backward of `op` makes of its tensor argument at `place`."""
+        return self.block_bytes(op.inputs[place], group.input_layout(op, place, split)[1])
 
     def _inner_of(self, group: Group, op: Op, split: Split) -> Inner:
         is_plain = find(op.name).localize is None or all(loop < 0 for loop in split)

@@ -80,6 +80,7 @@ class _Builder:
             result_s = self._result_s(region_class, group, split)
             decision.inner_comm_s.append((sum(a for a, _ in inner) + result_s, sum(b for _, b in inner)))
             decision.transient_bytes.append(self._transient_bytes(group, split))
+            decision.made_bytes.append(self._made_bytes(group, split))
             self._add_forward_bytes(decision, split)
             self._add_given_bytes(decision, split)
         self._add_inner_bytes(decision)
@@ -117,11 +118,24 @@ class _Builder:
                 given = sum(
                     self.costs.block_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)
                 )
-                read = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs)]
-                whole = sum(t.num_bytes for t, _ in read) + sum(t.num_bytes for t in op.outputs)
-                share = (sum(self.costs.block_bytes(t, layout) for t, layout in read) + given) / max(1, whole)
-                most = max(most, given + self.costs.backward_bytes(group, op, split, share))
+                most = max(most, given + self.costs.backward_bytes(group, op, split))
         return most
+
+    def _made_bytes(self, group: Group, split: tuple[int, ...]) -> int:
+        """Return the bytes of the gradients of all operands, and of the most that one op hands to another of the group."""
+        operands: dict[Tensor, int] = {}
+        handed = 0
+        for op in group.ops:
+            inner = 0
+            for place, tensor in enumerate(op.inputs):
+                if tensor.requires_grad:
+                    size = self.costs.gradient_bytes(group, op, place, split)
+                    if tensor.producer in group.ops:
+                        inner += size
+                    else:
+                        operands[tensor] = max(size, operands.get(tensor, 0))
+            handed = max(handed, inner)
+        return handed + sum(operands.values())
 
     def _add_forward_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
         """Add the bytes that the group's ops hold temporarily in the forward, and in a rerun for the backward."""
