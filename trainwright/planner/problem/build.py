@@ -80,7 +80,8 @@ class _Builder:
             result_s = self._result_s(region_class, group, split)
             decision.inner_comm_s.append((sum(a for a, _ in inner) + result_s, sum(b for _, b in inner)))
             decision.transient_bytes.append(self._transient_bytes(group, split))
-            decision.made_bytes.append(self._made_bytes(group, split))
+            # what is there when the backward is done is among what it holds at its peak
+            decision.made_bytes.append(min(self._made_bytes(group, split), decision.transient_bytes[-1]))
             self._add_forward_bytes(decision, split)
             self._add_given_bytes(decision, split)
         self._add_inner_bytes(decision)
