@@ -97,9 +97,7 @@ class _Builder:
                 held = self._largest("what a group's backward holds for a moment", momentary)
                 for member in {0, region_class.multiplicity - 1}:
                     terms = self._row(region_class, member, decision)
-                    self._hold(
-                        memory, [(static, 1.0), *beside, *terms, *held], _row_name("backward", decision, member)
-                    )
+                    self._hold(memory, [(static, 1.0), *beside, *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
         for decision, terms in forward.rows():
             self._hold(memory, [(static, 1.0), *terms], _row_name("forward", decision, -1))
