@@ -169,7 +169,7 @@ class Oracle:
             if min(readings) in places:
                 total += costs.change_bytes(source.tensor, native, want[0])
             elif native != want[0] and any(min(readings) < place <= max(readings) for place in places):
-                total += costs.local_bytes(source.tensor, want[0])
+                total += costs.block_bytes(source.tensor, want[0])
         return total
 
     def _summed_bytes(self, region: int, position: int) -> float:
@@ -178,7 +178,7 @@ class Oracle:
         for source, want in self.shared:
             readings, rest = self._readings(source), self._native(self._uses(source)[0])
             if source.tensor.requires_grad and min(readings) <= (region, position) < max(readings):
-                total += costs.local_bytes(source.tensor, want[1]) - costs.local_bytes(source.tensor, rest)
+                total += costs.block_bytes(source.tensor, want[1]) - costs.block_bytes(source.tensor, rest)
         return total
 
     def _brought_back_bytes(self, decision: Decision) -> int:
@@ -311,7 +311,7 @@ class Oracle:
     def _leaving_bytes(self, key: Kept) -> int:
         """One instance's."""
         if isinstance(key, tuple):
-            return self.problem.costs.local_bytes(key[0].source.tensor, key[1][0])
+            return self.problem.costs.block_bytes(key[0].source.tensor, key[1][0])
         return self._size(key) if isinstance(key, Stored) else key.inner_bytes[self.options[key]]
 
     def _in_flight_bytes(self, fate: Fate, decision: Decision) -> float:
@@ -350,7 +350,7 @@ class Oracle:
 
     def _size(self, stored: Stored) -> int:
         source = stored.source
-        return self.problem.costs.local_bytes(source.tensor, source.natives[self.options[source.decision]])
+        return self.problem.costs.block_bytes(source.tensor, source.natives[self.options[source.decision]])
 
     def _pieces(self, fate: Fate) -> Iterator[Piece]:
         """Yield all that is kept, and what a backward waits for."""
@@ -377,7 +377,7 @@ class Oracle:
                 yield self._copies(fate, use, copies)
 
     def _copies(self, fate: Fate, use: Use, wants: list[Want]) -> Piece:
-        sizes = {want: self.problem.costs.local_bytes(use.source.tensor, want[0]) for want in wants}
+        sizes = {want: self.problem.costs.block_bytes(use.source.tensor, want[0]) for want in wants}
         made: dict[int, float] = {}
         for want in wants:
             first = min(d.position for d in use.demands if any(want in found for found in d.wants)) + 1
@@ -405,7 +405,7 @@ class Oracle:
     def _backward_bytes(self, fate: Fate, decision: Decision, member: int) -> float:
         position, own = decision.group.index, decision.region_class
         region = own.members[member].index
-        total = float(decision.transient_bytes[self.options[decision]])
+        total = self._momentary_bytes(fate, decision)
         for piece in self._pieces(fate):
             if piece.owner.region_class is own and not piece.passed_on:
                 total += piece.own_bytes(member, position, own.multiplicity)
@@ -417,14 +417,29 @@ class Oracle:
                 total += piece.kept_bytes * num / len(members)
         total += self._in_flight_bytes(fate, decision) + self._back_again_bytes(fate, decision, region)
         total += sum(self._size_of(use) for use in self._waiting(decision))
-        total += self._brought_back_bytes(decision) + self._summed_bytes(region, position)
+        total += self._summed_bytes(region, position)
         for param in self.problem.params:
             if param.tied[0].requires_grad:
                 readers = [use for use in self.problem.uses if use.source.decision is param]
-                regions = [use.region_class.members[index].index for use in readers for index in use.members]
-                num = min(param.count, sum(index >= region for index in regions))
+                places = [
+                    (use.region_class.members[index].index, max(demand.position for demand in use.demands))
+                    for use in readers
+                    for index in use.members
+                ]
+                num = min(param.count, sum(place > (region, position) for place in places))
                 total += num * param.rest_bytes[self.options[param]]
         return total
+
+    def _momentary_bytes(self, fate: Fate, decision: Decision) -> float:
+        """What the kernels hold, or the gradients that they made while they change; in a region's first backward, its reruns."""
+        option = self.options[decision]
+        moments = [decision.transient_bytes[option]]
+        moments.append(decision.made_bytes[option] + self._brought_back_bytes(decision))
+        of_class = [other for other in self.problem.groups if other.region_class is decision.region_class]
+        for other in of_class if decision is of_class[-1] else ():
+            share = fate.reruns.get(other, 0) / other.count
+            moments.append(decision.given_bytes[option] + share * other.rerun_bytes[self.options[other]])
+        return float(max(moments))
 
     def _back_again_bytes(self, fate: Fate, decision: Decision, region: int) -> float:
         """Of what other regions read and is offloaded: what this region's backward needs is there."""
@@ -463,7 +478,7 @@ class Oracle:
         return list(found.values())
 
     def _size_of(self, use: Use) -> int:
-        return self.problem.costs.local_bytes(use.source.tensor, self._native(use))
+        return self.problem.costs.block_bytes(use.source.tensor, self._native(use))
 
     def _read_by(self, decision: Decision) -> list[Use]:
         return [use for use in self.problem.uses if any(demand.decision is decision for demand in use.demands)]

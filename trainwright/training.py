@@ -114,7 +114,7 @@ def train(
     timeout_s: seconds that a rank may be at one thing before the run ends and says at which; None: no limit.
     metrics: a file that gets a line of JSON a step. on_step: called on every rank with that line as a dict.
     tier: the disks on which parameters, gradients and optimizer states rest (docs/tiers.md); they have every step whole, in
-    place of checkpoints.
+    place of checkpoints. Or the host's memory, which a plan that was made for it needs not be told.
 
     Raises `UserError` when the plan is not this model's or the ranks are not the plan's, and `Refusal` when the loss is not
     finite.
@@ -138,7 +138,7 @@ def train(
     from .syncing import SyncOptions, check_replicas
 
     _check(steps, data, dataset, checkpoint, checkpoint_every, resume)
-    with nullcontext() if tier is None else built_on(tier):
+    with built_on(tier):
         loaded = _loaded(model, plan, data, dataset)
     loss_fn = loss_fn or loaded.loss_fn
     make, notes, take = _maker(plan, optimizer, optimizer_options, optimizer_form, loaded, loss_fn)
@@ -212,7 +212,9 @@ def run(
     extras = extras or Extras()
     schedule, growth = extras.schedule_of(optimizer, module.plan, steps), extras.growth_of(module)
     dealt = None if sync is None else _dealt(sync, module, batches_from)
-    if module.tier is None:
+    if module.tier is None or not module.tier.policy.commits:
+        if module.tier is not None:
+            module.tier.attach(optimizer)
         checkpoints: Any = Saving(saving, module, optimizer, steps, sampler or growth or dealt, schedule, sync)
     else:
         from .runtime.tiered.saving import TierSaving
@@ -395,26 +397,26 @@ def _check(steps: int, data: Any, dataset: Any, checkpoint: Any, every: int | No
 def _check_beside_tier(
     tier: TierOptions | None, checkpoint: Any, grow_batch: Any, sync: Any, take: Any, schedule: str, on_nan: str
 ) -> None:
-    """Refuse what reads all gradients, or keeps steps elsewhere, where parameters rest on disks."""
+    """Refuse what reads all gradients, or keeps steps elsewhere, where parameters rest on a tier."""
     if tier is None:
         return
     beside = {
-        "checkpoint": checkpoint is not None, "grow_batch": grow_batch is not None, "sync": sync is not None,
+        "checkpoint": checkpoint is not None and not tier.host, "grow_batch": grow_batch is not None, "sync": sync is not None,
         "an optimizer that takes the loss": take is not None, "the schedule lanczos": schedule == "lanczos",
         "on_nan='skip' beside commit_every": on_nan == "skip" and tier.policy().commit_every > 1,
+        "on_nan='skip' beside updates during the backward": on_nan == "skip" and tier.host and tier.policy().update == "during",
     }  # fmt: skip
+    has = "keeps no gradient" if tier.host else "has every step whole and keeps no gradient"
     for name, is_given in beside.items():
         if is_given:
-            raise UserError(
-                f"a run without {name} is needed with a tier, which has every step whole and keeps no gradient; leave it out"
-            )
+            raise UserError(f"a run without {name} is needed with a tier, which {has}; leave it out")
 
 
-def built_on(tier: TierOptions) -> AbstractContextManager[None]:
+def built_on(tier: TierOptions | None) -> AbstractContextManager[None]:
     """Let parameters of a model that is built lie in files on the disks on which they rest later; memory need not hold them."""
     from .tiers import check_folders, parameters_in_files
 
-    return parameters_in_files(check_folders(tier.folders)[0])
+    return nullcontext() if tier is None or tier.host else parameters_in_files(check_folders(tier.folders)[0])
 
 
 def _loaded(model: Any, plan: Plan, data: Any, dataset: Any) -> Loaded:

@@ -13,8 +13,10 @@ _TORCHS_AGE = (
     "rate serves all dates"
 )
 _TENSOR_PARALLEL = (
-    "torch of that month held more where fully_shard and tensor parallelism met: pytorch/torchtitan#191, a week later, has 16 GiB "
-    "more than FSDP1 for 13B, checkpointed whole or in part; on one axis the same commit is met, and so is this row's time"
+    "collectives of tensor parallelism recorded streams in torch of that time: what the processor frees while it runs ahead counts "
+    "as active until the GPU has passed it, and FSDP2 does not hold the processor back as FSDP1 did (pytorch/torchtitan#735, #737; "
+    "#191, a week after the row, has 16 GiB more for 13B, however it is checkpointed); here 1.07 GB a layer, for as many as "
+    "the processor is ahead by, which no program says; on one axis the same commit is met, and so is this row's time"
 )
 _DECODED = (
     "real images decoded by DALI beside the step, whose end and loss each step waits for (training.py): not modelled"
@@ -47,29 +49,17 @@ _RATIOS: dict[tuple[str, str], str] = {
     ): "of the fitting half: the fp32 step is 8 to 13 % too long by the host's pace and fp32 elementwise kernels",
 }
 """Of pairs of rows, by the beginnings of their ids."""
-_TRITON = (
-    "attention's share grows with the sequence and shrinks with the model, as the miss does: the default of a stored "
-    "submit_benchmarks.py is Triton's kernel, 1.3 to 2.5 times slower than flash-attn 2 (arXiv:2307.08691), which the row names; "
-    "1.8 for all rows helps those of 8,192 tokens and harms those of 2,048, so it is not taken"
-)
 _CAUSES: dict[tuple[str, str], str] = {
-    ("foundry-7b-s8192", "time"): _TRITON,
-    ("foundry-760m-s8192", "time"): _TRITON,
-    ("foundry-125m", "time"): _TRITON,
-    (
-        "torchtune-3b-full-packed-compile",
-        "allocated",
-    ): "one more copy of the fp32 logits (3.9 GiB) would close it; the eager row and the chunked one are met, so it is in the "
-    "compiled loss of torch 2.5",
     (
         "torchtune-3b-lora",
         "allocated",
-    ): "the rank is the configuration's, not stated; how long copies to and from the host are held depends on their timing",
+    ): "parameters, the table of rotations and the chunks of logits with one gradient are 8.25 GiB without LoRA, so that LoRA and "
+    "its states have 0.3 at most; at rank 64, which all stored configurations have, they take 0.5 (the table's QLoRA, 4.6 GiB, is "
+    "as far below); the configuration of the README's commit is not stored, and a smaller rank would be a fit",
     (
         "fsdpqlora",
         "reserved",
     ): "FSDP1, whose record_stream keeps freed blocks; the row of 512 tokens has more reserved than that of 2,048",
-    ("foundry-760m-s2048-8xh100", "time"): "the source's outlier: 8 % slower than on 16 and 32 GPUs in the same table",
     ("titan-l2-7b-fsdp4tp2", "allocated"): _TENSOR_PARALLEL,
     ("titan-l2-7b-fsdp4tp2", "reserved"): _TENSOR_PARALLEL,
     (

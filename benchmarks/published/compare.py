@@ -4,7 +4,7 @@ python -m benchmarks.published.compare                # all rows → benchmarks/
 python -m benchmarks.published.compare --only litgpt  # rows whose id begins so, printed alone
 python -m benchmarks.published.compare --pages        # the page and the plots anew, from the record
 
-Rows already in the record are taken from there unless --fresh is given.
+Rows already in the record are taken from there unless --fresh is given. The plots need matplotlib, rows of convolutional nets timm.
 """
 
 from __future__ import annotations
@@ -25,8 +25,28 @@ from .rows import Row, load
 RECORD = Path(__file__).parent.parent / "results" / "published.json"
 
 
-def main() -> None:
-    """Predict what is asked for and write or print it."""
+_NEEDED = {
+    "matplotlib": "the plots; the record and the page are written, and --pages draws them alone",
+    "timm": "rows of timm, Lambda and NVIDIA's examples; --only leaves them out",
+}
+
+
+def main() -> int:
+    """Predict what is asked for and write or print it; 2 where a library is missing."""
+    try:
+        _compare()
+    except ModuleNotFoundError as missing:
+        if missing.name not in _NEEDED:
+            raise
+        print(
+            f"{missing.name} is needed for {_NEEDED[missing.name]}; it is not installed; try pip install 'trainwright[bench]'",
+            file=sys.stderr,
+        )
+        return 2
+    return 0
+
+
+def _compare() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -63,11 +83,16 @@ def predicted(row: Row) -> dict[str, Any]:
 
 
 def _described(row: Row, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the prediction, with the builder's present remarks on how the row was written."""
+    """Return the prediction, with the builder's present remarks on how the row was written.
+
+    The record's stay where the builder needs a library that is missing.
+    """
     try:
         return found if "reason" in found else found | {"read": program_of(row).read}
     except CannotExpress as reason:
         return {"reason": str(reason)}
+    except ModuleNotFoundError:
+        return found
 
 
 def _priced(program: Program) -> dict[str, Any]:
@@ -76,8 +101,9 @@ def _priced(program: Program) -> dict[str, Any]:
 
     options = dict(program.options)
     cluster = resolve(program.hardware)
-    if options.pop("tf32", None):
-        cluster = cluster.model_copy(update={"device": cluster.device.with_tf32()})
+    device = cluster.device.with_tf32() if options.pop("tf32", None) else cluster.device
+    attention = {direction: rate * program.attention for direction, rate in device.attention.items()}
+    cluster = cluster.model_copy(update={"device": device.model_copy(update={"attention": attention})})
     with program.around():
         found = profile(
             program.model, program.batch, loss_fn=program.loss_fn, make_optimizer=program.make_optimizer,
@@ -110,4 +136,4 @@ def _write(known: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .causes import FITTED_TO, cause_of, cause_of_ratio
+from .learned import learnings
 from .rows import Pair, Row, load, pairs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -111,7 +112,19 @@ def as_markdown(known: Known) -> str:
     for source in dict.fromkeys(row.source for row in rows):
         lines += ["", f"## {source}", ""]
         lines += _table([row for row in rows if row.source == source], known)
-    return "\n".join([*lines, "", *_ratios(rows, known)]) + "\n"
+    return "\n".join([*lines, "", *_ratios(rows, known), "", *_learned(rows, known)]) + "\n"
+
+
+def _learned(rows: list[Row], known: Known) -> list[str]:
+    """Return the section of what `calibrate --learn` makes of the rows' times."""
+    return [
+        "## Learned from other runs", "",
+        "What `trainwright calibrate --learn` would change: each step is told by factors that were learned from other rows of the "
+        "same card. Median errors, before and after. A factor helps where errors have one sign; these differ by model.",
+        "",
+        "| learned from | steps told | before | after |", "|---|--:|--:|--:|",
+        *(f"| {one.source} | {one.num_told} | {one.before:.1%} | {one.after:.1%} |" for one in learnings(rows, known)),
+    ]  # fmt: skip
 
 
 def _ratios(rows: list[Row], known: Known) -> list[str]:

@@ -28,6 +28,8 @@ class Program:
     """More arguments of `profile`."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context that the script enters for the whole step."""
+    attention: float = 1.0
+    """The share of a fused attention's usual rate that the source's own kernel reaches."""
 
 
 class CannotExpress(Exception):

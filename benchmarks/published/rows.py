@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ LOGITS_LET_GO, DONATED, NEW_KERNELS = "2024-06-12", "2024-12", "2025-08"
 """Since when torchtitan's loop lets go of its logits before the backward (torchtitan#391), compiled backwards write into what was
 saved for them (pytorch/pytorch#140113, described on 2024-11-08), and eager nn.RMSNorm is one kernel on GPUs
 (pytorch/pytorch#153666) and torchtitan asks for cuDNN's attention first (attention.py; the month recalled)."""
+FUSED, ENDS_APART = "2025-02-25", "2025-08"
+"""Since when torchtitan's AdamW is fused unless asked otherwise (torchtitan#881, described on 2025-02-24), and embedding and
+output are gathered by themselves (torchtitan#1094, rebased to be merged on 2025-07-29)."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,17 @@ class Row:
             "chunked": "chunked" in str(self.data["notes"]),
             "reshard": detail if detail.startswith(("no reshard", "reshard after forward everywhere")) else "",
             "expandable": "expandable" in str(self.data["memory"]),
-            "since": [self.data["source"]["date"] >= date for date in (LOGITS_LET_GO, DONATED, NEW_KERNELS)],
+            "since": [self.date >= date for date in (LOGITS_LET_GO, DONATED, FUSED, NEW_KERNELS, ENDS_APART)],
         }  # fmt: skip
         named = self.source in ("timm", "transformers-v100", "litgpt")
         return json.dumps([told, self.id if named else ""], sort_keys=True)
+
+    @property
+    def date(self) -> str:
+        """Return when the run was measured, as far as the source says, else when it was published."""
+        source = self.data["source"]
+        measured = re.search(r"measured (\d{4}-\d{2})", source["locator"])
+        return measured[1] if measured else source["date"]
 
     @property
     def document(self) -> tuple[str, ...]:
@@ -99,7 +110,7 @@ class Row:
 
     def as_compiled_then(self) -> AbstractContextManager[Any]:
         """Return the context in which torch compiles as it did when the row was measured."""
-        return private.without_donation() if self.data["source"]["date"] < DONATED else nullcontext()
+        return private.without_donation() if self.date < DONATED else nullcontext()
 
     @property
     def clip_norm(self) -> float | None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .program import Program, ids
-from .rows import LOGITS_LET_GO, NEW_KERNELS, Row
+from .rows import ENDS_APART, FUSED, LOGITS_LET_GO, NEW_KERNELS, Row
 
 _GPUS = {
     "H100-95GiB": "h100-96gb", "H100-SXM5-80GB": "h100", "A100-80GB": "a100", "A100-40GB": "a100-40gb",
@@ -39,15 +39,16 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
         self.asks_for_cudnn = False
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal
+        self.turn: Callable[[Tensor, Any], Tensor] = rotated
         self.wq = nn.Linear(width, width, bias=False)
         self.wk = nn.Linear(width, kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(width, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Any) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = (project(x).view(batch, length, -1, self.head_dim) for project in (self.wq, self.wk, self.wv))
-        q, k = rotated(q, turns), rotated(k, turns)
+        q, k = self.turn(q, turns), self.turn(k, turns)
         repeats = self.heads // self.kv_heads
         if repeats > 1:
             k, v = _repeated(k, repeats), _repeated(v, repeats)
@@ -87,7 +88,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(data["hidden"], data["ffn"])
         self.attention_norm, self.ffn_norm = norm(data["hidden"]), norm(data["hidden"])
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Any) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -154,7 +155,7 @@ class WideLogits(nn.Module):
 
 
 def titan(row: Row) -> Program:
-    data, num_layers, date = row.data["model"], row.data["model"]["layers"], row.data["source"]["date"]
+    data, date = row.data["model"], row.date
     is_2d = row.data["parallelism"]["kind"] == "2d"
     shards, ways = _mesh_of(row)
     recent = date >= LOGITS_LET_GO
@@ -169,26 +170,33 @@ def titan(row: Row) -> Program:
         checkpoint(model, row.data["activation_checkpointing"])
         if row.data["compile"].startswith("compile"):
             compile_blocks(model)
-        _shard(model, mesh["dp"], row.data["parallelism"]["detail"], num_layers)
+        _shard(model, mesh["dp"], row.data["parallelism"]["detail"] or "", ends_apart=date >= ENDS_APART)
         return Trained(model, LOSS_CHUNKS if row.asked["loss"] else 1) if recent else WideLogits(model)
 
     tokens = ids(row.data["micro_batch_per_gpu"], row.data["seq_len"])
     read = (
         "torchtitan's parallelize_llama.py: bf16 gather, fp32 reduction, the last block kept gathered; the root too, found by "
-        "looking for what was missing, then recalled of torch at the time; "
+        "looking for what was missing, then recalled of torch at the time; since torchtitan#1094 embedding and output by "
+        "themselves, of which the output alone stays gathered; "
         "policies of selective checkpointing; each block compiled by itself; norms from ops in fp32 until torch had a kernel "
         "(norms.py, pytorch#153666), cuDNN's attention from about then on (attention.py); before torchtitan#391 fp32 "
         "logits bound through the backward; since, logits let go before it, loss in fp32, in 8 chunks where the row says so "
-        "(loss.py); gradients clipped to 1 (train.py)"
+        "(loss.py); AdamW fused since torchtitan#881; gradients clipped to 1 (train.py)"
     )
     return Program(
         make, (tokens, tokens), hardware_of(row), read, None if recent else _fp32_loss,
-        fused_adamw if row.data["optimizer"].endswith("fused") else foreach_adamw,
+        fused_adamw if _is_fused(row) else foreach_adamw,
         {
             "processes": row.num_gpus, "expandable_segments": "expandable" in str(row.data["memory"]), "clip_norm": _MAX_NORM,
         },
         lambda: _around(row, is_2d),
     )  # fmt: skip
+
+
+def _is_fused(row: Row) -> bool:
+    """Tell whether AdamW is one kernel; a row that leaves it to the version has what its date's torchtitan takes."""
+    optimizer = row.data["optimizer"]
+    return row.date >= FUSED if "by version" in optimizer else optimizer.endswith("fused")
 
 
 @contextmanager
@@ -215,16 +223,19 @@ def meshes(shards: int, ways: int) -> Any:
     return init_device_mesh("cpu", (shards, ways), mesh_dim_names=("dp", "tp"))
 
 
-def _shard(model: Titan, mesh: Any, detail: str | None, num_layers: int) -> None:
+def _shard(model: Titan, mesh: Any, detail: str, ends_apart: bool) -> None:
+    """Shard block by block; what is needed first in the backward stays gathered, unless all is to be gathered again."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-    detail = detail or ""
-    never = detail.startswith("no reshard")
+    always, never = "everywhere" in detail, detail.startswith("no reshard")
+    last = None if ends_apart else str(len(model.layers) - 1)
     for name, layer in model.layers.items():
-        again = not never and ("everywhere" in detail or int(name) < num_layers - 1)
-        fully_shard(layer, **how, reshard_after_forward=again)
-    fully_shard(model, **how, reshard_after_forward="everywhere" in detail)
+        fully_shard(layer, **how, reshard_after_forward=always or not (never or name == last))
+    if ends_apart:
+        fully_shard(model.tok_embeddings, **how, reshard_after_forward=not never)
+        fully_shard([model.norm, model.output], **how, reshard_after_forward=always)
+    fully_shard(model, **how, reshard_after_forward=always)
 
 
 def _split_tensors(model: Titan, mesh: Any) -> None:

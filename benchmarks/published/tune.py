@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ _KEYS_READ = 256
 """Keys that flex attention reads for a query: samples of alpaca have some 200 tokens, and a mask's blocks are 128 by 128, of which
 the two are not skipped that hold a query's sample."""
 _STASHED = 5
-"""Tensors on their way to the host that OffloadActivations keeps."""
+"""Tensors last saved of which OffloadActivations keeps those that are on their way to the host (max_fwd_stash_size)."""
+_TABLE_LENGTH = 131_072
+"""Positions that Llama 3.2's table of rotations is built for (llama3_2/_model_builders.py)."""
 
 
 @torch.compiler.disable
@@ -29,25 +32,56 @@ def in_documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return found.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
 
 
+_Turns = tuple[Tensor, Tensor]
+
+
+def rotated_by_rows(x: Tensor, turns: _Turns) -> Tensor:
+    """Rotate pairs of neighbours in fp32 by the table's rows at each token's place in its sample (position_embeddings.py)."""
+    table, places = turns
+    cos, sin = table[places].view(-1, x.shape[1], 1, x.shape[3] // 2, 2).unbind(-1)
+    first, second = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(3).type_as(x)
+
+
+class Tune(Titan):
+    """torchtune's decoder: torchtitan's, with a table of rotations for the longest context, whatever the run's."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        super().__init__(data, 1, WideNorm)
+        table = torch.zeros(_TABLE_LENGTH, data["hidden"] // data["heads"] // 2, 2, dtype=torch.float32)
+        self.register_buffer("turns", table, persistent=False)
+        for layer in self.layers.values():
+            layer.attention.attend, layer.attention.turn = in_documents, rotated_by_rows
+
+    def hidden(self, tokens: Tensor, places: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, (self.turns, places))
+        return self.norm(x)
+
+
 class Packed(nn.Module):
     """torchtune's step on packed samples: a mask of blocks, logits let go before the backward.
 
     They are fp32 and whole, or in chunks of positions that the loss brings to fp32 one by one (ce_chunked_output_loss.py).
+    What blocks and the last norm keep may wait on the host; what the output keeps does not.
     """
 
-    def __init__(self, model: Titan, num_chunks: int = 0, compiled: bool = False) -> None:
+    def __init__(self, model: Tune, num_chunks: int = 0, compiles_loss: bool = False, offloads: bool = False) -> None:
         super().__init__()
         self.model, self.num_chunks = model, num_chunks
         loss = _summed_loss if num_chunks else F.cross_entropy
-        self.loss = torch.compile(loss) if compiled else loss
+        self.loss = torch.compile(loss) if compiles_loss else loss
+        self.keeping = Offloaded() if offloads else nullcontext()
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+        with self.keeping:
+            hidden = self.model.hidden(tokens, places)
         if not self.num_chunks:
-            logits = self.model(tokens).float()
+            logits = self.model.output(hidden).float()
             return self.loss(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
-        parts = [
-            self.model.output(part) for part in self.model.before_output(tokens).tensor_split(self.num_chunks, dim=1)
-        ]
+        parts = [self.model.output(part) for part in hidden.tensor_split(self.num_chunks, dim=1)]
+        del hidden
         logits = [part.reshape(-1, part.shape[-1]) for part in parts]
         labels = [part.reshape(-1) for part in targets.tensor_split(self.num_chunks, dim=1)]
         del parts
@@ -59,29 +93,31 @@ def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-class Offloaded(nn.Module):
-    """Activations that blocks keep wait on the host (training/_activation_offloading.py); the last few and parameters stay."""
+class Offloaded(saved_tensors_hooks):
+    """What the model keeps waits on the host (training/_activation_offloading.py); of the last few saved, the big ones stay.
 
-    def __init__(self, block: nn.Module, stash: list[Tensor]) -> None:
-        super().__init__()
-        self.block, self.stash = block, stash
+    All that is saved is counted, parameters and small tensors too, of which none goes away.
+    """
 
-    def forward(self, *args: Any) -> Any:
-        with saved_tensors_hooks(self._away, self._back):
-            return self.block(*args)
+    def __init__(self) -> None:
+        self.count, self.stash = 0, dict[int, Tensor]()
+        super().__init__(self._away, self._back)
 
     def _away(self, tensor: Tensor) -> Any:
+        self.count += 1
         if isinstance(tensor, (nn.Parameter, nn.Buffer)) or tensor.nbytes < 1024:
             return tensor
-        self.stash.append(tensor)
-        del self.stash[:-_STASHED]
-        return tensor.shape, tensor.stride(), tensor.dtype
+        self.stash = {number: kept for number, kept in self.stash.items() if number > self.count - _STASHED}
+        self.stash[self.count] = tensor
+        return self.count, tensor.shape, tensor.stride(), tensor.dtype
 
     def _back(self, packed: Any) -> Tensor:
-        self.stash.clear()
         if isinstance(packed, Tensor):
             return packed
-        shape, stride, dtype = packed
+        number, shape, stride, dtype = packed
+        if number in self.stash:
+            return self.stash[number]
+        self.stash.clear()
         return torch.empty_strided(shape, stride, dtype=dtype)
 
 
@@ -103,36 +139,34 @@ def torchtune(row: Row) -> Program:
         raise CannotExpress("samples of the length that the data has, which the source does not state")
     is_compiled, has_lora = row.data["compile"].startswith("compile"), "LoRA" in row.data["optimizer"]
     num_chunks = LOSS_CHUNKS if row.asked["loss"] else 0
+    compiles_loss = is_compiled and (
+        num_chunks > 0 or has_lora
+    )  # full_finetune_single_device.py drops a whole loss compiled
 
     def make() -> nn.Module:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
             with torch.device("meta"):
-                model = Titan(data, length, WideNorm)
+                model = Tune(data)
                 model.output.weight = model.tok_embeddings.weight
                 if has_lora:
                     _adapt(model)
         finally:
             torch.set_default_dtype(before)
-        for layer in model.layers.values():
-            layer.attention.attend = in_documents
         if is_compiled:
             compile_blocks(model, fullgraph=False)
         checkpoint(model, row.data["activation_checkpointing"])
-        if "offloading" in str(row.data["notes"]):
-            stash: list[Tensor] = []
-            for name, layer in model.layers.items():
-                model.layers[name] = Offloaded(layer, stash)
-        return Packed(model, num_chunks, is_compiled)
+        return Packed(model, num_chunks, compiles_loss, "offloading" in str(row.data["notes"]))
 
     tokens = ids(micro, length)
     read = (
-        "norms in fp32 by hand, rotation in fp32, fp32 logits let go (recalled), or in 8 chunks (ce_chunked_output_loss.py); "
-        "packed samples run through flex attention with a mask of blocks (attention_utils.py), compiled apart from the block; "
-        "lengths of samples are not stated: some 200 tokens, alpaca's, are taken; each block compiled by itself, and the loss "
-        "(training/_compile.py)"
+        "norms in fp32 by hand, rotation in fp32 by rows of a table of 131,072 positions (position_embeddings.py, "
+        "llama3_2/_model_builders.py), fp32 logits let go, or in 8 chunks (ce_chunked_output_loss.py); packed samples run through "
+        "flex attention with a mask of blocks (attention_utils.py), compiled apart from the block; lengths of samples are not "
+        "stated: some 200 tokens, alpaca's, are taken; each block compiled by itself, and the loss where it is in chunks: "
+        "full_finetune_single_device.py calls compile_loss and drops what it returns, which leaves a whole loss eager "
+        "(training/_compile.py); what the model keeps, but for its output, waits on the host where the row says so"
     )
-    return Program(
-        make if is_compiled else make(), (tokens, tokens), "a100", read, None, fused_adamw, around=row.as_compiled_then
-    )
+    batch = (tokens, tokens, tokens)
+    return Program(make if is_compiled else make(), batch, "a100", read, None, fused_adamw, around=row.as_compiled_then)

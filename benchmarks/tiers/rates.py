@@ -7,6 +7,7 @@ that computes as long as the sleeps and of a disk of those rates. Every cell is 
 that other load on the machine is the same for all.
 
     planned                 what stays is chosen by the planner among what memory has room for; update during the backward
+    planned, host           the same in the host's memory, which is as fast as the disk here, and never gets what stays
     all states out          nothing stays
     half                    half of what memory has room for: the last blocks with their states
     update after            gradients to the disk, update after the backward, as ZeRO-Infinity orders it; the last blocks stay
@@ -47,6 +48,7 @@ ROOM_BYTES = 6 * 3 * BLOCK_BYTES
 RATES = (1.25e6, 2.5e6, 10e6)
 RULES = {
     "planned": {},
+    "planned, host": {"host": True},
     "all states out": {"keep_bytes": 0},
     "half": {"keep_bytes": ROOM_BYTES // 2},
     "update after": {"update": "after", "keep_bytes": ROOM_BYTES},
@@ -95,7 +97,7 @@ def hardware(rate: float) -> tw.Cluster:
         }
     )  # fmt: skip
     disk = Tier(write_bytes_per_s=rate, read_bytes_per_s=rate)
-    return cluster.model_copy(update={"device": device, "offload": {"disk": disk}, "fingerprint": ""})
+    return cluster.model_copy(update={"device": device, "offload": {"disk": disk, "host": disk}, "fingerprint": ""})
 
 
 def net_of() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -107,9 +109,9 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-def plan_of(rate: float, is_planned: bool) -> tw.Plan:
+def plan_of(rate: float, is_planned: bool, place: str = "disk") -> tw.Plan:
     net, batch = net_of()
-    policy = Policy(WINDOW_BYTES, ROOM_BYTES) if is_planned else None
+    policy = Policy(WINDOW_BYTES, ROOM_BYTES, place=place) if is_planned else None
     return tw.plan(net, batch, loss_fn=loss_fn, hardware=hardware(rate), tier=policy)
 
 
@@ -159,11 +161,13 @@ def in_memory(num_steps: int) -> dict[str, Any]:
 
 def cell(folder: Path, rate: float, name: str, num_steps: int) -> dict[str, Any]:
     """Measure one rule at one rate, and predict it with the seconds of updates and commits that were measured."""
-    options, plan, rates = RULES[name], plan_of(rate, name == "planned"), Rates(rate, rate)
+    options, place = RULES[name], "host" if "host" in RULES[name] else "disk"
+    plan = plan_of(rate, name.startswith("planned"), place)
     folder.mkdir(parents=True)
     # Several threads wait for the bucket at a time, so that one that wakes late costs no bytes of the rate.
     store = StoreOptions(chunk_bytes=2**18, buffer_bytes=2**23, num_threads=6, read_rate=rate, write_rate=rate)
-    tier = TierOptions([folder], store=store, **({} if plan.tier else {"window_bytes": WINDOW_BYTES}), **options)
+    folders = [folder] if place == "disk" else []
+    tier = TierOptions(folders, store=store, **({} if plan.tier else {"window_bytes": WINDOW_BYTES}), **options)
     module, optimizer, batch = module_of(plan, tier)
     steps_of(module, optimizer, batch, 1)
     busy_s, commits = module.tier.updates.busy_s, timed_commits(module.tier.store)
@@ -171,12 +175,13 @@ def cell(folder: Path, rate: float, name: str, num_steps: int) -> dict[str, Any]
     update_s = (module.tier.updates.busy_s - busy_s) / num_steps / NUM_BLOCKS
     module.tier.close()
     shutil.rmtree(folder)
-    policy = Policy(WINDOW_BYTES, options.get("keep_bytes", 0), options.get("update", "during"))
+    policy = Policy(WINDOW_BYTES, options.get("keep_bytes", 0), options.get("update", "during"), place=place)
     own = placed(layers(update_s), policy) if plan.tier is None else fates(layers(update_s), plan)
+    commit_s = statistics.mean(commits or [0.0])
+    rates = Rates(rate, rate, commit_s)
     predicted = simulate(own, policy, rates)
-    commit_s = statistics.mean(commits)
     return {
-        "rate": rate, "rule": name, "steps_s": taken, "predicted_s": commit_s + predicted.step_s, "compute_s": predicted.compute_s,
+        "rate": rate, "rule": name, "steps_s": taken, "predicted_s": predicted.step_s, "compute_s": predicted.compute_s,
         "bound_s": bound_s(own, policy, rates), "update_s": update_s, "commit_s": commit_s, "stays": kept_text(plan, own),
     }  # fmt: skip
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.artifacts import Plan, UserError
+from trainwright.artifacts import Plan, Tier, UserError
 from trainwright.cli import main
-from trainwright.cli.tiers import check_tier, tier_lines
+from trainwright.cli.tiers import check_tier, tier_lines, with_place
+from trainwright.hardware import resolve
 
 GIVEN = {"window": "1MiB", "keep": None, "update": None, "commit_every": None, "rate": None, "clip": None}
 
@@ -84,3 +85,61 @@ def test_the_line_of_the_disks() -> None:
     assert "84.4 GiB a day" in told
     assert "read   ▁▅  512 KiB/s over the last step, 1 MiB/s at most" in told
     assert "write  █▁  1 MiB/s over the last step, 2 MiB/s at most" in told
+
+
+@pytest.fixture(scope="module")
+def host_plan_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("host")
+    cluster = resolve("cpu:1")
+    tier = Tier(write_bytes_per_s=5e8, read_bytes_per_s=5e8)
+    cluster.model_copy(update={"offload": {"host": tier}}).to_json(folder / "hardware.json")
+    path = str(folder / "plan.json")
+    command = ["plan", "zoo:gpt2-tiny", "--hardware", str(folder / "hardware.json"), "--memory", "1.2MiB", "-o", path]
+    assert main([*command, "--tier", "host", "--tier-window", "128KiB"]) == 0
+    return path
+
+
+def test_a_run_in_the_hosts_memory_goes_on_from_a_checkpoint(
+    plan_path: str, host_plan_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = losses_of(plan_path, tmp_path / "0.jsonl", "--steps", "4")
+    saving = ("--checkpoint", str(tmp_path / "run"))
+    capsys.readouterr()
+    first = losses_of(host_plan_path, tmp_path / "1.jsonl", "--steps", "2", *saving)
+    told = capsys.readouterr().out
+    assert "host   read" in told
+    assert "a day" not in told
+    further = losses_of(host_plan_path, tmp_path / "2.jsonl", "--steps", "4", *saving, "--resume")
+    assert [*first, *further] == pytest.approx(expected, rel=1e-6)  # the plans recompute and split the loss differently
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--tier", "{}"], "the tier that was planned is needed, host; got disk"),
+        (["--on-nan", "skip"], "without --on-nan skip"),
+        (["--resume"], "--resume needs the directory of the checkpoints"),
+        (["--tier-commit-every", "2"], "the commit_every that was planned"),
+        (["--tier-update", "after"], "the update that was planned"),
+    ],
+)
+def test_what_the_hosts_memory_cannot_do_is_refused(
+    host_plan_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], match: str
+) -> None:
+    given = [option.replace("{}", str(tmp_path)) for option in options]
+    assert main(["train", "zoo:gpt2-tiny", "--plan", host_plan_path, *given]) == 2
+    assert match in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--tier"], ["--tier", "disk"]),
+        (["--tier", "--memory", "1GiB"], ["--tier", "disk", "--memory", "1GiB"]),
+        (["--tier", "zoo:gpt2"], ["--tier", "disk", "zoo:gpt2"]),
+        (["--tier", "host", "zoo:gpt2"], ["--tier", "host", "zoo:gpt2"]),
+        (["--pin", "x", "--", "--tier"], ["--pin", "x", "--", "--tier"]),
+    ],
+)
+def test_the_option_alone_is_of_disks(args: list[str], expected: list[str]) -> None:
+    assert with_place(args) == expected

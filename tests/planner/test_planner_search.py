@@ -118,7 +118,7 @@ def test_the_rows_count_gradients_that_wait_and_what_reruns_hold():
         assert between
         for key in between:
             assert columns[f"the backward of {key}"] & set(sharding.choice[source.decision]), (source.tensor.key, key)
-    rows = [row for row, name in enumerate(model.row_names) if name == "what a region's backward begins with"]
+    rows = [row for row, name in enumerate(model.row_names) if name == "what a group's backward holds for a moment"]
     counted = {column for row in rows for column in model.indices[model.starts[row] : model.starts[row + 1]]}
     reruns = {column for (d, k), column in recompute.rerun.items() if d.rerun_bytes[k] > 0}
     assert reruns <= counted

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.published import compare, pages, rows
+from benchmarks.published import compare, learned, pages, rows
 from benchmarks.published.causes import FITTED_TO
 from benchmarks.published.program import CannotExpress, Program
 from benchmarks.published.programs import program_of
@@ -58,6 +60,20 @@ def test_the_page_is_the_records() -> None:
     assert all("median" in found for found in bars.values())
 
 
+def test_without_matplotlib_the_page_is_written_and_the_rest_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, record = tmp_path / "published.md", tmp_path / "published.json"
+    record.write_text(json.dumps({"rows": {}}), encoding="utf8")
+    monkeypatch.setattr(pages, "PAGE", page)
+    monkeypatch.setattr(compare, "RECORD", record)
+    monkeypatch.setattr(sys, "argv", ["compare", "--pages"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert compare.main() == 2
+    assert page.read_text(encoding="utf8").startswith("# Predictions")
+    assert "matplotlib is needed for the plots" in capsys.readouterr().err
+
+
 def test_errors_are_of_the_right_sign_and_ratios_of_one_source() -> None:
     some = row("hf-bert-4x256-sdpa"), row("hf-bert-16x512-sdpa")
     known = {some[0].id: {"allocated_bytes": 2 * 764.834e6, "step_s": 0.017}, some[1].id: {"step_s": 0.022}}
@@ -68,6 +84,19 @@ def test_errors_are_of_the_right_sign_and_ratios_of_one_source() -> None:
     ((pair, error),) = pages.ratio_errors([eager, *some], known)
     assert (pair.first, pair.second, pair.changed) == (eager, some[0], "attention")
     assert error == pytest.approx((0.017 / 0.046) / (0.017 / 0.023) - 1)
+
+
+def test_a_source_that_is_too_fast_throughout_is_told_by_one_of_its_runs_and_not_by_others() -> None:
+    some = [row(f"foundry-7b-s2048-{count}xh100-mb6") for count in (8, 128)]
+    other = row("lambda-resnet50-amp-h100")
+    assert all(found.step_s for found in (*some, other))
+    known = {
+        found.id: {"step_s": share * (found.step_s or 0.0), "hardware": "8xh100"}
+        for found, share in [(some[0], 0.5), (some[1], 0.5), (other, 2.0)]
+    }
+    by_one, by_others = learned.learnings([*some, other], known)
+    assert (by_one.num_told, by_one.before, by_one.after) == (2, 0.5, pytest.approx(0.0, abs=1e-9))
+    assert (by_others.num_told, by_others.after) == (3, pytest.approx(0.75))  # too fast by 2, slowed by half once more
 
 
 def test_pairs_are_of_one_date_and_differ_in_one_thing() -> None:

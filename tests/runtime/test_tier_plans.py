@@ -11,6 +11,7 @@ import trainwright as tw
 from tests.pool import Pool
 from tests.runtime.test_tiered import SMALL, gpt2, module_of, run, same, take_steps, weights_of
 from trainwright.artifacts import Plan, Refusal, UserError
+from trainwright.hardware import resolve
 from trainwright.profiler.kernels.allocator import measure
 from trainwright.runtime import TierOptions
 from trainwright.tiers import Policy
@@ -183,3 +184,16 @@ def on_a_rank(plan: str, folder: str) -> list[bool]:
     equal = same(weights_of(module), run(parsed.in_memory(), None, 3)[1])
     module.tier.close()
     return [equal, moved]
+
+
+@pytest.mark.parametrize("place", ["disk", "host"])
+def test_a_plan_fits_the_smallest_budget_that_it_names(place: str) -> None:
+    """A little more than its peak, for what no simulation sees."""
+    loaded, cluster = gpt2(), resolve("cpu:1")
+    tiers = {**cluster.offload, "host": cluster.offload["disk"]}
+    asked = {"hardware": cluster.model_copy(update={"offload": tiers}), "tier": Policy(WINDOW, place=place)}
+    plan = tw.plan(loaded.model, loaded.batch, memory="1.2MiB", **asked)
+    least = plan.predicted.fits_in_bytes
+    assert plan.predicted.peak_bytes < least <= plan.budget_bytes
+    again = tw.plan(loaded.model, loaded.batch, memory=least, **asked)
+    assert again.predicted.fits_in_bytes <= least

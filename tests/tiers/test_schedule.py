@@ -130,3 +130,25 @@ def test_of_all_amounts_that_stay_the_largest_takes_the_least(
     policies = [Policy(window * PAGE, keep, commit_every=every) for keep in amounts]
     steps = [simulate(placed(layers, policy), policy, rates).step_s for policy in policies]
     assert steps[-1] == pytest.approx(min(steps), rel=1e-9)
+
+
+def test_a_commit_is_waited_for_where_there_is_one() -> None:
+    layers = [Layer(4096, (4096, 4096), 4096, forward_s=1.0, backward_s=2.0)] * 4
+    without, rates = Rates(1e6, 1e6), Rates(1e6, 1e6, commit_s=0.5)
+    for policy, share in (
+        (Policy(2**14), 1.0),
+        (Policy(2**14, commit_every=4), 0.25),
+        (Policy(2**14, place="host"), 0.0),
+    ):
+        longer = simulate(layers, policy, rates).step_s - simulate(layers, policy, without).step_s
+        assert longer == pytest.approx(0.5 * share)
+
+
+def test_the_host_moves_the_bytes_themselves_and_has_nothing_to_commit() -> None:
+    layers = [Layer(1000, (1000, 1000), 1000)] * 3 + [Layer(500, (500, 500), 500, param_stays=True, states_stay=True)]
+    disk, host = (traffic(layers, Policy(4000, place=place)) for place in ("disk", "host"))
+    assert (host.written, host.kept_bytes) == (9000, 0)
+    assert (disk.written, disk.kept_bytes) == (9 * 4096, 3 * 4096)
+    assert host.written_bytes == 9000
+    after = traffic(layers, Policy(4000, place="host", update="after"))
+    assert after.written == host.written + 3500

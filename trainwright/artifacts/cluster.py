@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from .record import Artifact, Record, UserError
 
@@ -96,6 +96,16 @@ class Tier(Record):
     """For each device; None: more than can be asked for."""
     overlap: float = Field(default=1.0, ge=0, le=1)
     """The share of a transfer's time that a computation hides which goes on beside it."""
+    commit_s: float = Field(default=0.0, ge=0)
+    """Of a disk: until a step that was written is sure to outlast the process (`fsync`, and a small file replaced)."""
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: Any) -> dict[str, Any]:
+        """Leave out what files of before it do not say, so that the digests of their plans stay."""
+        data: dict[str, Any] = handler(self)
+        if not self.commit_s:
+            del data["commit_s"]
+        return data
 
     def transfers_s(self, num_bytes: float, num_transfers: int) -> tuple[float, float]:
         """Return the seconds in which so many transfers of so many bytes in all are written, and in which they are read.

@@ -122,28 +122,40 @@ class OffloadPlan(Record):
 
 
 class TierPlan(Record):
-    """The use of the disks on which parameters, gradients and optimizer states rest, and what they move in a step.
+    """The use of the disks, or of the host's memory, where parameters, gradients and optimizer states rest, and what a step moves.
 
     Drives wear out by what is written to them. Which parameters and states rest there is said by `offloaded` of `params`.
     Bytes are a rank's, of a step in the middle of a run, activations included. `step_s`: what a step takes, by the plan's
-    schedule and by the rates that the hardware file declares for its disk; `written_a_day`: what a day of such steps writes.
+    schedule and by the rates that the hardware file declares for the tier; `written_a_day`: what a day of such steps writes to
+    disks.
     """
 
+    place: Literal["disk", "host"] = "disk"
     window_bytes: int
     keep_bytes: int
     """The bytes of parameters and states that stay in memory."""
     held_bytes: int
     """The most bytes in memory, beside those, of what comes and goes; they are part of the peak."""
     state_bytes: int
-    """The bytes of all optimizer states; the disks have those that stay in memory, too."""
+    """The bytes of all optimizer states; disks have those that stay in memory, too."""
     update: Literal["during", "after"]
     commit_every: int
     read_bytes: int
     written_bytes: int
     written_a_day: int
     step_s: float
-    disk_bytes: int
+    disk_bytes: int = 0
     """The size of the files: both versions of everything."""
+    host_bytes: int = 0
+    """The bytes in the host's memory: what does not stay, activations not included."""
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: Any) -> dict[str, Any]:
+        """Leave out what plans for disks do not say, so that they stay as they were written."""
+        data: dict[str, Any] = handler(self)
+        if self.place == "disk":
+            del data["place"], data["host_bytes"]
+        return data
 
 
 class Pipeline(Record):
@@ -259,6 +271,8 @@ class StagePrediction(Record):
 class Predicted(Record):
     """What the plan will take per step, by the cost model; the peak is simulated, parameters and states included.
 
+    A budget has to be a little larger than the peak, for what no simulation sees (`planner/budget.py`): `fits_in_bytes`.
+
     Of a plan with stages, `step_s` is that of the simulated schedule, `peak_bytes` and `breakdown` are those of the fullest
     stage, and all other seconds and bytes those of the busiest, which waits for `bubble_s`.
     """
@@ -277,6 +291,8 @@ class Predicted(Record):
     moved_state_bytes: int = 0
     """What each device brings back of the optimizer's states in a step; as much leaves again."""
     peak_bytes: int
+    fits_in_bytes: int = 0
+    """The smallest budget (`--memory`) that holds this plan; 0 in plans of before it was said."""
     breakdown: dict[str, int] = {}
     """Bytes alive at the peak, by category."""
     comm_bytes: dict[str, int] = {}

@@ -36,6 +36,7 @@ from . import (
 )
 from .errors import INTERRUPTED, status_of
 from .output import PROGRAM, running
+from .tiers import TakesTier
 
 _EPILOG = "MODEL is zoo:NAME, FILE.py:function or package.module:function. Hardware: cpu:4, 8xh200, or a JSON file."
 
@@ -70,7 +71,7 @@ for _verb in (
     demo,
 ):
     _name = _verb.__name__.rpartition(".")[2]
-    app.command(_name)(getattr(_verb, _name))
+    app.command(_name, cls=TakesTier if _verb is plan else None)(getattr(_verb, _name))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

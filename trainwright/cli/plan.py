@@ -127,7 +127,7 @@ def plan(
     stream: PlannedStreamOption = None,
     stream_storage: StorageOption = None,
     stream_blocks: BlocksOption = None,
-    tier: PlannedTierOption = False,
+    tier: PlannedTierOption = None,
     tier_window: TierWindowOption = None,
     tier_keep: TierKeepOption = None,
     tier_update: TierUpdateOption = None,
@@ -188,7 +188,7 @@ def plan(
         "keep_graph": keep_graph,
         "compile": compile,
         "expert_imbalance": expert_imbalance,
-        "tier": policy_of(tier_window, tier_keep, tier_update, tier_commit_every) if tier else None,
+        "tier": None if tier is None else policy_of(tier, tier_window, tier_keep, tier_update, tier_commit_every),
     }
     optimizers, solver = _names(optimizer), _solver(solver)
     for name in optimizers:
@@ -270,7 +270,7 @@ def _next(plan: Plan | None, spec: str, written: str) -> str:
             check_runs(of_plan(plan), plan)
     except UserError as error:
         return f"train will not run it: {error}"
-    where = "" if plan is None or plan.tier is None else " --tier DIR"
+    where = "" if plan is None or plan.tier is None or plan.tier.place == "host" else " --tier DIR"
     return f"next: trainwright train {spec} --plan {written}{where}"
 
 

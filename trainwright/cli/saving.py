@@ -89,7 +89,9 @@ class Saving:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         from ..runtime.training.nonfinite import NotFinite
 
-        if kind is not None and issubclass(kind, NotFinite) and self._last_saved < self._last_done:
+        tier = self._module.tier
+        is_whole = tier is None or tier.can_take_back
+        if kind is not None and issubclass(kind, NotFinite) and is_whole and self._last_saved < self._last_done:
             self._module.num_steps = self._num_forwards  # of the step that did not count, too, there was a forward
             self._save(self._last_done)
         if self._checkpointer is not None and (kind is None or issubclass(kind, NotFinite)):

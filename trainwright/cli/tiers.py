@@ -1,10 +1,11 @@
-"""`train --tier`: the options of a run whose parameters, gradients and states rest on disks."""
+"""`plan --tier`, `train --tier`: the options of a run whose parameters, gradients and states rest on disks or the host."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ..artifacts import Plan, UserError, parse_bytes
 from ..reports.units import format_bytes, format_s
@@ -12,21 +13,50 @@ from ..reports.units import format_bytes, format_s
 if TYPE_CHECKING:
     from ..tiers import Policy
 
-PANEL = "Disks as a tier"
+PLACES = ("disk", "host")
+"""As those of `trainwright.tiers`, which would import torch."""
+PANEL = "Disks or the host as a tier"
 TierOption = Annotated[
     str | None,
     typer.Option(
-        "--tier", metavar="DIR[,DIR]", rich_help_panel=PANEL,
-        help="Parameters, gradients and optimizer states rest there, striped; with --resume, go on from there.",
+        "--tier", metavar="DIR[,DIR]|host", rich_help_panel=PANEL,
+        help="Parameters, gradients and optimizer states rest there, striped; with --resume, go on from there. Or in the host's "
+        "memory, as plans of --tier host do anyway.",
     ),
 ]  # fmt: skip
 PlannedTierOption = Annotated[
-    bool,
+    str | None,
     typer.Option(
-        "--tier", rich_help_panel=PANEL,
-        help="Let parameters, states and activations rest on disks where --memory is short; say what disks move, and wear.",
+        "--tier", metavar="[disk|host]", rich_help_panel=PANEL,
+        help="Let parameters, states and activations rest on disks, or in the host's memory, where --memory is short; say what "
+        "moves, and how disks wear. Alone: disk.",
     ),
 ]  # fmt: skip
+
+
+class TakesTier(TyperCommand):
+    """A command whose `--tier` may stand alone, as the option of disks."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse with `disk` behind a `--tier` that no place follows."""
+        return super().parse_args(ctx, with_place(args))
+
+
+def with_place(args: list[str]) -> list[str]:
+    """Return the arguments with `disk` behind a `--tier` that no place follows.
+
+    >>> with_place(["--tier", "zoo:gpt2"])
+    ['--tier', 'disk', 'zoo:gpt2']
+    """
+    own = args[: args.index("--")] if "--" in args else args
+    completed: list[str] = []
+    for index, arg in enumerate(own):
+        completed.append(arg)
+        if arg == "--tier" and own[index + 1 : index + 2] not in ([place] for place in PLACES):
+            completed.append(PLACES[0])
+    return completed + args[len(own) :]
+
+
 TierWindowOption = Annotated[
     str | None,
     typer.Option(metavar="M", rich_help_panel=PANEL, help="Memory for what comes and goes; without a plan's 1GiB."),
@@ -68,20 +98,27 @@ def check_tier(
     """Return what `tier_of` takes, checked before a rank starts; `UserError` for what cannot be or cannot go together."""
     from ..runtime.tiered.tier import resting
 
-    if tier is None:
+    is_host = rests_in_host(tier, plan)
+    if tier is None and not is_host:
         resting(plan, None)
         return None
     given = [option for option, is_given in beside.items() if is_given]
     if given:
-        raise UserError(
-            f"--tier needs a run without {given[0]}: its folders have every step whole, and gradients are not kept; leave it out"
-        )
+        why = "gradients are not kept" if is_host else "its folders have every step whole, and gradients are not kept"
+        raise UserError(f"--tier needs a run without {given[0]}: {why}; leave it out")
     read, write = _rates(rate)
     found = {
-        "folders": [each for each in tier.split(",") if each], "window_bytes": _bytes(window), "keep_bytes": _bytes(keep),
-        "update": update, "commit_every": commit_every, "resume": resume, "clip_previous_norm": clip, "read_rate": read,
+        "folders": [] if is_host or tier is None else [each for each in tier.split(",") if each],
+        "host": is_host,
+        "window_bytes": _bytes(window),
+        "keep_bytes": _bytes(keep),
+        "update": update,
+        "commit_every": commit_every,
+        "resume": resume and not is_host,
+        "clip_previous_norm": clip,
+        "read_rate": read,
         "write_rate": write,
-    }  # fmt: skip
+    }
     from ..tiers import check_folders
     from ..tiers.places import check_empty
     from ..tiers.store import check_options
@@ -89,18 +126,30 @@ def check_tier(
     options = tier_of(found)
     resting(plan, options)
     check_options(options.store)
+    if is_host:
+        return found
     paths = check_folders(options.folders)
     if not resume:
         check_empty(paths)
     return found
 
 
-def policy_of(window: str | None, keep: str | None, update: str | None, commit_every: int | None) -> Policy:
-    """Return how `plan --tier` is to use its disks; `UserError` for what cannot be."""
+def rests_in_host(tier: str | None, plan: Plan) -> bool:
+    """Tell whether a run of `plan` with this `--tier` rests in the host's memory."""
+    return tier == "host" or (tier is None and plan.tier is not None and plan.tier.place == "host")
+
+
+def policy_of(place: str, window: str | None, keep: str | None, update: str | None, commit_every: int | None) -> Policy:
+    """Return how `plan --tier` is to use its disks, or the host; `UserError` for what cannot be."""
     from ..runtime import TierOptions
 
     return TierOptions(
-        (), _bytes(window or "1GiB"), _bytes(keep), update or "during", commit_every=commit_every or 1
+        (),
+        _bytes(window or "1GiB"),
+        _bytes(keep),
+        update or "during",
+        commit_every=commit_every or 1,
+        host=place == "host",
     ).policy()
 
 
@@ -111,6 +160,11 @@ def _bytes(text: str | None) -> int | None:
 def commits_every(given: int | None, plan: Plan) -> int:
     """Return the number of steps between two that can be gone on from: as given, else the plan's."""
     return given or (1 if plan.tier is None else plan.tier.commit_every)
+
+
+def updates_during(given: str | None, plan: Plan) -> bool:
+    """Tell whether updates run during the backward: as given, else as the plan says."""
+    return (given or ("during" if plan.tier is None else plan.tier.update)) == "during"
 
 
 def tier_of(given: dict[str, Any]) -> Any:
@@ -137,18 +191,19 @@ def _rates(text: str | None) -> tuple[float | None, float | None]:
 LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def tier_lines(steps: list[dict[str, Any]], step_s: float) -> str:
-    """Return what the disks have moved, a step, a day and over the last step, and how long steps waited for them."""
+def tier_lines(steps: list[dict[str, Any]], step_s: float, is_host: bool = False) -> str:
+    """Return what the tier has moved, a step, a day and over the last step, and how long steps waited for it."""
     later = steps[1:] or steps
     read, written, waited_s = (
         sum(step[name] for step in later) / len(later)
         for name in ("tier_read_bytes", "tier_write_bytes", "tier_waited_s")
     )
     planned_read, planned_written = (later[-1][f"tier_planned_{name}_bytes"] for name in ("read", "write"))
-    a_day = format_bytes(written * 86_400 / step_s)
+    a_day = "" if is_host else f", {format_bytes(written * 86_400 / step_s)} a day at this pace"
     total = (
-        f"disks  read {format_bytes(read)} a step, planned {format_bytes(planned_read)}; written {format_bytes(written)}, planned "
-        f"{format_bytes(planned_written)}, {a_day} a day at this pace; waited for {format_s(waited_s)} of {format_s(step_s)}"
+        f"{'host ' if is_host else 'disks'}  read {format_bytes(read)} a step, planned {format_bytes(planned_read)}; written "
+        f"{format_bytes(written)}, planned {format_bytes(planned_written)}{a_day}; waited for "
+        f"{format_s(waited_s)} of {format_s(step_s)}"
     )
     rates = later[-1]["tier_rates"]
     most = max(max(each) for each in rates.values())

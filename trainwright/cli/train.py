@@ -63,7 +63,9 @@ from .tiers import (
     TierWindowOption,
     check_tier,
     commits_every,
+    rests_in_host,
     tier_lines,
+    updates_during,
 )
 
 PlanOption = Annotated[str, typer.Option("--plan", metavar="FILE", help="From `trainwright plan -o`.")]
@@ -170,12 +172,14 @@ def train(
         raise UserError("a plan is needed to train by; got none; give --plan FILE, from trainwright plan -o FILE")
     check_policy(on_nan)
     check_imbalance(on_imbalance)
-    check_saving(checkpoint, checkpoint_every, resume and tier is None, 0 if tier is not None else restarts)
     given_steps, steps = steps, 100 if steps is None else steps
     if trace is not None and steps < NUM_UNTRACED + 1:
         raise UserError(f"at least {NUM_UNTRACED + 1} steps are needed for --trace; there are {steps}; take more")
     selecting = check_select(select, select_fraction, select_every, data)
     plan = Plan.from_json(plan_path)
+    is_host = rests_in_host(tier, plan)
+    has_checkpoints = tier is None or is_host
+    check_saving(checkpoint, checkpoint_every, resume and has_checkpoints, restarts if has_checkpoints else 0)
     check_readable("--data", data or [])
     check_readable("--eval-data", eval_data or [])
     if is_first_rank():
@@ -197,10 +201,12 @@ def train(
     resting = check_tier(
         tier, tier_window, tier_keep, tier_update, tier_commit_every, tier_rate, tier_clip_previous_norm, resume, plan,
         {
-            "--checkpoint": checkpoint is not None, "--grow-batch": grow_batch is not None, "--sync": sync is not None,
+            "--checkpoint": checkpoint is not None and not is_host,
+            "--grow-batch": grow_batch is not None, "--sync": sync is not None,
             "--norms": norms is not None, "--schedule lanczos": schedule == "lanczos", "--select": select is not None,
             f"--optimizer {chosen.name}, which takes the loss": chosen.needs_loss,
-            "--restarts: start it again with --resume": restarts > 0,
+            "--restarts: start it again with --resume": restarts > 0 and not is_host,
+            "--on-nan skip (or with plan --tier-update after)": on_nan == "skip" and is_host and updates_during(tier_update, plan),
             "--on-nan skip beside --tier-commit-every": on_nan == "skip" and commits_every(tier_commit_every, plan) > 1,
         },
     )  # fmt: skip
@@ -241,7 +247,7 @@ def train(
     if json_path != STDOUT:
         print(summary(progress.steps, plan, replicas))
         if progress.steps and resting is not None:
-            print(tier_lines(progress.steps, statistics.median(step["step_s"] for step in progress.steps)))
+            print(tier_lines(progress.steps, statistics.median(step["step_s"] for step in progress.steps), is_host))
         if progress.steps and exchange is not None:
             print(sync_line(progress.steps, found["sync"], replicas))
         if progress.steps and selecting is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 from ..artifacts import Plan
@@ -62,7 +61,7 @@ def train(
 
     parsed = Plan.parse(plan, where="the plan")
     resting = None if tier is None else tier_of(tier)
-    with nullcontext() if resting is None else training.built_on(resting):
+    with training.built_on(resting):
         loaded = _load(model)
     asked = optimizer or {}
     extras = None if learning is None else extras_of(learning, loaded, parsed)

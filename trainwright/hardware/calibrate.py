@@ -134,6 +134,7 @@ def _tiers(disks: list[dict[str, float]]) -> dict[Literal["host", "disk"], Tier]
         read_bytes_per_s=rounded(middle["read"]),
         latency_s=DISK_LATENCY_S,
         overlap=round(middle["overlap"], 3),
+        commit_s=rounded(middle["commit_s"]),
     )
     return {"disk": tier}
 

@@ -3,21 +3,26 @@
 A file without a name in the folder of temporary files is written, forced to the disk, and read again: once alone, and once
 beside matrix products on the same process. The system keeps what it can of such files in memory that nobody else asks
 for, so a read may be faster than the disk; it is what a run sees as long as that memory lasts.
+
+A commit of a run that rests there (`trainwright.tiers`) waits for a file to be on the disk and replaces a small one: its seconds
+are those beyond the transfers.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 
 _MIB = 2**20
+_PAGE = 4096
 
 
 def disk_rates(quick: bool, folder: str | None = None) -> dict[str, float]:
-    """Return bytes per second `written` and `read`, and the `overlap`: the share of a transfer that computing hides.
+    """Return bytes per second `written` and `read`, the `overlap` (the share of a transfer that computing hides) and `commit_s`.
 
     Nothing where the folder cannot hold the file: 32 MiB, `quick` 8. The overlap is (transfer + products − together) /
     min(transfer, products), for products that take about as long.
@@ -25,9 +30,29 @@ def disk_rates(quick: bool, folder: str | None = None) -> dict[str, float]:
     size = (8 if quick else 32) * _MIB
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            return _rates(file.fileno(), bytearray(os.urandom(_MIB)) * (size // _MIB))
+            found = _rates(file.fileno(), bytearray(os.urandom(_MIB)) * (size // _MIB))
+        return {**found, "commit_s": _commit_s(folder)}
     except OSError:
         return {}
+
+
+def _commit_s(folder: str | None) -> float:
+    """Return the median seconds in which a page is sure to be on the disk and a small file, which says so, is replaced."""
+    with tempfile.TemporaryDirectory(dir=folder) as place, open(os.path.join(place, "data"), "wb", buffering=0) as data:
+
+        def commit() -> None:
+            data.write(bytes(_PAGE))
+            os.fdatasync(data.fileno())
+            with open(os.path.join(place, "new"), "wb") as said:
+                said.write(bytes(_PAGE))
+                said.flush()
+                os.fsync(said.fileno())
+            os.replace(os.path.join(place, "new"), os.path.join(place, "said"))
+            entries = os.open(place, os.O_RDONLY)
+            os.fsync(entries)
+            os.close(entries)
+
+        return statistics.median(_timed(commit) for _ in range(5))
 
 
 def _rates(file: int, data: bytearray) -> dict[str, float]:

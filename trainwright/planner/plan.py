@@ -20,6 +20,7 @@ from ..artifacts import (
     Predicted,
     Refusal,
     SolverInfo,
+    TierPlan,
     UserError,
 )
 from ..program.decisions import Decisions
@@ -68,7 +69,7 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
         raise UserError(f"a solver is one of {', '.join(known)}{stages}; got {solver!r}")
     if task.tier is not None and solver != "joint":
         raise UserError(
-            f"the solver joint is needed to choose what rests on disks; got {solver}, which lets nothing leave; leave --tier out"
+            f"the solver joint is needed to choose what rests on a tier; got {solver}, which lets nothing leave; leave --tier out"
         )
     try:
         found = search(task, solver)
@@ -125,12 +126,14 @@ def check(
     task = task_of(plan, program, optimizer_cost, make_optimizer)
     task.budget_bytes = budget_bytes
     predicted, simulations, where = as_written(plan, task)
+    predicted = _with_budget(predicted, task)
     simulation = max(simulations, key=lambda found: found.peak_bytes)
     budget, usable = task.budget_bytes, task.usable_bytes
     if plan.tier is not None:
         (place,) = task.places
         decisions = decisions_of(program, plan)
         moved = tier_plan(place, decisions, place.price(simulation), simulation)
+        _check_room(moved, place, predicted.moved_bytes)
         plan = plan.model_copy(update={"tier": moved})
     if budget is not None and usable is not None and simulation.peak_bytes > usable:
         more = budget_for(simulation.peak_bytes, task.divisor) - budget
@@ -150,6 +153,19 @@ def check(
         return plan.model_copy(update={"predicted": predicted})
     found = plan.model_copy(update={"predicted": predicted, "budget_bytes": budget, "solver": solver, "notes": notes})
     return found if plan.is_edited else found.signed()
+
+
+def _check_room(tier: TierPlan | None, place: Place, moved_bytes: int) -> None:
+    """Raise `Refusal` where the tier does not hold what rests there, with what of activations leaves."""
+    known = place.problem.costs.tier
+    if tier is None or known is None or known.capacity_bytes is None:
+        return
+    there = tier.disk_bytes + tier.host_bytes + moved_bytes
+    if there > known.capacity_bytes:
+        raise Refusal(
+            f"a {tier.place} of {size_text(there, up=True)} a device is needed for what rests there; the hardware has "
+            f"{size_text(known.capacity_bytes)}; let more stay, or raise `capacity_bytes` in its file"
+        )
 
 
 def as_written(plan: Plan, task: Task) -> tuple[Predicted, list[Simulation], str]:
@@ -208,10 +224,10 @@ def task_of(plan: Plan, program: Program, optimizer_cost: OptimizerCost, make_op
 
 
 def _policy(plan: Plan) -> Policy | None:
-    """Return how the disks of a plan are used; what stays in memory stands with its parameters."""
+    """Return how the tier of a plan is used; what stays in memory stands with its parameters."""
     if plan.tier is None:
         return None
-    return Policy(plan.tier.window_bytes, None, plan.tier.update, plan.tier.commit_every)
+    return Policy(plan.tier.window_bytes, None, plan.tier.update, plan.tier.commit_every, plan.tier.place)
 
 
 def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
@@ -240,7 +256,7 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
         corrections=dict(task.program.corrections),
         loss_chunks=task.program.captured.loss_chunks,
         expert_imbalance="worst" if math.isinf(task.imbalance) else task.imbalance,
-        predicted=_predicted(found.price, answer.simulation),
+        predicted=_with_budget(_predicted(found.price, answer.simulation), task),
         solver=SolverInfo(
             name=solver,
             status="optimal" if gap is not None and gap <= PROVEN_OPTIMAL else "feasible",
@@ -264,10 +280,10 @@ def as_plan(solver: str, found: Found, plan_s: float) -> Plan:
             *found.notes,
         ),
     )
-    return (plan if found.staged is None else _with_stages(plan, found.staged)).signed()
+    return (plan if found.staged is None else _with_stages(plan, found.staged, task)).signed()
 
 
-def _with_stages(plan: Plan, staged: StagedAnswer) -> Plan:
+def _with_stages(plan: Plan, staged: StagedAnswer, task: Task) -> Plan:
     """Return the plan of one stage's ranks as that of all stages."""
     schedule = staged.schedule
     pipeline = Pipeline(
@@ -284,7 +300,7 @@ def _with_stages(plan: Plan, staged: StagedAnswer) -> Plan:
             "cluster": staged.cluster,
             "mesh": {PIPE: pipeline.num_stages, **plan.mesh},
             "pipeline": pipeline,
-            "predicted": staged.priced.predicted,
+            "predicted": _with_budget(staged.priced.predicted, task),
         }
     )
 
@@ -320,6 +336,10 @@ def _predicted(costs: Price, simulation: Simulation) -> Predicted:
         breakdown=simulation.breakdown,
         comm_bytes=simulation.comm_bytes,
     )
+
+
+def _with_budget(predicted: Predicted, task: Task) -> Predicted:
+    return predicted.model_copy(update={"fits_in_bytes": budget_for(predicted.peak_bytes, task.divisor)})
 
 
 def _gathered(program: Program, price: Price) -> tuple[str, ...]:

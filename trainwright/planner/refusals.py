@@ -13,6 +13,7 @@ from dataclasses import replace
 from ..artifacts import Refusal
 from ..program.factors import leaves
 from .budget import budget_for
+from .costs.resting import layers_of, there_bytes
 from .costs.simulate import Simulation
 from .costs.units import shown_bytes, size_text
 from .model.deadline import Deadline
@@ -87,10 +88,28 @@ def _text(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]],
         if tried is not None
         else f"at least about {size_text(least, up=True)} is needed, {more} more (an estimate)"
     )
+    if simulation.peak_bytes <= budget:
+        enough += f", since a peak of {size_text(simulation.peak_bytes)} leaves too little for what no simulation sees"
     other = "" if solver == "joint" else ", or --solver joint"
     return (
         f"a plan within {size_text(budget)} a device is needed; {solver} found none on {task.cluster.name} (mesh {place.shape}); "
-        f"memory is fullest in {listed(failure.binding)}; {enough}{_smaller_batch(task, simulation)}{other}"
+        f"memory is fullest in {listed(failure.binding)}{_full_tier(place, simulation)}; {enough}"
+        f"{_smaller_batch(task, simulation)}{other}"
+    )
+
+
+def _full_tier(place: Place, smallest: Simulation) -> str:
+    """Return a text on a tier that cannot hold all that might rest there; empty where there is none."""
+    costs, task = place.problem.costs, place.task
+    if costs.resting is None or costs.tier is None or costs.tier.capacity_bytes is None:
+        return ""
+    layers = layers_of(task.program, smallest.executor.local.decisions, costs, task.optimizer_cost)
+    able = there_bytes([replace(each, param_stays=False, states_stay=False) for each in layers], costs.resting)
+    if able <= costs.tier.capacity_bytes:
+        return ""
+    return (
+        f"; the {costs.resting.place} holds {size_text(costs.tier.capacity_bytes)} a device (`capacity_bytes` in the hardware "
+        f"file), and {size_text(able, up=True)} of parameters and states might rest there"
     )
 
 

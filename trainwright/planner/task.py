@@ -80,30 +80,36 @@ class Task:
     progress: Callable[[str], None] | None = None
     """Told, in words, how far the search is: which solver, seconds of how many, the best so far and what is proven."""
     tier: Policy | None = None
-    """The use of disks on which parameters, gradients and states rest, by which the plan predicts their traffic; None: no disks."""
+    """The use of the tier on which parameters, gradients and states rest, by which the plan predicts traffic; None: no tier."""
     best: Best = field(default_factory=Best)
     """The fastest step that was found to fit so far, of all meshes and micro-batches."""
 
     def __post_init__(self) -> None:
         if self.offload not in OFFLOADS:
             raise UserError(f"a place to offload to is one of {', '.join(OFFLOADS)}; got {self.offload!r}")
-        if self.offload == "host" and self.cluster.device.kind == "cpu":
+        asked = {self.offload, None if self.tier is None else self.tier.place}
+        if "host" in asked and self.cluster.device.kind == "cpu" and "host" not in self.cluster.offload:
             raise UserError(
-                "a place to offload to other than the device's own memory is needed; host is the memory of a CPU; try disk"
+                "a place to offload to other than the device's own memory is needed; host is the memory of a CPU; try disk, or "
+                "declare `offload` `host` in a hardware file, where the device is to be a budget within that memory"
             )
         if self.offload in ("host", "disk"):
             self.cluster.tier(self.offload)
         if self.sampled:
             check_sampling(self.program, self.sampled)
         if self.tier is not None:
-            self._check_tier()
-            self.cluster.tier("disk")  # whose rates price what moves
+            self._check_tier(self.tier)
+            self.cluster.tier(self.tier.place)  # whose rates price what moves
 
-    def _check_tier(self) -> None:
-        """Raise `UserError` for a question whose plan cannot rest on disks."""
+    def _check_tier(self, tier: Policy) -> None:
+        """Raise `UserError` for a question whose plan cannot rest on this tier."""
         kind, has_parts = self.cluster.device.kind, self.program.num_runs > 1 or self.variants is not None
+        others = {"host", "disk"} - {tier.place}
         wants = {
-            f"CPUs; the hardware is a {kind}": kind != "cpu",
+            f"CPUs, if it is of disks; the hardware is a {kind}, which has a host (--tier host)": tier.place == "disk"
+            and kind != "cpu",
+            f"activations on the same tier; they were to go to the {self.offload} (--offload {tier.place}, or none)": self.offload
+            in others,
             "one batch a step; there are micro-batches, whose gradients add up in memory": has_parts,
             "no pipeline stages; some were asked for": self.pipeline is not None,
             f"an optimizer that updates each parameter by itself; {self.optimizer} does not": not self.optimizer_cost.updates_alone,
@@ -125,9 +131,9 @@ class Task:
 
     @property
     def tier_name(self) -> Literal["host", "disk"] | None:
-        """The tier that may be offloaded to; what rests on disks has activations beside it, unless they are to stay."""
+        """The tier that may be offloaded to; what rests on one has activations beside it, unless they are to stay."""
         if self.tier is not None and self.offload == "auto":
-            return "disk"
+            return "host" if self.tier.place == "host" else "disk"
         return self.offload if self.offload in ("host", "disk") else None  # type: ignore[return-value]
 
     @property
@@ -224,7 +230,7 @@ class Place:
             task.program, task.cluster.device, self.axes, task.records, num_passes, task.imbalance, task.sampled
         )
         if task.tier is not None:
-            costs.tier, costs.resting = task.cluster.tier("disk"), task.tier
+            costs.tier, costs.resting = task.cluster.tier(task.tier.place), task.tier
         elif task.tier_name is not None:
             costs.tier = task.cluster.tier(task.tier_name)
         return build_problem(task.program, costs, task.optimizer_cost)

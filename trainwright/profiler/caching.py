@@ -192,6 +192,15 @@ def _joined(first: _Block, second: _Block) -> _Block:
     return first
 
 
+def block_bytes(num_bytes: int) -> int:
+    """Return the bytes of the block that a request of `num_bytes` takes, where none larger is taken whole.
+
+    >>> block_bytes(0), block_bytes(1), block_bytes(513)
+    (0, 512, 1024)
+    """
+    return _rounded(num_bytes, MIN_BLOCK_BYTES)
+
+
 def _segment_bytes(wanted: int) -> int:
     if wanted <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES

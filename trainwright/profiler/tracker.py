@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..artifacts import MemoryPoint
 from ..torch_internals.private import PlainDispatchMode, local_part
-from .caching import CachingAllocator
+from .caching import CachingAllocator, block_bytes
 from .kernels.generator_states import seen_generator_states, seen_resizes
 from .kernels.gpu_workspace import gpu_workspace_bytes
 from .kernels.workspace import output_bytes, workspace_bytes
@@ -31,7 +31,6 @@ from .values import DEVICE_OF
 
 Target = Literal["cpu", "gpu"]
 CATEGORIES = ("param", "buffer", "grad", "optimizer", "saved", "other")
-_GPU_GRANULE_BYTES = 512
 _NOT_OPS = ("prim", "profiler")  # what only tensor subclasses ask (`tensor.device`); a profiler's marks
 _IN_PLACE_IN_ENGINE = {torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default}
 
@@ -412,7 +411,7 @@ class MemoryTracker(PlainDispatchMode):
         """Return the bytes that a storage of `num_bytes` takes on the target: with an allocator, the size of its block."""
         if self.allocator is not None:
             return self.allocator.allocate(key, num_bytes, self._stream())
-        return num_bytes if self.target == "cpu" else -(-num_bytes // _GPU_GRANULE_BYTES) * _GPU_GRANULE_BYTES
+        return num_bytes if self.target == "cpu" else block_bytes(num_bytes)
 
     def _stream(self) -> Hashable:
         return id(torch.cpu.current_stream()) if self.pool is None else self.pool

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..artifacts import UserError
 from .instructions import Compute, Instruction
 from .local import LocalProgram
 from .offload import OffloadedStorage, OffloadRun
@@ -178,7 +179,15 @@ class RegionMemory:
         return tensor
 
     def _rederive(self) -> None:
-        """Rerun the region's instructions, and keep the tensors that saved tensors refer to."""
+        """Rerun the region's instructions, and keep the tensors that saved tensors refer to.
+
+        Autograd holds this object until the whole graph is gone, so what the rerun starts from is released as it is read.
+        """
+        if self.is_rederived:
+            raise UserError(
+                "a forward before each backward is needed where the plan recomputes; got a second backward of one forward; "
+                "run the forward again, or plan with more memory"
+            )
         self.is_rederived = True
         env: dict[int, Any] = {}
         for index in self.rerun.instructions:
@@ -197,6 +206,8 @@ class RegionMemory:
             for value in (*instruction.inputs, *instruction.outputs):
                 if self.rerun.last_use.get(value, index) <= index:
                     env.pop(value, None)
+                    self.sources.pop(value, None)
+        self.sources.clear()
 
     def _rerun_with_internals(self, instruction: Instruction, env: dict[int, Any]) -> None:
         """Rerun one op under autograd, and keep the internals that it saves."""

@@ -62,11 +62,17 @@ def offloaded_bytes(plan: Plan) -> list[tuple[str, int]]:
 
 
 def disk_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return what disks read and write in a step, each with what it means; nothing where the plan was made without a tier."""
+    """Return what a tier reads and writes in a step, each with what it means; nothing where the plan was made without one."""
     tier = plan.tier
     if tier is None:
         return []
     window = f"{format_bytes(tier.keep_bytes)} stay in memory, {format_bytes(tier.held_bytes)} come and go at most"
+    if tier.place == "host":
+        there = f"{window}; {format_bytes(tier.host_bytes)} in the host's memory"
+        return [
+            ("read from the host", f"{format_bytes(tier.read_bytes)} a step", there),
+            ("written to the host", f"{format_bytes(tier.written_bytes)} a step", f"of {format_s(tier.step_s)}"),
+        ]
     return [
         ("read from disks", f"{format_bytes(tier.read_bytes)} a step", f"{window}; {format_bytes(tier.disk_bytes)} on the disks"),
         (

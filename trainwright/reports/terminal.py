@@ -12,7 +12,7 @@ from .decisions import DecisionRow, compiled_rows, decision_rows, disk_rows, mic
 from .splits import legend
 from .stages import bubble_text, stage_headers, stage_rows
 from .text import Grid, note_lines, plain_table, rendered, title_line
-from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
+from .units import category_name, format_bytes, format_bytes_up, format_count, format_flops, format_ratio, format_s
 
 __all__ = ["cluster_table", "compare_table", "left_out_lines", "plan_table", "report_table", "rows_table"]
 
@@ -138,6 +138,8 @@ def _prediction_of(plan: Plan) -> Grid:
     spent = ", ".join(f"{name} {format_s(seconds)}" for name, seconds in parts if seconds)
     table.add_row("step", Text(format_s(predicted.step_s), style="bold"), spent)
     budget = f"of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else "no budget"
+    if predicted.fits_in_bytes:  # the peak and a reserve: a budget of the peak itself would be refused
+        budget += f" ({format_bytes_up(predicted.fits_in_bytes)} would do)"
     if not plan.fits_device:
         budget += f", a device has {format_bytes(plan.cluster.device.memory_bytes)}"
     over = not plan.fits_device or (plan.budget_bytes is not None and predicted.peak_bytes > plan.budget_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SI = ("", "k", "M", "G", "T", "P", "E")
 _CATEGORY_NAMES = {
@@ -22,6 +24,18 @@ def format_bytes(num_bytes: float | None) -> str:
     ('900 B', '1.50 KiB', '6.24 GiB', '–')
     """
     return "–" if num_bytes is None else _scaled(num_bytes, _BINARY, 1024)
+
+
+def format_bytes_up(num_bytes: int) -> str:
+    """Return a size that is at least `num_bytes`, to the next hundredth of a binary unit.
+
+    >>> format_bytes_up(900), format_bytes_up(2**20), format_bytes_up(2**20 + 1)
+    ('900 B', '1.00 MiB', '1.01 MiB')
+    """
+    power = max(0, min(len(_BINARY) - 1, (int(num_bytes).bit_length() - 1) // 10))
+    if power == 0:
+        return f"{num_bytes} B"
+    return f"{math.ceil(100 * num_bytes / 1024**power) / 100:.2f} {_BINARY[power]}"
 
 
 def format_s(seconds: float | None) -> str:

@@ -46,6 +46,7 @@ from .regions import Region, region_of, whole_region
 from .sharding import AtRest, as_dtensor, as_parameter, storage_of
 from .steps import Capturing, ShapedStep, StepsByShape, batch_like
 from .tiered import Tier, TierOptions
+from .tiered.in_host import StatesInHost
 from .tiered.tier import Leaving, resting
 from .weights import Reader, reader
 
@@ -84,8 +85,8 @@ def parallelize(
     seed: of dropout and of that initialisation; default rank 0's `torch.initial_seed()`.
     replicas: how many times the plan is run side by side, on `replicas` times its ranks, consecutive ones a replica. Gradients
     are not summed between replicas: a method of `tw.sync` exchanges there, and each is given batches of its own.
-    tier: parameters, gradients and optimizer states rest on disks (docs/tiers.md); `module.tier.attach(optimizer)` comes before
-    the first backward.
+    tier: parameters, gradients and optimizer states rest on disks or in the host's memory (docs/tiers.md), which a plan for the
+    host says itself; `module.tier.attach(optimizer)` comes before the first backward.
 
     Raises `UserError` when the plan is not this model's, or when the number of ranks is not the plan's.
     """
@@ -138,15 +139,15 @@ def _shared_seed(seed: int | None) -> int:
     return int(held.item())
 
 
-def _tier_of(options: TierOptions, plan: Plan, decisions: Decisions, replicas: Replicas) -> Tier:
-    """Return the disks of this rank, with what the plan lets rest there."""
+def _tier_of(options: TierOptions, plan: Plan, decisions: Decisions, replicas: Replicas, device: torch.device) -> Tier:
+    """Return the tier of this rank, with what the plan lets rest there."""
     leaving = None
     if plan.tier is not None:
         leaving = Leaving(
             *(frozenset(t.key for t in own) for own in (decisions.offloaded_params, decisions.offloaded_states))
         )
     moved_bytes = 0 if plan.offload is None else plan.predicted.moved_bytes
-    return Tier(options, replicas.rank, replicas.size, leaving, moved_bytes)
+    return Tier(options, replicas.rank, replicas.size, leaving, moved_bytes, device)
 
 
 def plan_batch(plan: Plan) -> Any:
@@ -196,8 +197,8 @@ class ParallelModule(nn.Module):
         self.device_mesh: DeviceMesh = whole if self.pipe is None else whole[tuple(plan.inner_mesh)]
         """The mesh over which parameters are laid out: that of this rank's stage."""
         self.communicator = MeshCommunicator(self.device_mesh)
-        self.tier = None if tier is None else _tier_of(tier, plan, decisions, self.replicas)
-        """The disks on which this rank's parameters, gradients and optimizer states rest; None where they stay in memory."""
+        self.tier = None if tier is None else _tier_of(tier, plan, decisions, self.replicas, self.device)
+        """The tier on which this rank's parameters, gradients and optimizer states rest; None where they stay in memory."""
         store = open_store(plan, self.device, None if self.tier is None else self.tier.store)
         planned = ShapedStep(planned_cut(plan), program, decisions, self.communicator, store, self.device, self.pipe)
         self.steps = StepsByShape(planned, store, self._complete)
@@ -214,8 +215,12 @@ class ParallelModule(nn.Module):
         if self.tier is not None:
             self._rest_on(self.tier)
         away = [self._params[tensor] for tensor in decisions.offloaded_states]
-        self.offloaded_states = StateOffload(store, away) if store is not None and away and self.tier is None else None
-        """Keeps optimizer states off the device; None if the plan offloads none."""
+        self.offloaded_states: StateOffload | StatesInHost | None = None
+        """Keeps optimizer states off the device; None if the plan offloads none, or lets them rest on disks."""
+        if self.tier is not None and self.tier.policy.place == "host":
+            self.offloaded_states = StatesInHost(self.tier)
+        elif store is not None and away and self.tier is None:
+            self.offloaded_states = StateOffload(store, away)
         if hasattr(model, "config"):
             self.config = model.config
         self.adapter = adapter_of(model)
@@ -275,7 +280,7 @@ class ParallelModule(nn.Module):
             if self.tier is None:
                 local = read(name, self.regions[name]).to(self.device, original.dtype)
             else:
-                local = self.tier.value(name, original.dtype, self.regions[name], read)
+                local = self.tier.made(name, original.dtype, self.regions[name], read)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
             if self.tier is not None:
                 self.tier.park(name, made[name])  # type: ignore[arg-type]
@@ -300,6 +305,10 @@ class ParallelModule(nn.Module):
         }
         planned = self.plan.tier
         states = self.plan.predicted.breakdown.get("optimizer", 0) if planned is None else planned.state_bytes
+        if planned is not None and planned.place == "host":  # states that stay are not there
+            waiting = sum(sizes.values()) if planned.update == "after" else 0
+            values = sum(size for name, size in sizes.items() if tier.holds(name))
+            states = max(0, planned.host_bytes - values - waiting)
         tier.make_room(sizes, states)
 
     def _adopt(self, tree: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Stores the tensors that a plan offloads: in a file of this rank's own, or in the host's memory.
 
     disk   one unnamed file a rank, which disappears with the process, however it ends; one thread reads and writes in order
-    host   pinned memory, written and read on streams beside the computing one; on a CPU, plain copies
+    host   page-locked memory, written and read on streams beside the computing one; on a CPU, copies by threads
 
 `rank.offload` bounds the bytes in flight: it waits for the oldest transfer before it issues more.
 """
@@ -23,22 +23,22 @@ from torch import Tensor
 
 from ..artifacts import Plan, UserError
 from ..rank.offload import OffloadStore
-from ..tiers import TierStore, now
+from ..tiers import Copies, Copy, MemoryStore, TierStore, copies_of, now
 
 _ALIGNMENT = 4096
 
 
-def open_store(plan: Plan, device: torch.device, beside: TierStore | None = None) -> OffloadStore | None:
+def open_store(plan: Plan, device: torch.device, beside: TierStore | MemoryStore | None = None) -> OffloadStore | None:
     """Return the store for the tensors that this rank offloads by `plan`; None if it offloads nothing.
 
-    beside: the store of what rests on disks. The disk's file lies in its first folder then, and shares its rates; else in
-    `tempfile`'s default folder, which `TMPDIR` sets. Raises `UserError` if it cannot be written.
+    beside: the store of what rests on the same tier, whose rates are shared. The disk's file lies in its first folder then; else
+    in `tempfile`'s default folder, which `TMPDIR` sets. Raises `UserError` if it cannot be written.
     """
     if plan.offload is None:
         return None
     if plan.offload.tier == "host":
-        return HostStore(device)
-    return DiskStore() if beside is None else DiskStore(beside.paths[0], beside.count)
+        return HostStore(device, beside.copies if isinstance(beside, MemoryStore) else None)
+    return DiskStore(beside.paths[0], beside.count) if isinstance(beside, TierStore) else DiskStore()
 
 
 @dataclass(eq=False)
@@ -158,68 +158,47 @@ def _memory(address: int, num_bytes: int) -> memoryview:
 
 
 @dataclass(eq=False)
-class _HostCopy:
-    """A buffer in the host's memory; it becomes free when the object is deleted."""
+class _HostBuffer:
+    """A buffer in the host's memory, with its last copy; it becomes free when the object is deleted."""
 
     store: HostStore
     buffer: Tensor
-    event: Any = None
-    """The CUDA event after the last transfer from or to the buffer."""
+    copy: Copy
 
     def __del__(self) -> None:
-        self.store.wait(self)
-        self.store.free[self.buffer.numel()].append((self.buffer, self.event))
+        self.copy.wait()
+        self.store.free[self.buffer.numel()].append((self.buffer, self.copy))
 
 
 class HostStore:
     """Offloads to the host's memory; `OffloadStore` specifies the methods.
 
-    On a GPU the buffers are pinned, and transfers run on two streams, one for each direction. The computing stream waits for
-    them, not the process: freed memory is reused by later work of that stream, which then runs after the transfer.
+    On a GPU the buffers are page-locked, and transfers run on two streams, one for each direction. The computing stream waits for
+    them, not the process: freed memory is reused by later work of that stream, which then runs after the transfer. On a CPU
+    threads copy, and torch's allocator does not count the buffers.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.is_gpu = device.type == "cuda"
-        self.free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
-        """The free buffers by size, with the event to wait for before one is filled again."""
-        self._out = torch.cuda.Stream(device) if self.is_gpu else None
-        self._back = torch.cuda.Stream(device) if self.is_gpu else None
+    def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
+        """`copies` are those of a tier in the host's memory, whose rates are shared; None: its own."""
+        self.copies = copies or copies_of(device)
+        self.free: dict[int, list[tuple[Tensor, Copy]]] = defaultdict(list)
+        """The free buffers by size, with the copy to wait for before one is filled again."""
+        self._leaving: list[Copy] = []
 
     def write(self, data: Tensor) -> Any:
         num_bytes = data.numel() * data.element_size()
         free = self.free[num_bytes]
-        buffer, event = (
-            free.pop() if free else (torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_gpu), None)
-        )
-        copy = _HostCopy(self, buffer, event)
-        self._transfer(copy, self._out, buffer, data.view(torch.uint8))
-        return copy
+        buffer, *last = free.pop() if free else (self.copies.buffer(num_bytes),)
+        copy = self.copies.copy("write", buffer, data, last)
+        self._leaving = [each for each in self._leaving if not each.is_done] + [copy]
+        return _HostBuffer(self, buffer, copy)
 
-    def written(self, ticket: _HostCopy) -> None:
-        self.wait(ticket)
+    def written(self, ticket: _HostBuffer) -> None:
+        ticket.copy.wait()
 
-    def read(self, ticket: _HostCopy, into: Tensor) -> None:
-        if self._back is not None and self._out is not None:
-            self._back.wait_stream(self._out)  # what is read may take the place of what was written
-        self._transfer(ticket, self._back, into.view(torch.uint8), ticket.buffer)
+    def read(self, ticket: _HostBuffer, into: Tensor) -> None:
+        # What comes may take the place of what is leaving.
+        ticket.copy = self.copies.copy("read", into, ticket.buffer, [ticket.copy, *self._leaving])
 
-    def arrived(self, ticket: _HostCopy) -> None:
-        self.wait(ticket)
-
-    def _transfer(self, copy: _HostCopy, stream: Any, target: Tensor, source: Tensor) -> None:
-        if stream is None:
-            target.copy_(source)
-            return
-        # After what computed the source, or last used the target's memory, and after the buffer's last transfer.
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        if copy.event is not None:
-            stream.wait_event(copy.event)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            copy.event = stream.record_event()
-
-    def wait(self, copy: _HostCopy) -> None:
-        """Make the computing stream wait for the last transfer of `copy`."""
-        if copy.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(copy.event)
+    def arrived(self, ticket: _HostBuffer) -> None:
+        ticket.copy.wait()

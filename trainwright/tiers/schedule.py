@@ -1,4 +1,4 @@
-"""Predicts a step with a tier: the bytes that it moves in each direction, and its seconds, with overlap.
+"""Predicts a step with a tier, of disks or of the host's memory: the bytes that it moves in each direction, and its seconds.
 
     reads     forward    Σ p, except what stayed since the last update       backward   Σ p + Σ s, except what stayed
     writes    backward   Σ p + Σ s                                           (p: bytes of a parameter, s: of its states)
@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..artifacts import check_range
+from ..artifacts import UserError, check_range
 from .buffers import padded
 
 SECONDS_A_DAY = 86_400
+PLACES = ("disk", "host")
+"""The kinds of tiers on which parameters, gradients and states may rest."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,6 @@ class Layer:
         return sum(self.states)
 
     @property
-    def state_pages(self) -> int:
-        """Return the bytes of the states in whole pages, as they are transferred."""
-        return sum(map(padded, self.states))
-
-    @property
     def held_bytes(self) -> int:
         """Return the bytes of the layer in memory if it is kept there."""
         return self.param_bytes + self.state_bytes
@@ -64,20 +61,14 @@ class Layer:
             return 0
         return self.grad_bytes + (0 if self.states_stay else self.state_bytes)
 
-    def written(self, stays: bool) -> int:
-        """Return the bytes, in whole pages, that an update writes of what stays in memory, or of what does not."""
-        if not self.is_trained:
-            return 0
-        param = padded(self.param_bytes) if self.param_stays == stays else 0
-        return param + (self.state_pages if self.states_stay == stays else 0)
-
 
 @dataclass(frozen=True)
 class Rates:
-    """The disks' read and write rates in bytes a second; the directions do not share them."""
+    """The tier's read and write rates in bytes a second, which the directions do not share, and the seconds of a commit."""
 
     read: float
     write: float
+    commit_s: float = 0.0
 
     def __post_init__(self) -> None:
         positive = "more than 0 bytes a second"
@@ -92,17 +83,57 @@ class Policy:
 
     keep_bytes: the most that stays, for which a plan chooses what; without a plan it is the last layers of the forward, with
     their states. None: as much as a plan finds room for; without a plan nothing.
+    place: `disk`, where everything is written, what stays in memory with every commit, and transfers are whole pages; or `host`,
+    the memory of the device's host, which has what does not stay, once, and nothing to commit.
+
+    >>> Policy(window_bytes=2**20).moved(5000), Policy(window_bytes=2**20, place="host").moved(5000)
+    (8192, 5000)
     """
 
     window_bytes: int
     keep_bytes: int | None = None
     update: str = "during"
     commit_every: int = 1
+    place: str = "disk"
+
+    def __post_init__(self) -> None:
+        if self.place not in PLACES:
+            raise UserError(f"a tier is one of {' and '.join(PLACES)}; got {self.place!r}; choose one of them")
+        if self.place == "host" and self.commit_every != 1:
+            raise UserError(
+                f"steps are committed to disks only; got commit_every={self.commit_every} for the host's memory; leave it out, and "
+                "take checkpoints"
+            )
+
+    @property
+    def commits(self) -> bool:
+        """Tell whether steps are committed, which writes what stays in memory too."""
+        return self.place == "disk"
+
+    @property
+    def committed_share(self) -> float:
+        """Return the share of the steps that write what stays in memory."""
+        return 1 / self.commit_every if self.commits else 0.0
+
+    def moved(self, num_bytes: int) -> int:
+        """Return the bytes that a transfer of `num_bytes` moves."""
+        return padded(num_bytes) if self.place == "disk" else num_bytes
+
+    def moved_states(self, layer: Layer) -> int:
+        """Return the bytes that a transfer of the layer's states moves."""
+        return sum(map(self.moved, layer.states))
+
+    def written(self, layer: Layer, stays: bool) -> int:
+        """Return the bytes that an update writes of what stays in memory, or of what does not."""
+        if not layer.is_trained:
+            return 0
+        param = self.moved(layer.param_bytes) if layer.param_stays == stays else 0
+        return param + (self.moved_states(layer) if layer.states_stay == stays else 0)
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """The bytes that one step moves, in whole pages.
+    """The bytes that one step moves, to and from disks in whole pages.
 
     kept_bytes: those that a commit adds for what is kept in memory. forward_written: of activations, which the backward reads.
     """
@@ -217,9 +248,9 @@ def traffic(layers: Sequence[Layer], policy: Policy) -> StepTraffic:
     away = [index for index, layer in enumerate(layers) if not layer.param_stays]
     after_update, after_forward = stays(layers, policy, away)
     trained = [layer for layer in layers if layer.is_trained]
-    states = sum(layer.state_pages for layer in trained if not layer.states_stay)
-    grads = sum(padded(layer.grad_bytes) for layer in trained) if policy.update == "after" else 0
-    params = {index: padded(layers[index].param_bytes) for index in away}
+    states = sum(policy.moved_states(layer) for layer in trained if not layer.states_stay)
+    grads = sum(policy.moved(layer.grad_bytes) for layer in trained) if policy.update == "after" else 0
+    params = {index: policy.moved(layers[index].param_bytes) for index in away}
     backward = sum(size for index, size in params.items() if index not in after_forward)
     if policy.update == "after":  # once for the gradients, once more for the update
         backward += sum(
@@ -228,8 +259,8 @@ def traffic(layers: Sequence[Layer], policy: Policy) -> StepTraffic:
     return StepTraffic(
         forward_read=sum(size for index, size in params.items() if index not in after_update),
         backward_read=backward + states + grads,
-        written=sum(layer.written(stays=False) for layer in trained) + grads,
-        kept_bytes=sum(layer.written(stays=True) for layer in trained),
+        written=sum(policy.written(layer, stays=False) for layer in trained) + grads,
+        kept_bytes=sum(policy.written(layer, stays=True) for layer in trained) if policy.commits else 0,
         commit_every=policy.commit_every,
     )
 
@@ -259,7 +290,9 @@ def simulate(layers: Sequence[Layer], policy: Policy, rates: Rates) -> StepTime:
     >>> simulate(layers, Policy(window_bytes=800), Rates(read=1e6, write=1e6)).exposed_s < 0.1
     True
     """
-    committing = _Run(layers, policy, rates, is_committing=True).step()
+    committing = _Run(layers, policy, rates, is_committing=policy.commits).step()
+    if policy.commits:
+        committing = replace(committing, step_s=committing.step_s + rates.commit_s)
     if policy.commit_every == 1:
         return committing
     others = _Run(layers, policy, rates, is_committing=False).step()
@@ -315,7 +348,7 @@ class _Run:
         if index not in self.here:
             self.here.add(index)
             self.here_bytes += self.layers[index].param_bytes
-            self.arrives[index] = self._read(padded(self.layers[index].param_bytes))
+            self.arrives[index] = self._read(self.policy.moved(self.layers[index].param_bytes))
 
     def _read(self, num_bytes: int) -> float:
         self.reading = max(self.reading, self.now) + num_bytes / self.rates.read
@@ -333,23 +366,26 @@ class _Run:
         elif self.policy.update == "during":
             self._update(index)
         else:
-            self.writing = max(self.writing, self.now) + padded(self.layers[index].grad_bytes) / self.rates.write
+            size = self.policy.moved(self.layers[index].grad_bytes)
+            self.writing = max(self.writing, self.now) + size / self.rates.write
             self.now = self.writing
             if index not in self.after_update:
                 self._let_go(index)
 
     def _update(self, index: int, from_disk: bool = False) -> None:
-        layer = self.layers[index]
+        layer, policy = self.layers[index], self.policy
         size = layer.update_bytes
-        while self.pending and self.pending_bytes + size > self.policy.window_bytes // 2:
+        while self.pending and self.pending_bytes + size > policy.window_bytes // 2:
             self._finish_oldest()
         ready = max(self.now, self.arrives[index])
-        read = (0 if layer.states_stay else layer.state_pages) + (padded(layer.grad_bytes) if from_disk else 0)
+        read = 0 if layer.states_stay else policy.moved_states(layer)
+        read += policy.moved(layer.grad_bytes) if from_disk else 0
         if read:
             ready = max(ready, self._read(read))
         self.updating = max(self.updating, ready) + layer.update_s
         done = self.updating
-        written = layer.written(stays=False) + (layer.written(stays=True) if self.is_committing else 0)
+        written = policy.written(layer, stays=False)
+        written += policy.written(layer, stays=True) if self.is_committing else 0
         if written:
             done = self.writing = max(self.writing, done) + written / self.rates.write
         self.pending.append((index, done, size))

@@ -64,12 +64,15 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until the transfer is complete; raise its `TierFault`, if it failed."""
-        parts, self.parts = self.parts, []
-        errors = [error for part in parts if (error := part.exception()) is not None]
+        errors = [error for part in self.parts if (error := part.exception()) is not None]
         self.tensor = None
         if errors:
-            self.parts = parts  # a fault stays: whoever waits again learns of it too
-            raise errors[0]
+            raise errors[0]  # and stays: whoever waits again learns of it too
+        self.parts = []  # now that all are complete: other threads may be waiting for them
+
+    def finish(self) -> None:
+        """Wait until the transfer is complete; as `wait`, where no stream of a device could wait instead."""
+        self.wait()
 
     @property
     def is_done(self) -> bool:

@@ -22,6 +22,7 @@ from ...ops import find
 from ...ops.expert_limits import Limit
 from ...ops.local import Mirror, Pair, Rows, WithSum
 from ...ops.sampled import variance_bound
+from ...profiler.caching import block_bytes
 from ...profiler.saved import CallCounter, OpRecord, Records, summary
 from ...program.groups import Group, Split
 from ...program.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
@@ -177,6 +178,14 @@ class CostModel:
         """Return the bytes of the fullest rank's part of `tensor`."""
         return math.ceil(tensor.num_bytes * fraction(tensor.slots, layout, self.mesh))
 
+    def block_bytes(self, tensor: Tensor, layout: Layout) -> int:
+        """Return the memory that the fullest rank's part of `tensor` takes: on a GPU, whole blocks of its allocator."""
+        return self.taken_bytes(self.local_bytes(tensor, layout))
+
+    def taken_bytes(self, num_bytes: int) -> int:
+        """Return the memory that a tensor of `num_bytes` takes on the device."""
+        return block_bytes(num_bytes) if self.device.kind == "gpu" else num_bytes
+
     def move_s(self, tensor: Tensor, source: Layout, target: Layout) -> float:
         """Return the seconds that `tensor` takes from one layout to another."""
         if source == target:
@@ -196,7 +205,7 @@ class CostModel:
             most = made = 0
             for step in transition(source, target):
                 taken, left = held_bytes(step, tensor.slots, tensor.dtype.itemsize, self.mesh)
-                most, made = max(most, made + taken), left
+                most, made = max(most, made + self.taken_bytes(taken)), self.taken_bytes(left)
             self._changes[key] = most
         return self._changes[key]
 
@@ -330,14 +339,24 @@ class CostModel:
         sum_s = 0.0 if (found.may_be_early if early is None else early) else found.sum_s
         return self.num_passes * (found.forward_s + sum_s), self.num_passes * found.backward_s
 
-    def backward_bytes(self, group: Group, op: Op, split: Split, share: float) -> int:
+    def backward_bytes(self, group: Group, op: Op, split: Split) -> int:
         """Return the peak bytes that the backward of `op` holds beside the saved tensors and the incoming gradients.
 
-        share: the rank's share of the op's tensors, by which the bytes of the whole op are scaled. An op whose local form
-        communicates runs other kernels, so its bytes are measured instead.
+        These are the gradients that it makes, and its kernels' scratch memory, which is scaled as the op's work. An op whose
+        local form communicates runs other kernels, so its bytes are measured instead.
         """
         found = self._inner_of(group, op, split).record
-        return int(share * self.records[op].backward_bytes) if found is None else found.backward_bytes
+        if found is not None:
+            return found.backward_bytes
+        bytes_of = {t: self.gradient_bytes(group, op, k, split) for k, t in enumerate(op.inputs) if t.requires_grad}
+        whole, made, local = self.records[op].backward_bytes, sum(t.num_bytes for t in bytes_of), sum(bytes_of.values())
+        if whole < made:  # some gradients are the incoming ones, or views of them
+            return int(whole * local / made)
+        return local + int((whole - made) * self.work_share(group, op, split))
+
+    def gradient_bytes(self, group: Group, op: Op, place: int, split: Split) -> int:
+        """Return the memory of the gradient that the backward of `op` makes of its tensor argument at `place`."""
+        return self.block_bytes(op.inputs[place], group.input_layout(op, place, split)[1])
 
     def _inner_of(self, group: Group, op: Op, split: Split) -> Inner:
         is_plain = find(op.name).localize is None or all(loop < 0 for loop in split)
@@ -383,7 +402,17 @@ class CostModel:
         """Return the bytes of optimizer state that a rank keeps for a parameter; one with an owner counts as everybody's."""
         own = optimizer.of(tensor.key)
         kept = whole_pieces(tensor, layout, own.reads) if own.whole_state else layout
-        return own.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
+        total = own.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
+        if self.device.kind != "gpu":
+            return total
+        total -= self._counter_bytes(own, tensor)  # counters stay on the host
+        one = max(1, self.local_bytes(tensor, kept))
+        num, rest = divmod(total, one)
+        return num * self.taken_bytes(one) + self.taken_bytes(rest)
+
+    def _counter_bytes(self, own: OptimizerCost, tensor: Tensor) -> int:
+        """Return the bytes of state that do not grow with the parameter."""
+        return own.state_bytes((0,), tensor.dtype)
 
     def leaving_state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the bytes of these that can be offloaded between updates: all but counters; 0 if they have to stay.
@@ -394,7 +423,7 @@ class CostModel:
         whole = own.whole_state and whole_pieces(tensor, layout, own.reads) != layout
         if not optimizer.updates_alone or whole:
             return 0
-        counters = own.state_bytes((0,), tensor.dtype)
+        counters = 0 if self.device.kind == "gpu" else self._counter_bytes(own, tensor)
         return max(0, self.state_bytes(tensor, layout, optimizer) - counters)
 
     def step_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:

@@ -1,4 +1,4 @@
-"""What parameters and optimizer states that rest on disks take: memory beside what stays, and seconds beside computation.
+"""What parameters and optimizer states that rest on a tier, of disks or of the host, take: memory and seconds of a step.
 
 layers      every parameter in the order in which the program first reads it, a rank's part       `tiers.Layer`
 held        values that were read and updates under way, at most                                  `tiers.held_beside`
@@ -23,6 +23,28 @@ from .standing import standing_backward, standing_forward
 
 NUM_VERSIONS = 2
 """The versions of everything on the disks: the last whole step's, and the next one's."""
+
+
+def there_bytes(layers: Iterable[Layer], policy: Policy) -> int:
+    """Return the bytes that rest on the tier.
+
+    Disks have two versions of everything, in whole pages; the host has what does not stay, and gradients that wait for an update.
+    """
+    is_after, layers = policy.update == "after", list(layers)
+    if policy.place == "disk":
+        states = sum(policy.moved_states(each) for each in layers if each.is_trained)
+        return NUM_VERSIONS * (states + sum(each.param_bytes + is_after * each.grad_bytes for each in layers))
+    values = sum(each.param_bytes for each in layers if not each.param_stays)
+    trained = [each for each in layers if each.is_trained]
+    return values + sum((not each.states_stay) * each.state_bytes + is_after * each.grad_bytes for each in trained)
+
+
+def has_room(layers: Iterable[Layer], costs: CostModel, moved_bytes: int) -> bool:
+    """Tell whether the tier holds what rests there beside `moved_bytes` of activations."""
+    assert costs.resting is not None
+    assert costs.tier is not None
+    capacity = costs.tier.capacity_bytes
+    return capacity is None or there_bytes(layers, costs.resting) + moved_bytes <= capacity
 
 
 @dataclass(frozen=True)
@@ -98,7 +120,7 @@ def step_s(
     local: LocalProgram, decisions: Decisions, seconds: StepSeconds, moved_bytes: int, costs: CostModel,
     optimizer: OptimizerCost,
 ) -> float:  # fmt: skip
-    """Return the seconds of a whole step, in which `moved_bytes` of activations leave and come back on the same disks.
+    """Return the seconds of a whole step, in which `moved_bytes` of activations leave to the same tier and come back.
 
     decisions: what rests there; all else of them is that of `local`.
     """
@@ -106,7 +128,7 @@ def step_s(
     assert policy is not None
     assert tier is not None
     layers = layers_of(local.program, decisions, costs, optimizer)
-    rates = Rates(tier.read_bytes_per_s, tier.write_bytes_per_s)
+    rates = Rates(tier.read_bytes_per_s, tier.write_bytes_per_s, tier.commit_s)
     moved = replace(traffic(layers, policy), forward_written=moved_bytes)
     scheduled = simulate(_with_seconds(layers, local, seconds), policy, rates).step_s
     return max(scheduled, _least_s(moved, seconds, costs, policy))
@@ -118,11 +140,12 @@ def _least_s(moved: StepTraffic, seconds: StepSeconds, costs: CostModel, policy:
     assert tier is not None
     update_s = sum(seconds.updates.values())
     forward = (moved.forward_read / tier.read_bytes_per_s, moved.forward_written / tier.write_bytes_per_s)
-    written = moved.written + moved.kept_bytes / policy.commit_every
+    written = moved.written + moved.kept_bytes * policy.committed_share
     read = moved.backward_read + moved.forward_written
     backward = (read / tier.read_bytes_per_s, written / tier.write_bytes_per_s)
     both = ((seconds.forward_s, forward), (seconds.backward_s + update_s, backward))
-    return sum(compute + max(tier.exposed_s(each, compute) for each in busy) for compute, busy in both)
+    phases_s = sum(compute + max(tier.exposed_s(each, compute) for each in busy) for compute, busy in both)
+    return phases_s + policy.committed_share * tier.commit_s
 
 
 def _with_seconds(layers: Sequence[Layer], local: LocalProgram, seconds: StepSeconds) -> list[Layer]:

@@ -75,14 +75,14 @@ class BucketMemory:
                     self._add_back(tied.uses[0], native, want, column)
         for (use, _, want), column in recompute.convert.items():
             if use.source.is_param:
-                size = problem.costs.local_bytes(use.source.tensor, want[0]) / MIB
+                size = problem.costs.block_bytes(use.source.tensor, want[0]) / MIB
                 self._again[use.region_class].append((column, size / use.count))
         self._share = held_share([tensor.num_bytes for tensor in problem.program.params], one_region=False)
 
     def _add(self, use: Use, native: Layout, want: Want, column: int) -> None:
         tensor = use.source.tensor
         if native != want[0]:
-            size = self.problem.costs.local_bytes(tensor, want[0]) / MIB
+            size = self.problem.costs.block_bytes(tensor, want[0]) / MIB
             self._gathers[use.region_class].append(_Part(use, column, size))
         if use.tensor.requires_grad:
             self._add_back(use, native, want, column)

@@ -118,13 +118,13 @@ class ForwardMemory:
         table: dict[tuple[RegionClass, int], list[tuple[int, float]]] = defaultdict(list)
         for (stored, native), column in self.recompute.keep.items():
             key = _place(stored.source.decision)
-            size = costs.local_bytes(stored.source.tensor, native) / MIB
+            size = costs.block_bytes(stored.source.tensor, native) / MIB
             table[key].append((self.recompute.stays(column), size))
         for (decision, option), column in self.recompute.keep_inner.items():
             table[_place(decision)].append((self.recompute.stays(column), decision.inner_bytes[option] / MIB))
         for (use, want), column in self.recompute.keep_copy.items():
             made = min(d.position for d in use.demands if any(want in wants for wants in d.wants))
-            size = costs.local_bytes(use.source.tensor, want[0]) / MIB
+            size = costs.block_bytes(use.source.tensor, want[0]) / MIB
             table[use.region_class, made + 1].append((self.recompute.stays(column), size))
         return {key: self._column(terms) for key, terms in table.items()}
 
@@ -133,7 +133,7 @@ class ForwardMemory:
         source = stored.source
         count, terms = source.decision.count, []
         for native, chosen in self.sharding.yields(source).items():
-            size = self.problem.costs.local_bytes(source.tensor, native) / MIB
+            size = self.problem.costs.block_bytes(source.tensor, native) / MIB
             terms += [(column, size) for column in chosen]
             terms.append((self.recompute.stays(self.recompute.keep[stored, native]), -size / count))
         return self._column(terms)

@@ -76,7 +76,8 @@ class _Builder:
         self.kept: dict[RegionClass, int] = {}
         """MiB kept by all instances of a class."""
         self.items: dict[RegionClass, list[Item]] = defaultdict(list)
-        self.gradient_regions: dict[Decision, list[int]] = defaultdict(list)
+        self.gradient_places: dict[Decision, list[Place]] = defaultdict(list)
+        """Where the backward begins to make each instance's gradient."""
         self.waits: dict[Source, list[tuple[Place, Place]]] = {}
         self.changes = Changes(model, problem, sharding, BucketMemory(model, problem, sharding, recompute))
         boundary = [stored for stored in problem.stored if stored.boundary and not stored.held]
@@ -90,14 +91,13 @@ class _Builder:
         for region_class in self.problem.program.classes:
             decisions = self.problem.of_class(region_class)
             for decision in decisions:
-                momentary = self._option_terms(decision, decision.transient_bytes) + self.changes.backward(decision)
+                momentary = self._momentary(decision)
                 if decision is decisions[-1]:
-                    momentary = self._rerunning(decisions, momentary)
+                    momentary += self._rerunning(decisions)
+                held = self._largest("what a group's backward holds for a moment", momentary)
                 for member in {0, region_class.multiplicity - 1}:
                     terms = self._row(region_class, member, decision)
-                    self._hold(
-                        memory, [(static, 1.0), *beside, *terms, *momentary], _row_name("backward", decision, member)
-                    )
+                    self._hold(memory, [(static, 1.0), *beside, *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
         for decision, terms in forward.rows():
             self._hold(memory, [(static, 1.0), *terms], _row_name("forward", decision, -1))
@@ -133,7 +133,7 @@ class _Builder:
             assert region_class is not None
             if stored.held or stored.boundary:
                 for native in self.sharding.yields(source):
-                    size = self.problem.costs.local_bytes(source.tensor, native) / MIB
+                    size = self.problem.costs.block_bytes(source.tensor, native) / MIB
                     key = (region_class, -1 if stored.held else stored.position)
                     self.passed[key].append((self.recompute.keep[stored, native], size))
         for item in find_items(self.model, self.problem, self.sharding, self.recompute):
@@ -145,8 +145,9 @@ class _Builder:
         self.waits = _waits(self.problem.uses)
         for use in self.problem.uses:
             if use.source.is_param:
-                regions = [use.region_class.members[member].index for member in use.members]
-                self.gradient_regions[use.source.decision] += regions
+                position = max(demand.position for demand in use.demands)
+                places = [(use.region_class.members[member].index, position) for member in use.members]
+                self.gradient_places[use.source.decision] += places
 
     # Rows
 
@@ -161,22 +162,31 @@ class _Builder:
         terms += self._own_terms(region_class, member, position)
         terms += self._passed_terms(region_class, region, position)
         terms += self._pending(region, position)
-        terms += self._param_gradients(region)
+        terms += self._param_gradients(region, position)
         terms += self.changes.shared.backward(region, position)
         terms += self.changes.buckets.backward(region_class, region, position)
         terms += self.recompute.on_the_way(region_class)
         terms += self._fetched(region_class, region, position)
         return terms
 
-    def _rerunning(self, decisions: list[Decision], momentary: Terms) -> Terms:
-        """Return the larger of what the last group's backward holds for a moment and what the reruns before it hold."""
+    def _momentary(self, decision: Decision) -> list[Terms]:
+        """Return what a group's backward holds: while its kernels run, and while the gradients that they made change layout."""
+        running = self._option_terms(decision, decision.transient_bytes)
+        changing = self.changes.backward(decision)
+        return [running, [*self._option_terms(decision, decision.made_bytes), *changing]] if changing else [running]
+
+    def _rerunning(self, decisions: list[Decision]) -> list[Terms]:
+        """Return what each of a region's reruns holds, before the backward of its last group runs."""
         given = self._option_terms(decisions[-1], decisions[-1].given_bytes)
-        reruns = [self._rerun_terms(decision) for decision in decisions]
-        if not any(reruns):
-            return momentary
+        return [[*given, *found] for decision in decisions if (found := self._rerun_terms(decision))]
+
+    def _largest(self, name: str, alternatives: list[Terms]) -> Terms:
+        """Return the terms of the largest of several sums."""
+        if len(alternatives) == 1:
+            return alternatives[0]
         most = self.model.column()
-        for terms in [momentary, *([*given, *found] for found in reruns if found)]:
-            self.model.row("what a region's backward begins with", [*terms, (most, -1.0)], upper=0.0)
+        for terms in alternatives:
+            self.model.row(name, [*terms, (most, -1.0)], upper=0.0)
         return [(most, 1.0)]
 
     def _rerun_terms(self, decision: Decision) -> Terms:
@@ -226,7 +236,7 @@ class _Builder:
             ]
             num = sum(not first <= region <= last for first, last in behind)
             for native in self.sharding.yields(stored.source) if num else ():
-                size = self.problem.costs.local_bytes(stored.source.tensor, native) / MIB
+                size = self.problem.costs.block_bytes(stored.source.tensor, native) / MIB
                 leaves = self.recompute.leaves.get(self.recompute.keep[stored, native])
                 if leaves is not None:
                     terms.append((leaves, -size * num / owner.multiplicity))
@@ -241,17 +251,20 @@ class _Builder:
         for source, waits in self.waits.items():
             num = sum(made < (region, position) < last for made, last in waits)
             if num:
-                sizes = [num * self.problem.costs.local_bytes(source.tensor, native) for native in source.natives]
+                sizes = [num * self.problem.costs.block_bytes(source.tensor, native) for native in source.natives]
                 terms += self._option_terms(source.decision, sizes)
         return terms
 
-    def _param_gradients(self, region: int) -> Terms:
-        """Return the terms of the gradients, at rest, of parameters that this region or a later one reads."""
+    def _param_gradients(self, region: int, position: int) -> Terms:
+        """Return the terms of the gradients, at rest, that are there while the backward of a group runs.
+
+        Those that it makes itself are among what it holds for a moment. In buckets, a region's gradients come to rest together.
+        """
+        here = (region, -1) if self.sharding.joined.in_buckets else (region, position)
         terms: Terms = []
         for decision in self.problem.params:
             if decision.tied[0].requires_grad and self.gradients_add_up_to_all:
-                regions = self.gradient_regions[decision]
-                num = min(decision.count, sum(index >= region for index in regions))
+                num = min(decision.count, sum(place > here for place in self.gradient_places[decision]))
                 if num:
                     terms += [(c, num * s) for c, s in self._option_terms(decision, decision.rest_bytes)]
         return terms
@@ -281,7 +294,7 @@ class _Builder:
         for stored in self.problem.stored:
             if stored.held:
                 for native in self.sharding.yields(stored.source):
-                    size = self.problem.costs.local_bytes(stored.source.tensor, native)
+                    size = self.problem.costs.block_bytes(stored.source.tensor, native)
                     terms.append((self.recompute.keep[stored, native], size / MIB))
         window = [(self.recompute.state_window, 1.0)] if self.recompute.state_window >= 0 else []
         return [*terms, *self._vectors(), *self._temporaries(), *window, *self.recompute.updates_held]

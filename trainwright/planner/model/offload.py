@@ -24,7 +24,7 @@ from ..problem.problem import Decision, Problem, Stored, Use, Want
 from .milp import MIB, Model, Terms
 from .offload_states import add_states, moved_terms, update_terms
 from .recompute import Recompute
-from .resting import add_resting, taken_on_disks
+from .resting import add_resting, taken_there
 from .sharding import Sharding, aligned
 
 LEAVES = "what is kept stays or leaves"
@@ -71,7 +71,7 @@ def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: R
     disks = None if resting is None else add_resting(model, problem, sharding, recompute, resting, tier)
     if tier.capacity_bytes is not None:
         terms = [(recompute.leaves[kept.column], kept.num_bytes / MIB) for kept in found]
-        terms += states if resting is None else taken_on_disks(problem, sharding)
+        terms += states if resting is None else taken_there(problem, sharding, recompute, resting)
         model.row(CAPACITY, terms, upper=tier.capacity_bytes / MIB)
     hidden = tier.overlap if resting is None else (1 - SHOWS) * tier.overlap
     exposed = _Exposed(model, hidden, _unit_s(problem))

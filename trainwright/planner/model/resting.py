@@ -1,4 +1,4 @@
-"""Parameters and optimizer states on disks: of each class of parameters, in how many instances either rests there.
+"""Parameters and optimizer states on disks or the host: of each class of parameters, in how many instances either rests there.
 
     A[d, k] ∈ 0..M     instances of a parameter in layout k whose values rest on disks      A + R = M · x[d, k],  R stay
     S[d, k] ∈ 0..M     instances whose optimizer states do (`recompute.states`)             S + R = M · x[d, k]
@@ -7,12 +7,14 @@
 
     bytes     every row has what stays; beside it what was read (`values_held`), in the backward updates under way too
     stays     Σ bytes · R ≤ what may be kept
+    room      of disks: two versions of all; of the host: Σ p · A + Σ s · S, and gradients for an update after the backward
     seconds   of the phases and directions, as terms that `offload` puts beside computation and activations:
               forward   in   Σ p · A − D
               backward  in   Σ p · A − D + Σ s · S          out  Σ (p · A + s · S) + Σ (p · R + s · R) / steps between commits
               with the update after the backward its gradients go out and come back, and values come once more
 
-Gradients rest nowhere: each goes to its update as soon as it is there, or to the disk where the update comes after.
+Gradients rest nowhere: each goes to its update as soon as it is there, or to the tier where the update comes after. The host has
+nothing to commit: what stays is never written, and transfers are of the bytes themselves, not of whole pages.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 
 from ...artifacts import Tier
 from ...program.program import Tensor
-from ...tiers import Policy, padded
+from ...tiers import Policy
 from ..costs.resting import NUM_VERSIONS, single_region
 from ..problem.problem import Decision, Problem
 from .milp import MIB, Model, Terms
@@ -137,7 +139,7 @@ class _Builder:
     def _moved(self) -> Moved:
         columns, moved, is_after = self.recompute, Moved(), self.policy.update == "after"
         for (decision, option), away in columns.params.items():
-            size = padded(decision.rest_bytes[option])
+            size = self.policy.moved(decision.rest_bytes[option])
             moved.forward_read.append((away, self._read_s(size)))
             moved.backward_read.append((away, self._read_s(size)))
             if decision.tied[0].requires_grad:
@@ -145,12 +147,12 @@ class _Builder:
                 if is_after:
                     moved.after_read.append((away, self._read_s(size)))
         for (decision, option), away in columns.states.items():
-            size = sum(map(padded, _parts(decision, option)))
+            size = sum(map(self.policy.moved, _parts(decision, option)))
             (moved.after_read if is_after else moved.backward_read).append((away, self._read_s(size)))
             self._write(moved, away, columns.states_stay[decision, option], size)
         for decision, option, chosen in self._options() if is_after else ():
             if decision.tied[0].requires_grad:
-                size = padded(decision.rest_bytes[option])
+                size = self.policy.moved(decision.rest_bytes[option])
                 moved.backward_written.append((chosen, decision.count * size / self.tier.write_bytes_per_s))
                 moved.after_read.append((chosen, decision.count * self._read_s(size)))
         moved.forward_read.append(self._still_there())
@@ -160,7 +162,7 @@ class _Builder:
     def _write(self, moved: Moved, away: int, stay: int, size: int) -> None:
         seconds = size / self.tier.write_bytes_per_s
         terms = moved.after_written if self.policy.update == "after" else moved.backward_written
-        terms += [(away, seconds), (stay, seconds / self.policy.commit_every)]
+        terms += [(away, seconds), (stay, seconds * self.policy.committed_share)]
 
     def _read_s(self, num_bytes: int) -> float:
         return num_bytes / self.tier.read_bytes_per_s
@@ -180,8 +182,27 @@ def _parts(decision: Decision, option: int) -> list[int]:
     return [size] * number + ([rest] if rest else [])
 
 
-def taken_on_disks(problem: Problem, sharding: Sharding) -> Terms:
-    """Return the MiB that parameters and states take there, those that stay in memory too: two versions of each."""
+def taken_there(problem: Problem, sharding: Sharding, recompute: Recompute, policy: Policy) -> Terms:
+    """Return the MiB that parameters, states and gradients that wait take on the tier."""
+    if policy.place == "host":
+        values = [(away, d.rest_bytes[k] / MIB) for (d, k), away in recompute.params.items()]
+        states = [(away, d.leaving_state_bytes[k] / MIB) for (d, k), away in recompute.states.items()]
+        return values + states + (_gradients(problem, sharding) if policy.update == "after" else [])
+    return _both_versions(problem, sharding)
+
+
+def _gradients(problem: Problem, sharding: Sharding) -> Terms:
+    """Return the MiB of all gradients at rest."""
+    return [
+        (column, decision.count * decision.rest_bytes[k] / MIB)
+        for decision in problem.params
+        if decision.tied[0].requires_grad
+        for k, column in enumerate(sharding.choice[decision])
+    ]
+
+
+def _both_versions(problem: Problem, sharding: Sharding) -> Terms:
+    """Return the MiB of two versions of all parameters and states: disks have those that stay in memory, too."""
     return [
         (column, NUM_VERSIONS * decision.count * (decision.rest_bytes[k] + decision.leaving_state_bytes[k]) / MIB)
         for decision in problem.params

@@ -103,7 +103,7 @@ class SharedCopies:
         for (native, want), column in columns.items():
             if native != want[0]:
                 making.append((column, costs.change_bytes(tensor, native, want[0]) / MIB))
-                copy.append((column, costs.local_bytes(tensor, want[0]) / MIB))
+                copy.append((column, costs.block_bytes(tensor, want[0]) / MIB))
             if tensor.requires_grad:
                 gradient.append((column, self._gradient_bytes(tied, native, want) / MIB))
                 back.append((column, costs.change_bytes(tensor, want[1], gradient_layout(native)) / MIB))
@@ -115,8 +115,8 @@ class SharedCopies:
         """Return the bytes of a gradient sum beyond those that the rows count already."""
         tensor, costs = tied.source.tensor, self.problem.costs
         if self.problem.program.num_runs == 1:
-            return costs.local_bytes(tensor, want[1]) - costs.local_bytes(tensor, native)
-        return costs.local_bytes(tensor, want[1]) if native != want[0] else 0
+            return costs.block_bytes(tensor, want[1]) - costs.block_bytes(tensor, native)
+        return costs.block_bytes(tensor, want[1]) if native != want[0] else 0
 
     def _sum(self, terms: Terms) -> int:
         column = self.model.column(lower=-float("inf"))

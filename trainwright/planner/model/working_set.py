@@ -158,7 +158,7 @@ class _Builder:
         return most
 
     def _mib(self, tensor, layout: tuple[int, ...]) -> float:
-        return self.problem.costs.local_bytes(tensor, layout) / MIB
+        return self.problem.costs.block_bytes(tensor, layout) / MIB
 
 
 def _is_saved(use: Use, want: tuple) -> bool:

@@ -80,6 +80,8 @@ class _Builder:
             result_s = self._result_s(region_class, group, split)
             decision.inner_comm_s.append((sum(a for a, _ in inner) + result_s, sum(b for _, b in inner)))
             decision.transient_bytes.append(self._transient_bytes(group, split))
+            # what is there when the backward is done is among what it holds at its peak
+            decision.made_bytes.append(min(self._made_bytes(group, split), decision.transient_bytes[-1]))
             self._add_forward_bytes(decision, split)
             self._add_given_bytes(decision, split)
         self._add_inner_bytes(decision)
@@ -115,13 +117,26 @@ class _Builder:
         for op in group.ops:
             if op.requires_grad:
                 given = sum(
-                    self.costs.local_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)
+                    self.costs.block_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)
                 )
-                read = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs)]
-                whole = sum(t.num_bytes for t, _ in read) + sum(t.num_bytes for t in op.outputs)
-                share = (sum(self.costs.local_bytes(t, layout) for t, layout in read) + given) / max(1, whole)
-                most = max(most, given + self.costs.backward_bytes(group, op, split, share))
+                most = max(most, given + self.costs.backward_bytes(group, op, split))
         return most
+
+    def _made_bytes(self, group: Group, split: tuple[int, ...]) -> int:
+        """Return the bytes of the gradients of all operands, and of the most that one op hands to another of the group."""
+        operands: dict[Tensor, int] = {}
+        handed = 0
+        for op in group.ops:
+            inner = 0
+            for place, tensor in enumerate(op.inputs):
+                if tensor.requires_grad:
+                    size = self.costs.gradient_bytes(group, op, place, split)
+                    if tensor.producer in group.ops:
+                        inner += size
+                    else:
+                        operands[tensor] = max(size, operands.get(tensor, 0))
+            handed = max(handed, inner)
+        return handed + sum(operands.values())
 
     def _add_forward_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
         """Add the bytes that the group's ops hold temporarily in the forward, and in a rerun for the backward."""
@@ -136,7 +151,7 @@ class _Builder:
             around += [(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)]
             passing = {t: layout for t, layout in around if self.costs.records.root(t) not in saved and not _is_free(t)}
             spaces.append(space)
-            reruns.append(space + sum(self.costs.local_bytes(t, layout) for t, layout in passing.items()))
+            reruns.append(space + sum(self.costs.block_bytes(t, layout) for t, layout in passing.items()))
         decision.workspace_bytes.append(max(spaces))
         decision.rerun_bytes.append(max(reruns))
 
@@ -146,7 +161,7 @@ class _Builder:
         assert group is not None
         given = [(t, t.producer) for t in group.outputs() if t.producer is not None and t.requires_grad]
         decision.given_bytes.append(
-            sum(self.costs.local_bytes(t, group.output_layout(op, op.outputs.index(t), split)) for t, op in given)
+            sum(self.costs.block_bytes(t, group.output_layout(op, op.outputs.index(t), split)) for t, op in given)
         )
 
     def _saved_roots(self, region_class: RegionClass) -> set[Tensor]:
@@ -169,7 +184,7 @@ class _Builder:
             for tensor in inner:
                 op = tensor.producer
                 assert op is not None
-                total += self.costs.local_bytes(tensor, group.output_layout(op, op.outputs.index(tensor), split))
+                total += self.costs.block_bytes(tensor, group.output_layout(op, op.outputs.index(tensor), split))
             for op in group.ops:
                 total += self.costs.internal_bytes(group, op, split)
             decision.inner_bytes.append(total)
@@ -199,7 +214,7 @@ class _Builder:
 
     def _add_param_option(self, decision: Decision, tensor: Tensor, layout: Layout) -> None:
         trained = tensor.requires_grad
-        decision.rest_bytes.append(self.costs.local_bytes(tensor, layout))
+        decision.rest_bytes.append(self.costs.block_bytes(tensor, layout))
         decision.state_bytes.append(self.costs.state_bytes(tensor, layout, self.optimizer) if trained else 0)
         rests = self.costs.resting is not None  # the smallest too, beside its parameter
         leaves = trained and (rests or tensor.num_bytes >= LEAST_SHARE * self.largest_bytes)

@@ -51,6 +51,8 @@ class Decision:
     """The activations that `inner_bytes` counts."""
     transient_bytes: list[int] = field(default_factory=list)
     """The peak bytes that one op's backward holds temporarily, incoming gradients included."""
+    made_bytes: list[int] = field(default_factory=list)
+    """The bytes of the gradients that the group's backward makes, before any of them changes its layout."""
     workspace_bytes: list[int] = field(default_factory=list)
     """The peak bytes that the forward of one of its ops holds temporarily, beside its outputs and what it saves."""
     rerun_bytes: list[int] = field(default_factory=list)

@@ -16,7 +16,7 @@ from ...program.program import Tensor
 from ...tiers import Layer
 from ..costs.costs import CostModel, OptimizerCost
 from ..costs.price import Price
-from ..costs.resting import kept_bytes, layers_of, params_in_order, step_s
+from ..costs.resting import has_room, kept_bytes, layers_of, params_in_order, step_s
 from ..costs.simulate import Simulation
 from .answer import Answer
 
@@ -50,7 +50,9 @@ def best_placed(
     for order in _orders(items):
         decisions = _with_kept(answer.decisions, items, order, room)
         seconds = step_s(local, decisions, price.seconds, answer.simulation.moved_bytes, costs, optimizer)
-        found.append((seconds, -kept_bytes(layers_of(local.program, decisions, costs, optimizer)), decisions))
+        placed = layers_of(local.program, decisions, costs, optimizer)
+        if has_room(placed, costs, answer.simulation.moved_bytes):
+            found.append((seconds, -kept_bytes(placed), decisions))
     own = (price.step_s * (1 - 1e-9), -kept_bytes(layers))
     for seconds, kept, decisions in sorted(found, key=lambda each: each[:2]):
         if (seconds, kept) >= own:

@@ -265,7 +265,19 @@ class Solver:
         return least.answer if isinstance(least, Least) else None
 
     def least(self, settings: Settings) -> Least | Outcome:
-        """Return the answer that holds least by the rows, or why there is none."""
+        """Return the answer that holds least by the rows, or why there is none.
+
+        Where that one does not fit, a known sharding may: the rows are more careful of some shardings than of others.
+        """
+        found = self._least_by_rows(settings)
+        budget = settings.budget_bytes
+        if isinstance(found, Outcome) or budget is None or found.answer.simulation.peak_bytes <= budget:
+            return found
+        known = [self._least_by_rows(_held(settings, options)) for options in self.starts(settings)]
+        each = [found, *(least for least in known if isinstance(least, Least))]
+        return min(each, key=lambda least: least.answer.simulation.peak_bytes)
+
+    def _least_by_rows(self, settings: Settings) -> Least | Outcome:
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
         limit = min(self.effort.longest_least_s, settings.time_limit_s)
@@ -279,8 +291,7 @@ class Solver:
         choice = read_choice(solution.values, sharding, recompute)
         # The same sharding, with no more recomputation than that budget asks for.
         set_budget(model, memory, rows_peak * 1.0001 + 1024)
-        only = {decision: frozenset([option]) for decision, option in choice.options.items()}
-        same = replace(settings, restriction=replace(settings.restriction, allowed=only))
+        same = _held(settings, choice.options)
         fastest = solve_in_stages(same.stages(model, sharding, recompute, None, limit))
         if fastest.values is not None:
             # proven for this sharding alone
@@ -396,6 +407,12 @@ def _shared_at(sharding: Sharding, choice: Choice) -> dict[int, float]:
         for (source, native, want), column in sharding.shared.items()
         if native != want[0]
     }
+
+
+def _held(settings: Settings, options: Options) -> Settings:
+    """Return the question with one sharding alone allowed."""
+    only = {decision: frozenset([option]) for decision, option in options.items()}
+    return replace(settings, restriction=replace(settings.restriction, allowed=only))
 
 
 def _loosened(given: Restriction) -> Restriction:

@@ -25,6 +25,7 @@ from ...artifacts import UserError
 from ..module import ParallelModule
 from ..regions import whole_region
 from ..storage import Piece, StoredTensors
+from ..tiered.in_host import values_of
 
 SPLIT, WHOLE, OWN, VALUE = "split", "whole", "own", "value"
 Copy = Callable[[Tensor], Tensor]
@@ -34,7 +35,7 @@ def pieces_of(module: ParallelModule, optimizer: torch.optim.Optimizer, copy: Co
     """Return every tensor that this rank saves, named `model.NAME` or `optimizer.NAME.KEY`; `copy` takes each to the CPU."""
     pieces = {}
     for name, weight in module.named_parameters():
-        pieces[f"model.{name}"] = _like_parameter(module, name, weight, copy)
+        pieces[f"model.{name}"] = _like_parameter(module, name, _resting(module, name, weight), copy)
     for name, buffer in saved_buffers(module).items():
         pieces[f"model.{name}"] = Piece(whole_region(buffer.shape), copy(buffer))
     for name, key, param, value in _states(module, optimizer):
@@ -70,7 +71,7 @@ def restore_tensors(
         )
     with torch.no_grad():
         for name, param in module.named_parameters():
-            local = _local(param)
+            local = _local(_resting(module, name, param))
             local.copy_(stored.read(f"model.{name}", module.regions[name]).view(local.shape))
         for name, buffer in saved_buffers(module).items():
             buffer.copy_(stored.read(f"model.{name}", whole_region(buffer.shape)))
@@ -265,6 +266,12 @@ def _place(placement: Placement, key: str) -> int:
 def _like_parameter(module: ParallelModule, name: str, tensor: Tensor, copy: Copy) -> Piece:
     region = module.regions[name]
     return Piece(region, copy(_local(tensor)).view(region.local_shape))
+
+
+def _resting(module: ParallelModule, name: str, param: Tensor) -> Tensor:
+    """Return the parameter, or what the host's memory has of it."""
+    away = values_of(module.tier, name)
+    return param if away is None else away
 
 
 def _local(tensor: Tensor) -> Tensor:

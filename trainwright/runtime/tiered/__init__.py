@@ -1,4 +1,4 @@
-"""Trains with parameters, gradients and optimizer states that rest on disks and are updated during the backward."""
+"""Trains with parameters, gradients and states that rest on disks or the host and are updated during the backward."""
 
 from .options import TierOptions
 from .tier import Tier

@@ -1,10 +1,10 @@
-"""Opens each rank's store in its folders, at the last step that all ranks have committed."""
+"""Opens each rank's store, of disks at the last step that all ranks have committed, and sees that all have room."""
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,21 @@ import torch
 import torch.distributed as dist
 
 from ...artifacts import UserError
-from ...tiers import TierStore, check_folders
+from ...tiers import MemoryStore, TierStore, check_folders
 from ...tiers.layout import NUM_SLOTS
+from ...tiers.memory import check_available
 from ...tiers.places import check_room
 from .options import TierOptions
 
 
-def open_store(options: TierOptions, rank: int, num_ranks: int) -> TierStore:
+def open_store(options: TierOptions, rank: int, num_ranks: int, device: torch.device) -> TierStore | MemoryStore:
     """Return this rank's store: a new one in empty folders, or, with `resume`, at the last step that every rank has committed.
 
-    With several ranks, each one has its own folder within every given folder. A collective call.
+    With several ranks, each one has its own folder within every given folder. In the host's memory it is always new. A collective
+    call.
     """
+    if options.host:
+        return MemoryStore(device, options.store)
     paths = check_folders(options.folders)
     if num_ranks == 1:
         return TierStore.open(paths, options.store) if options.resume else TierStore.create(paths, options.store)
@@ -43,19 +47,31 @@ def open_store(options: TierOptions, rank: int, num_ranks: int) -> TierStore:
 
 
 def check_room_for_all(paths: Sequence[Path], num_bytes: int, num_ranks: int) -> None:
-    """Raise `UserError` on every rank unless the disks have room for both versions of what all ranks put there.
+    """Raise `UserError` on every rank unless the disks have room for both versions of what all ranks put there, or the host for it.
 
-    num_bytes: of this rank. A collective call, after which each may take its room.
+    paths: none for the host's memory. num_bytes: of this rank. A collective call, after which each may take its room.
     """
-    host, share = socket.gethostname(), -(-NUM_SLOTS * num_bytes // len(paths))
+    host = socket.gethostname()
+    if not paths:
+        _agree(
+            lambda: check_available(sum(_of_all(Counter({host: num_bytes}), num_ranks), Counter[str]())[host]),
+            num_ranks,
+        )
+        return
+    share = -(-NUM_SLOTS * num_bytes // len(paths))
     wanted = Counter[tuple[str, int]]()
     for path in paths:
         wanted[host, path.stat().st_dev] += share
     everybodys = sum(_of_all(wanted, num_ranks), Counter[tuple[str, int]]())
     disks = {path.stat().st_dev: path for path in paths}
+    _agree(lambda: check_room(list(disks.values()), [everybodys[host, disk] for disk in disks]), num_ranks)
+
+
+def _agree(check: Callable[[], None], num_ranks: int) -> None:
+    """Raise the `UserError` of any rank's check on every rank."""
     refusal = ""
     try:
-        check_room(list(disks.values()), [everybodys[host, disk] for disk in disks])
+        check()
     except UserError as error:
         refusal = str(error)
     if refusals := [each for each in _of_all(refusal, num_ranks) if each]:

@@ -1,6 +1,6 @@
 """Decides which parameters are in memory: prefetches them before their use and releases them after it.
 
-A parameter on the disk has an empty storage: the tensor, its views and what autograd has saved of it stay the same objects,
+A parameter on the tier has an empty storage: the tensor, its views and what autograd has saved of it stay the same objects,
 and have their contents again when the storage is filled. So a step runs the same ops as without a tier, on the same bits.
 
     forward     reads in the order of first use; releases after the last use, except the last ones, which the backward reads first
@@ -24,7 +24,7 @@ from ...artifacts import UserError
 from ...rank.buckets import Plain
 from ...rank.execute import Executor
 from ...rank.params_read import params_read
-from ...tiers import TierStore, Transfer
+from ...tiers import Copy, MemoryStore, TierStore
 from ...tiers.schedule import MOST_FROZEN
 
 
@@ -46,7 +46,7 @@ class Parked:
     """True if its optimizer states do."""
     is_updating: bool = False
     """True from the arrival of its gradient until the end of the step: reading it then would give another step's values."""
-    coming: Transfer | None = None
+    coming: Copy | None = None
     is_here: bool = True
 
     @property
@@ -86,7 +86,7 @@ class Residence:
     Half of the window is for parameters, the other half for updates.
     """
 
-    def __init__(self, store: TierStore, window_bytes: int) -> None:
+    def __init__(self, store: TierStore | MemoryStore, window_bytes: int) -> None:
         self.store, self.window_bytes = store, window_bytes
         self.order: list[Parked] = []
         """The parameters in the order of first use."""

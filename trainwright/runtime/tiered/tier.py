@@ -1,9 +1,10 @@
-"""Keeps a planned module's state on disks: parameters rest there, gradients start updates, and steps are committed whole.
+"""Keeps a planned module's state on disks or the host: parameters rest there, gradients start updates.
 
 load        each parameter is written when it is made, and its memory freed   park
 forward     instructions wait for the parameters that they read               watch (→ residence)
 backward    each gradient, once complete, starts its parameter's update       attach (→ updates)
-step        waits for all updates; the step becomes the last committed one    finish, commit
+step        waits for all updates; on disks it is then the last committed one finish, commit
+host        has what does not stay, once; checkpoints read and write it there  `in_host`
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ...artifacts import Plan, UserError
 from ...rank.execute import Executor
 from ...rank.offload_states import check_updates_alone, with_groups
-from ...tiers import DIRECTIONS, Layer, Moved, StepTraffic, now, placed, traffic
+from ...tiers import DIRECTIONS, Layer, MemoryStore, Moved, StepTraffic, TierStore, now, placed, traffic
 from ..regions import Region
 from .gone import gone_like
+from .lane import Lane
 from .options import TierOptions
 from .places import check_room_for_all, open_store
 from .plain_states import as_notes, from_notes
@@ -38,7 +40,7 @@ from .updates import Updates, alone, local_of, state_key
 
 @dataclass(frozen=True)
 class Leaving:
-    """The names of the parameters whose values a plan lets rest on disks, and of those whose states."""
+    """The names of the parameters whose values a plan lets rest on the tier, and of those whose states."""
 
     values: frozenset[str]
     states: frozenset[str]
@@ -49,10 +51,10 @@ SAID_EVERY_S = 20.0
 
 
 class Tier:
-    """Manages the part of a planned module on its rank's disks; made by `parallelize(…, tier=TierOptions(…))`.
+    """Manages the part of a planned module on its rank's tier; made by `parallelize(…, tier=TierOptions(…))`.
 
     Call `attach(optimizer)` before the first backward, which then runs the updates; the optimizer's `step()` waits for the
-    remaining ones and commits the step.
+    remaining ones and, on disks, commits the step.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class Tier:
         num_ranks: int = 1,
         leaving: Leaving | None = None,
         moved_bytes: int = 0,
+        device: torch.device | None = None,
     ) -> None:
-        """`leaving` is what a plan says; None: everything but `keep_bytes` rests on disks. moved_bytes: of activations, a step."""
+        """`leaving` is what a plan says; None: everything but `keep_bytes` rests there. moved_bytes: of activations, a step."""
         self.options, self.num_ranks, self.leaving, self.moved_bytes = options, num_ranks, leaving, moved_bytes
         self.policy = options.policy()
-        self.store = open_store(options, rank, num_ranks)
+        self.device = device or torch.device("cpu")
+        self.store: TierStore | MemoryStore = open_store(options, rank, num_ranks, self.device)
         self.residence = Residence(self.store, self.policy.window_bytes)
         self.parked: dict[str, Parked] = {}
         self.updates: Updates | None = None
@@ -76,9 +80,12 @@ class Tier:
         """The index of the last finished step, earlier runs included; -1 before the first."""
         self.norm = 0.0
         """The norm of the last step's gradients, measured only with `clip_previous_norm`."""
-        self._squares = self._extremes = 0.0
-        self._on_disk: dict[str, Tensor] = {}
-        """Gradients whose values wait on the disk for an update after the backward; their storages are empty."""
+        self._squares = 0.0
+        self._extremes: Tensor | float = 0.0
+        self._state_sizes: dict[str, dict[str, int]] = {}
+        """By parameter, the bytes of the states that its first step makes by key in the store, where known."""
+        self._waiting: dict[str, Tensor] = {}
+        """Gradients whose values wait on the tier for an update after the backward; their storages are empty."""
         self._scale = 1.0
         self.num_forwards: Callable[[], int] = lambda: 0
         """Returns the module's number of steps, on which its random numbers depend."""
@@ -94,14 +101,15 @@ class Tier:
     # Parameters
 
     def make_room(self, sizes: Mapping[str, int], state_bytes: int) -> None:
-        """Take room for all parameters before the first is written; `UserError` where these, their states and gradients have none.
+        """Take room for parameters before the first is written; `UserError` where these, their states and gradients have none.
 
         state_bytes: of the optimizer that the plan was made for; another's are known when it is attached. A collective call.
         """
         if self.options.resume:
             return
+        grad_bytes = sum(sizes.values()) if self.policy.update == "after" else 0
+        sizes = {name: num_bytes for name, num_bytes in sizes.items() if self.holds(name)}
         param_bytes = sum(sizes.values())
-        grad_bytes = param_bytes if self.policy.update == "after" else 0
         try:
             check_room_for_all(self.store.paths, param_bytes + state_bytes + grad_bytes, self.num_ranks)
         except UserError:
@@ -111,25 +119,29 @@ class Tier:
             raise
         self.store.add({f"param.{name}": num_bytes for name, num_bytes in sizes.items() if num_bytes})
 
-    def value(self, name: str, dtype: torch.dtype, region: Region, read: Callable[[str, Region], Tensor]) -> Tensor:
+    def holds(self, name: str) -> bool:
+        """Tell whether the tier has the values of a parameter; the host has none that stay in memory."""
+        return self.policy.commits or self.leaving is None or name in self.leaving.values
+
+    def made(self, name: str, dtype: torch.dtype, region: Region, read: Callable[[str, Region], Tensor]) -> Tensor:
         """Return this rank's part of a new parameter in memory of its own; in a resumed run, uninitialised memory for it."""
         if self.options.resume:
             return torch.empty(region.local_shape, dtype=dtype)
-        local = read(name, region).to(dtype).contiguous()
+        local = read(name, region).to(self.device, dtype).contiguous()
         storage = local.untyped_storage()
         is_own = storage.resizable() and storage.nbytes() == local.numel() * local.element_size()
         return local if is_own else local.clone()
 
     def park(self, name: str, param: nn.Parameter) -> None:
-        """Write a new parameter to the disk and free its memory, unless the plan keeps it; in a resumed run, read what is kept."""
+        """Write a new parameter to the tier and free its memory, unless the plan keeps it; in a resumed run, read what is kept."""
         key, local = f"param.{name}", local_of(param.data)
         num_bytes = local.numel() * local.element_size()
         if num_bytes == 0:
             return
         assert local.untyped_storage().nbytes() == num_bytes, name  # else something else would go with it
         parked = self.parked[name] = Parked(name, param, local, num_bytes)
-        if not self.options.resume:
-            self.store.write(key, local.detach()).wait()
+        if not self.options.resume and self.holds(name):
+            self.store.write(key, local.detach()).finish()
         self.residence.add(parked)
         if self.leaving is None or name in self.leaving.values:
             self.residence.let_go(parked)
@@ -139,7 +151,7 @@ class Tier:
                 self.store.read(key, local.detach()).wait()
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(self._taker(parked))
-        self._say(f"{len(self.parked)} parameters are on the disk")
+        self._say(f"{len(self.parked)} parameters are on the {self.policy.place}")
 
     def _say(self, text: str) -> None:
         if time.monotonic() - self._said_at_s >= SAID_EVERY_S:
@@ -177,6 +189,8 @@ class Tier:
 
     def keep_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Keep `buffers` in memory and write them with every committed step; in a resumed run, read them first."""
+        if not self.policy.commits:
+            return
         self._buffers = {f"buffer.{name}": buffer for name, buffer in buffers.items() if buffer.numel()}
         for key, buffer in self._buffers.items():
             if key not in self.store:
@@ -189,7 +203,7 @@ class Tier:
     # The update
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Make `optimizer` update the parameters on the disk, during or after the backward, as the options say."""
+        """Make `optimizer` update the parameters, during or after the backward, as the options say."""
         check_updates_alone(optimizer)
         if self.updates is not None:
             raise UserError(
@@ -197,7 +211,12 @@ class Tier:
             )
         options = self.options
         self.updates = Updates(
-            self.store, optimizer, self.policy.window_bytes // 2, options.num_workers, options.worker_cores
+            self.store,
+            optimizer,
+            self.policy.window_bytes // 2,
+            options.num_workers,
+            options.worker_cores,
+            Lane(self.device),
         )
         trained = [parked for parked in self.parked.values() if parked.param in self.updates.group_of]
         for parked in trained:
@@ -206,9 +225,10 @@ class Tier:
             self.updates.forms = from_notes(self.store.notes["optimizer"], optimizer, self.parked)
             self.norm = float(self.store.notes["norm"])
         else:
-            self._reserve(optimizer, trained)
+            self._state_sizes = self._trial_sizes(optimizer, trained)
         self._keep(trained)
         if not options.resume:
+            self._reserve(trained)
             self.commit()  # so that the first step, too, can be taken back
         own = weakref.ref(self)
 
@@ -221,11 +241,20 @@ class Tier:
         hook = register_optimizer_step_pre_hook(before_step)
         weakref.finalize(self, hook.remove)
 
-    def _reserve(self, optimizer: Optimizer, trained: list[Parked]) -> None:
-        """Reserve space for the optimizer's states before the training; a trial step on the meta device gives their sizes."""
-        assert self.updates is not None
+    def _reserve(self, trained: list[Parked]) -> None:
+        """Reserve space, before the training, for states, and for gradients that wait; the host has none for what stays."""
         sizes = {}
-        expected = self.updates.expected_bytes
+        for parked in trained:
+            if self.policy.commits or not parked.keeps_states:
+                sizes.update(self._state_sizes.get(parked.name, {}))
+            if self.policy.update == "after":
+                sizes[f"grad.{parked.name}"] = parked.num_bytes
+        self.store.add(sizes)
+
+    def _trial_sizes(self, optimizer: Optimizer, trained: list[Parked]) -> dict[str, dict[str, int]]:
+        """Return by parameter the sizes of its states by key in the store, from a trial step on the meta device, if that works."""
+        assert self.updates is not None
+        sizes: dict[str, dict[str, int]] = {}
         for parked in trained:
             stand_in = nn.Parameter(torch.empty(parked.local.shape, dtype=parked.local.dtype, device="meta"))
             stand_in.grad = torch.empty_like(stand_in)
@@ -238,14 +267,14 @@ class Tier:
             try:
                 self.updates.step_of(trial)
             except (RuntimeError, NotImplementedError):
-                return  # it reads values: room is made with its first step
-            for name, value in trial.state.get(stand_in, {}).items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    size = sizes[state_key(parked, name)] = value.numel() * value.element_size()
-                    expected[parked.name] = expected.get(parked.name, 0) + size
-            if self.policy.update == "after":
-                sizes[f"grad.{parked.name}"] = parked.num_bytes
-        self.store.add(sizes)
+                return {}  # it reads values: room is made with its first step
+            sizes[parked.name] = {
+                state_key(parked, name): value.numel() * value.element_size()
+                for name, value in trial.state.get(stand_in, {}).items()
+                if isinstance(value, Tensor) and value.dim() > 0
+            }
+        self.updates.expected_bytes = {name: sum(own.values()) for name, own in sizes.items()}
+        return sizes
 
     def _keep(self, trained: list[Parked]) -> None:
         """Keep in memory what the plan says; without one the last parameters of the forward with states, which update first."""
@@ -261,6 +290,8 @@ class Tier:
                 self.residence.need([parked])
                 self.residence.keep(parked)
                 self.updates.keep(parked)
+                if isinstance(self.store, MemoryStore):
+                    self.store.drop([parked.key])
 
     def _taker(self, parked: Parked) -> Callable[[Tensor], None]:
         own = weakref.ref(self)
@@ -275,14 +306,15 @@ class Tier:
         return take
 
     def _take(self, parked: Parked, grad: Tensor) -> None:
-        """Start the update from a complete gradient, or write the gradient to the disk for an update after the backward."""
+        """Start the update from a complete gradient, or write the gradient to the tier for an update after the backward."""
         updates = self._ready()
         if parked.param not in updates.group_of:
             return  # nobody updates it
         if not self._is_open:
-            self._is_open, self._squares, self._extremes, self._num_taken = True, 0.0, 0.0, 0
+            self._is_open, self._num_taken, self._squares = True, 0, 0.0
+            self._extremes = torch.zeros((), dtype=torch.float64, device=self.device)
             self._scale = self._scale_now()
-        if parked.is_updating or parked.name in self._on_disk:
+        if parked.is_updating or parked.name in self._waiting:
             raise UserError(
                 f"one backward between two steps of the optimizer is needed with a tier; {parked.name} has had its gradient; call "
                 "step(), or plan with a larger batch"
@@ -296,7 +328,7 @@ class Tier:
             if self.options.clip_previous_norm is not None:
                 self._squares += _share(parked) * float(torch.linalg.vector_norm(local, dtype=torch.float64)) ** 2
             low, high = torch.aminmax(local)
-            self._extremes += float(low.abs()) + float(high.abs())
+            self._extremes = self._extremes + low.abs().double() + high.abs().double()
         if self._scale != 1.0:
             local.mul_(self._scale)
         if self.policy.update == "during":
@@ -309,7 +341,7 @@ class Tier:
         local = local_of(grad)
         self.store.write(key, local.contiguous()).wait()
         local.untyped_storage().resize_(0)
-        self._on_disk[parked.name] = grad
+        self._waiting[parked.name] = grad
         if not self.residence.wanted_first(parked, by_backward=False):
             self.residence.let_go(parked)
 
@@ -319,14 +351,16 @@ class Tier:
 
     def layers(self) -> list[Layer]:
         """Return the sizes of every parameter in the order of first use, for `tiers.traffic` and `tiers.simulate`."""
-        states: dict[str, list[int]] = defaultdict(list)
+        sizes: dict[str, dict[str, int]] = defaultdict(
+            dict, {name: dict(own) for name, own in self._state_sizes.items()}
+        )
         for key, item in self.store.items.items():
             if key.startswith("state."):
-                states[key.removeprefix("state.").rpartition(".")[0]].append(item.num_bytes)
+                sizes[key.removeprefix("state.").rpartition(".")[0]][key] = item.num_bytes
         return [
             Layer(
                 each.num_bytes,
-                tuple(states[each.name]),
+                tuple(sizes[each.name].values()),
                 each.num_bytes,
                 is_trained=each.is_trained,
                 param_stays=each.is_kept,
@@ -357,7 +391,7 @@ class Tier:
         found["tier_waited_s"], self._told_s = waited_s - self._told_s, waited_s
         return found
 
-    def extremes(self) -> float:
+    def extremes(self) -> Tensor | float:
         """Return a number that is finite if and only if every entry of this rank's gradients of the step is."""
         return self._extremes
 
@@ -376,13 +410,13 @@ class Tier:
         return (with_groups(optimizer, []),), {}
 
     def finish(self) -> None:
-        """Wait until every parameter is updated and written; then commit, unless the training loop does."""
+        """Wait until every parameter is updated and written; then commit to disks, unless the training loop does."""
         updates = self._ready()
-        for name, grad in self._on_disk.items():
+        for name, grad in self._waiting.items():
             local = local_of(grad)
             local.untyped_storage().resize_(local.numel() * local.element_size())
             updates.begin(self.parked[name], grad, from_store=True)
-        self._on_disk = {}
+        self._waiting = {}
         updates.finish()
         self.residence.end_backward()
         self.norm = self._total(self._squares) ** 0.5
@@ -392,8 +426,15 @@ class Tier:
             self.commit()
 
     def commit(self, notes: Mapping[str, Any] | None = None, force: bool = False) -> None:
-        """Commit the finished step, if it is due or `force` is set; a collective call. `notes` are saved with it."""
+        """Commit the finished step, if it is due or `force` is set; a collective call. `notes` are saved with it.
+
+        In the host's memory there is nothing to commit.
+        """
         updates = self._ready()
+        if not self.policy.commits:
+            updates.is_committing = False
+            return
+        assert isinstance(self.store, TierStore)
         if updates.is_committing or force:
             if force and not updates.is_committing:
                 updates.write_kept(self.parked.values())
@@ -406,10 +447,27 @@ class Tier:
                 dist.barrier()  # no rank writes over the step before this one until all have this one
         updates.is_committing = (self.step + 2) % self.policy.commit_every == 0
 
+    @property
+    def can_take_back(self) -> bool:
+        """Tell whether a step whose backward is over can be taken back: disks have the last one; else no update may have begun."""
+        return self.policy.commits or self.policy.update == "after"
+
     def take_back(self) -> None:
-        """Roll back the step whose updates have begun: parameters and states become those of the last committed step."""
+        """Take back the step whose backward is over: parameters and states are again those before it.
+
+        Disks have those of the last committed step; in the host's memory, no update may have begun.
+        """
         updates = self._ready()
+        if not self.can_take_back:
+            raise UserError(
+                "a tier on disks, or the update after the backward, is needed to take a step back; in the host's memory its "
+                "updates are made; plan with --tier-update after, or go on from a checkpoint"
+            )
         updates.finish()
+        if isinstance(self.store, MemoryStore):
+            self._waiting = {}
+            self._close_step()
+            return
         self.store.roll_back()
         updates.forms = from_notes(self.store.notes["optimizer"], updates.optimizer, self.parked)
         for parked in self.parked.values():
@@ -418,7 +476,7 @@ class Tier:
             if parked.keeps_states:
                 updates.keep(parked)
             self.residence.let_go(parked)
-        self._on_disk = {}
+        self._waiting = {}
         self._close_step()
 
     def _close_step(self) -> None:
@@ -434,7 +492,7 @@ class Tier:
         return float(held.item())
 
     def close(self) -> None:
-        """Stop the threads and close the files; the disks keep the last committed step."""
+        """Stop the threads and close the store; disks keep the last committed step, the host's memory nothing."""
         if self.updates is not None:
             self.updates.close()
         self.store.close()
@@ -456,14 +514,17 @@ def _share(parked: Parked) -> float:
 def resting(plan: Plan, options: TierOptions | None, replicas: int = 1) -> TierOptions | None:
     """Return the options of a run of `plan`, the plan's own included; `UserError` where the two do not go together."""
     if options is None:
+        if plan.tier is not None and plan.tier.place == "host":
+            return resting(plan, TierOptions(host=True), replicas)
         if plan.tier is not None:
             raise UserError(
                 "folders on disks are needed, where parameters and states of this plan rest; got none; name some "
                 "(TierOptions([...]), --tier DIR), or plan without --tier"
             )
         return None
+    options = options.under(plan)
     check_plan(plan, options, replicas)
-    return options.under(plan)
+    return options
 
 
 def check_plan(plan: Plan, options: TierOptions, replicas: int = 1) -> None:
@@ -483,9 +544,15 @@ def check_plan(plan: Plan, options: TierOptions, replicas: int = 1) -> None:
         raise UserError(
             "a plan that leaves optimizer states to the tier is needed; this one offloads them; plan with --pin '*=state-keep'"
         )
-    if plan.cluster.device.kind != "cpu":
+    if plan.cluster.device.kind != "cpu" and not options.host:
         raise UserError(
-            f"a plan for CPUs is needed with a tier; this one is for a {plan.cluster.device.kind}; plan with --hardware cpu:N"
+            f"a plan for CPUs is needed with disks; this one is for a {plan.cluster.device.kind}; plan with --hardware cpu:N, or "
+            "take its host (--tier host)"
+        )
+    if plan.offload is not None and plan.offload.tier != options.place:
+        raise UserError(
+            f"a plan whose activations go to the same tier is needed, {options.place}; this one's go to the {plan.offload.tier}; "
+            f"plan with --offload {options.place} or none"
         )
     if options.clip_previous_norm is not None and not math.isfinite(options.clip_previous_norm):
         raise UserError(f"a finite norm is needed to clip to; got {options.clip_previous_norm}; try 1.0")

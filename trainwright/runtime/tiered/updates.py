@@ -6,8 +6,8 @@
     writes                                                                │ values and states of i …
 
 Each parameter is stepped by the optimizer's own `step` over that parameter alone, so the result is the optimizer's, bit
-for bit. The bytes that wait (gradients, values, states) are bounded: a backward that is faster than the disk waits for it. A
-write never delays a read: writes have threads of their own, and go to the other slot of the item.
+for bit. The bytes that wait (gradients, values, states) are bounded: a backward that is faster than the tier waits for it. A
+write never delays a read: writes have threads of their own, and on disks go to the other slot of the item.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ...rank.offload_states import with_groups
-from ...tiers import TierStore, Transfer
+from ...tiers import Copy, MemoryStore, TierStore
+from .lane import Lane
 from .residence import Parked
 
 
@@ -52,14 +53,18 @@ class _Pending:
     grad: Tensor | None
     states: dict[str, Tensor]
     """The states that are read from the store."""
-    reads: list[Transfer]
+    reads: list[Copy]
     num_bytes: int
-    writes: list[Transfer] = field(default_factory=list)
+    begun: Any
+    """The moment of the device at which its gradient is complete."""
+    writes: list[Copy] = field(default_factory=list)
+    updated: Any = None
+    """The moment of the device at which it is updated."""
 
     def let_go(self) -> None:
         """Wait until everything is written, and release the gradient and the states."""
         for write in self.writes:
-            write.wait()
+            write.finish()
         self.grad = None
         self.states.clear()
 
@@ -71,9 +76,15 @@ class Updates:
     """
 
     def __init__(
-        self, store: TierStore, optimizer: Optimizer, window_bytes: int, num_workers: int, cores: Sequence[int] | None
+        self,
+        store: TierStore | MemoryStore,
+        optimizer: Optimizer,
+        window_bytes: int,
+        num_workers: int,
+        cores: Sequence[int] | None,
+        lane: Lane,
     ) -> None:
-        self.store, self.optimizer, self.window_bytes = store, optimizer, window_bytes
+        self.store, self.optimizer, self.window_bytes, self.lane = store, optimizer, window_bytes, lane
         self.group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         self.forms: dict[str, dict[str, StateForm]] = {}
         """By parameter, the forms of its states on the disk."""
@@ -102,15 +113,15 @@ class Updates:
         """Keep the states of a parameter in memory; those on the disk are read."""
         parked.keeps_states, self.kept[parked.name] = True, {}
         for name, form in self.forms.get(parked.name, {}).items():
-            self.kept[parked.name][name] = torch.empty(form.shape, dtype=form.dtype)
+            self.kept[parked.name][name] = self._empty(form)
             self.store.read(state_key(parked, name), self.kept[parked.name][name]).wait()
 
     def write_kept(self, parked: Iterable[Parked]) -> None:
         """Write the kept parameters and states, which steps without a commit do not write."""
-        writes: list[Transfer] = []
+        writes: list[Copy] = []
         for each in parked:
             if each.is_trained and each.keeps_states:
-                writes += self._write_states(each, self.kept.get(each.name, {}))
+                writes += self.write_states(each, self.kept.get(each.name, {}))
             if each.is_trained and each.is_kept:
                 writes.append(self._write_values(each))
         for write in writes:
@@ -132,13 +143,11 @@ class Updates:
         grad = alone(parked, grad)
         parked.residence.send_for(parked)
         parked.is_updating = True
-        states = {
-            name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items() if not parked.keeps_states
-        }
+        states = {name: self._empty(form) for name, form in forms.items() if not parked.keeps_states}
         reads = [self.store.read(state_key(parked, name), state) for name, state in states.items()]
         if from_store:
             reads.append(self.store.read(f"grad.{parked.name}", local_of(grad)))
-        pending = _Pending(parked, grad, states, reads, size)
+        pending = _Pending(parked, grad, states, reads, size, self.lane.now())
         self._pending.append((self._workers.submit(self._update, pending), pending))
         while self._pending and self._is_over(*self._pending[0]):
             self._finish_oldest()
@@ -152,14 +161,20 @@ class Updates:
         """Stop the threads."""
         self._workers.shutdown(wait=True, cancel_futures=True)
 
-    @staticmethod
-    def _is_over(future: Future[None], pending: _Pending) -> bool:
-        return future.done() and (future.exception() is not None or all(each.is_done for each in pending.writes))
+    def _empty(self, form: StateForm) -> Tensor:
+        return torch.empty(form.shape, dtype=form.dtype, device=self.lane.device)
+
+    def _is_over(self, future: Future[None], pending: _Pending) -> bool:
+        if not future.done():
+            return False
+        is_written = all(each.is_done for each in pending.writes) and self.lane.is_over(pending.updated)
+        return future.exception() is not None or is_written
 
     def _finish_oldest(self) -> None:
         future, pending = self._pending.popleft()
         parked, began = pending.parked, time.perf_counter()
         future.result()
+        self.lane.finish(pending.updated)
         pending.let_go()
         self.waited_s += time.perf_counter() - began
         self.num_bytes -= pending.num_bytes
@@ -169,6 +184,10 @@ class Updates:
     # On a worker
 
     def _update(self, pending: _Pending) -> None:
+        with self.lane.running(pending.begun):
+            self._update_here(pending)
+
+    def _update_here(self, pending: _Pending) -> None:
         for read in pending.reads:
             read.wait()
         parked = pending.parked
@@ -182,15 +201,16 @@ class Updates:
             }
         assert pending.grad is not None
         self._step_alone(param, pending.grad)
-        leaving = {name: local_of(value) for name, value in held.get(param, {}).items() if _rests(value)}
+        leaving = {name: local_of(value) for name, value in held.get(param, {}).items() if rests(value)}
         for name in leaving:
             held[param][name] = None  # its place in the order stays
         if parked.keeps_states:
             self.kept[parked.name] = leaving
+        pending.updated = self.lane.now()
         with self._lock:
             self.busy_s += time.perf_counter() - began
         if self.is_committing or not parked.keeps_states:
-            pending.writes += self._write_states(parked, leaving)
+            pending.writes += self.write_states(parked, leaving)
         if self.is_committing or not parked.is_kept:
             pending.writes.append(self._write_values(parked))
 
@@ -207,10 +227,11 @@ class Updates:
         if stand_in in alone.state:
             held[param] = alone.state[stand_in]
 
-    def _write_values(self, parked: Parked) -> Transfer:
+    def _write_values(self, parked: Parked) -> Copy:
         return self.store.write(parked.key, parked.local.detach())
 
-    def _write_states(self, parked: Parked, leaving: dict[str, Tensor]) -> list[Transfer]:
+    def write_states(self, parked: Parked, leaving: dict[str, Tensor]) -> list[Copy]:
+        """Begin to write the states of a parameter, for which room is made where there is none."""
         forms = {name: StateForm(value.dtype, value.shape) for name, value in leaving.items()}
         with self._lock:
             new = {state_key(parked, name): form.num_bytes for name, form in forms.items()}
@@ -224,7 +245,7 @@ def state_key(parked: Parked, name: str) -> str:
     return f"state.{parked.name}.{name}"
 
 
-def _rests(value: Any) -> bool:
+def rests(value: Any) -> bool:
     """Tell whether a state goes to the disk: a tensor with dims does; counters and other values stay in memory."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
 

@@ -17,7 +17,10 @@ MOST_IN_A_ROW = 10
 
 
 class NotFinite(Refusal):
-    """Raised before an update whose loss or gradients are not finite; the weights are those of the previous step."""
+    """Raised before an update whose loss or gradients are not finite; the weights are those of the previous step.
+
+    With a tier in the host's memory and updates during the backward it is raised after them (`Tier.can_take_back`).
+    """
 
 
 class FiniteGate:
@@ -50,9 +53,11 @@ class FiniteGate:
         if self.policy == "skip" and self._in_a_row <= MOST_IN_A_ROW:
             return False
         often = f" for {self._in_a_row} steps in a row" if self.policy == "skip" else ""
+        weights = "the weights are those of the step before"
+        if module.tier is not None and not module.tier.can_take_back:
+            weights = "weights in the host's memory have been updated by it; go on from a checkpoint of a step before"
         raise NotFinite(
-            f"{what} at step {step}{often}; the weights are those of the step before; lower the learning rate, clip "
-            "gradients, or train in a wider dtype"
+            f"{what} at step {step}{often}; {weights}; lower the learning rate, clip gradients, or train in a wider dtype"
         )
 
 
